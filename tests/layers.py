@@ -25,6 +25,7 @@ CORE = ROOT / "core" / "colocate"
 # From the top of the house to its ground: each package or module of core, and what it is.
 LAYERS = {
     "errors": "every error",
+    "features": "the table of features; a folder below has each of them",
     "_signals": "the law of signals: where users' code may run between two lines of ours",
     "_system": "files, processes, threads, clocks, lines of code",
     "_display": "things as text in columns, and as html",
@@ -34,7 +35,6 @@ LAYERS = {
     "wire": "messages on sockets",
     "_values": "rows of values: split, join, reduce, walk",
     "_role": "what users declare, and what a role object answers by itself",
-    "torch": "models that go on with new process groups",
     "executor": "the seam for clusters",
     "placement": "a ledger of nodes, for clusters that keep none",
     "_signatures": "whether values fit a signature",
@@ -52,6 +52,8 @@ LAYERS = {
     "_worker_group": "the workers of a group: start, watch, end, restart",
     "_views": "sending: views, pipelines, functions",
     "_api": "the live objects",
+    "features.*": "what isn't kernel, a folder for each: `children`, `weights`",
+    "torch": "models that go on with new process groups; weights of modules",
     "_detached": "pools that change their driver: what `detach` and `attach` of the live objects find on first use",
     "driver": "a driver from inside, for packages beside core",
     "config": "what a file says, of `colocate_run`",
@@ -64,6 +66,9 @@ BESIDE = {"colocate_report": "what is known of a run; its page, its trace", "col
 
 # Who finds what is below, on first use of a public name, and imports nothing of it otherwise.
 ON_FIRST_USE = {("_api.pool", "_detached"), ("_api.runtime", "_detached")}
+
+# Public signatures of the kernel name these classes of features, for type checkers.
+DOORS = {("_role.context", "features.children.child")}
 
 # Around core: the modules of each package, from its ground up.
 AROUND = {
@@ -138,7 +143,8 @@ def modules(core: Path = CORE) -> dict[str, Path]:
 
 def layer_of(module: str) -> str:
     """The layer that a module is in."""
-    return module.partition(".")[0]
+    top, _, rest = module.partition(".")
+    return f"{top}.*" if top == "features" and rest else top
 
 
 @functools.cache
@@ -149,7 +155,7 @@ def arrows(core: Path = CORE) -> list[Arrow]:
         Arrow(name, imported)
         for name, path in known.items()
         for imported in dict.fromkeys(_imported(path, _package(name, path), known))
-        if imported != name and (name, imported) not in ON_FIRST_USE
+        if imported != name and (name, imported) not in ON_FIRST_USE | DOORS
     ]
 
 

@@ -18,19 +18,16 @@ if TYPE_CHECKING:
     from colocate._plugins.entry_points import hookimpl
     from colocate._plugins.needs import checks, needs
     from colocate._role.call import Call, Resident, ResidentSpec, as_completed, wait
-    from colocate._role.child import Child
     from colocate._role.context import Context, Rendezvous, context
     from colocate._role.method import RoleCall, RowCall, method
     from colocate._role.role import Role, RoleSpec, role
     from colocate._role.rows import RowStream
-    from colocate._role.weights import Weights, WeightSync
     from colocate._system.lines import library
     from colocate._values.collect import Collect, Concat, First, Gather, Reduce
     from colocate._values.dispatch import Broadcast, Dispatch, OnRank, PerRank, Scatter
     from colocate._values.leaves import register_batch
     from colocate._values.mesh import Mesh, Ranks
     from colocate._views.view import Inspection, RoleView, inspect
-    from colocate._views.weights import sync_weights
     from colocate.errors import (
         BorrowedError,
         CallCancelled,
@@ -57,6 +54,9 @@ if TYPE_CHECKING:
         StaleWeightsError,
         WorkerDied,
     )
+    from colocate.features.children.child import Child
+    from colocate.features.weights.driver import sync_weights
+    from colocate.features.weights.weights import Weights, WeightSync
     from colocate_report.record import Leaving, LogRecord, RunInfo, RunRecord
     from colocate_report.trace import Trace
     from colocate_run.config.load import load_config
@@ -71,7 +71,6 @@ _HOMES = {
     "_api.buffer": "Buffer",
     "_api.connecting": "connect spawn",
     "_values.leaves": "register_batch",
-    "_role.child": "Child",
     "_role.call": "Call Resident ResidentSpec as_completed wait",
     "_values.collect": "Collect Concat First Gather Reduce",
     "_role.context": "Context Rendezvous context",
@@ -88,9 +87,10 @@ _HOMES = {
     "_api.runtime": "Runtime",
     "_role.rows": "RowStream",
     "_system.lines": "library",
-    "_role.weights": "WeightSync Weights",
     "_views.view": "Inspection RoleView inspect",
-    "_views.weights": "sync_weights",
+    "features.children.child": "Child",
+    "features.weights.driver": "sync_weights",
+    "features.weights.weights": "WeightSync Weights",
     "errors": (
         "BorrowedError CallCancelled CallTimeout CapabilityError ChildDied ClosedError ColocateError ConfigError "
         "DispatchError EngineError ForkedError GroupRestarted MemoryBudgetError PipelineError PlacementError "

@@ -16,7 +16,7 @@ import pickle
 import platform
 import threading
 from collections.abc import Sequence
-from typing import cast
+from typing import Any, cast
 
 import attrs
 
@@ -39,7 +39,7 @@ from colocate._worker_group.worker_group import Attachment, WorkerGroup
 from colocate.errors import BorrowedError, ColocateError, ConfigError, EngineError
 from colocate.executor import Detachable, Lease, Request, Reservation
 
-_FORM = 9  # goes up when what is pickled in a record has moved or changed, and the version of colocate hasn't
+_FORM = 10  # goes up when what is pickled in a record has moved or changed, and the version of colocate hasn't
 _AGAIN_S = 0.5
 
 # -- the record
@@ -80,7 +80,7 @@ class GroupRecord:
     script: int
     modules: dict[str, tuple[str, str]]
     until_woken: dict[str, list[str]]
-    synced: dict[str, tuple[int, float]]
+    parts: dict[str, Any]  # what features keep, by their names
 
     def declared(self) -> Declared:
         """Return its roles, or raise ColocateError where they can't be imported."""
@@ -139,7 +139,7 @@ def _lease(pool: Slots, groups: Sequence[WorkerGroup], name: str, ttl: float) ->
                 group.published.script,
                 dict(group.published.given.contents),
                 group.sleepers.until_woken,
-                dict(group.synced),
+                {name: kept for name, part in group.parts.items() if (kept := part.kept()) is not None},
             )
         )
     found = PoolRecord(pool.name, pool.request, pool.budget, float(ttl), tuple(records))
@@ -322,7 +322,8 @@ def _taken(pool: Slots, record: GroupRecord) -> WorkerGroup:
     group.published.follows(record.script, record.modules)
     for role, tags in record.until_woken.items():
         group.sleepers.mark(role, tags, until_woken=True)
-    group.synced.update(record.synced)
+    for name, kept in record.parts.items():
+        group.part(name).take(kept)
     executor = cast("Detachable", pool.connection.services.executor)
     group.workforce.take(executor, record.tokens)
     return group

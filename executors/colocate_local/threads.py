@@ -120,7 +120,8 @@ class ThreadHost(Host):
     def kill(self) -> None:
         """A thread can't be ended: its slot is freed, and whatever it still says is ignored."""
         self._exit("ended with its group; a thread can't be killed and may still run")
-        self.worker.children.kill()
+        for part in list(self.worker.parts.values()):
+            part.kill()
         self.worker.close("the worker was ended")
 
     def _exit(self, detail: str | None) -> None:

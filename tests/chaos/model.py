@@ -29,7 +29,7 @@ DEADLY = ("kill", "lane", "keeper", "envoy")  # faults that end a worker
 HANGING = ("stop", "gil")  # faults after which a worker doesn't answer, and lives
 
 # In the stack of a rank that asks another one for a part of a value, or waits until another one has taken weights
-AT_A_PEER = ("colocate/worker/residents/peers.py", "colocate/worker/weights.py")
+AT_A_PEER = ("colocate/worker/residents/peers.py", "colocate/features/weights/worker.py")
 _ABORTED = "was aborted: group.pause"
 AMPLE_S = 1.0  # A grace in which every rank that isn't hit by anything ends
 

@@ -108,7 +108,7 @@ def unkept_budget() -> None:
 
 def half_synced() -> None:
     """A target that has got a part of its weights isn't stale."""
-    from colocate._role.weights import Received
+    from colocate.features.weights.weights import Received
 
     _replace(Received, "fail", lambda self, why: None)
 
@@ -129,9 +129,9 @@ def doubled_rows() -> None:
 
 def unmissed_child() -> None:
     """A role goes on without a child that has died."""
-    from colocate.worker.children import Children
+    from colocate.features.children.worker import ChildrenOfWorker
 
-    _replace(Children, "check", lambda self, role, since=0.0: None)
+    _replace(ChildrenOfWorker, "_check", lambda self, role, since=0.0, row=None: None)
 
 
 def unpaused_role() -> None:

@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any, ClassVar, Generic, Self, TypeAlias, TypeVar
 
 from colocate import _display as html
-from colocate._api.memory import GroupMemory, weights_age
+from colocate._api.memory import GroupMemory
 from colocate._api.memory import memory as memory_of
 from colocate._owned.owned import Owned
 from colocate._role.call import OnDriver
@@ -141,16 +141,15 @@ def _worker(worker_group: WorkerGroup, worker: Worker, measured: GroupMemory | N
             role |= {"asleep": held.asleep} if held is not None and held.asleep else {}
         if worker_group.is_paused(name):
             role["paused"] = True
-        if name in worker_group.synced or name in worker_group.stale:
-            role["weights"] = weights_age(worker_group.synced.get(name), worker_group.stale.get(name))
         sizes = {} if found is None else found.children.get(name, {})
-        children: list[dict[str, Any]] = [
-            {"kind": "child", "name": child, "state": state, "pid": pid or None, "port": port, "children": []}
-            | ({"bytes": sizes[child]} if child in sizes else {})
-            for owner, child, pid, port, state in worker.children
-            if owner == name
-        ]
-        roles.append({**role, "children": children})
+        below: list[dict[str, Any]] = []
+        for part in worker_group.parts.values():
+            role |= part.shown(name)
+            below += [
+                node | ({"bytes": sizes[node["name"]]} if node["name"] in sizes else {})
+                for node in part.nodes(worker, name)
+            ]
+        roles.append({**role, "children": below})
     return {
         "kind": "worker",
         "name": str(worker.slot),

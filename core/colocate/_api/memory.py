@@ -216,8 +216,7 @@ def memory(worker_group: WorkerGroup, deadline: Deadline) -> GroupMemory:
     return GroupMemory(
         worker_group.name,
         tuple(_slot(worker_group, *each) for each in zip(slots, ledgers, strict=True)),
-        dict(worker_group.synced),
-        dict(worker_group.stale),
+        **{name: value for part in worker_group.parts.values() for name, value in part.memory().items()},
     )
 
 

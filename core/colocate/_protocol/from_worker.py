@@ -141,13 +141,6 @@ class GroupsDropped(Message):
 
 
 @message
-class HasChildren(Message):
-    """Which processes its roles have started, by `ctx.start`."""
-
-    children: Sequence[tuple[str, str, int, int | None, str]]  # role, name, process id, port, and what it does
-
-
-@message
 class CanWithdraw(Message):
     """Whether it can do without a call."""
 

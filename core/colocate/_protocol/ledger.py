@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from enum import Enum, auto
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import attrs
 
@@ -79,5 +79,5 @@ class Ledger:
     peaks: Mapping[str, int] | None
     # What the processes that roles have started have for themselves, by role and name
     children: Mapping[str, Mapping[str, int]] = attrs.field(factory=dict)
-    # Which weights roles have from others, by role: their version, and why these can't be used if so
-    weights: Mapping[str, tuple[int, str | None]] = attrs.field(factory=dict)
+    # What features tell of roles, by feature and role (`OfWorker.told`)
+    told: Mapping[str, Mapping[str, Any]] = attrs.field(factory=dict)

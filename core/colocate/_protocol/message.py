@@ -12,6 +12,8 @@ from typing import Any, TypeAlias, TypeVar, cast, dataclass_transform
 
 import attrs
 
+from colocate import features
+
 Head: TypeAlias = tuple[Any, ...]
 
 _kinds: dict[str, Callable[..., Message]] = {}  # what makes one of the values that travel
@@ -62,7 +64,13 @@ def is_a(head: Head, kind: type[Message]) -> bool:
 
 def read(head: Head | Message) -> Message:
     """Return the message of a head; within one process it is handed over as it is."""
-    return head if isinstance(head, Message) else _kinds[head[0]](*head[1:])
+    if isinstance(head, Message):
+        return head
+    made = _kinds.get(head[0])
+    if made is None:  # one of a feature's that wasn't here yet
+        features.of_message(head[0])
+        made = _kinds[head[0]]
+    return made(*head[1:])
 
 
 @dataclass_transform(frozen_default=True)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-    from colocate._role.child import Child, Health, Ready
+    from colocate.features.children.child import Child, Health, Ready
 
 R = TypeVar("R")
 

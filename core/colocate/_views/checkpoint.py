@@ -204,7 +204,8 @@ def restore(worker_group: WorkerGroup, folder: Path) -> Tag:
                     f"group {worker_group.name!r} was restarted while {found.tag!r} was restored: that is void"
                 )
             worker_group.restarts.began_from(found)
-            worker_group.stale |= dict.fromkeys(worker_group.synced, "the group was restored from a checkpoint since")
+            for part in worker_group.parts.values():
+                part.restored()
     worker_group.home.changed()
     return found.tag
 

@@ -172,7 +172,7 @@ def builds(
     seed: int,
     generation: int,
     in_process: bool,
-    stale: Mapping[str, tuple[int, str]],
+    parts: Mapping[str, Mapping[str, Any]],
 ) -> Any:
     """Return what the workers need to construct the roles, as one message body for all of them.
 
@@ -197,9 +197,9 @@ def builds(
         distribution, version = declared.distributions[name]
         name_here = f"{info.cls.__module__}:{info.cls.__qualname__}"
         shipped = ship(info.cls, name_here, in_process=in_process, distribution=distribution, version=version)
-        kept, weights = spec.sleep == "vmm", stale.get(name)
+        kept, of_role = spec.sleep == "vmm", parts.get(name, {})
         made.append(
-            RoleBuild(name, shipped, arguments, info.slots, info.meshes, group, seed, generation, kept, weights)
+            RoleBuild(name, shipped, arguments, info.slots, info.meshes, group, seed, generation, kept, of_role)
         )
     try:
         body = codec.pack(made)

@@ -6,13 +6,13 @@ import abc
 import copy
 import logging
 import threading
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import attrs
 
+from colocate import features
 from colocate._calls.cancel import Cancellations
 from colocate._calls.link import Link
 from colocate._calls.order import CallOrder
@@ -24,7 +24,7 @@ from colocate._calls.unasked import Unasked
 from colocate._kept.residents import Residents
 from colocate._owned.owned import Owned, State, raise_together
 from colocate._protocol import from_worker, questions, to_worker
-from colocate._protocol.ledger import Ledger, Sizes
+from colocate._protocol.ledger import Sizes
 from colocate._protocol.message import Message
 from colocate._protocol.uses import Origin, Source
 from colocate._role.method_spec import MethodSpec
@@ -35,6 +35,7 @@ from colocate._system.limits import AFTER_FORCE_S, BACKOFF_S, LONGEST_BACKOFF_S,
 from colocate._system.numbers import FOREVER_S
 from colocate._system.threads import Thread
 from colocate._values.mesh import Ranks
+from colocate._worker_group.hooks import OfGroup
 from colocate._worker_group.ledgers import Ledgers
 from colocate._worker_group.passing import ways
 from colocate._worker_group.published import Published, Questions, Tell
@@ -353,10 +354,10 @@ class WorkerGroup(Link):
         self.restarts = Restarts(self, restarts)
         # Which roles may have memory that sleeps
         self.sleepers = Sleepers(self.roles if home.attachment is not None else ())
-        # How often roles have got weights from others, and when they last did, 0.0 where that isn't known here
-        self.synced: dict[str, tuple[int, float]] = {}
-        self.stale: dict[str, str] = {}  # roles whose weights are stale as far as is known here, and why
-        self.described: set[str] = set()  # the roles of which all ranks know what weights they give
+        self.parts: dict[str, OfGroup] = {}  # the halves of features that are there, by the names of these
+        for spec in declared.specs.values():
+            for feature in features.of_options(spec):
+                self.part(feature)
         self._begin(places)
         self.residents = Residents(self, self.order)
         self.unasked = Unasked(self)
@@ -424,6 +425,17 @@ class WorkerGroup(Link):
             self.workforce.workers[slot].host.send(frame)
         executor.discard(frame)
 
+    def part(self, name: str) -> OfGroup:
+        """Return this group's half of a feature, which is made when it is first asked for.
+
+        Raises:
+            CapabilityError: There is no such feature here.
+        """
+        if name not in self.parts:
+            made = features.of_group(name)(self)
+            return self.parts.setdefault(name, made)
+        return self.parts[name]
+
     def teller(self) -> Callable[[int, Message], None]:
         """Return what sends a message to one worker of this generation, if it runs."""
         workers = self.workforce.workers
@@ -480,7 +492,8 @@ class WorkerGroup(Link):
                 order.stacks.answered(slot, message)
             case from_worker.LedgerTold():
                 if message.ledger is not None:
-                    self._note_weights(message.ledger)
+                    for name, told in message.ledger.told.items():
+                        self.part(name).told(told)
                 self.ledgers.answered(worker, message)
             case from_worker.Saved():
                 self.saves.answered(worker, message, body)
@@ -506,7 +519,10 @@ class WorkerGroup(Link):
             case from_worker.Undefined():
                 self.published.lost(worker, message)
             case _:
-                raise TypeError(f"worker {slot} of group {self.name!r} says what no driver hears: {message!r}")
+                feature = features.of_message(type(message).__name__)
+                if feature is None:
+                    raise TypeError(f"worker {slot} of group {self.name!r} says what no driver hears: {message!r}")
+                self.part(feature).heard(worker, message, body)
 
     def _share(self, worker: Worker, holds: Sizes) -> None:
         """Tell the workers that share a worker's slot what its roles hold from now on."""
@@ -514,16 +530,6 @@ class WorkerGroup(Link):
             worker.holds = holds
             for other in self.home.beside(self, worker.slot) if self.home.closed_by is None else ():  # else it goes on
                 other.send(to_worker.Beside(self.name, holds))
-
-    def _note_weights(self, ledger: Ledger) -> None:
-        """Note what only a worker knew of the weights that its roles have from others, as these were restored, say."""
-        for name, (version, stale) in ledger.weights.items():
-            known, _ = self.synced.get(name, (0, 0.0))
-            if version > known:  # of a sync that is noted in a moment, or of a checkpoint
-                self.synced[name] = version, time.time() if stale is None else 0.0
-                self.stale.pop(name, None)
-            if stale is not None and version >= known:  # else they have come since
-                self.stale.setdefault(name, stale)
 
     def _greet(self, worker: Worker) -> None:
         """Tell a new worker what the roles of those hold that share its slot."""
@@ -627,14 +633,11 @@ class WorkerGroup(Link):
             self.restarts.began_from(checkpoint())
             return self.restarts.checkpoint
 
-        stale = {
-            name: (0, "it was declared to have none before the first sync (weights='from sync')")
-            for name, spec in self.declared.specs.items()
-            if spec.weights is not None
-        }
-        stale |= {name: (version, "the group was restarted since") for name, (version, _) in self.synced.items()}
-        self.stale = {name: why for name, (_, why) in stale.items()}
-        self.workforce.start(self.declared, self.seed, self._start_timeout, found, stale)
+        parts: dict[str, dict[str, Any]] = {}
+        for feature, part in self.parts.items():
+            for role, plain in part.builds().items():
+                parts.setdefault(role, {})[feature] = plain
+        self.workforce.start(self.declared, self.seed, self._start_timeout, found, parts)
         self.workforce.ready()
         self.home.changed()
 
@@ -662,7 +665,8 @@ class WorkerGroup(Link):
             self.order.renew()
             self.published.renew()
             self.sleepers.renew()
-            self.described.clear()
+            for part in self.parts.values():
+                part.renewed()
             self._begin(places)
             if (failure := self.life.told()) is not None:
                 self.residents.renew(failure)

@@ -113,8 +113,7 @@ class Worker:
     lane_ended: bool = False
     table: Table = attrs.field(factory=lambda: Table("is given it"))  # what it knows of the script
     progress: dict[str | None, tuple[float, float | None]] = attrs.field(factory=dict)
-    # The processes that its roles have started: role, name, process id, port, and what it does
-    children: Sequence[tuple[str, str, int, int | None, str]] = ()
+    parts: dict[str, Any] = attrs.field(factory=dict)  # what features keep of it, by their names
     holds: Sizes = attrs.field(factory=dict)  # what its roles hold, where other groups share its slot
     _tail: Tail = attrs.field(factory=Tail)
     _questions: Requests[int, str | None] = attrs.field(factory=Requests[int, "str | None"])
@@ -170,8 +169,6 @@ class Worker:
                     self._questions.answered(asked.token, self.slot, message.address)
             case from_worker.Broken():
                 workforce.broken(self, message.reason, message.log_tail)
-            case from_worker.HasChildren():
-                self.children = message.children
             case from_worker.Closed():
                 self.lane_ended = True
                 workforce.stages.reach(self.slot, Stage.LEAVING)
@@ -281,11 +278,11 @@ class Workforce:
         seed: int,
         timeout: float | None,
         checkpoint: Callable[[], Checkpoint | None],
-        stale: Mapping[str, tuple[int, str]],
+        parts: Mapping[str, Mapping[str, Any]],
     ) -> None:
         """Start the workers and construct the roles, which then go on from what `checkpoint` finds.
 
-        `stale`: the roles that need weights of others, with how often these have got some, and why.
+        `parts`: what features say of roles, by role and feature.
 
         Raises:
             RoleStartError: A worker didn't start, or a role wasn't constructed; everything is ended.
@@ -293,7 +290,7 @@ class Workforce:
         link = self.link
         deadline = Deadline(timeout)
         executor = link.services.executor
-        body = builds(declared, executor.codec, link.name, seed, link.generation, executor.in_process, stale)
+        body = builds(declared, executor.codec, link.name, seed, link.generation, executor.in_process, parts)
         imports = () if executor.in_process else imports_of(info.cls for info in declared.infos.values())
         for worker, place in zip(self.workers, self._places, strict=True):
             worker.boot = attrs.evolve(worker.boot, imports=imports, env={**worker.boot.env, **declared.env})

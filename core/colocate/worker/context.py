@@ -2,28 +2,32 @@
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import operator
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, TypeAlias
 
+from colocate import features
 from colocate._protocol import from_worker, questions
 from colocate._protocol.consequence import Consequence
+from colocate._protocol.ledger import TAGS
 from colocate._protocol.message import Message
 from colocate._protocol.requests import Requests
 from colocate._protocol.uses import Peers
-from colocate._role.context import Context, running_call
+from colocate._role.context import Context, RowState, running_call
 from colocate._system.recent import RecentSpans
 from colocate._values.codec import Codec
 from colocate._values.leaving import gpu_is_used
-from colocate.errors import SerializationError
+from colocate.errors import ConfigError, SerializationError
 from colocate.executor import Boot
 from colocate.worker.background import Background
-from colocate.worker.children import Children
 from colocate.worker.device import Device
 from colocate.worker.handed import HANDED
+from colocate.worker.hooks import OfWorker
 from colocate.worker.inlet import Inlet
 from colocate.worker.lane import Lane
 from colocate.worker.memory.context import ProcessMemory
@@ -37,14 +41,13 @@ from colocate.worker.serving.saver import Saver
 from colocate.worker.serving.scope import Scope
 from colocate.worker.torch_groups.groups import ProcessGroups
 from colocate.worker.torch_groups.settings import Setting
-from colocate.worker.weights import WeightSyncs
 
 Send: TypeAlias = Callable[[Any, Any], None]
 """Of a head, or within one process of the message itself, and the body."""
 _OF_CODE = (questions.Missing, questions.Source, questions.Compare)
 
 
-class WorkerContext:
+class WorkerContext(abc.ABC):
     """What the parts of a worker share: its roles, what they keep, and what they ask the driver.
 
     Attributes:
@@ -61,8 +64,6 @@ class WorkerContext:
         sleeper: What of its roles' memory sleeps.
         accounts: What they have, and may have.
         residency: Who is awake, where they take turns.
-        weights: Brings weights of roles to others.
-        children: The processes that its roles have started.
         spill_dir: Where that goes; None for where there is room.
         definitions: What it and its driver know of each other's classes and functions.
         saver: Writes checkpoints beside the calls.
@@ -72,19 +73,26 @@ class WorkerContext:
         process: What its process has besides; None where that is the driver's.
         recent: When its roles were busy; None where nobody but the driver asks, who knows.
         inlets: What is said of rows that end one by one, by their calls, as long as these are there.
+        parts: The halves of features that are there, by the names of these.
+        begins: Of these halves `begins`, where they have one of their own; `reaches`, `ends`, `blames` likewise.
     """
 
     lane: Lane
     peers: Peers
-    children: Children
     process: ProcessMemory | None = None
     spill_dir: str | None = None
     recent: RecentSpans[str] | None = None
+    parts: Mapping[str, OfWorker] = MappingProxyType({})
+    begins: tuple[Callable[..., None], ...] = ()
+    reaches: tuple[Callable[..., None], ...] = ()
+    ends: tuple[Callable[..., None], ...] = ()
+    blames: tuple[Callable[..., BaseException], ...] = ()
 
     def __init__(self, boot: Boot, codec: Codec, send: Send, in_process: bool) -> None:
         self.boot = boot
         self.codec = codec
         self._send = send
+        self._making = threading.RLock()  # held while a half of a feature is made
         self.in_process = in_process
         self.background: dict[str, Background] = {}
         self.scope = Scope(self._lane_of)
@@ -97,7 +105,6 @@ class WorkerContext:
         self.sleeper = Sleeper(self)
         self.accounts = Accounts(self, self.sleeper)
         self.residency = Residency(self, self.sleeper, self.accounts)
-        self.weights = WeightSyncs(self)
         self.definitions = Definitions(self.ask, self.say, in_process)
         self.saver = Saver(boot.worker, self.device, codec, self.definitions, self.say)
         self._questions: Requests[None, Any] = Requests()
@@ -107,15 +114,52 @@ class WorkerContext:
         self.inlets: weakref.WeakValueDictionary[int, Inlet] = weakref.WeakValueDictionary()
         self.scope.ends(self._end_inlets)
 
-    def reach(self, asking: Context, name: str, *awake: Any) -> None:
-        """A role's object is wanted by role code with a context; see `Residency.reach`.
+    def part(self, name: str) -> OfWorker:
+        """Return this worker's half of a feature, which is made when it is first asked for.
 
         Raises:
-            ChildDied: What that role had started has ended.
+            CapabilityError: There is no such feature here.
         """
-        if asking.role is not None and self.children.dead and (role := self.roles.get(name)) is not None:
-            self.children.check(role)
-        self.residency.reach(name, *awake)
+        found = self.parts.get(name)
+        if found is not None:
+            return found
+        with self._making:
+            found = self.parts.get(name)
+            if found is None:
+                found = features.of_worker(name)(self)
+                self.parts = {**self.parts, name: found}
+                self.begins, self.reaches = self._own("begins"), self._own("reached")
+                self.ends, self.blames = self._own("ended"), self._own("blamed")
+            return found
+
+    def _own(self, name: str) -> tuple[Callable[..., Any], ...]:
+        """Return a method of all halves that override it."""
+        base = getattr(OfWorker, name)
+        return tuple(getattr(part, name) for part in self.parts.values() if getattr(type(part), name) is not base)
+
+    def blamed(self, error: BaseException, role: str | None, row: RowState | None = None) -> BaseException:
+        """Return what is the cause of a failure in role code, as features know it."""
+        for blames in self.blames:
+            error = blames(error, role, row)
+        return error
+
+    def start_child(self, *args: Any) -> Any:
+        """See `Context.start`; by the feature "children"."""
+        return self.part("children").start(*args)  # type: ignore[attr-defined]
+
+    def reach(self, asking: Context, name: str, tags: Sequence[str] = tuple(TAGS)) -> None:
+        """Hear that role code with a context wants a role's object, with that of its memory: it is awake then.
+
+        Raises:
+            ConfigError: There is no such memory.
+            ColocateError: It can't be had, as a feature says.
+        """
+        if unknown := [tag for tag in tags if tag not in TAGS]:
+            raise ConfigError(f"awake names {unknown[0]!r}; a role's memory is of {', '.join(TAGS)}")
+        if self.reaches and (role := self.roles.get(name)) is not None:
+            for reaches in self.reaches:
+                reaches(asking, role, tags)
+        self.residency.have_awake(name, tags)
 
     @property
     def moves_tensors(self) -> bool:
@@ -214,6 +258,10 @@ class WorkerContext:
             body = self.codec.pack_named(result, "result", f"the result of {label}")
         self.definitions.tell(body, wait)
         return body
+
+    @abc.abstractmethod
+    def broken(self, reason: str, log_tail: str = "") -> None:
+        """Leave, being of no use any more. Its group fails of that at once instead of waiting."""
 
     def report(self, ctx: Context, done: int, total: int | None) -> None:
         """A role's progress."""

@@ -113,16 +113,17 @@ class RowTasks:
         running_call.set(state)
         try:
             try:
-                if worker_context.children.dead and not spec.revives:
-                    worker_context.children.check(role, row=state)
+                if worker_context.begins and not spec.revives:
+                    for begins in worker_context.begins:
+                        begins(role, (), work.label, state)
                 with rebuilding("a row"):
                     given = worker_context.hand_over(worker_context.codec.unpack(body, worker_context.boot.device))
                 if worker_context.moves_tensors:
                     given = placed(given, worker_context.boot.device, spec.host)
                 with self._role_code:
                     result = await spec.call(role.instance, {**arguments, **given})
-                if worker_context.children.dead:
-                    worker_context.children.check(role, work.began, state)
+                for ends in worker_context.ends:
+                    ends(role, work.began, state)
             finally:
                 await end_row(state)
                 if state.raised is not None:
@@ -135,10 +136,10 @@ class RowTasks:
         if not work.inlet.is_wanted(state):
             return
         worker_context = self._worker_context
-        error = worker_context.children.blamed(error, role.name, state)
+        error = worker_context.blamed(error, role.name, state)
         secondary = isinstance(error, Consequence)
         told, body = failure.failed(error, worker_context.codec, worker_context.definitions, role.name, secondary)
-        bereft = worker_context.children.lacks(role)
+        bereft = any(part.is_bereft(role) for part in worker_context.parts.values())
         worker_context.say(from_worker.RowEnded(work.seq, state.row, told, bereft), body)
         if (lost := self._device.why_lost()) is not None:
             self._broken(f"{work.label}, row {state.row}: {lost}")

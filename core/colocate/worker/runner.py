@@ -123,7 +123,8 @@ class Runner:
         call = work.message
         assert isinstance(call, to_worker.Call)
         body, work.body = work.body, None  # it may be large, and the role remembers its last call
-        role = worker_context.roles[call.role]
+        role = work.role
+        assert role is not None
         spec: MethodSpec = work.spec
         start = work.began = time.time()
         tokens = set_current(role.ctx), running_call.set(work)
@@ -141,10 +142,9 @@ class Runner:
                 work.allocated = self._device.begin()
             if worker_context.sleeper.asleep.roles:
                 worker_context.sleeper.check(role, spec)
-            if role.received is not None and (spec.awake is None or "weights" in spec.awake) and not spec.revives:
-                role.received.check(str(role.name), work.label)
-            if worker_context.children.dead and not spec.revives:
-                worker_context.children.check(role)
+            if worker_context.begins and not spec.revives:
+                for begins in worker_context.begins:
+                    begins(role, spec.awake, work.label)
             if work.lots:
                 worker_context.definitions.load(work.lots)
             resolver = self._resolver(call, work) if call.uses else None
@@ -226,7 +226,8 @@ class Runner:
                 with self._role_code:
                     role.close()
                 if role.name is not None:  # what functions run in is a role without one
-                    self._worker_context.children.stop(role.name)
+                    for part in self._worker_context.parts.values():
+                        part.closed(role.name)
             except BaseException as error:
                 print(f"close() of role {role.name!r} has raised:\n{told(error)}", file=sys.stderr, flush=True)
 
@@ -318,8 +319,9 @@ class Runner:
     ) -> None:
         worker_context, label, device = self._worker_context, work.label, self._device
         try:
-            if worker_context.children.dead and spec.rows is None:  # of rows each has been told
-                worker_context.children.check(role, work.began)
+            if worker_context.ends and spec.rows is None:  # of rows each has been told
+                for ends in worker_context.ends:
+                    ends(role, work.began)
             if device.is_gpu:
                 device.end(label, work.allocated)
             returned = result
@@ -412,7 +414,7 @@ class Runner:
         self, seq: int, keep: int | None, role: str | None, error: BaseException, work: Work | None = None
     ) -> None:
         worker_context = self._worker_context
-        error = worker_context.children.blamed(error, role)
+        error = worker_context.blamed(error, role)
         worker_context.accounts.changed(role)
         worker_context.accounts.tell()  # what the call has let go of, or has now besides
         if failure.is_out_of_memory(error):

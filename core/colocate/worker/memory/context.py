@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from colocate._protocol.message import Message
 from colocate.executor import Boot
 from colocate.worker.device import Device
+from colocate.worker.hooks import OfWorker
 from colocate.worker.lane import Lane
 from colocate.worker.residents.store import Store
 from colocate.worker.serving.role_instance import RoleInstance
@@ -46,18 +47,6 @@ def private_bytes(pid: int | None = None) -> int:
     return (resident - shared) * os.sysconf("SC_PAGESIZE")
 
 
-class Children(Protocol):
-    """The processes that roles have started; see `worker.children`."""
-
-    def check(self, role: RoleInstance) -> None:
-        """Raise where one that a role needs has ended."""
-        ...
-
-    def nbytes(self) -> Mapping[str, Mapping[str, int]]:
-        """Return what they have, by role and name."""
-        ...
-
-
 class Worker(Protocol):
     """What they need of a worker; see `WorkerContext`."""
 
@@ -70,11 +59,7 @@ class Worker(Protocol):
     process: ProcessMemory | None
     device: Device
     setting: Setting
-
-    @property
-    def children(self) -> Children:
-        """What its roles have started."""
-        ...
+    parts: Mapping[str, OfWorker]
 
     def ask(self, question: Message) -> Any:
         """Ask the driver."""

@@ -489,8 +489,7 @@ def _looks(kind: type) -> tuple[_Look, Purpose | None]:
 @by_type
 def _is_barren(kind: type) -> bool:
     """Whether nothing is to be found in values of this type."""
-    child = imported("colocate._role.child")  # which few workers have: whoever has one has the way to all roles
-    return kind in PLAIN or issubclass(kind, _NOT_INTO) or (child is not None and issubclass(kind, child.Child))
+    return kind in PLAIN or issubclass(kind, _NOT_INTO) or getattr(kind, "_colocate_barren", False) is True
 
 
 @functools.cache

@@ -125,8 +125,17 @@ class Accounts:
             _gpu(worker_context.boot.device, worker_context.in_process),
             None if worker_context.device.peaks is None else dict(worker_context.device.peaks),
             shares.children,
-            {name: role.received.known() for name, role in named(worker_context).items() if role.received is not None},
+            self._of_features(),
         )
+
+    def _of_features(self) -> dict[str, dict[str, Any]]:
+        """Return what features tell of roles, by feature and role."""
+        roles = named(self._worker_context)
+        told = {
+            feature: {name: plain for name, role in roles.items() if (plain := part.told(role)) is not None}
+            for feature, part in self._worker_context.parts.items()
+        }
+        return {feature: of_roles for feature, of_roles in told.items() if of_roles}
 
     def _held_beside_lane(
         self, role: RoleInstance, declared: Sequence[Any]
@@ -311,7 +320,11 @@ class Accounts:
         asleep, emptied = dict.fromkeys(found, 0), dict.fromkeys(found, 0)
         for name, (size, as_zeros) in self._sleeper.asleep.by_role().items():
             asleep[name], emptied[name] = size, as_zeros
-        return Shares(owned, shared, asleep, emptied, self._worker_context.children.nbytes())
+        outside: dict[str, dict[str, int]] = {}
+        for part in self._worker_context.parts.values():
+            for name, sizes in part.nbytes().items():
+                outside.setdefault(name, {}).update(sizes)
+        return Shares(owned, shared, asleep, emptied, outside)
 
 
 def _words(role: str, parts: Mapping[str, int]) -> str:

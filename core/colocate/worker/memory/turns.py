@@ -35,7 +35,7 @@ from colocate._role.context import running_call
 from colocate._role.method_spec import MethodSpec
 from colocate._system.jobs import JobThread, error_text, report_exception
 from colocate._system.numbers import size_text
-from colocate.errors import ColocateError, ConfigError, MemoryBudgetError, SleepingError
+from colocate.errors import ColocateError, MemoryBudgetError, SleepingError
 from colocate.worker.memory.context import Worker, named
 from colocate.worker.memory.ledger import Accounts, Shares
 from colocate.worker.memory.sleep import EvictionPlan, RestorePlan, Sleeper, lacks_room, reason
@@ -241,20 +241,6 @@ class Residency:
     def leave(self, seq: int) -> None:
         """A call has ended."""
         self._uses.pop(seq, None)
-
-    def reach(self, name: str, tags: Sequence[str] = _ALL) -> None:
-        """A role's object is wanted by role code, in whatever runs, with that of its memory.
-
-        Raises:
-            ConfigError: There is no such memory.
-            StaleWeightsError: Its weights are of no use.
-        """
-        if unknown := [tag for tag in tags if tag not in TAGS]:
-            raise ConfigError(f"awake names {unknown[0]!r}; a role's memory is of {', '.join(TAGS)}")
-        role = self._worker_context.roles.get(name)
-        if role is not None and role.received is not None and "weights" in tags:
-            role.received.check(name, f"what asks for role {name!r} in its worker")
-        self.have_awake(name, tags)
 
     def have_awake(self, name: str, tags: Sequence[str]) -> None:
         """Such memory of a role is awake until what runs is over, or that is refused."""

@@ -16,7 +16,6 @@ from colocate import wire
 from colocate._protocol.ledger import Purpose
 from colocate._role.context import Context, MeshPlace, attach, derive_seed, reset_current, set_current
 from colocate._role.role import check_role
-from colocate._role.weights import Received
 from colocate._system.installed import version_line, version_of
 from colocate._system.numbers import size_text
 from colocate._system.tracebacks import rebuilding
@@ -85,8 +84,7 @@ class RoleBuild:
     seed: int
     generation: int
     keeps_addresses: bool  # whether what it makes on a GPU as it is constructed keeps its addresses when it sleeps
-    # How often it has got weights from another role, and why it needs them again; None where it may be called
-    weights: tuple[int, str] | None = None
+    parts: Mapping[str, Any]  # what features of the group say of it (`OfGroup.builds`)
 
 
 def context_in(
@@ -118,7 +116,7 @@ def context_in(
         slots=slots,
         groups=worker_context.groups,
         report=worker_context.report,
-        starter=worker_context.children.start,
+        starter=worker_context.start_child,
         background=worker_context.background,
     )
 
@@ -160,10 +158,8 @@ def construct(build: RoleBuild, worker_context: WorkerContext) -> RoleInstance:
         setting, settings, own = background.setting, attrs.evolve(settings, stream=None, own=None), None
         setting.base = attrs.evolve(worker_context.setting.base, stream=None)
     role = RoleInstance(build.name, instance, methods, ctx, setting, settings, build.keeps_addresses, own=own)
-    if build.weights is not None:
-        role.received = Received(build.weights[0])
-        role.received.fail(build.weights[1])
-        ctx.weights_version = role.received.version
+    for name in {**worker_context.parts, **build.parts}:
+        worker_context.part(name).built(role, build.parts.get(name))
     return role
 
 

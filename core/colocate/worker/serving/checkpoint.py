@@ -17,9 +17,11 @@ from typing import Any
 
 from colocate._role.context import derive_seed, running_call
 from colocate._role.method import RoleMethod
-from colocate._role.weights import Received
 from colocate._system.files import json_of, places
 from colocate.errors import ColocateError
+from colocate.features import FEATURES
+from colocate.worker.context import WorkerContext
+from colocate.worker.hooks import OfWorker
 from colocate.worker.serving.contents import refuse_changed
 from colocate.worker.serving.failure import note
 from colocate.worker.serving.over import is_future
@@ -36,6 +38,7 @@ def save(
     awake: Callable[[RoleInstance], AbstractContextManager[None]],
     wait: bool,
     strict: bool,
+    parts: Mapping[str, OfWorker],
 ) -> list[SecondHalf]:
     """Have roles take their states, and write them if that is waited for; return what is left to do.
 
@@ -54,10 +57,11 @@ def save(
             half = _save(role, folder, strict)
             if half is not None and (role.run(half.go_on) if wait else half.is_left()):
                 left.append(half)
-        if role.received is not None:
-            own = _own_file(role, folder, "weights")
-            own.parent.mkdir(exist_ok=True)
-            own.write_text(f"{role.received.version} {role.received.torn or ''}", encoding="utf-8")
+        for name, part in parts.items():
+            if (told := part.saved(role)) is not None:
+                own = _own_file(role, folder, name)
+                own.parent.mkdir(exist_ok=True)
+                own.write_text(told, encoding="utf-8")
         if (call := running_call.get()) is not None:
             own = _own_file(role, folder, "calls")
             own.parent.mkdir(exist_ok=True)
@@ -74,7 +78,7 @@ def save(
     return left
 
 
-def restore(role: RoleInstance, directory: str, identity: str) -> None:
+def restore(worker_context: WorkerContext, role: RoleInstance, directory: str, identity: str) -> None:
     """Have a role go on where it was saved. One that has no `save` is as its constructor made it.
 
     Raises:
@@ -103,21 +107,11 @@ def restore(role: RoleInstance, directory: str, identity: str) -> None:
             told = json.loads(own.read_text(encoding="utf-8"))
             role.ctx.calls_before, calls = told if isinstance(told, list) else (told, {})  # as versions of before do
             role.ctx._calls = calls
-        own = _own_file(role, folder, "weights", rank=0 if is_new else None)
-        version, _, torn = own.read_text(encoding="utf-8").partition(" ") if own.exists() else ("0", "", "")
-        received = role.received
-        if received is not None or own.exists():  # what it has may be of another age than what its source has
-            why = "it was restored since from a checkpoint"
-            if restored:
-                why += f", where it was stale: {torn}" if torn else ""
-            else:
-                torn = "it has what its constructor has made" if received is None else received.torn or ""
-                why = "other roles were restored since from a checkpoint, and it has no restore()"
-                why += f": {torn}" if torn else ""
-            role.received = received = received or Received()
-            received.version = max(received.version, int(version))
-            received.fail(why, whole=not torn)
-            role.ctx.weights_version = received.version
+        own_files = {name: _own_file(role, folder, name, rank=0 if is_new else None) for name in FEATURES}
+        for name, own in own_files.items():
+            if own.exists() or name in worker_context.parts:
+                told = own.read_text(encoding="utf-8") if own.exists() else None
+                worker_context.part(name).restored(role, told, restored)
         own = _own_file(role, folder, "generator")
         if is_new and _own_file(role, folder, "generator", rank=0).exists():
             role.ctx.generator.manual_seed(derive_seed(role.ctx.seed, "resized", role.name, role.ctx.calls_before))

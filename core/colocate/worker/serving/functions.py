@@ -11,14 +11,12 @@ from typing import Any
 
 from colocate._protocol import from_worker
 from colocate._protocol.ledger import TAGS
-from colocate._protocol.weights import Synced, SyncPlan
 from colocate._role.context import current
 from colocate._role.method import method
 from colocate._role.method_spec import MethodSpec
 from colocate._role.standalone import awaited
-from colocate._role.weights import WeightSync
-from colocate._values.collect import Collect
-from colocate._values.mesh import Mesh, Ranks
+from colocate._values.mesh import Mesh
+from colocate.features import CALLS
 from colocate.worker.context import WorkerContext
 from colocate.worker.memory.sleep import Outcome
 from colocate.worker.process_wide import own_of
@@ -26,19 +24,6 @@ from colocate.worker.serving import checkpoint
 from colocate.worker.serving.build import Shipped, context_in
 from colocate.worker.serving.handlers import calls_role_code
 from colocate.worker.serving.role_instance import RoleInstance
-
-
-class _JoinSynced(Collect):
-    """Makes what a sync has done of what it has done on each rank of the target."""
-
-    def join(self, results: Sequence[Synced | None], ranks: Ranks) -> WeightSync | None:
-        """Return what it has done; None of a group that has no rank of the target."""
-        found = [each for each in results if each is not None]
-        if not found:
-            return None
-        ways = {each.by for each in found}
-        by = tuple(way for way in ("shared", "reference", "peers") if way in ways)
-        return WeightSync(found[0].version, found[0].nbytes, max(each.seconds for each in found), by)
 
 
 class Functions:
@@ -63,7 +48,7 @@ class Functions:
         worker_context = self._worker_context
         worker_context.saver.leave(())  # what is left of an earlier one, which came to nothing, takes memory
         awake, strict = partial(worker_context.residency.awake, why="to be saved"), worker_context.store.strict
-        left = checkpoint.save(self._roles(), directory, awake, wait, strict)
+        left = checkpoint.save(self._roles(), directory, awake, wait, strict, worker_context.parts)
         if left:
             worker_context.device.end("the checkpoint")  # copies on the device are read on another thread then
         worker_context.saver.leave(left)
@@ -101,11 +86,6 @@ class Functions:
             self._tell(role, False, outcome.nbytes, start, why)
         return outcome
 
-    @method(collect=_JoinSynced())
-    def sync(self, plan: SyncPlan) -> Synced | None:
-        """Bring weights of a role to another one."""
-        return self._worker_context.weights.run(plan)
-
     def _asleep(self, role: str) -> int:
         """The bytes of a role that sleep."""
         tags = self._worker_context.sleeper.asleep.tags(role)
@@ -131,7 +111,7 @@ class Functions:
 def restore(worker_context: WorkerContext, role: RoleInstance, directory: str, identity: str) -> None:
     """Have a role go on from a checkpoint, within the memory that it may have."""
     with worker_context.residency.awake(role, "to be restored"):
-        checkpoint.restore(role, directory, identity)
+        checkpoint.restore(worker_context, role, directory, identity)
         worker_context.device.end(f"{role.name}.restore")
     worker_context.residency.check(role.name, f"restoring role {role.name!r}")
 
@@ -144,30 +124,27 @@ def current_slots() -> int:
 
 
 # What calls say: no name of a function can be the same.
-CHECKPOINT, RESTORE, SLEEP, WAKE, SYNC = OF_WORKERS = (
-    "the checkpoint",
-    "the restore",
-    "the sleep",
-    "the wake",
-    "the sync of weights",
-)
+CHECKPOINT, RESTORE, SLEEP, WAKE = _OWN = "the checkpoint", "the restore", "the sleep", "the wake"
+OF_WORKERS = frozenset((*_OWN, *CALLS))
 _METHODS = {
     "run": "run",
     CHECKPOINT: "save",
     RESTORE: "restore",
     SLEEP: "sleep",
     WAKE: "wake",
-    SYNC: "sync",
 }
 SPECS: dict[str, MethodSpec] = {said: Functions.__dict__[name].spec for said, name in _METHODS.items()}
 """By what calls say."""
 RUN = SPECS["run"]
 
 
-def hosted_functions(worker_context: WorkerContext, slots: int, seed: int) -> RoleInstance:
-    """Make what functions run in: every slot of the group is a rank."""
+def hosted_functions(worker_context: WorkerContext, slots: int, seed: int, feature: str | None) -> RoleInstance:
+    """Make what functions run in, or the calls of a feature on whole workers: every slot of the group is a rank."""
     meshes, boot = {"": Mesh({"dp": slots})}, worker_context.boot
     generation = worker_context.groups.default.generation
     ctx = context_in(worker_context, None, range(slots), meshes, boot.group, seed, generation)
     setting, own = worker_context.setting, own_of(seed, boot.group, None, boot.slot, generation)
-    return RoleInstance(None, Functions(worker_context), SPECS, ctx, setting, own=own)
+    if feature is None:
+        return RoleInstance(None, Functions(worker_context), SPECS, ctx, setting, own=own)
+    part = worker_context.part(feature)
+    return RoleInstance(None, part, part.calls, ctx, setting, own=own)

@@ -28,11 +28,11 @@ from colocate._values.codec import Codec
 from colocate._values.leaving import describe
 from colocate.errors import ColocateError
 from colocate.executor import Boot
+from colocate.features import CALLS
 from colocate.wire import Arriving, Turns
 from colocate.worker.background import Background, Standing
 from colocate.worker.birth.imports import importing
 from colocate.worker.birth.template import tell_imports
-from colocate.worker.children import Children
 from colocate.worker.context import Send, WorkerContext
 from colocate.worker.inlet import Inlet
 from colocate.worker.lane import Lane, Work
@@ -71,7 +71,6 @@ class WorkerHost(WorkerContext):
         turns: Turns | None = None,
     ) -> None:
         super().__init__(boot, codec, send, in_process)
-        self.children = Children(self, self.broken)
         self.ended = self._is_broken = False
         self._on_end = on_end
         self._make_peers = peers
@@ -246,7 +245,9 @@ class WorkerHost(WorkerContext):
             return None
         hosted = self.roles.get(call.role)
         if hosted is None:  # what functions run in: its key tells what their context needs
-            hosted = self.roles[call.role] = hosted_functions(self, *call.role)
+            key = *call.role, CALLS.get(call.method)
+            if (hosted := self.roles.get(key)) is None:
+                hosted = self.roles[key] = hosted_functions(self, *key)
         if hosted.name is None:
             spec, label = hosted.routes.get(call.method) or (hosted.methods["run"], f"function {call.method}")
         else:
@@ -334,7 +335,8 @@ class WorkerHost(WorkerContext):
         self.boot = boot
         former, self.peers = self.peers, self._make_peers(self)
         self._transfer.soon(former.close)
-        self.children.tell_again()
+        for part in self.parts.values():
+            part.adopted()
         self.lane.do(partial(self.accounts.tell, anew=True))
 
     def _thread_failed(self, what: str, error: BaseException) -> None:
@@ -352,7 +354,8 @@ class WorkerHost(WorkerContext):
     def _end(self) -> None:
         for lane in self.lanes:
             lane.join()
-        self.children.close()
+        for part in self.parts.values():
+            part.close()
         self.groups.close()
         self.residency.close()
         for thread in (self._transfer, self._ledgers, self._snapshots):

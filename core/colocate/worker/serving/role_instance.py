@@ -13,7 +13,6 @@ from colocate._protocol.ledger import Purpose, counts_as
 from colocate._role.context import Context, reset_current, set_current
 from colocate._role.method_spec import MethodSpec
 from colocate._role.role import own_method
-from colocate._role.weights import Received
 from colocate._system.imported import imported
 from colocate.worker.process_wide import Own
 from colocate.worker.serving.handlers import calls_role_code
@@ -35,8 +34,8 @@ class RoleInstance:
     setting: Setting  # what makes torch's settings
     settings: Settings | None = None  # which the role has of its own; None for those of all, and what is `own`
     keeps_addresses: bool = False  # whether what its constructor has made on a GPU keeps its addresses when it sleeps
-    received: Received | None = None  # the weights that it has from another role; None where it has its own
     own: Own | None = None  # its default generators and switches; None where these are the driver's, or of another lane
+    parts: dict[str, Any] = attrs.field(factory=dict, init=False)  # what features keep of it, by their names
     # whether its process is the driver's, and others have roles of it, until somebody was told that it seeds for all
     shares_numbers: bool = attrs.field(default=False, init=False)
     # how many operations of process groups it has begun in the calls that have ended

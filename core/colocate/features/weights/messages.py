@@ -8,6 +8,8 @@ import attrs
 
 from colocate._protocol.uses import Source
 
+SYNC = "the sync of weights"
+"""What the call on whole workers says that it is."""
 BUCKETS = 32
 """Bits for the numbers of what is offered in a sync: keys go down from the first one."""
 

@@ -7,7 +7,7 @@ from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from colocate._role.child import Child
+    from colocate.features.children.child import Child
 
 
 class ChildConnection(Connection):

@@ -21,66 +21,46 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from colocate import __version__
-from colocate._protocol import from_worker, to_worker
-from colocate._protocol.message import Message
+from colocate._protocol import to_worker
 from colocate._role.context import Context, RowState, current, running_call
 from colocate._system.limits import CHILD_TOLD_WITHIN_S, TOLD_AGAIN_AFTER_S
 from colocate._system.numbers import seconds
 from colocate.errors import ClosedError, ColocateError, ConfigError, SerializationError
-from colocate.executor import Boot
+from colocate.features.children.messages import HasChildren
 from colocate.wire import LOOPBACK, EventLoop
 from colocate.worker.birth import supervisor
 from colocate.worker.birth.imports import own_sources
-from colocate.worker.lane import Lane, Work
+from colocate.worker.context import WorkerContext
+from colocate.worker.hooks import OfWorker
+from colocate.worker.lane import Work
 from colocate.worker.memory.context import private_bytes
 from colocate.worker.serving import handlers
 from colocate.worker.serving.output import say_for
 from colocate.worker.serving.role_instance import RoleInstance
-from colocate.worker.serving.scope import Scope
 
 if TYPE_CHECKING:
-    from colocate._role.child import Child, Fails, Health, Ready
+    from colocate.features.children.child import Child, Fails, Health, Ready
 
 T = TypeVar("T")
 _LAUNCHER = (sys.executable, "-I", "-S", supervisor.__file__)
 _NUDGE_S, _LONGEST_NUDGE_S = 0.005, 0.1
 
 
-class _Worker(Protocol):
-    """What they need of a worker; see `WorkerContext`."""
-
-    boot: Boot
-    in_process: bool
-    lane: Lane
-    scope: Scope
-    roles: dict[Any, RoleInstance]
-
-    def lane_for(self, role: Any) -> Lane:
-        """The lane on which a role's code runs."""
-        ...
-
-    def say(self, message: Message) -> None:
-        """Tell the driver."""
-        ...
-
-
-class Children:
+class ChildrenOfWorker(OfWorker):
     """Those of a worker, in the order in which they were started.
 
     Attributes:
         dead: Those that have ended by themselves and that a role has neither stopped nor started again.
     """
 
-    def __init__(self, worker_context: _Worker, broken: Callable[[str, str], None]) -> None:
-        """Args: broken: What the worker is told when its group is to fail: of what, and a child's last lines."""
+    def __init__(self, worker_context: WorkerContext) -> None:
         self._worker_context = worker_context
-        self._broken = broken
         self._all: dict[tuple[str, str], Child] = {}
         self._loop: EventLoop | None = None
         self._lock = threading.Lock()
@@ -104,7 +84,11 @@ class Children:
         fails: Fails,
     ) -> Child:
         """See `Context.start`."""
-        from colocate._role.child import Child, Parent, is_url  # as all that few workers need: when one needs it
+        from colocate.features.children.child import (  # as all that few workers need: when one needs it
+            Child,
+            Parent,
+            is_url,
+        )
 
         words, title = _words(program, python, port)
         what = f"ctx.start({name or title!r})"
@@ -189,7 +173,7 @@ class Children:
         """Have an interpreter run a function, and give it that. Another one has a path of its own."""
         import multiprocessing
 
-        from colocate._role.child_connection import ChildConnection
+        from colocate.features.children.connection import ChildConnection
 
         handlers.waits_for_role_code(ChildConnection.recv)  # as for all of its methods
         data = _packed(function, f"ctx.start({child.name!r})")
@@ -197,7 +181,7 @@ class Children:
         with there:  # closed here, its end shows that of the child
             child.connection = ChildConnection(here.detach(), child)
             fd = there.fileno()
-            words = [python or sys.executable, "-P", "-m", "colocate.worker.child", str(fd), child.name]
+            words = [python or sys.executable, "-P", "-m", "colocate.features.children.process", str(fd), child.name]
             child._begin(_LAUNCHER, words, environ, cwd, [fd])
         self._tell()
         try:
@@ -226,7 +210,7 @@ class Children:
         return self._worker_context.scope.closed is not None or ctx.cancelled
 
     def _have_loop(self) -> EventLoop:
-        from colocate._role.child import Child
+        from colocate.features.children.child import Child
 
         if self._worker_context.scope.closed is not None:
             raise ClosedError("ctx.start: this worker is about to end", closed_by=self._worker_context.scope.closed)
@@ -238,36 +222,60 @@ class Children:
                     handlers.on_interrupt(self._raise_here)
             return self._loop
 
-    # -- for the worker
+    # -- hooks
 
-    def check(self, role: RoleInstance, since: float = 0.0, row: RowState | None = None) -> None:
+    def begins(self, role: RoleInstance, tags: Collection[str] | None, label: str, row: RowState | None = None) -> None:
+        """Refuse a call of a role that needs a child which has ended."""
+        if self.dead:
+            self._check(role, row=row)
+
+    def reached(self, asking: Context, role: RoleInstance, tags: Collection[str]) -> None:
+        """Refuse to hand out a role that needs a child which has ended; functions get it, to look at it."""
+        if self.dead and asking.role is not None:
+            self._check(role)
+
+    def ended(self, role: RoleInstance, began: float, row: RowState | None = None) -> None:
+        """Fail a call during which a child that its role needs has ended."""
+        if self.dead:
+            self._check(role, began, row)
+
+    def is_bereft(self, role: RoleInstance) -> bool:
+        """Return whether a child has ended that all rows of a role need."""
+        return any(child._row is None and child._parent.role in _used(role.ctx) for child in self.dead)
+
+    def closed(self, role: str) -> None:
+        """End the children of a role, the last first."""
+        self._stop(role)
+
+    def adopted(self) -> None:
+        """Tell another driver which there are."""
+        if self._all:
+            self._tell()
+
+    def _check(self, role: RoleInstance, since: float = 0.0, row: RowState | None = None) -> None:
         """Raise when a child that a role, or a row, needs has ended since then, and nothing was done about that."""
         if role.name is not None:
             for child in self.dead:
                 if child._ended_at >= since and child._row in (None, row) and child._parent.role in _used(role.ctx):
                     raise child._error()
 
-    def lacks(self, role: RoleInstance) -> bool:
-        """Whether a child has ended that all rows of a role need."""
-        return any(child._row is None and child._parent.role in _used(role.ctx) for child in self.dead)
-
-    def blamed(self, error: BaseException, name: str | None, row: RowState | None = None) -> BaseException:
+    def blamed(self, error: BaseException, role: str | None, row: RowState | None = None) -> BaseException:
         """Return what a failure in role code is: `ChildDied` where a child's end is its cause.
 
         Args:
             error: What was raised.
-            name: The role; None for a function, which may have to do with any.
+            role: The role's name; None for a function, which may have to do with any.
             row: The row of a call that has failed, where it is one alone.
         """
         if not self._all or isinstance(error, ColocateError):
             return error
-        role = self._worker_context.roles.get(name)
-        used = {name} if role is None else _used(role.ctx)
+        hosted = self._worker_context.roles.get(role)
+        used = {role} if hosted is None else _used(hosted.ctx)
         broken = _is_of_a_connection(error)
-        if name is None and not broken:
+        if role is None and not broken:
             return error
         until = time.monotonic() + CHILD_TOLD_WITHIN_S
-        for child in [each for each in list(self._all.values()) if name is None or each._parent.role in used]:
+        for child in [each for each in list(self._all.values()) if role is None or each._parent.role in used]:
             if child._row not in (None, row):
                 continue
             if broken:
@@ -287,7 +295,7 @@ class Children:
                 found.setdefault(owner, {})[name] = max(0, sum(map(private_bytes, pids)) - child.managed)
         return found
 
-    def stop(self, role: str | None = None) -> None:
+    def _stop(self, role: str | None = None) -> None:
         """End those of a role, or all, the last first."""
         for (owner, _), child in reversed([*self._all.items()]):
             if role in (None, owner):
@@ -295,7 +303,7 @@ class Children:
 
     def close(self) -> None:
         """End all, and what looks after them. On the thread that ends the worker."""
-        self.stop()
+        self._stop()
         with self._lock:
             loop, self._loop = self._loop, None
         if loop is not None:
@@ -306,14 +314,9 @@ class Children:
         for child in list(self._all.values()):
             child._kill()
 
-    def tell_again(self) -> None:
-        """Tell another driver which there are."""
-        if self._all:
-            self._tell()
-
     def _tell(self) -> None:
         rows = tuple((role, name, child.pid, child.port, child.state) for (role, name), child in self._all.items())
-        self._worker_context.say(from_worker.HasChildren(rows))
+        self._worker_context.say(HasChildren(rows))
 
     # -- on their event loop's thread, mostly
 
@@ -334,7 +337,7 @@ class Children:
             return
         lane = self._worker_context.lane_for(child._parent.role)
         if child._fails == "group":
-            self._broken(str(child._error().message), child.output)
+            self._worker_context.broken(str(child._error().message), child.output)
             return
         lane.do(partial(self._fail_awaiting, child))
         if lane is self._worker_context.lane and not self._worker_context.in_process:  # else no signal breaks a wait

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import nn
 
-from colocate._role.weights import WeightSpec
 from colocate.errors import ConfigError
+from colocate.features.weights.weights import WeightSpec
 
 Tensors = dict[str, torch.Tensor]
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")

@@ -1,4 +1,4 @@
-"""The process of a function that a role has started as its child: `python -m colocate.worker.child FD NAME`.
+"""The process of a function that a role has started: `python -m colocate.features.children.process FD NAME`.
 
 The descriptor is its end of a connection, on which comes what the function needs, and which the function has then.
 """

@@ -68,6 +68,8 @@ class Child:
             any value, and with torch tensors too, without a copy in between.
     """
 
+    _colocate_barren = True  # nobody looks into it for what a role holds: it has the way to all roles
+
     def __init__(
         self,
         parent: Parent,

@@ -13,31 +13,31 @@ import itertools
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from functools import partial
 from types import MethodType
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from colocate._protocol import questions
 from colocate._protocol.consequence import Consequence, Poisoned
-from colocate._protocol.uses import Peers, Source, Taking
-from colocate._protocol.weights import BUCKETS, Synced, SyncPlan
-from colocate._role.context import reset_current, running_call, set_current
-from colocate._role.method import RoleMethod
-from colocate._role.weights import Received, Weights, WeightSpec, awake_for, described
+from colocate._protocol.uses import Source, Taking
+from colocate._role.context import Context, RowState, reset_current, running_call, set_current
+from colocate._role.method import RoleMethod, method
 from colocate._system.jobs import error_text
 from colocate._system.limits import CAUSE_WITHIN_S
 from colocate._system.nearest import did_you_mean
-from colocate._values.codec import Codec
+from colocate._values.collect import Collect
 from colocate._values.leaving import Watch, version
+from colocate._values.mesh import Ranks
 from colocate.errors import ColocateError, ConfigError, RoleError, SleepingError
+from colocate.features.weights.messages import BUCKETS, SYNC, Synced, SyncPlan
+from colocate.features.weights.weights import Received, Weights, WeightSpec, WeightSync, awake_for, described
 from colocate.wire import Area
-from colocate.worker.memory.context import Worker, beside
+from colocate.worker.context import WorkerContext
+from colocate.worker.hooks import OfWorker
+from colocate.worker.memory.context import beside
 from colocate.worker.memory.holdings import Objects, WeakStorage, held_by
-from colocate.worker.memory.ledger import Accounts
-from colocate.worker.memory.sleep import Sleeper
-from colocate.worker.memory.turns import Residency
 from colocate.worker.serving.failure import LOOKING
 from colocate.worker.serving.handlers import calls_role_code
 from colocate.worker.serving.role_instance import RoleInstance
@@ -53,28 +53,23 @@ _AT_ONCE = 2
 _AREAS = _AT_ONCE + 1
 
 
-class _Worker(Worker, Protocol):
-    """What is needed of a worker; see `WorkerContext`."""
+class _JoinSynced(Collect):
+    """Makes what a sync has done of what it has done on each rank of the target."""
 
-    accounts: Accounts
-    codec: Codec
-    peers: Peers
-    residency: Residency
-    sleeper: Sleeper
-
-    def why_not(self) -> str | None:
-        """Why the call that asks mustn't wait for another worker."""
-        ...
-
-    def packed(self, result: Any, label: str, wait: bool = False) -> Any:
-        """A value as it travels."""
-        ...
+    def join(self, results: Sequence[Synced | None], ranks: Ranks) -> WeightSync | None:
+        """Return what it has done; None of a group that has no rank of the target."""
+        found = [each for each in results if each is not None]
+        if not found:
+            return None
+        ways = {each.by for each in found}
+        by = tuple(way for way in ("shared", "reference", "peers") if way in ways)
+        return WeightSync(found[0].version, found[0].nbytes, max(each.seconds for each in found), by)
 
 
-class WeightSyncs:
-    """The syncs of a worker. All methods are called on its lane."""
+class WeightsOfWorker(OfWorker):
+    """The syncs of a worker, and what its roles have received by them. A sync is run on the worker's lane."""
 
-    def __init__(self, worker_context: _Worker) -> None:
+    def __init__(self, worker_context: WorkerContext) -> None:
         self._worker_context = worker_context
         self._specs: dict[str, dict[str, WeightSpec]] = {}  # what sources yield that don't say it, by role, once known
         self._copies: set[tuple[str, str]] = set()  # sources and targets of which it is known that the latter copy
@@ -83,7 +78,57 @@ class WeightSyncs:
         self._over: deque[tuple[int, list[WeakStorage]]] = deque()  # what was taken and isn't told to be over
         self._buffered: list[WeakStorage] = []  # what was taken, and was there when it was told to be over
 
-    def run(self, plan: SyncPlan) -> Synced | None:
+    # -- hooks
+
+    def built(self, role: RoleInstance, plain: tuple[int, str] | None) -> None:
+        """Have a role's weights be stale, as its group says."""
+        if plain is not None:
+            version, why = plain
+            received = role.parts["weights"] = Received(version)
+            received.fail(why)
+            role.ctx.weights_version = version
+
+    def begins(self, role: RoleInstance, tags: Collection[str] | None, label: str, row: RowState | None = None) -> None:
+        """Refuse a call that would use stale weights."""
+        if (tags is None or "weights" in tags) and (received := received_by(role)) is not None:
+            received.check(str(role.name), label)
+
+    def reached(self, asking: Context, role: RoleInstance, tags: Collection[str]) -> None:
+        """Refuse to hand out a role with stale weights."""
+        self.begins(role, tags, f"what asks for role {role.name!r} in its worker")
+
+    def told(self, role: RoleInstance) -> tuple[int, str | None] | None:
+        """Return the version of a role's weights, and why they can't be used if so."""
+        received = received_by(role)
+        return None if received is None else received.known()
+
+    def saved(self, role: RoleInstance) -> str | None:
+        """Return the version of a role's weights, and why no other role may get them."""
+        received = received_by(role)
+        return None if received is None else f"{received.version} {received.torn or ''}"
+
+    def restored(self, role: RoleInstance, told: str | None, by_role: bool) -> None:
+        """Have weights be stale: they may be of another age than what their source has."""
+        received = received_by(role)
+        if received is None and told is None:
+            return
+        version, _, torn = (told or "0").partition(" ")
+        why = "it was restored since from a checkpoint"
+        if by_role:
+            why += f", where it was stale: {torn}" if torn else ""
+        else:
+            torn = "it has what its constructor has made" if received is None else received.torn or ""
+            why = "other roles were restored since from a checkpoint, and it has no restore()"
+            why += f": {torn}" if torn else ""
+        role.parts["weights"] = received = received or Received()
+        received.version = max(received.version, int(version))
+        received.fail(why, whole=not torn)
+        role.ctx.weights_version = received.version
+
+    # -- a sync
+
+    @method(collect=_JoinSynced())
+    def sync(self, plan: SyncPlan) -> Synced | None:
         """Do this worker's part of a sync (`_run`). Who waits afterwards for what it was to offer is told."""
         if plan.offers is None or self._worker_context.boot.slot not in plan.serves:
             return self._run(plan)
@@ -108,11 +153,12 @@ class WeightSyncs:
         start, slot = time.time(), self._worker_context.boot.slot
         self._told = None
         self._over.clear()  # of one that has failed
-        for role, method in ((source, "named_weights"), (target, "load_weights")):
+        for role, name in ((source, "named_weights"), (target, "load_weights")):
             if role is not None:
-                residency.have_awake(str(role.name), awake_for(type(role.instance), method))
-        if source is not None and source.received is not None and not source.received.whole:
-            source.received.check(str(source.name), f"the sync of {plan.giver} to {plan.taker}")
+                residency.have_awake(str(role.name), awake_for(type(role.instance), name))
+        had = None if source is None else received_by(source)
+        if had is not None and not had.whole:
+            had.check(str(plan.source), f"the sync of {plan.giver} to {plan.taker}")
         if source is not None and slot not in plan.takes:
             by = "shared" if plan.shares else "reference"
             specs, given = self._source(source, plan)
@@ -129,7 +175,7 @@ class WeightSyncs:
             if target is None:  # other ranks may wait for what it does in common with them
                 deque(given, maxlen=0)
                 return None
-            received = target.received = target.received or Received()
+            received = target.parts["weights"] = received_by(target) or Received()
             weights = Weights(plan.giver, given, specs, plan.shares)
             try:
                 shared = self._load(source, target, weights, received, plan)
@@ -339,7 +385,8 @@ class WeightSyncs:
         self, source: RoleInstance | None, target: RoleInstance, weights: Weights, received: Received, plan: SyncPlan
     ) -> Mapping[str, torch.Tensor]:
         """Have the target take all weights; those that both roles have from now on."""
-        self._worker_context.children.check(target)
+        for begins in self._worker_context.begins:
+            begins(target, (), f"the sync of {plan.giver} to {plan.taker}")
         shared: dict[str, torch.Tensor] = {}
         if plan.shares:
             assert source is not None
@@ -429,6 +476,14 @@ class WeightSyncs:
             assert call is not None
             board = f"weights {call.seq} {self._worker_context.lane.resumed}"
             self._worker_context.ask(questions.Meet(board, members, None, False, None))
+
+
+WeightsOfWorker.calls = {SYNC: WeightsOfWorker.__dict__["sync"].spec}
+
+
+def received_by(role: RoleInstance) -> Received | None:
+    """Return the weights that a role has from another one; None where it has its own."""
+    return role.parts.get("weights")
 
 
 def _keys(plan: SyncPlan) -> Iterator[int]:

@@ -16,13 +16,12 @@ from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, cast
 
 import attrs
 
+from colocate._api.memory import weights_age
 from colocate._calls.pending import PendingCall
 from colocate._protocol.uses import Origin, Source
-from colocate._protocol.weights import BUCKETS, SyncPlan
 from colocate._role.call import Call
 from colocate._role.method import RoleMethod
 from colocate._role.role import RoleInfo
-from colocate._role.weights import awake_for
 from colocate._signals.at_work import at_work, refuse_to_wait
 from colocate._signals.off_main import off_main
 from colocate._system.nearest import did_you_mean
@@ -30,14 +29,17 @@ from colocate._system.numbers import FOREVER_S, limit, parse_bytes
 from colocate._values.collect import Gather
 from colocate._values.dispatch import plan
 from colocate._views.sending import Draft, everyone, ready, recording, refuse_inside, send_now, submit
+from colocate._worker_group.hooks import OfGroup
 from colocate._worker_group.worker_group import WorkerGroup
 from colocate.errors import CallCancelled, ColocateError, ConfigError, SleepingError
-from colocate.worker.serving.functions import SPECS, SYNC
+from colocate.features.weights.messages import BUCKETS, SYNC, SyncPlan
+from colocate.features.weights.weights import awake_for
+from colocate.features.weights.worker import WeightsOfWorker
 
 if TYPE_CHECKING:
     import torch
 
-    from colocate._role.weights import WeightSync
+    from colocate.features.weights.weights import WeightSync
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -47,6 +49,74 @@ _DTYPES = ("float32", "float16", "bfloat16", "float64")
 
 _waits: ContextVar[bool] = ContextVar("colocate_waits", default=False)
 """Whether who sends waits at once: what would wait for ever isn't sent then."""
+
+
+class WeightsOfGroup(OfGroup):
+    """What a driver knows of the weights that roles of a group have from others.
+
+    Attributes:
+        synced: How often roles have got weights, and when they last did, 0.0 where that isn't known here.
+        stale: The roles whose weights are stale as far as is known here, and why.
+        described: The roles of which all ranks know what weights they give.
+    """
+
+    def __init__(self, worker_group: WorkerGroup) -> None:
+        self._worker_group = worker_group
+        self.synced: dict[str, tuple[int, float]] = {}
+        self.stale: dict[str, str] = {}
+        self.described: set[str] = set()
+
+    def builds(self) -> Mapping[str, tuple[int, str]]:
+        """Return how often roles have got weights that they need again, and why."""
+        found = {
+            name: (0, "it was declared to have none before the first sync (weights='from sync')")
+            for name, spec in self._worker_group.declared.specs.items()
+            if spec.weights is not None
+        }
+        found |= {name: (version, "the group was restarted since") for name, (version, _) in self.synced.items()}
+        self.stale = {name: why for name, (_, why) in found.items()}
+        return found
+
+    def renewed(self) -> None:
+        """Know no longer what sources give: the ranks are new ones."""
+        self.described.clear()
+
+    def restored(self) -> None:
+        """Have all that was synced be stale."""
+        self.stale |= dict.fromkeys(self.synced, "the group was restored from a checkpoint since")
+
+    def told(self, told: Mapping[str, tuple[int, str | None]]) -> None:
+        """Note what only a worker knew of the weights that its roles have from others, as these were restored, say."""
+        for name, (version, stale) in told.items():
+            known, _ = self.synced.get(name, (0, 0.0))
+            if version > known:  # of a sync that is noted in a moment, or of a checkpoint
+                self.synced[name] = version, time.time() if stale is None else 0.0
+                self.stale.pop(name, None)
+            if stale is not None and version >= known:  # else they have come since
+                self.stale.setdefault(name, stale)
+
+    def shown(self, role: str) -> Mapping[str, str]:
+        """Return which weights a role has, if it has another one's."""
+        if role not in self.synced and role not in self.stale:
+            return {}
+        return {"weights": weights_age(self.synced.get(role), self.stale.get(role))}
+
+    def memory(self) -> Mapping[str, Any]:
+        """Return which weights roles have."""
+        return {"weights": dict(self.synced), "stale": dict(self.stale)}
+
+    def kept(self) -> dict[str, tuple[int, float]] | None:
+        """Return how often roles have got weights."""
+        return dict(self.synced) or None
+
+    def take(self, kept: dict[str, tuple[int, float]]) -> None:
+        """Take up how often roles have got weights."""
+        self.synced.update(kept)
+
+
+def weights_of(worker_group: WorkerGroup) -> WeightsOfGroup:
+    """Return what is known of the weights of a group's roles."""
+    return cast("WeightsOfGroup", worker_group.part("weights"))
 
 
 class Submitted(Generic[P, R]):
@@ -246,7 +316,7 @@ def _planned(
         dtype=_dtype(dtype),
         finite=finite,
         shares=shares,
-        described=giver.name in worker_group.described,
+        described=giver.name in weights_of(worker_group).described,
         bucket=size,
         offers=offers,
         takes=takes,
@@ -255,7 +325,7 @@ def _planned(
 
 
 def _draft(worker_group: WorkerGroup, label: str, given: SyncPlan, timeout: float) -> Draft:
-    info, spec = everyone(worker_group), SPECS[SYNC]
+    info, spec = everyone(worker_group), WeightsOfWorker.calls[SYNC]
     planned = plan(spec.dispatch, {"plan": given}, info.ranks)
     draft = ready(worker_group, PendingCall(label, "", SYNC, info.slots), info, spec, planned, [], timeout)
     roles = {given.source: "named_weights", given.target: "load_weights"}
@@ -306,9 +376,9 @@ def _note(worker_group: WorkerGroup, source: str, other: WorkerGroup, target: st
     error = call.exception()
     if error is None:
         found: WeightSync = call.result()
-        worker_group.described.add(source)
-        other.synced[target] = found.version, time.time()
-        other.stale.pop(target, None)
+        weights_of(worker_group).described.add(source)
+        weights_of(other).synced[target] = found.version, time.time()
+        weights_of(other).stale.pop(target, None)
     elif not isinstance(error, ConfigError | CallCancelled | SleepingError):
-        other.stale[target] = "a sync has failed since"
+        weights_of(other).stale[target] = "a sync has failed since"
     other.home.changed()

@@ -1,0 +1,66 @@
+"""`OfGroup`: what a feature does of a group, in the driver. Each method here is a place at which the kernel asks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+from colocate._protocol.message import Message
+from colocate._worker_group.workforce import Worker
+
+NOTHING: Mapping[str, Any] = MappingProxyType({})
+
+
+class OfGroup:
+    """The half of a feature that belongs to a group; it is there from its first use until the group is closed.
+
+    What a feature keeps of one worker lies in `worker.parts`, by the feature's name.
+    """
+
+    def __init__(self, worker_group: Any) -> None:
+        """Args: worker_group: The group (`WorkerGroup`)."""
+
+    # -- its start
+
+    def builds(self) -> Mapping[str, Any]:
+        """Return, at each start, what the workers' halves are told of roles that are built, by role."""
+        return NOTHING
+
+    def renewed(self) -> None:
+        """Hear that the group is rebuilt: its workers are new ones."""
+
+    def restored(self) -> None:
+        """Hear that its roles were restored from a checkpoint."""
+
+    # -- what its workers say
+
+    def heard(self, worker: Worker, message: Message, body: Any) -> None:
+        """Take one of the feature's messages."""
+        raise AssertionError(message)
+
+    def told(self, told: Mapping[str, Any]) -> None:
+        """Take what a worker's half has told of roles, by role (`OfWorker.told`)."""
+
+    # -- looks
+
+    def shown(self, role: str) -> Mapping[str, Any]:
+        """Return what the graph shows of a role."""
+        return NOTHING
+
+    def nodes(self, worker: Worker, role: str) -> Sequence[dict[str, Any]]:
+        """Return what the graph shows below a role of a worker."""
+        return ()
+
+    def memory(self) -> Mapping[str, Any]:
+        """Return the fields of `GroupMemory` that this feature knows."""
+        return NOTHING
+
+    # -- for a driver after this one
+
+    def kept(self) -> Any:
+        """Return, as plain data, what a later driver has to know; None for nothing."""
+        return None
+
+    def take(self, kept: Any) -> None:
+        """Take up what an earlier driver's half has kept."""

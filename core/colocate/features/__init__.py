@@ -1,0 +1,98 @@
+"""The table of features: what colocate can do beside calls in one order, a folder for each.
+
+A feature has two halves, one of a group (`OfGroup`, in the driver) and one of a worker (`OfWorker`). Each is imported
+and made when it is first needed: by a call, a message, an option of a role or a checkpoint that has something of it.
+The kernel names none of them. Without its folder and its row here the rest runs, and what asks for it is refused.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any, NamedTuple
+
+from colocate.errors import CapabilityError
+
+
+class Feature(NamedTuple):
+    """What brings a feature in.
+
+    Attributes:
+        group: Its half of a group, as "module:class" in its folder.
+        worker: Its half of a worker, likewise.
+        calls: What its calls on whole workers say that they are.
+        messages: The messages of its own, which are in the module `messages` of its folder.
+        options: The options of roles (`RoleSpec`) that it is behind.
+    """
+
+    group: str
+    worker: str
+    calls: tuple[str, ...] = ()
+    messages: tuple[str, ...] = ()
+    options: tuple[str, ...] = ()
+
+
+FEATURES = {
+    "weights": Feature(
+        "driver:WeightsOfGroup", "worker:WeightsOfWorker", calls=("the sync of weights",), options=("weights",)
+    ),
+    "children": Feature("driver:ChildrenOfGroup", "worker:ChildrenOfWorker", messages=("HasChildren",)),
+}
+CALLS = {said: name for name, feature in FEATURES.items() for said in feature.calls}
+"""The features behind calls on whole workers, by what these say."""
+_BY_MESSAGE = {kind: name for name, feature in FEATURES.items() for kind in feature.messages}
+_BY_OPTION = {option: name for name, feature in FEATURES.items() for option in feature.options}
+
+
+def of_group(name: str) -> Any:
+    """Return the class of a feature's half of a group.
+
+    Raises:
+        CapabilityError: There is no such feature here.
+    """
+    return _half(name, _row(name).group)
+
+
+def of_worker(name: str) -> Any:
+    """Return the class of a feature's half of a worker.
+
+    Raises:
+        CapabilityError: There is no such feature here.
+    """
+    return _half(name, _row(name).worker)
+
+
+def of_message(kind: str) -> str | None:
+    """Import the messages of the feature that has one of this kind, and return its name; None where none has."""
+    name = _BY_MESSAGE.get(kind)
+    if name is not None:
+        import_module(f"{__name__}.{name}.messages")
+    return name
+
+
+def of_options(options: Any) -> list[str]:
+    """Return the features behind the options that a role has.
+
+    Raises:
+        CapabilityError: One isn't here.
+    """
+    return [_BY_OPTION[option] for option in _BY_OPTION if getattr(options, option) is not None]
+
+
+def refuse_without(name: str) -> None:
+    """Refuse what needs a feature that isn't here.
+
+    Raises:
+        CapabilityError: It isn't.
+    """
+    _row(name)
+
+
+def _row(name: str) -> Feature:
+    if name not in FEATURES:
+        raise CapabilityError(f"this colocate was built without its feature {name!r}: install one that has it")
+    return FEATURES[name]
+
+
+def _half(name: str, where: str) -> Any:
+    module, _, cls = where.partition(":")
+    return getattr(import_module(f"{__name__}.{name}.{module}"), cls)

@@ -1,0 +1,194 @@
+"""Weights of modules of torch: what a source gives, and what a target takes (`colocate.torch`)."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from colocate._role.on_mesh import is_on_mesh, of_fsdp
+from colocate.errors import ConfigError
+from colocate.features.weights.adapters import Part, merged, unwrapped
+from colocate.features.weights.weights import Weights, WeightSpec
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+_SMALL, _TOGETHER = 1 << 20, 16 << 20
+"""Bytes of a weight, when it is whole, that is gathered with others, and of all of these."""
+
+
+class NamedWeights:
+    """A module's weights by name, whole, one at a time: what a role's `named_weights` returns."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        names: Callable[[str], str | None] | None = None,
+        adapters: Literal["merged", "alone"] = "merged",
+    ) -> None:
+        """Made by `named_weights`."""
+        while isinstance(inner := getattr(module, "_orig_mod", None), nn.Module) or isinstance(
+            module, DistributedDataParallel
+        ):
+            module = inner if isinstance(inner, nn.Module) else cast("nn.Module", module.module)
+        if adapters not in ("merged", "alone"):
+            raise ConfigError(f"named_weights(adapters={adapters!r}): it is 'merged' or 'alone'")
+        if names is not None and not callable(names):
+            raise ConfigError(
+                f"named_weights(names={names!r}): it is a function of a name, as {{...}}.get; "
+                "colocate.sync_weights(names=...) takes a mapping"
+            )
+        if of_fsdp(module, "FullyShardedDataParallel"):
+            raise ConfigError(
+                f"{type(module).__name__} is sharded by FullyShardedDataParallel (FSDP1), which hides its parameters; "
+                "shard it by torch.distributed.fsdp.fully_shard (FSDP2)"
+            )
+        found: Mapping[str, Any] | None = _adapters(module) if adapters == "alone" else merged(module)
+        if found is None:
+            found = module.state_dict(keep_vars=True)
+        self._tensors: dict[str, torch.Tensor | Part] = {}
+        for name, tensor in found.items():
+            name = unwrapped(name)
+            called = name if names is None else names(name)
+            if called is not None and isinstance(tensor, torch.Tensor | Part):
+                if called in self._tensors:
+                    raise ConfigError(f"named_weights(names=...): two weights are called {called!r}, one is {name!r}")
+                self._tensors[called] = tensor
+
+    @property
+    def specs(self) -> dict[str, WeightSpec]:
+        """Shape and dtype of each, in order."""
+        return {
+            name: each.spec if isinstance(each, Part) else WeightSpec(tuple(each.shape), each.dtype)
+            for name, each in self._tensors.items()
+        }
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        together: list[tuple[str, DTensor]] = []
+        room = _TOGETHER
+        for name, tensor in self._merged():
+            if together and not _goes_with(tensor, together[0][1], room):
+                yield from _gathered(together)
+                together, room = [], _TOGETHER
+            if _goes_with(tensor, together[0][1] if together else tensor, room):
+                together.append((name, cast("DTensor", tensor)))
+                room -= tensor.nbytes
+            else:
+                yield name, tensor.full_tensor() if is_on_mesh(tensor) else tensor
+        yield from _gathered(together)
+
+    def _merged(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield each as it is, and those of a layer that has adapters with what these add."""
+        layer, made = None, dict[str, torch.Tensor]()
+        for name, each in self._tensors.items():
+            if not isinstance(each, Part):
+                yield name, each.detach()
+                continue
+            if each.layer is not layer:
+                layer, made = each.layer, each.layer.whole()
+            yield name, made.pop(each.name).detach()
+
+
+def _goes_with(tensor: torch.Tensor, other: torch.Tensor, room: int) -> bool:
+    """Whether a weight is a small one, by rows of one mesh of several ranks as the other is, that there is room for."""
+    if not is_on_mesh(tensor) or tensor.nbytes > min(_SMALL, room):
+        return False
+    from torch.distributed.tensor import Shard
+
+    if tensor.placements != (Shard(0),):
+        return False
+    mesh = cast("DTensor", other).device_mesh
+    return tensor.device_mesh == mesh and mesh.size() > 1 and tensor.dtype == other.dtype
+
+
+def _gathered(shards: list[tuple[str, DTensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Gather several weights by one collective: for small ones its latency is all that counts."""
+    if not shards:
+        return
+    mesh = shards[0][1].device_mesh
+    ranks, parts = mesh.size(), []
+    for _, each in shards:
+        own = each.to_local()
+        part = own.new_zeros(-(-each.shape[0] // ranks), *each.shape[1:])  # the last ranks may have fewer rows, or none
+        part[: len(own)] = own
+        parts.append(part)
+    mine = torch.cat([part.flatten() for part in parts])
+    whole = mine.new_empty(ranks * len(mine))
+    dist: Any = torch.distributed
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # of torch before 2.13
+    gather(whole.view(torch.uint8), mine.view(torch.uint8), group=mesh.get_group())  # some have fewer kinds of numbers
+    columns = torch.split(whole.view(ranks, -1), [part.numel() for part in parts], 1)
+    for (name, each), part, column in zip(shards, parts, columns, strict=True):
+        yield name, column.reshape(ranks * len(part), *each.shape[1:])[: each.shape[0]]
+
+
+def _adapters(module: Any) -> dict[str, Any]:
+    """What PEFT saves of a model: its adapters, and the modules that were trained beside them."""
+    if not hasattr(module, "peft_config"):
+        raise ConfigError(f"named_weights(adapters='alone'): {type(module).__name__} is no model of PEFT's")
+    found: dict[str, Any] = importlib.import_module("peft").get_peft_model_state_dict(module)
+    return found
+
+
+def named_weights(
+    module: nn.Module,
+    names: Callable[[str], str | None] | None = None,
+    adapters: Literal["merged", "alone"] = "merged",
+) -> NamedWeights:
+    """Return the weights of a module for `colocate.sync_weights`: what a source's `named_weights(self)` returns.
+
+    They are the module's parameters and the buffers that it saves, under the names of its `state_dict()`, without what
+    DDP, `torch.compile` and activation checkpointing put before these. A weight that is there under several names comes
+    under each. Of a model that is sharded by FSDP2 or tensor parallelism each is gathered as it comes, on the mesh that
+    it lies on, small ones of FSDP2's together: all ranks go through them together, and whole is one large weight at a
+    time.
+
+    Args:
+        module: The module.
+        names: Gives the name that the target has for each, or None for a weight that isn't to come.
+        adapters: Of a model of PEFT's: "merged" for the weights of the model that it wraps, as PEFT's
+            `merge_and_unload` makes them, layer by layer; "alone" for the adapters only, under the names by which PEFT
+            saves them.
+
+    Raises:
+        ConfigError: It is sharded by FSDP1; its adapters can't be merged, are disabled, or make two weights of one
+            that is tied; or adapters are asked of a model that has none.
+    """
+    return NamedWeights(module, names, adapters)
+
+
+def load_weights(module: nn.Module, weights: Weights) -> None:
+    """Load the weights of another role into a module: for a target's `load_weights(self, weights, version)`.
+
+    All names, shapes and dtypes are compared before anything is written. Floating-point weights are converted to the
+    dtype that the module has. Where the method is declared with `@method(shares=True)`, parameters and buffers become
+    the source's tensors, and the memory that they had is free.
+
+    Args:
+        module: The module, on whichever device; not sharded.
+        weights: What the method was given.
+
+    Raises:
+        ConfigError: They don't fit; nothing was written.
+    """
+    own = {
+        name: tensor for name, tensor in module.state_dict(keep_vars=True).items() if isinstance(tensor, torch.Tensor)
+    }
+    if sharded := [name for name, tensor in own.items() if is_on_mesh(tensor)]:
+        weights.mismatch = ConfigError(
+            f"{type(module).__name__} is sharded ({sharded[0]} and {len(sharded) - 1} more) and takes no whole "
+            "weights; nothing was written. Give load_weights a module that isn't, or share the source's model"
+        )
+        raise weights.mismatch
+    weights.check(own, type(module).__name__)
+    with torch.no_grad():
+        for name, tensor in weights:
+            if weights.shared:
+                own[name].data = tensor
+            else:
+                own[name].copy_(tensor)

@@ -1,0 +1,104 @@
+"""`OfWorker`: what a feature does of a worker. Each method here is a place at which the kernel asks the features.
+
+A half is made when the worker first needs it, and is there until the worker ends. The kernel asks per call only those
+that override what it asks (`WorkerContext.part`): where there are none, that costs a truth test.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from types import MappingProxyType
+from typing import Any, ClassVar
+
+from colocate._role.context import Context, RowState
+from colocate._role.method_spec import MethodSpec
+from colocate.worker.serving.role_instance import RoleInstance
+
+NO_SIZES: Mapping[str, Mapping[str, int]] = MappingProxyType({})
+
+
+class OfWorker:
+    """The half of a feature that belongs to a worker.
+
+    What a feature keeps of one role lies in `role.parts`, by the feature's name.
+
+    Attributes:
+        calls: The feature's calls on whole workers, by what these say; `self` of their functions is this half.
+    """
+
+    calls: ClassVar[Mapping[str, MethodSpec]] = MappingProxyType({})
+
+    def __init__(self, worker_context: Any) -> None:
+        """Args: worker_context: The worker (`WorkerContext`)."""
+
+    # -- roles
+
+    def built(self, role: RoleInstance, plain: Any) -> None:
+        """Hear that a role was constructed; `plain` is what the group's half said of it (`OfGroup.builds`)."""
+
+    def closed(self, role: str) -> None:
+        """Hear that a role has closed: end what it has of this feature."""
+
+    def saved(self, role: RoleInstance) -> str | None:
+        """Return what a checkpoint keeps of a role; None for nothing."""
+        return None
+
+    def restored(self, role: RoleInstance, told: str | None, by_role: bool) -> None:
+        """Have a role go on from what `saved` had returned; `by_role`: whether it has restored its own state.
+
+        Asked of all halves that are there, and of those of which the checkpoint has something: else `told` is None.
+        """
+
+    # -- calls; each is asked only of those that override it
+
+    def begins(self, role: RoleInstance, tags: Collection[str] | None, label: str, row: RowState | None = None) -> None:
+        """Refuse a call, or a row of one, that can't run.
+
+        Args:
+            role: Whose call.
+            tags: What of the role's memory it uses; None for all.
+            label: What errors call it.
+            row: The row, where it is one that ends by itself.
+
+        Raises:
+            ColocateError: It can't.
+        """
+
+    def reached(self, asking: Context, role: RoleInstance, tags: Collection[str]) -> None:
+        """Refuse to hand out a role's object to role code that asks for it. Args, errors: as of `begins`."""
+
+    def ended(self, role: RoleInstance, began: float, row: RowState | None = None) -> None:
+        """Fail a call, or a row, that went well, for what has happened since it began (seconds of time.time()).
+
+        Raises:
+            ColocateError: Why.
+        """
+
+    def blamed(self, error: BaseException, role: str | None, row: RowState | None = None) -> BaseException:
+        """Return what is the cause of a failure in role code: the error itself, or another one."""
+        return error
+
+    def is_bereft(self, role: RoleInstance) -> bool:
+        """Return whether other rows of a role will fail here as one has failed just now."""
+        return False
+
+    # -- looks, on any thread
+
+    def told(self, role: RoleInstance) -> Any:
+        """Return what the driver gets to know of a role when it looks (`OfGroup.told`); None for nothing."""
+        return None
+
+    def nbytes(self) -> Mapping[str, Mapping[str, int]]:
+        """Return the bytes that roles have outside of their process, by role and name."""
+        return NO_SIZES
+
+    # -- the worker
+
+    def adopted(self) -> None:
+        """Hear that another driver commands the worker from now on, which knows nothing of this feature's."""
+
+    def close(self) -> None:
+        """End all: the worker ends. On the thread that ends it."""
+
+    def kill(self) -> None:
+        """End all without waiting: the worker was given up."""
