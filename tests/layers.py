@@ -70,6 +70,9 @@ ON_FIRST_USE = {("_api.pool", "_detached"), ("_api.runtime", "_detached")}
 # Public signatures of the kernel name these classes of features, for type checkers.
 DOORS = {("_role.context", "features.children.child")}
 
+# A feature imports another one by a row here, and no other: (who, whom).
+FEATURES_ON: set[tuple[str, str]] = set()
+
 # Around core: the modules of each package, from its ground up.
 AROUND = {
     "executors/colocate_local": ["machine", "threads processes", "local", "plugin"],
@@ -296,6 +299,16 @@ def circles(around: Path | None = None) -> list[set[str]]:
     for name in ways:
         if name not in number:
             visit(name)
+    return found
+
+
+def between_features() -> set[tuple[str, str]]:
+    """Which feature imports which other one."""
+    found = set()
+    for arrow in arrows(CORE):
+        ends = [end.split(".") for end in arrow]
+        if all(len(end) > 1 and end[0] == "features" for end in ends) and ends[0][1] != ends[1][1]:
+            found.add((ends[0][1], ends[1][1]))
     return found
 
 

@@ -8,6 +8,10 @@ import pytest
 from tests import layers
 
 import colocate
+from colocate import features
+from colocate._worker_group.hooks import OfGroup
+from colocate.errors import CapabilityError
+from colocate.worker.hooks import OfWorker
 
 ROOT = Path(__file__).parents[2]
 
@@ -50,6 +54,40 @@ def test_what_goes_down(tmp_path: Path, line: str, imported: str | None) -> None
         (tmp_path / f"{name}.py").write_text(text)
     below = {layers.Arrow("_system.a", imported)} if imported else set()
     assert set(layers.against(tmp_path)) == below
+
+
+def test_features_on_features() -> None:
+    """One imports another only by a row of the table, and each has its row in that of core, and its folder."""
+    assert layers.between_features() == layers.FEATURES_ON
+    folders = {path.parent.name for path in (layers.CORE / "features").glob("*/__init__.py")}
+    assert folders == set(features.FEATURES)
+
+
+def test_a_feature_is_called_as_it_says() -> None:
+    """What brings a feature in is what it has: the table names calls and messages that nobody has imported yet."""
+    for name, feature in features.FEATURES.items():
+        assert set(features.of_worker(name).calls) == set(feature.calls)
+        assert {features.of_message(kind) for kind in feature.messages} <= {name}
+        assert issubclass(features.of_group(name), OfGroup)
+
+
+def test_the_page_has_the_hooks_of_each() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    for name in features.FEATURES:
+        own = [
+            set(vars(cls)) & set(vars(base))
+            for cls, base in ((features.of_group(name), OfGroup), (features.of_worker(name), OfWorker))
+        ]
+        row = next(line for line in page.splitlines() if line.startswith(f"| `{name}` |"))
+        told = [set(cell.partition(";")[0].split(", ")) for cell in row.strip("| ").split(" | ")[1:]]
+        hooks = [{each for each in names if not each.startswith("_") and each != "calls"} for names in own]
+        assert told == hooks, name
+
+
+def test_without_a_feature() -> None:
+    """What asks for one that isn't there is told."""
+    with pytest.raises(CapabilityError, match="built without its feature 'nothing'"):
+        features.refuse_without("nothing")
 
 
 def test_no_circle() -> None:

@@ -61,8 +61,8 @@ def _look(lane: int, has_looked: threading.Event) -> None:
             frames.append(frame)
         has_looked.set()
         # Until the lane waits for that, or has gone on without.
-        while "WeightSyncs._run" in (names := {*_names(sys._current_frames()[lane])}):
-            if "WeightSyncs._has_kept" in names:
+        while "WeightsOfWorker._run" in (names := {*_names(sys._current_frames()[lane])}):
+            if "WeightsOfWorker._has_kept" in names:
                 break
             time.sleep(0.001)
         del frames, frame

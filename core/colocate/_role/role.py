@@ -10,6 +10,7 @@ from typing import Any, Generic, Literal, ParamSpec, TypeVar, get_origin, overlo
 
 import attrs
 
+from colocate import features
 from colocate._role.budget import NO_BUDGET, Budget
 from colocate._role.context import Context, current, standalone_context
 from colocate._role.method import RoleMethod
@@ -173,6 +174,7 @@ class RoleSpec(Generic[R]):
                 raise ConfigError(f'sleep={sleep!r}: it is "vmm", or None for other addresses after a sleep')
             changes["sleep"] = sleep
         if weights is not None:
+            features.refuse_without("weights")
             if weights != "from sync":
                 raise ConfigError(f'weights={weights!r}: it is "from sync", or None for those of the constructor')
             changes["weights"] = weights

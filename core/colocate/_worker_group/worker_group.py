@@ -492,8 +492,8 @@ class WorkerGroup(Link):
                 order.stacks.answered(slot, message)
             case from_worker.LedgerTold():
                 if message.ledger is not None:
-                    for name, told in message.ledger.told.items():
-                        self.part(name).told(told)
+                    for name, of_roles in message.ledger.told.items():
+                        self.part(name).told(of_roles)
                 self.ledgers.answered(worker, message)
             case from_worker.Saved():
                 self.saves.answered(worker, message, body)
