@@ -23,8 +23,10 @@ from colocate_dask.loop import LoopThread
 from colocate_dask.offers import Facts
 
 _CLOSE_S = 3.0
-# A scheduler that has been silent for so long is asked whether it is there.
-_SILENCE_S = 2.0
+# A scheduler that has been silent for so long is asked whether it is there. One that takes connections may be slow.
+_SILENCE_S = 1.0
+_QUIET_S = 0.5
+_CONNECTS_WITHIN_S = 1.0
 _PONG_WITHIN_S = 4.0
 _FILES = (
     "tls_ca_file",
@@ -115,6 +117,8 @@ class Connection:
         """
         with self._renewing:
             if self._client.status == "closed" and not self._closed:
+                if not self._loop.run(undocumented.takes_connections(self.address, _CONNECTS_WITHIN_S)):
+                    raise EngineError(f"no Dask scheduler takes connections at {self.address}: is it still there?")
                 self._client = _connected(self._loop, self.address, self._security, self._timeout)
 
     async def _introduce(self) -> None:
@@ -134,21 +138,28 @@ class Connection:
         function: Callable[..., Any],
         *args: Any,
         within_s: float | None = None,
-        silence_s: float = _SILENCE_S,
         pong_s: float = _PONG_WITHIN_S,
     ) -> Any:
-        """Run a function in the scheduler, and wait while it shows that it is alive: each `silence_s`, in `pong_s`.
+        """Run a function in the scheduler, and wait while it shows that it is alive: each second, in `pong_s`.
 
         Raises:
-            EngineError: It doesn't answer in time, or is stopped, stuck or gone.
+            EngineError: It doesn't answer in time, or is stopped, stuck or gone: which is known at once where nobody
+                takes a connection.
         """
-        return self._asked(partial(self._while_it_lives, silence_s, pong_s, function, *args), within_s)
+        return self._asked(partial(self._while_it_lives, pong_s, function, *args), within_s)
 
-    async def _while_it_lives(self, silence_s: float, pong_s: float, function: Callable[..., Any], *args: Any) -> Any:
+    async def _while_it_lives(self, pong_s: float, function: Callable[..., Any], *args: Any) -> Any:
         answer = asyncio.ensure_future(self._client.run_on_scheduler(function, *args))
         try:
-            while not (await asyncio.wait([answer], timeout=silence_s))[0]:
-                await asyncio.wait_for(self._client.run_on_scheduler(far.describe), pong_s)
+            while not (await asyncio.wait([answer], timeout=_SILENCE_S))[0]:
+                pong = asyncio.ensure_future(self._client.run_on_scheduler(far.describe))
+                try:
+                    quiet = not (await asyncio.wait([pong], timeout=_QUIET_S))[0]
+                    if quiet and not await undocumented.takes_connections(self.address, _CONNECTS_WITHIN_S):
+                        raise TimeoutError
+                    await asyncio.wait_for(pong, pong_s)
+                finally:
+                    pong.cancel()
             return answer.result()
         finally:
             answer.cancel()

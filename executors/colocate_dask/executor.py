@@ -57,7 +57,8 @@ from colocate_dask.private import PrivateCluster
 _START_S = 60.0  # for the first keeper in a worker, which imports colocate
 ANSWER_S = 30.0
 _LISTED_S = 2.5
-_RELEASE_SILENCE_S = 1.25
+_RELEASE_PONG_S = 1.0
+_STILL_SILENT_S = 0.2  # a scheduler that has just been silent is told something, and isn't waited for
 _KILL_S = 5.0
 
 
@@ -196,8 +197,8 @@ class DaskExecutor(Executor, OwnProcess, MultiNode, SharedSlots):
                 for earlier in list(self._unreleased):
                     self._released(earlier)
             places = self._place(held, request)
-        except BaseException:  # nothing stays pending
-            self._free(held)
+        except BaseException as error:  # nothing stays pending
+            self._free(held, _STILL_SILENT_S if _is_silence(error) else ANSWER_S)
             raise
         return Reservation(places, held)
 
@@ -348,7 +349,7 @@ class DaskExecutor(Executor, OwnProcess, MultiNode, SharedSlots):
         try:
             answers = self._connection.on_workers(far.start, plans, workers=list(plans), within_s=_START_S)
         except EngineError as error:
-            if isinstance(error.__cause__, TimeoutError):
+            if _is_silence(error):
                 self._blame(plans)
             raise
         for worker in plans:
@@ -373,34 +374,32 @@ class DaskExecutor(Executor, OwnProcess, MultiNode, SharedSlots):
 
     # -- freeing
 
-    def _free(self, held: Lot) -> None:
+    def _free(self, held: Lot, within_s: float = ANSWER_S) -> None:
         self._held.pop(held.id, None)
         for slot in held.slots.values():
             slot.close()
         try:
-            self._give_back(held)
+            self._give_back(held, within_s)
         finally:
             if self._private is not None and self._ledger is not None:
                 self._private.stop(held.workers)
                 if held.taken is not None:
                     self._ledger.release(held.taken)
 
-    def _give_back(self, held: Lot) -> None:
+    def _give_back(self, held: Lot, within_s: float) -> None:
         try:
-            stuck = self._released(held.id)
+            stuck = self._released(held.id, within_s)
         except EngineError as error:
-            if isinstance(error.__cause__, TimeoutError):
+            if _is_silence(error):
                 self._unreleased.add(held.id)
             return  # without a scheduler there is nothing to give back to; to one that is silent it is said again
         if stuck:
             raise EngineError(f"these Dask workers are stuck, and stay held until they are gone: {', '.join(stuck)}")
 
-    def _released(self, reservation: str) -> list[str]:
+    def _released(self, reservation: str, within_s: float = ANSWER_S) -> list[str]:
         """Free a reservation; the stuck workers."""
-        patience = {"silence_s": _RELEASE_SILENCE_S, "pong_s": _RELEASE_SILENCE_S}
-        found: list[str] = self._connection.on_scheduler(
-            reservations.release, reservation, within_s=ANSWER_S, **patience
-        )
+        scheduler = self._connection.on_scheduler
+        found: list[str] = scheduler(reservations.release, reservation, within_s=within_s, pong_s=_RELEASE_PONG_S)
         self._unreleased.discard(reservation)
         return found
 
@@ -512,6 +511,10 @@ def _running(held: Held) -> Running:
     lost = held.slots - len(held.workers)
     doubt = f"{lost} of its {held.slots} Dask workers have left the cluster" if lost else ""
     return Running("reservation", held.label, node=", ".join(held.hosts), since=held.since, detail=detail, doubt=doubt)
+
+
+def _is_silence(error: BaseException) -> bool:
+    return isinstance(error, EngineError) and isinstance(error.__cause__, TimeoutError)
 
 
 def _device(devices: tuple[int, ...]) -> str:

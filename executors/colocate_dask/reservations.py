@@ -227,6 +227,8 @@ class Reservations(SchedulerPlugin):
         nanny = scheduler.workers[worker].nanny or ""
         self._seen[worker] = nanny, self._offer(worker)
         self._replaced.pop(nanny, None)
+        if self._waiting:  # its first answer takes an import: those that come together go through that together
+            self._ask_one(worker)
         self._news()
 
     def remove_worker(self, scheduler: Any, worker: str, **kwargs: Any) -> None:
@@ -462,7 +464,7 @@ class Reservations(SchedulerPlugin):
         try:
             if await _ends_or_is_away(self._background(ending), worker):
                 # Its keeper takes its driver for gone, and ends what runs there; nobody gets it until it answers.
-                self._silent.add(worker)
+                self._silent |= {worker} & self._seen.keys()
         except Exception as error:  # it is stopped, stuck or gone: its process has to end
             if self._holds.get(worker) is hold:
                 _logger.warning("colocate: Dask worker %s doesn't end its slot (%r): ending it", worker, error)
@@ -487,15 +489,11 @@ class Reservations(SchedulerPlugin):
 
 async def _ends_or_is_away(ending: asyncio.Task[Any], worker: str) -> bool:
     """Wait for what a worker was asked for; True where its machine takes no connection, and that isn't waited for."""
-    host, port = undocumented.host_and_port(worker)
     await asyncio.wait([ending], timeout=_QUIET_S)
-    if host is not None and (not ending.done() or ending.exception() is not None):
-        try:
-            _, writer = await asyncio.wait_for(asyncio.open_connection(host, port), _QUIET_S)
-            writer.close()
-        except OSError:  # TimeoutError is one
-            ending.cancel()
-            return True
+    ended = ending.done() and ending.exception() is None
+    if not ended and not await undocumented.takes_connections(worker, _QUIET_S):
+        ending.cancel()
+        return True
     await ending
     return False
 

@@ -41,12 +41,17 @@ def plugin_of(scheduler: Any, name: str) -> Any:
     return scheduler.plugins.get(name)
 
 
-def host_and_port(address: str) -> tuple[str | None, int | None]:
-    """Where an address is reached; None for one within a process."""
+async def takes_connections(address: str, within_s: float) -> bool:
+    """Whether what has an address takes connections there, which a busy one does; one within a process is there."""
     if not address.startswith(("tcp://", "tls://")):
-        return None, None
-    host, port = get_address_host_port(address)
-    return str(host), int(port)
+        return True
+    try:
+        opening = asyncio.open_connection(*get_address_host_port(address))
+        _, writer = await asyncio.wait_for(opening, within_s)
+    except OSError:  # TimeoutError is one
+        return False
+    writer.close()
+    return True
 
 
 def pause(scheduler: Any, worker: str, reason: str) -> None:

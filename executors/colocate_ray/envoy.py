@@ -14,8 +14,7 @@ from colocate_ray.terms import HEAD, Cluster
 
 _STARTS_WITHIN_S = 120.0
 _JOINS_WITHIN_S = 60.0
-_ASKS_EVERY_S = 2.0  # whether the head of a cluster answers
-_DOUBTS_AFTER_S, _ANSWERS_WITHIN_S = 1.0, 1.5  # the same, where what is asked for takes a moment otherwise
+_ASKS_EVERY_S = 0.5  # whether the head of a cluster answers
 MARK = "COLOCATE_ENVOY"  # in the environment of an envoy, and of what it has started
 # What the driver's shell, or a job that it was submitted as, says of other clusters.
 _OF_OTHERS = ("RAY_ADDRESS", "RAY_NAMESPACE", "RAY_AUTH_TOKEN", "RAY_JOB_CONFIG_JSON_ENV_VAR", "RAY_RUNTIME_ENV_HOOK")
@@ -56,8 +55,8 @@ class Envoy(DriverProxy):
         asked = self.post(name, *arguments)
         if within_s is None:
             self._wait_on_head(asked)
-        elif not self.wait([asked], min(within_s, _DOUBTS_AFTER_S)):
-            self._ask_head(_ANSWERS_WITHIN_S)
+        elif not self.wait([asked], min(within_s, _ASKS_EVERY_S)):
+            self._ask_head()
             if not self.wait([asked], within_s):
                 raise ColocateError(f"{self._engine} hasn't done within {within_s:g} s what it was asked for ({name})")
         [answer] = asked.result()
@@ -72,8 +71,8 @@ class Envoy(DriverProxy):
         while not self.wait([asked], _ASKS_EVERY_S):
             self._ask_head()
 
-    def _ask_head(self, *within_s: float) -> None:
-        head = self.post(HEAD, *within_s)
+    def _ask_head(self) -> None:
+        head = self.post(HEAD)
         self.wait([head])
         head.result()
 

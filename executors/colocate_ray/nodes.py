@@ -16,10 +16,11 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from colocate.errors import EngineError, PlacementError
 from colocate.executor import Node, Request
 from colocate.placement import can_ever_fit, table, words
-from colocate_ray.silence import ID, Silence
+from colocate_ray.silence import ID, Silence, answering
 
 _COUNTED = ("CPU", "GPU", "memory", "object_store_memory")
 _HEAD, _LEAST = "node:__internal_head__", 0.0001  # the least that Ray counts
+_HEAD_ANSWERS_WITHIN_S, _SLOW_HEAD_ANSWERS_WITHIN_S = 1.0, 4.0
 
 
 class Nodes:
@@ -143,11 +144,20 @@ def natural(name: str) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name) if part]
 
 
-def head_silent(within_s: float) -> str | None:
+def head_silent() -> str | None:
     """Why the head of the cluster doesn't answer, in Ray's words; None when it does.
 
     It is asked whether it has some key in its store: of all questions to it the cheapest that Ray gives a time limit.
+    A process there that only is slow says so to any gRPC client, and is given more time.
     """
+    host, _, port = ray.get_runtime_context().gcs_address.rpartition(":")
+    words = _asked(_HEAD_ANSWERS_WITHIN_S)
+    if words is None or not answering({"": (host.strip("[]"), int(port))}, _HEAD_ANSWERS_WITHIN_S):
+        return words
+    return _asked(_SLOW_HEAD_ANSWERS_WITHIN_S)
+
+
+def _asked(within_s: float) -> str | None:
     client: Callable[[], Any] = internal_kv.internal_kv_get_gcs_client
     try:
         client().internal_kv_exists(b"", None, timeout=within_s)

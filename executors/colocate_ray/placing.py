@@ -102,13 +102,13 @@ class Placing:
         self._lock = threading.Lock()
         self._pause = threading.Event()  # never set: to wait between looks
 
-    def check_head(self, within_s: float = 4.0) -> None:
+    def check_head(self) -> None:
         """See whether the head of the cluster answers, in a few seconds.
 
         Raises:
             EngineError: It doesn't.
         """
-        silent = head_silent(within_s)
+        silent = head_silent()
         if silent is None:
             return
         if self.cluster.private:

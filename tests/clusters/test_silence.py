@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from tests.clusters.engines import OnMachines
 
-SOON_S = 10.0
-"""The bar is 3 s on a quiet machine."""
+SOON_S = 3.0
+"""Beside what a busy machine adds: five times what a reservation takes where all answer, a tenth of a second."""
 
 DRIVER = """
 import json, sys, threading, time
@@ -46,6 +46,9 @@ def timed(what, function):
     print(json.dumps([what, round(time.monotonic() - began, 2), said]), flush=True)
     return answer
 
+reserve(2).close()
+timed("usual", lambda: reserve(2).close())
+
 def ends():
     timed("close", pool.close)
     timed("audit", lambda: str(runtime.audit()))
@@ -68,7 +71,7 @@ pool = reserve(2)
 waits = pool.spawn({"waits": colocate.role(Waits)}).role("waits", Waits)
 waits.sum()
 call = waits.wait.submit(HEALS_S + 4 if HEALS_S else 600)
-ask("cut", "n2")
+ask("VERB", "n2")
 if HEALS_S:
     threading.Timer(HEALS_S, ask, ("heal", "n2")).start()
 timed("call", lambda: call.result(120))
@@ -93,6 +96,7 @@ waits = pool.spawn({"waits": colocate.role(Waits)}).role("waits", Waits)
 ask("VERB", "n0")
 time.sleep(1)
 timed("call", lambda: waits.wait(0))
+timed("others", lambda: reserve(1).close())
 ends()
 """
 
@@ -104,6 +108,7 @@ class Driver:
         script = cluster.machines.shared / "driver.py"
         script.write_text(DRIVER + text)
         self.process = cluster.driver(script, str(cut_s), on=on)
+        self.soon_s = SOON_S + 5 * self.says("usual")[0]
 
     def says(self, what: str) -> tuple[float, Any]:
         """What comes next: seconds, and the result."""
@@ -121,7 +126,7 @@ class Driver:
         for what, wanted in {"close": None, "audit": "clean", "others": None, "runtime": None}.items():
             seconds, result = self.says(what)
             assert result == wanted or (wanted and result.startswith(wanted)), result
-            assert seconds < SOON_S
+            assert seconds < self.soon_s
         self.says("over")
         assert self.process.wait() == 0
 
@@ -131,7 +136,7 @@ def test_one_that_nobody_uses(cluster: Callable[..., OnMachines]) -> None:
     driver = Driver(cluster(4), UNUSED, 15)
     for _ in range(2):
         seconds, result = driver.says("others")
-        assert (result, seconds < SOON_S) == (None, True)
+        assert (result, seconds < driver.soon_s) == (None, True)
     _, result = driver.says("all")
     assert result.startswith("PlacementTimeout")
     assert "answer" in result
@@ -141,7 +146,7 @@ def test_one_that_nobody_uses(cluster: Callable[..., OnMachines]) -> None:
 
 def test_a_short_cut(cluster: Callable[..., OnMachines]) -> None:
     """Of ten seconds, where nobody has said how long: the call goes on, and the process group."""
-    driver = Driver(cluster(2), USED.replace("HEALS_S", "10"), 15)
+    driver = Driver(cluster(2), USED.replace("HEALS_S", "10").replace("VERB", "cut"), 15)
     _, result = driver.says("call")
     assert result == [0, 1]
     _, result = driver.says("sum")
@@ -149,13 +154,13 @@ def test_a_short_cut(cluster: Callable[..., OnMachines]) -> None:
     driver.ends()
 
 
-@pytest.mark.parametrize("cut_s", [3, 15])
-def test_a_cut_for_good(cluster: Callable[..., OnMachines], cut_s: float) -> None:
+@pytest.mark.parametrize(("verb", "cut_s"), [("cut", 3), ("cut", 15), ("kill", 3)])
+def test_a_cut_for_good(cluster: Callable[..., OnMachines], verb: str, cut_s: float) -> None:
     """It is given up after as long as was said, or a second earlier: whoever is probed each second."""
-    driver = Driver(cluster(2), USED.replace("HEALS_S", "0"), cut_s)
+    driver = Driver(cluster(2), USED.replace("HEALS_S", "0").replace("VERB", verb), cut_s)
     seconds, result = driver.says("call")
     assert result.startswith("WorkerDied: worker 1")
-    assert cut_s - 1.5 < seconds < cut_s + SOON_S
+    assert cut_s - 1.5 < seconds < cut_s + driver.soon_s
     driver.ends()
 
 
@@ -164,7 +169,7 @@ def test_a_machine_that_boots_anew(cluster: Callable[..., OnMachines]) -> None:
     driver = Driver(cluster(2), BOOTED, 60)
     seconds, result = driver.says("call")
     assert result.startswith("WorkerDied: worker 1")
-    assert seconds < SOON_S
+    assert seconds < driver.soon_s
     driver.ends()
 
 
@@ -174,9 +179,9 @@ def test_the_books_are_gone(cluster: Callable[..., OnMachines], verb: str) -> No
     driver = Driver(cluster(2), BOOKS.replace("VERB", verb), 15, on=1)
     _, result = driver.says("call")
     assert result == [0, 1]
-    for what in ("close", "audit", "others", "runtime"):
+    for what in ("others", "close", "audit", "others", "runtime"):
         seconds, result = driver.says(what)
         assert result is None or (what in ("audit", "others") and result.startswith("EngineError: "))
-        assert seconds < SOON_S
+        assert seconds < driver.soon_s
     driver.says("over")
     assert driver.process.wait() == 0

@@ -115,3 +115,36 @@ def test_scaled(tell: Tell, runtime: Runtime, client: Any) -> None:
             coming.result(PATIENCE_S).close()
     with pytest.raises(PlacementError, match="can never fit"):
         runtime.reserve(3)
+
+
+def test_workers_that_come_together(tell: Tell, runtime: Runtime, client: Any) -> None:
+    """What they are is asked of all of them when they come: the first answer of each takes an import."""
+
+    def wait_for_the_second(dask_scheduler: Any) -> None:
+        import asyncio
+
+        from colocate_dask import far, reservations, undocumented
+
+        table, call = reservations._table(dask_scheduler), undocumented.call
+        asked = dask_scheduler.asked = []
+
+        async def asks(scheduler: Any, worker: str, function: Any, *args: Any, **how: Any) -> Any:
+            asked.append(worker)
+            while function is far.describe and len(table._seen) < 2:
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0)
+            dask_scheduler.together = len(set(asked)) == 2
+            undocumented.call = call
+            return await call(scheduler, worker, function, *args, **how)
+
+        undocumented.call = asks
+
+    client.run_on_scheduler(wait_for_the_second)
+    with ThreadPoolExecutor(1) as threads:
+        coming = threads.submit(runtime.reserve, 2, grow=True)
+        wait_until(lambda: waited_for(client) == 1, "it is waited for")
+        tell("scale 1")
+        wait_until(lambda: client.run_on_scheduler(lambda dask_scheduler: dask_scheduler.asked), "one is asked")
+        tell("scale 2")
+        coming.result(PATIENCE_S).close()
+    assert client.run_on_scheduler(lambda dask_scheduler: dask_scheduler.together)
