@@ -21,7 +21,6 @@ _CHANGES = [
 ]
 _BUDGET = ["groups.policy.residency=swap", "groups.policy.device_memory=7.2MiB"]
 _EXECUTORS = {
-    "local, threads": ("local", []),
     "local, processes": ("local", ["executor.with.processes=true"]),
     "dask": ("dask", []),
     "ray": ("ray", []),

@@ -70,6 +70,7 @@ class TestPlugins:
         colocate.write("demo.yaml", ACME)
         colocate.write("beside.py", BESIDE)
         changes = {
+            "executor.with.processes": "true",
             "pools.main.device_memory": "4096",
             "groups.policy.device_memory": "2048",
             "groups.policy.residency": "swap",
@@ -243,7 +244,10 @@ class TestDoctor:
         assert gone["fault"].startswith(f"the role plugin 'gone' ({lost}, which has no METADATA: install it again, ")
 
     def test_a_place_for_what_sleeps(self, colocate: CommandLine) -> None:
-        colocate.write("demo.yaml", "executor: {use: local, with: {spill_dir: /dev/shm}}\npools: {main: {slots: 1}}\n")
+        colocate.write(
+            "demo.yaml",
+            "executor: {use: local, with: {processes: true, spill_dir: /dev/shm}}\npools: {main: {slots: 1}}\n",
+        )
         done = colocate("doctor", "demo.yaml", "--json")
         assert done.returncode == 1
         told = json.loads(done.stdout)

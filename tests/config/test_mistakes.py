@@ -106,7 +106,7 @@ def test_five_mistakes_are_shown_at_once_in_the_order_of_the_file(write: Write) 
             "for ever), not 0",
         ),
         (
-            "executor: {use: local, with: {spill_dir: scratch}}",
+            "executor: {use: local, with: {processes: true, spill_dir: scratch}}",
             "executor.with.spill_dir: must be an absolute path, since it is one on the workers' machines, not 'sc",
         ),
         (
@@ -351,7 +351,7 @@ class TestRoles:
     def test_a_way_to_sleep_that_the_gpus_lack(self, write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
         text = GROUP + "        with: {hidden: 1}\n        sleep: vmm\n"
         on_gpus = text.replace("slots: 2", "slots: 2, gpus: 1")
-        load_config(write(on_gpus))
+        load_config(write(on_gpus), set=["executor.with.processes=true"])
         monkeypatch.setattr(needs, "KIND", gpus.KINDS["AMD"])
         load_config(write(text))  # its slots have none
         assert "actor.sleep: role 'actor' says sleep=\"vmm\", which is for GPUs of NVIDIA" in only(write(on_gpus))
@@ -539,6 +539,18 @@ class TestNeeds:
             "that is started, or use executor.with.processes=true (from --set +pools.main.env.A=b)"
         )
         load_config(path, set=["+pools.main.env.A=b", "+executor.with.processes=true"])
+
+    def test_roles_of_threads_that_sleep(self, write: Write) -> None:
+        path = write(GROUP + "        with: {hidden: 1}")
+        swap = ["groups.policy.residency=swap", "groups.policy.device_memory=1GiB"]
+        why = "slots of 'local' are threads of this process, whose roles can't sleep: use executor.with.processes=true"
+        assert only(path, set=swap).startswith(f"groups.policy.residency: {why}")
+        spills = "executor.with.spill_dir=/scratch"
+        assert only(path, set=[spills]).startswith(f"executor.with.spill_dir: {why}")
+        load_config(path, set=[*swap, spills, "executor.with.processes=true"])
+        kept = ["pools.main.gpus=1", "groups.policy.roles.actor.sleep=vmm"]
+        assert "slots of 'local' are threads of the driver's, where no role sleeps" in only(path, set=kept)
+        load_config(path, set=kept[1:])  # without a GPU it says nothing
 
     def test_the_default_group(self, write: Write) -> None:
         told = only(write(GROUP + "        with: {hidden: 1}\n        default_group: true"))

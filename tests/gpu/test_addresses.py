@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import shutil
 import threading
 import time
@@ -16,8 +15,6 @@ torch = pytest.importorskip("torch")
 import colocate  # noqa: E402
 from colocate import Role, method  # noqa: E402
 from colocate.testing.probes.sleepers import Dozing  # noqa: E402
-from colocate.testing.waiting import wait_until  # noqa: E402
-from colocate.worker.memory.vmm import Vmm  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,
@@ -56,7 +53,7 @@ class Graphed(Role):
                 self._forward()
         torch.cuda.current_stream().wait_stream(side)
         self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):  # other slots may be threads
+        with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):  # other threads use the GPU, too
             self._forward()
             self.twice = self.y * 2  # in the graph's own memory
 
@@ -141,14 +138,6 @@ def taken() -> int:
     return total - free
 
 
-def has_all_back() -> bool:
-    """Whether the GPU has all memory of this process that has kept its addresses."""
-    gc.collect()
-    torch.cuda.empty_cache()
-    vmm = Vmm.in_use()
-    return vmm is not None and not vmm.segments(0)
-
-
 class TestAddresses:
     @needs_cuda
     def test_what_other_threads_have_made(self) -> None:
@@ -163,12 +152,11 @@ class TestAddresses:
             assert warm.addresses() == places
 
     @needs_cuda
-    @pytest.mark.parametrize("threads", [False, True])
     @pytest.mark.alone
-    def test_a_graph_is_replayed(self, threads: bool) -> None:
+    def test_a_graph_is_replayed(self) -> None:
         """Bit for bit, after its weights were away and others had written where they had been."""
         roles = {"graphed": colocate.role(Graphed, 256).on(sleep="vmm"), "filling": colocate.role(Filling)}
-        with spawned(roles, threads=threads) as group:
+        with spawned(roles) as group:
             graphed, filling = group.role("graphed", Graphed), group.role("filling", Filling)
             graphed.capture()
             before, places = [graphed.replay(seed)[0].cpu() for seed in range(3)], graphed.addresses()
@@ -234,11 +222,10 @@ class TestAddresses:
             record_naps(record_property, group, what, size, first)
             assert actor.digest() == before
 
-    @pytest.mark.parametrize("threads", [False, True])
-    def test_training_goes_on(self, threads: bool) -> None:
+    def test_training_goes_on(self) -> None:
         """With gradients and an optimizer's state, which were made later; alone, and in turns with others."""
         orders: list[Any] = [None, ("optimizer",), ("weights", "grads"), ("cache",), None]
-        with connect(threads=threads) as runtime:
+        with connect() as runtime:
             roles = {"kept": colocate.role(Dozing, 8).on(sleep="vmm"), "usual": colocate.role(Dozing, 8)}
             group = runtime.reserve().spawn(roles)
             kept, usual = group.role("kept", Dozing), group.role("usual", Dozing)
@@ -262,19 +249,3 @@ class TestAddresses:
             role = colocate.role(Wasteful).on(sleep="vmm")
             wasteful = runtime.reserve().spawn({"wasteful": role}).role("wasteful", Wasteful)
             assert wasteful.reserved()[0] < 2**28
-
-    @needs_cuda
-    def test_the_end_of_a_role(self) -> None:
-        """All of its memory goes back, what slept and what was awake; here that of a thread, whose process goes on."""
-        with connect(threads=True) as runtime:
-            for sleeps in (False, True):
-                group = runtime.reserve().spawn({"dozing": colocate.role(Dozing, 64).on(sleep="vmm")})
-                vmm = Vmm.in_use()
-                assert vmm is not None
-                assert vmm.segments(0)
-                if sleeps:
-                    group.sleep("dozing")
-                    assert vmm.absent(0)[0] >= 64 * 2**20
-                group.close()
-                del group
-                wait_until(has_all_back, "the role's memory is the GPU's again")

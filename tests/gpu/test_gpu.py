@@ -697,12 +697,11 @@ class TestTurns:
         assert digests["turns"] == digests["free"]
         assert any(move.ahead for move in moves)
 
-    @pytest.mark.parametrize("threads", [False, True])
-    def test_roles_take_turns(self, threads: bool) -> None:
+    def test_roles_take_turns(self) -> None:
         """They compute what they do without, within what they may have."""
         names = ("one", "two", "three")
         roles = {name: colocate.role(Dozing, 8) for name in names}
-        with spawned(roles, name="turns", residency="swap", device_memory="72MiB", threads=threads) as turns:
+        with spawned(roles, name="turns", residency="swap", device_memory="72MiB") as turns:
             free = {}
             for name in [*names, "two"] * 4:
                 free.setdefault(name, []).append(turns.role(name, Dozing).train())
@@ -710,7 +709,7 @@ class TestTurns:
                 assert sum(sum(role.device.values()) for role in slot.roles) <= 72 * 2**20
             assert sum(role.asleep for role in slot.roles) >= 24 * 2**20
             turns.close()
-        with spawned({name: colocate.role(Dozing, 8) for name in names}, name="free", threads=threads) as group:
+        with spawned({name: colocate.role(Dozing, 8) for name in names}, name="free") as group:
             for name, digests in free.items():
                 assert [group.role(name, Dozing).train() for _ in digests] == digests
 
@@ -787,11 +786,10 @@ def record_naps(record_property: Any, group: ColocatedGroup, what: str, size: in
 
 
 class TestSleep:
-    @pytest.mark.parametrize("threads", [False, True])
-    def test_sleep_and_wake(self, threads: bool) -> None:
+    def test_sleep_and_wake(self) -> None:
         """All comes back as it was, and training goes on as where nothing has slept."""
         roles = {name: colocate.role(Dozing, 8) for name in ("actor", "other")}
-        with spawned(roles, name="sleepy", threads=threads) as group:
+        with spawned(roles, name="sleepy") as group:
             actor, other = group.role("actor", Dozing), group.role("other", Dozing)
             for tags in (None, ("weights",), ("optimizer", "grads"), ("cache",)):
                 before, objects = actor.digest(), actor.objects()
@@ -803,32 +801,10 @@ class TestSleep:
                 group.sleep("actor", tags)
                 assert actor.train() == other.train()
 
-    @pytest.mark.parametrize("threads", [False, True])
-    def test_a_graph_and_hooks(self, threads: bool) -> None:
+    def test_a_graph_and_hooks(self) -> None:
         """A loss whose graph has saved weights; hooks of modules, tensors and optimizers."""
-        with connect(threads=threads) as runtime:
+        with connect() as runtime:
             SleepingAmidSteps().test_a_graph_and_hooks(runtime.reserve().spawn)
-
-    @needs_cuda
-    def test_what_others_have_by_reference(self) -> None:
-        """Between threads: it stays as long as somebody may have it, and is what it was."""
-        with spawned({"actor": colocate.role(Dozing, 8)}, name="shared", threads=True) as group:
-            actor = group.role("actor", Dozing)
-            before = actor.train()
-            (weights,) = actor.weights()
-            given = torch.ones(2**20, device=DEVICE)
-            actor.remember(given)
-            group.sleep("actor")
-            kept = group.memory().slots[0].roles[0].kept_awake
-            assert list(kept.values()) == [weights.nbytes + given.nbytes]
-            assert next(iter(kept)).startswith("handed over by reference")
-            assert fingerprint(weights)
-            assert given.eq(1).all()
-            size = weights.nbytes
-            del weights
-            assert group.sleep("actor") == size
-            assert list(group.memory().slots[0].roles[0].kept_awake.values()) == [given.nbytes]  # the role has it
-            assert actor.look() == before
 
     def test_discard(self) -> None:
         """What nobody needs comes back as zeros, whether it slept already or not, and all else as it was."""

@@ -289,7 +289,7 @@ MUTANTS: dict[str, tuple[Mutant, ...]] = {
             _SLEEP,
             '        users["residents"] = _keys(lying.values())\n',
             "",
-            _on_threads("test_sleep_of_what_others_hold"),
+            _on_processes("test_sleep_of_what_others_hold"),
         ),
         Mutant(
             "one-rank-awake",
@@ -313,7 +313,7 @@ MUTANTS: dict[str, tuple[Mutant, ...]] = {
             _TURNS,
             "                self._accounts.changed(name)\n            self._sleep_again(name, slept)\n",
             "                self._accounts.changed(name)\n",
-            _on_threads("test_checkpoint_of_a_sleeping_role"),
+            _on_processes("test_checkpoint_of_a_sleeping_role"),
         ),
         Mutant(
             "wakes-all",
@@ -321,7 +321,7 @@ MUTANTS: dict[str, tuple[Mutant, ...]] = {
             _TURNS,
             "tags = _ALL if spec.awake is None else spec.awake",
             "tags = _ALL",
-            _on_threads("test_only_what_is_needed_wakes"),
+            _on_processes("test_only_what_is_needed_wakes"),
         ),
         Mutant(
             "next-one-goes",
@@ -337,7 +337,7 @@ MUTANTS: dict[str, tuple[Mutant, ...]] = {
             "core/colocate/_worker_group/sleepers.py",
             "for mark, slept in self.seen(role, tags).items() if not slept.until_woken}",
             "for mark, slept in self.seen(role, tags).items()}",
-            _on_threads("test_a_call_that_fails_of_sleep"),
+            _on_processes("test_a_call_that_fails_of_sleep"),
         ),
         Mutant(
             "in-use-for-ever",
@@ -345,7 +345,7 @@ MUTANTS: dict[str, tuple[Mutant, ...]] = {
             f"{_WORKER}/runner.py",
             "            worker_context.residency.leave(call.seq)\n            worker_context.peers.given_back",
             "            worker_context.peers.given_back",
-            _on_threads("test_a_role_that_can_not_take_turns"),
+            _on_processes("test_a_role_that_can_not_take_turns"),
         ),
     ),
     "identity": (

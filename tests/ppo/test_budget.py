@@ -48,7 +48,7 @@ def run(executor: Mapping[str, Any], slots: int, changes: list[str]) -> tuple[li
 
 @pytest.fixture(
     scope="module",
-    params=["threads", *(pytest.param(name, marks=pytest.mark.long) for name in ("processes", "ray", "dask"))],
+    params=["processes", *(pytest.param(name, marks=pytest.mark.long) for name in ("ray", "dask"))],
 )
 def engine(request: pytest.FixtureRequest) -> Iterator[tuple[Mapping[str, Any], int]]:
     """An executor's entry in a config, and how many slots to take."""
@@ -57,7 +57,7 @@ def engine(request: pytest.FixtureRequest) -> Iterator[tuple[Mapping[str, Any], 
         with cluster(name) as options:
             yield {"use": name, "with": dict(options)}, 2
     else:
-        yield {"use": "local", "with": {"processes": name == "processes"}}, 2 if name == "processes" else 1
+        yield {"use": "local", "with": {"processes": True}}, 2
 
 
 def test_with_a_budget(engine: tuple[Mapping[str, Any], int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

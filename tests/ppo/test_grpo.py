@@ -40,6 +40,7 @@ TINY = [
 KL = ["+groups.policy.roles.reference=ppo.reference", "+job.with.kl_coefficient=0.02"]
 TRAINED = [*EASY, "job.with.steps=12", "+job.with.eval_every=12"]
 STALE = ["+groups.policy.roles.rollout.background=true", "+job.with.staleness=1"]
+PROCESSES = ["executor.with.processes=true"]  # in which roles can sleep
 BUDGET = ["groups.policy.residency=swap", "groups.policy.device_memory=575KiB"]  # 634 KiB are all of them
 SMALL: dict[str, Any] = {"layers": 1, "hidden": 32, "heads": 2, "feed_forward": 64}
 ENGINE = ["+job.with.rollout=rollout"]
@@ -221,7 +222,7 @@ def test_a_curve_goes_on_where_it_was_left(tiny: Recorder, tmp_path: Path) -> No
 def test_the_engine_shares_the_actors_module(tmp_path: Path) -> None:
     """Then nothing is sent; and what it has may sleep while the actor learns."""
     moved = Moved()
-    recorder = run([*TINY, *ENGINE, "+job.with.rollout_sleeps=[cache]"], tmp_path, moved)
+    recorder = run([*TINY, *ENGINE, *PROCESSES, "+job.with.rollout_sleeps=[cache]"], tmp_path, moved)
     assert [row["step"] for row in recorder.rows] == [0, 1, 2, 3, 4]
     # It is awake for each of three more generations, and for a moment in each of two checkpoints.
     assert [kind for role, kind in moved.moves if role == "rollout"] == ["sleep", "wake"] * 5 + ["sleep"]
@@ -253,7 +254,7 @@ def test_staleness_of_the_example(tmp_path: Path) -> None:
 def test_turns_within_a_budget(tmp_path: Path) -> None:
     """Actor and engine don't fit together, and all goes as if they did."""
     moved = Moved()
-    assert run([*TINY, *OWN, *BUDGET], tmp_path, moved).rows == run([*TINY, *OWN], tmp_path).rows
+    assert run([*TINY, *OWN, *PROCESSES, *BUDGET], tmp_path, moved).rows == run([*TINY, *OWN], tmp_path).rows
     assert {("actor", "sleep"), ("rollout", "wake")} <= {*moved.moves}
 
 

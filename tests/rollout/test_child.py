@@ -103,7 +103,7 @@ def _child(runtime: colocate.Runtime) -> int:
 
 
 def test_beside_other_work() -> None:
-    """In the background, on threads: paused, the engine sleeps and gets other weights, and its rows go on.
+    """In the background: paused, the engine sleeps and gets other weights, and its rows go on.
 
     Those of a child that has died while they were paused are lost, and told so; the one that came then generates.
     """
@@ -113,7 +113,7 @@ def test_beside_other_work() -> None:
             background=True, weights="from sync"
         ),
     }
-    with colocate.connect() as runtime, runtime.reserve(slots=1) as pool:
+    with colocate.connect(processes=True) as runtime, runtime.reserve(slots=1) as pool:
         group = pool.spawn(roles)
         trainer, rollout = group.role("trainer"), group.role("rollout")
         colocate.sync_weights(trainer, rollout)
@@ -151,7 +151,7 @@ def test_dtype() -> None:
             "trainer": colocate.role(Typed, LLAMA, dtype),
             "rollout": colocate.role("rollout.engine", role="trainer", child=child, **OPTIONS),
         }
-        with colocate.spawn(roles) as group:
+        with colocate.spawn(roles, processes=True) as group:
             trainer, rollout = group.role("trainer"), group.role("rollout")
             colocate.sync_weights(trainer, rollout)
             found = rollout.generate(PROMPTS, sampling=SEEDED)

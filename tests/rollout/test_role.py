@@ -32,7 +32,7 @@ def group() -> Iterator[colocate.ColocatedGroup]:
             weights="from sync"
         ),
     }
-    with colocate.spawn(roles, slots=2) as group:
+    with colocate.spawn(roles, slots=2, processes=True) as group:
         yield group
 
 
@@ -165,7 +165,7 @@ def test_beside_other_work() -> None:
         "trainer": colocate.role(Trainer, LLAMA),
         "rollout": colocate.role("rollout.engine", model=LLAMA, **OPTIONS).on(background=True, weights="from sync"),
     }
-    with colocate.spawn(roles, slots=2) as group:
+    with colocate.spawn(roles, slots=2, processes=True) as group:
         trainer, rollout = group.role("trainer"), group.role("rollout")
         colocate.sync_weights(trainer, rollout)
         stream = rollout.generate.stream(PROMPTS * 4, 2, sampling=Sampling(max_tokens=100, stop_token_ids=()))

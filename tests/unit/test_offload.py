@@ -289,17 +289,6 @@ def test_an_array_of_what_sleeps() -> None:
         offload.bring_back(chosen)
 
 
-@pytest.mark.parametrize("restores", [False, True])
-def test_what_somebody_else_has_at_the_end(restores: bool) -> None:
-    """On threads it has its memory again, as nobody could give that back later."""
-    tensor = torch.full((1000,), 7.0)
-    offload = Offload("cpu")
-    offload.put_away(offload.write(storages(tensor)))
-    offload.close(restores)
-    assert tensor.untyped_storage().nbytes() == (4000 if restores else 0)
-    assert not restores or bool((tensor == 7).all())
-
-
 def test_who_computes_meanwhile_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """Copies come after what was begun before on the usual stream, which another thread uses, and hold up no more."""
     cuda, done = Cuda(monkeypatch), []

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 torch = pytest.importorskip("torch")
 
 from colocate._protocol.ledger import TAGS, Purpose  # noqa: E402
-from colocate.worker.handed import Handed  # noqa: E402
 from colocate.worker.memory.holdings import Objects, held_by  # noqa: E402
 from colocate.worker.memory.sleep import by_tags, plan, unneeded  # noqa: E402
 
@@ -109,35 +108,3 @@ def test_weights_are_no_cache(kind: str) -> None:
     lost = unneeded(found, ("grads", "cache"), ())
     values = {role.weights._values().untyped_storage()._cdata} if kind == "sparse" else set()
     assert lost == {role.cache.untyped_storage()._cdata} | values
-
-
-def used(handed: Handed, *tensors: Any) -> list[bool]:
-    """Whether somebody may have their memory besides who has the tensors."""
-    noted = Objects()
-    noted.add_all(tensors)
-    return [handed.is_used(key, [noted]) for key in noted.storages]
-
-
-def test_what_was_handed_over() -> None:
-    """Where slots are threads the driver, and roles of other slots, have it by reference, as long as they do.
-
-    Of the very tensor nobody knows who else has it. What is gone is forgotten, though much was handed over.
-    """
-    handed, own = Handed(), torch.ones(100)
-    view = own[3:]
-    assert used(handed, own, view) == [False]
-    others = [own.detach()]
-    handed.note({"some": others}, "cpu")
-    assert used(handed, own, view) == [True]
-    others = [others[0][1:]]
-    assert used(handed, own, view) == [True]
-    others.clear()
-    assert used(handed, own, view) == [False]
-    handed.note([own], "cpu")
-    assert used(handed, own) == [True]
-    handed, kept = Handed(), torch.ones(1)
-    for _ in range(3):
-        values = [torch.ones(1) for _ in range(1000)]
-        handed.note([*values, kept, kept.detach()], "cpu")
-    assert len(handed._tensors) == len(handed._storages) <= 2100
-    assert len(handed._tensors[kept.untyped_storage()._cdata]) == 2  # the last alias, too

@@ -16,7 +16,7 @@ from colocate._calls.failures import thread_error
 from colocate._calls.services import Services
 from colocate._owned.dispatcher import Dispatcher
 from colocate._owned.owned import Owned, raise_together
-from colocate._plugins.plugins import abouts
+from colocate._plugins.needs import require
 from colocate._signals import off_main
 from colocate._signals.at_work import DISPATCHER
 from colocate._system.jobs import JobThread, error_text, report_exception
@@ -25,7 +25,7 @@ from colocate._system.lines import at
 from colocate._system.numbers import FOREVER_S
 from colocate._system.printer import Printer
 from colocate._worker_group.worker_group import WorkerGroup
-from colocate.errors import CapabilityError, ColocateError, ConfigError
+from colocate.errors import ColocateError, ConfigError
 from colocate.executor import Executor
 
 _numbers = itertools.count(1)
@@ -130,19 +130,7 @@ class Connection(Owned):
 
     def require(self, capability: type, what: str) -> None:
         """Raise `CapabilityError` if the executor can't do something: who can is named."""
-        if not isinstance(self.services.executor, capability):
-            having = tuple(  # as the installed executors say; none of them is imported
-                about.capabilities[capability.__name__]
-                for info, about in abouts()
-                if capability.__name__ in about.capabilities
-                and None not in info.engine().values()  # one whose engine isn't installed can't be recommended
-            )
-            raise CapabilityError(
-                f"executor {self.name!r} can't {what}: it lacks {capability.__name__}; "
-                f"these have it: {', '.join(having) or 'no installed one'}",
-                capability=capability.__name__,
-                executors=having,
-            )
+        require(type(self.services.executor), capability, what)
 
     def give_up(self, by: str) -> None:
         """Close it at once: who was making it, or its only group, has been interrupted."""

@@ -298,13 +298,14 @@ class ColocatedGroup(Held[WorkerGroup], node=WorkerGroup, by="pool.spawn"):
                 `wake`. A checkpoint wakes it all the same.
             discard: Those tags whose contents nobody needs, "grads" and "cache": they aren't copied, and come back as
                 zeros, also where they sleep already. What else leads to, by another tag, from another role or a
-                resident, comes back as it was, and so does everything where slots are threads.
+                resident, comes back as it was.
 
         Returns:
             How many bytes have left the memory of the workers. What has been away before and wasn't written into since
             costs nothing to put away.
 
         Raises:
+            CapabilityError: Slots are threads of the driver's, which has the same memory: use processes.
             MemoryBudgetError: There is no room where it would go: nothing has changed.
             RoleError: It can't be done; nothing has changed.
         """

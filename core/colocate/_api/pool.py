@@ -579,7 +579,7 @@ class Pool(Held[Slots], node=Slots, by="runtime.reserve"):
                 that fails with `MemoryBudgetError`, which says who has what.
             host_memory: How much of the host's, with what sleeps.
             residency: "swap": roles take turns. Where `device_memory` needs it, who isn't called sleeps, and wakes for
-                its call.
+                its call. For slots that are processes.
             step: The roles in the order in which they are called, again and again, as in `("actor", "critic")`: then
                 turns are planned from the first one on. By default that is found from the calls.
             env: Environment variables of its workers, on top of the pool's (`Runtime.reserve`).
@@ -622,6 +622,8 @@ class Pool(Held[Slots], node=Slots, by="runtime.reserve"):
         declared = declare(roles, len(indices), mesh)
         is_shared = node.request.groups > 1
         limits = budgets(node.budget, budget, declared.specs, residency, step, is_shared)
+        if limits.swap:
+            node.connection.require(OwnProcess, "have roles take turns, for which they sleep (residency=)")
         declared = attrs.evolve(declared, budgets=limits, env=variables)
         for role, info in declared.infos.items():
             spec, kind = declared.specs[role], type(node.connection.services.executor)

@@ -16,6 +16,7 @@ from colocate._api.group import ColocatedGroup
 from colocate._api.pool import Pool, Slots
 from colocate._calls.records import check_observer
 from colocate._owned.owned import Making
+from colocate._plugins.needs import require
 from colocate._role.budget import NO_BUDGET, Budget
 from colocate._signals.at_work import refuse_to_wait
 from colocate._signals.off_main import off_main
@@ -68,6 +69,8 @@ def begin(
     spill = os.fspath(spill_dir) if isinstance(spill_dir, os.PathLike) else spill_dir
     if spill is not None and (problem := spill_problem(spill)) is not None:
         raise ConfigError(f"connect(spill_dir) {problem}")
+    if spill is not None:
+        require(cls.variant(options), OwnProcess, "have roles sleep (spill_dir=)")
     span = port_range(ports, "connect(ports)")
     cut_s = limit(cut_s, "connect(cut_s)", positive=True)
     making: Making[Connection] = Making(f"connect({executor!r})")

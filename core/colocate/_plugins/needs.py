@@ -12,6 +12,7 @@ from typing import Any, Literal, TypeAlias, TypeVar
 
 from colocate._definitions.names import MAINS, is_installed_file
 from colocate._definitions.sources import is_shipped_with_python, shadowing
+from colocate._plugins.plugins import abouts
 from colocate._role.role import RoleInfo, RoleSpec
 from colocate.errors import CapabilityError, ConfigError
 from colocate.executor import Executor
@@ -89,6 +90,23 @@ def check_of(target: Callable[..., Any]) -> Callable[..., Said] | None:
     return found if inspect.getattr_static(target, "__init__") is inspect.getattr_static(declared, "__init__") else None
 
 
+def require(executor: type[Executor], capability: type, what: str) -> None:
+    """Raise `CapabilityError` if an executor can't do something: who can is named."""
+    if not issubclass(executor, capability):
+        having = tuple(  # as the installed executors say; none of them is imported
+            about.capabilities[capability.__name__]
+            for info, about in abouts()
+            if capability.__name__ in about.capabilities
+            and None not in info.engine().values()  # one whose engine isn't installed can't be recommended
+        )
+        raise CapabilityError(
+            f"executor {executor.name!r} can't {what}: it lacks {capability.__name__}; "
+            f"these have it: {', '.join(having) or 'no installed one'}",
+            capability=capability.__name__,
+            executors=having,
+        )
+
+
 def lacks_processes(
     role: str, cls: type, default_group: bool, env: str | None, ranks: int, executor: type[Executor]
 ) -> str | None:
@@ -117,7 +135,7 @@ def check_needs(role: str, cls: type, spec: RoleSpec[Any], ranks: int, gpus: int
     """Raise CapabilityError unless an executor and its slots have what a role needs."""
     if (why := lacks_processes(role, cls, spec.default_group, spec.env, ranks, executor)) is not None:
         raise CapabilityError(why, capability="OwnProcess", executors=("local with processes=True",), role=role)
-    if (why := lacks_vmm(role, spec.sleep, gpus)) is not None:
+    if (why := lacks_vmm(role, spec.sleep, gpus, executor)) is not None:
         raise CapabilityError(why, role=role)
 
 
@@ -132,16 +150,23 @@ def check_alone(roles: Mapping[str, RoleInfo]) -> None:
             )
 
 
-def lacks_vmm(role: str, sleep: str | None, gpus: int) -> str | None:
+def lacks_vmm(role: str, sleep: str | None, gpus: int, executor: type[Executor] | None) -> str | None:
     """Why a role's memory can't keep its addresses on slots with so many GPUs, if it can't."""
-    if sleep != "vmm" or not gpus or KIND.vmm:
+    if sleep != "vmm" or not gpus:
         return None
-    able = " or ".join(name for name, kind in KINDS.items() if kind.vmm)
-    own = next(name for name, kind in KINDS.items() if kind is KIND)
-    return (
-        f'role {role!r} says sleep="vmm", which is for GPUs of {able}: colocate has no way to take memory of those of '
-        f"{own} from its addresses. Leave it out: then memory has other addresses after a sleep"
-    )
+    if not KIND.vmm:
+        able = " or ".join(name for name, kind in KINDS.items() if kind.vmm)
+        own = next(name for name, kind in KINDS.items() if kind is KIND)
+        return (
+            f'role {role!r} says sleep="vmm", which is for GPUs of {able}: colocate has no way to take memory of those '
+            f"of {own} from its addresses. Leave it out: then memory has other addresses after a sleep"
+        )
+    if executor is not None and executor.in_process:
+        return (
+            f'role {role!r} says sleep="vmm", but slots of {executor.name!r} are threads of the driver\'s, where no '
+            "role sleeps: use connect('local', processes=True), in a config executor.with.processes=true"
+        )
+    return None
 
 
 def imports_of(classes: Iterable[type]) -> tuple[str, ...] | None:

@@ -298,15 +298,10 @@ def _holds_nothing(kind: type) -> bool:
     return kind in PLAIN or issubclass(kind, Plain)
 
 
-def hold_nothing(arguments: Any) -> bool:
-    """Return whether arguments, or another value, hold no memory: numbers, texts, and what stands for residents."""
-    values = arguments.values() if type(arguments) is dict else (arguments,)
-    return all(map(_holds_nothing, map(type, values)))
-
-
 def handed_over(value: Any) -> Any:
     """Return an argument as a method gets it within one process: ordinary, but parameters stay parameters."""
-    if hold_nothing(value):
+    values = value.values() if type(value) is dict else (value,)
+    if all(map(_holds_nothing, map(type, values))):  # numbers, texts, and what stands for residents
         return dict(value) if type(value) is dict else value
     return _Ordinary(lambda tensor: False, keeps_leaves=True).value(value)
 

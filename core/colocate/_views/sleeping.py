@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 from colocate._calls.pending import PendingCall
+from colocate._plugins.needs import require
 from colocate._role.method import DISCARDABLE, TAGS
 from colocate._signals.at_work import refuse_to_wait
 from colocate._system.nearest import did_you_mean
@@ -15,6 +16,7 @@ from colocate._values.dispatch import plan
 from colocate._views.sending import arguments, everyone, note, outcomes, ready, recording, refuse_inside, start
 from colocate._worker_group.worker_group import WorkerGroup
 from colocate.errors import ConfigError, MemoryBudgetError, RoleError
+from colocate.executor import OwnProcess
 from colocate.worker.serving.functions import SLEEP, SPECS, WAKE
 
 _ON_CALL = ("wake", "fail")
@@ -42,6 +44,7 @@ def start_sleep(
     discard: Sequence[str] = (),
 ) -> PendingCall:
     """Send a sleep to all workers."""
+    require(type(worker_group.services.executor), OwnProcess, "have a role sleep (group.sleep)")
     chosen = _tags(worker_group, role, tags, "sleep")
     lost = _discarded(chosen, discard)
     if on_call not in _ON_CALL:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import abc
-import contextlib
 import operator
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
@@ -26,7 +26,6 @@ from colocate.errors import ConfigError, SerializationError
 from colocate.executor import Boot
 from colocate.worker.background import Background
 from colocate.worker.device import Device
-from colocate.worker.handed import HANDED
 from colocate.worker.hooks import OfWorker
 from colocate.worker.inlet import Inlet
 from colocate.worker.lane import Lane
@@ -244,18 +243,14 @@ class WorkerContext(abc.ABC):
         """Tell the driver something by a question, the answer to which isn't waited for. From any thread."""
         self.say(from_worker.Ask(self._questions.open([None], -1).token, question))
 
-    def hand_over(self, value: Any) -> Any:
-        """A value that comes from another slot or the driver, or goes there, perhaps by reference."""
-        if self.in_process and self.codec.name == "reference":
-            HANDED.note(value, self.boot.device)
-        return value
-
     def packed(self, result: Any, label: str, wait: bool = False) -> Any:
         """What a role has returned, as it travels; a SerializationError names the method. `wait`: see `tell`."""
-        self.hand_over(result)
-        on_lane = threading.current_thread() in [lane.thread for lane in self.lanes]
-        with contextlib.nullcontext() if on_lane else self.device.aside():
-            body = self.codec.pack_named(result, "result", f"the result of {label}")
+        pack = partial(self.codec.pack_named, result, "result", f"the result of {label}")
+        if not self.device.is_gpu or threading.current_thread() in [lane.thread for lane in self.lanes]:
+            body = pack()
+        else:
+            with self.device.aside():
+                body = pack()
         self.definitions.tell(body, wait)
         return body
 

@@ -117,7 +117,7 @@ class RowTasks:
                     for begins in worker_context.begins:
                         begins(role, (), work.label, state)
                 with rebuilding("a row"):
-                    given = worker_context.hand_over(worker_context.codec.unpack(body, worker_context.boot.device))
+                    given = worker_context.codec.unpack(body, worker_context.boot.device)
                 if worker_context.moves_tensors:
                     given = placed(given, worker_context.boot.device, spec.host)
                 with self._role_code:

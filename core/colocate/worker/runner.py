@@ -279,9 +279,7 @@ class Runner:
     def _arguments(self, body: Any, resolver: Resolver | None, role: RoleInstance, spec: MethodSpec) -> dict[str, Any]:
         worker_context = self._worker_context
         with rebuilding("an argument"):
-            arguments: dict[str, Any] = worker_context.hand_over(
-                worker_context.codec.unpack(body, worker_context.boot.device)
-            )
+            arguments: dict[str, Any] = worker_context.codec.unpack(body, worker_context.boot.device)
         if resolver is not None:
             arguments = self._resolved(arguments, resolver, role, spec)
         return placed(arguments, worker_context.boot.device, spec.host) if worker_context.moves_tensors else arguments

@@ -113,7 +113,10 @@ def _executor(config: Config, trust: Trust, document: Document) -> type[Executor
     _with(arguments, given, ("executor",), document)
     known = {name: value for name, value in given.items() if arguments.open or name in arguments.parameters}
     _harmless(trust, executor, known, ("executor",), document)
-    return executor.variant(config.executor.with_)
+    kind = executor.variant(config.executor.with_)
+    if config.executor.with_.get("spill_dir") is not None and not issubclass(kind, OwnProcess):
+        document.wrong(("executor", "with", "spill_dir"), _no_sleep(kind))
+    return kind
 
 
 def _harmless(trust: Trust, cls: type, given: Mapping[str, Any], place: Place, document: Document) -> None:
@@ -224,6 +227,13 @@ def _labelled(pool: PoolConfig, executor: type[Executor] | None, place: Place, d
         document.wrong((*place, "grow"), f"executor {executor.name!r} has the nodes that it has: none are to come")
 
 
+def _no_sleep(executor: type[Executor]) -> str:
+    return (
+        f"slots of {executor.name!r} are threads of this process, whose roles can't sleep: use "
+        "executor.with.processes=true"
+    )
+
+
 def _environment(env: Mapping[str, str], executor: type[Executor] | None, place: Place, document: Document) -> None:
     """Whether workers can have such an environment."""
     if env and executor is not None and not issubclass(executor, OwnProcess):
@@ -302,6 +312,8 @@ def _groups(
         if pool is not None:
             _mesh(group.mesh, pool.slots, (*place, "mesh"), document)
         _budgets(group, pool, place, document)
+        if group.residency is not None and executor is not None and not issubclass(executor, OwnProcess):
+            document.wrong((*place, "residency"), _no_sleep(executor))
         _environment(group.env, executor, (*place, "env"), document)
         if (problem := amount_problem(group.restarts, whole=True, least=1)) is not None:
             document.wrong((*place, "restarts"), f"{problem}; a group that isn't restarted has on_failure: fail")
@@ -320,7 +332,7 @@ def _groups(
                 and (why := lacks_processes(role_name, cls, role.default_group, role.env, ranks, executor))
             ):
                 document.wrong(below, why)
-            if pool is not None and (why := lacks_vmm(role_name, role.sleep, pool.gpus)):
+            if pool is not None and (why := lacks_vmm(role_name, role.sleep, pool.gpus, executor)):
                 document.wrong((*below, "sleep"), why)
     return classes
 

@@ -32,10 +32,15 @@ MESHES = {"train": {"pp": 2, "dp": 2}, "infer": {"dp": 2, "tp": 2}}
 
 
 def needs(capability: type) -> Callable[[F], F]:
-    """Mark a test that an executor without a capability can't pass: it is skipped with the capability's name."""
+    """Mark a test, or all tests of an area, that an executor without a capability can't pass.
+
+    They are skipped with the capability's name.
+    """
 
     def mark(test: F) -> F:
-        test.__dict__["capability"] = capability
+        of_area = [each for name, each in vars(test).items() if name.startswith("test_")]
+        for each in of_area or [test]:
+            each.__dict__["capability"] = capability
         return test
 
     return mark

@@ -105,7 +105,7 @@ class Background(ExecutorCase):
         assert train.sum(1.0) == [2.0, 2.0]
 
     def test_what_concerns_all_roles(self, two_lanes: ColocatedGroup, tmp_path: Path) -> None:
-        """A sync, a sleep, a wake and a checkpoint come behind what was sent before, and before what was sent after."""
+        """A sync and a checkpoint come behind what was sent before, and before what was sent after."""
         pytest.importorskip("torch")
         train, roll = two_lanes.role("train", Beside), two_lanes.role("roll", Beside)
         for version in (1, 2):
@@ -119,7 +119,6 @@ class Background(ExecutorCase):
             assert [seen for _, seen in before.result(PATIENCE_S)] == [version - 1] * 2
             assert [seen for _, seen in after.result(PATIENCE_S)] == [version] * 2
             assert len(behind.result(PATIENCE_S)) == 2
-        assert two_lanes.sleep("roll") == two_lanes.wake("roll")
         two_lanes.checkpoint(tmp_path / "saved")
         roll.do("forgotten")
         two_lanes.restore(tmp_path / "saved")
@@ -155,7 +154,6 @@ class Background(ExecutorCase):
             two_lanes.pause("roll", how="keep", timeout=PATIENCE_S)
             queued = roll.do.submit("queued")
             assert colocate.sync_weights(train, roll, timeout=PATIENCE_S).version == 1
-            assert two_lanes.sleep("roll", timeout=PATIENCE_S) == two_lanes.wake("roll", timeout=PATIENCE_S)
             assert not running.done()
             two_lanes.resume("roll")
         for steps in running.result(PATIENCE_S):
@@ -163,6 +161,22 @@ class Background(ExecutorCase):
             assert versions == sorted(versions)
             assert [version for version, changed in steps if changed] == [1]
         assert [seen for _, seen in queued.result(PATIENCE_S)] == [1, 1]
+
+    @needs(OwnProcess)
+    def test_a_background_role_sleeps(self, two_lanes: ColocatedGroup) -> None:
+        """Between its calls, and while a generation stands still."""
+        pytest.importorskip("torch")
+        train, roll = two_lanes.role("train", Beside), two_lanes.role("roll", Beside)
+        assert two_lanes.sleep("roll") == two_lanes.wake("roll")
+        with Gate() as gate:
+            running = roll.generate.submit(gate.address)
+            gate.wait_for(2)
+            two_lanes.pause("roll", how="keep", timeout=PATIENCE_S)
+            colocate.sync_weights(train, roll, timeout=PATIENCE_S)
+            assert two_lanes.sleep("roll", timeout=PATIENCE_S) == two_lanes.wake("roll", timeout=PATIENCE_S)
+            assert not running.done()
+            two_lanes.resume("roll")
+        assert [steps[-1][1] for steps in running.result(PATIENCE_S)] == [True, True]
 
     @of_executor
     @pytest.mark.parametrize("name", ["play", "produce", "produce_async"])

@@ -17,6 +17,7 @@ from colocate.testing.probes.sleepers import Dozing
 class Engines(ExecutorCase):
     """What an engine in a role needs."""
 
+    @needs(OwnProcess)
     def test_managed_memory(self, spawn: Spawn) -> None:
         """It counts as the role's, and its moves as those of a sleep; nobody looks into what is apart, or moves it."""
         pytest.importorskip("torch")
@@ -57,6 +58,7 @@ class Engines(ExecutorCase):
         assert {each.read_text() for each in tmp_path.iterdir()} == {"2"}
         assert "close() of role 'wrong' has raised" in capfd.readouterr().err
 
+    @needs(OwnProcess)
     def test_borrowed_weights(self, spawn: Spawn) -> None:
         """Only what is named has to be awake; with less it is told what to wake."""
         pytest.importorskip("torch")

@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import attrs
@@ -17,7 +17,7 @@ from colocate import ColocatedGroup, RoleSpec, Runtime
 from colocate._api.memory import memory_of_each
 from colocate._system.deadline import Deadline
 from colocate._system.numbers import size_text
-from colocate.errors import ConfigError, MemoryBudgetError, RoleError, RoleStartError, SleepingError
+from colocate.errors import CapabilityError, ConfigError, MemoryBudgetError, RoleError, RoleStartError, SleepingError
 from colocate.executor import OwnProcess
 from colocate.testing.executors._base import ExecutorCase, Spawn, needs
 from colocate.testing.gate import Gate
@@ -209,9 +209,10 @@ class Budgets(ExecutorCase):
         rank, node = error.value.rank, error.value.node
         assert rank in (0, 1)
         assert f", on rank {rank} of group {group.name!r} (node {node}) [" in error.value.message
-        group.sleep("actor", ("optimizer", "grads"))
+        actor.let_go()
         assert actor.look() != before  # what it has computed is there
 
+    @needs(OwnProcess)
     def test_budget_of_a_group(self, spawn: Spawn) -> None:
         """All its roles and residents together; what sleeps doesn't count, and what would be too much isn't woken."""
         pytest.importorskip("torch")
@@ -260,6 +261,7 @@ class Budgets(ExecutorCase):
         assert "memory of this worker: actor 2 MiB (parameters 1 MiB" in str(error.value)
         assert actor.train()
 
+    @needs(OwnProcess)
     def test_a_checkpoint_wakes_one_role_at_a_time(self, spawn: Spawn, tmp_path: Any) -> None:
         """All of them together have no room, which is why they sleep."""
         pytest.importorskip("torch")
@@ -274,6 +276,27 @@ class Budgets(ExecutorCase):
         for name in roles:
             assert group.role(name, Dozing).look() == found[name]
             group.sleep(name)
+
+    def test_roles_on_threads_do_not_sleep(self, runtime: Runtime, spawn: Spawn) -> None:
+        """Whoever was handed their memory by reference would use it meanwhile: it is refused, also before a start."""
+        if isinstance(runtime._node.services.executor, OwnProcess):
+            pytest.skip("its slots are processes")
+        pytest.importorskip("torch")
+        roles = {"actor": colocate.role(Dozing, 1)}
+        group = spawn(roles, device_memory="1GiB")
+        refused: dict[str, Callable[[], Any]] = {
+            r"have a role sleep \(group\.sleep\)": lambda: group.sleep("actor"),
+            r"have roles take turns, for which they sleep": lambda: spawn(
+                roles, residency="swap", device_memory="1GiB"
+            ),
+            r"have roles sleep \(spill_dir=\)": lambda: self.connect(spill_dir="/var/tmp"),
+        }
+        for words, sleeps in refused.items():
+            with pytest.raises(CapabilityError, match=rf"can't {words}.* lacks OwnProcess.*local with processes") as e:
+                sleeps()
+            assert e.value.capability == "OwnProcess"
+        assert group.wake("actor") == 0
+        assert group.role("actor", Dozing).train()
 
     def test_budgets_that_can_not_be(self, runtime: Runtime) -> None:
         """They are refused before anything starts."""

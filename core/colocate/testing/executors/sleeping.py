@@ -46,6 +46,7 @@ class Dozers(ExecutorCase):
         return group
 
 
+@needs(OwnProcess)
 class Sleeping(Dozers):
     """Memory of roles that sleeps."""
 
@@ -77,7 +78,6 @@ class Sleeping(Dozers):
         assert actor.look_by_array() != before
         assert actor.look_by_array() == [float(each.numpy()[:, 1:].sum()) for each in actor.weights()]
 
-    @needs(OwnProcess)
     def test_sleep_frees_memory(self, spawn: Spawn) -> None:
         """The process has that much less, and has it again when the role is awake."""
         pytest.importorskip("torch")
@@ -137,8 +137,7 @@ class Sleeping(Dozers):
         assert dozing.sleep("actor", discard=("grads", "cache")) >= _MOST * 2 * 4 * _MIBS * _MIB
         assert actor.look() == [part["weights"] for part in before]  # the rest sleeps on
         assert actor.asleep() == [["grads", "optimizer", "cache"]] * 2
-        lost = _lost(dozing)
-        after = [{tag: digest for tag, digest in part.items() if tag not in lost} for part in before]
+        after = [{tag: part[tag] for tag in ("weights", "optimizer")} for part in before]
         assert (actor.parts(), actor.objects()) == (after, where)
         actor.train()
         before = actor.parts()
@@ -148,7 +147,7 @@ class Sleeping(Dozers):
         dozing.sleep("actor", ["optimizer", "grads"])
         dozing.sleep("actor", ["optimizer", "grads"], discard=["grads"])  # what sleeps already isn't needed either
         dozing.checkpoint(tmp_path / "checkpoint")
-        after = [{tag: digest for tag, digest in part.items() if tag not in lost - {"cache"}} for part in before]
+        after = [{tag: digest for tag, digest in part.items() if tag != "grads"} for part in before]
         assert (actor.parts(), actor.objects()) == (after, where)
 
     def test_discard_of_what_others_hold(self, dozing: ColocatedGroup) -> None:
@@ -163,7 +162,7 @@ class Sleeping(Dozers):
         other.share("actor")  # also the gradients of its model
         dozing.sleep("other")
         dozing.sleep("actor", discard=["grads", "cache"])
-        assert [{*part} for part in actor.parts()] == [{*before[0]} - (_lost(dozing) - {"grads"})] * 2
+        assert [{*part} for part in actor.parts()] == [{*before[0]} - {"cache"}] * 2
 
     def test_sleep_that_keeps_addresses(self, spawn: Spawn) -> None:
         """`sleep="vmm"`: what a constructor has made is where it was, and the numbers are those of one without."""
@@ -261,16 +260,12 @@ class Sleeping(Dozers):
             colocate.role(Dozing).on(sleep="vnm")  # type: ignore[arg-type]
 
 
-def _lost(group: ColocatedGroup) -> set[str]:
-    """What of a role can be discarded there."""
-    return set() if group._node.services.executor.in_process else {"grads", "cache"}
-
-
 def _reach(ctx: colocate.Context) -> int:
     nbytes: int = ctx.sibling("actor", Dozing).net.weight.nbytes
     return nbytes
 
 
+@needs(OwnProcess)
 class SleepingBeside(Dozers):
     """A role that sleeps, or wakes, while other things go on."""
 
@@ -329,7 +324,6 @@ class SleepingBeside(Dozers):
         assert actor.asleep() == [["weights", "grads", "optimizer", "cache"]] * 2
         assert actor.digest() == digest
 
-    @needs(OwnProcess)
     def test_sleep_of_a_model_in_shards(self, spawn: Spawn) -> None:
         """By FSDP2: each rank's shards are its own, and count so; training goes on."""
         pytest.importorskip("torch")
@@ -373,10 +367,10 @@ class SleepingBeside(Dozers):
 _SUMMED_MIBS = 64
 
 
+@needs(OwnProcess)
 class SleepingAmidSteps(ExecutorCase):
     """What a call leaves for the next one is what it finds, whatever has slept in between."""
 
-    @needs(OwnProcess)
     def test_gradients_that_are_not_reduced_yet(self, spawn: Spawn) -> None:
         """FSDP2 has them in objects of its own: they are gradients, and not lost with a cache."""
         torch = pytest.importorskip("torch")
@@ -406,7 +400,6 @@ class SleepingAmidSteps(ExecutorCase):
                 assert {*heard} >= {"forward ends", "backward ends", "gradient", "update", "step"}
             group.sleep("one")
 
-    @needs(OwnProcess)
     def test_operations_under_way(self, spawn: Spawn) -> None:
         """A sleep waits for what is written yet, also by a rank that comes to it later."""
         pytest.importorskip("torch")

@@ -215,7 +215,6 @@ class Streams(RowsCase):
             lambda: list(colocate.as_completed([playing.logged.submit()])),
             lambda: streaming.run(number),
             lambda: streaming.checkpoint(tmp_path),
-            lambda: streaming.sleep("playing"),
             lambda: streaming.wake("playing"),
         ):
             with pytest.raises(ColocateError, match=words):

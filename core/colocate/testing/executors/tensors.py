@@ -13,7 +13,8 @@ import pytest
 import colocate
 from colocate import CallRecord, ColocatedGroup, FetchRecord, MoveRecord, Runtime, TransferRecord, role
 from colocate.errors import DispatchError, RoleError, SerializationError
-from colocate.testing.executors._base import ExecutorCase, Spawn, of_executor
+from colocate.executor import OwnProcess
+from colocate.testing.executors._base import ExecutorCase, Spawn, needs, of_executor
 from colocate.testing.probes.rows import Rows
 from colocate.testing.probes.sleepers import Dozing
 from colocate.testing.probes.tensors import Packing, Tensors, Trainer, takes_a_step
@@ -431,6 +432,7 @@ class Transfers(ExecutorCase):
         assert all(2 * _BYTES <= each.nbytes <= 2 * (_BYTES + _MORE) for each in told.fetches)
         assert all(each.start <= each.end for each in told.fetches)
 
+    @needs(OwnProcess)
     def test_sleeps_are_told(self, spawn: Spawn, told: _Told) -> None:
         """Those that somebody asks for, too, and the wakes by a call; and whether it is all of the role."""
         group = spawn({"one": role(Dozing, 1)})

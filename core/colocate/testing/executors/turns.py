@@ -25,6 +25,7 @@ _MIB = 2**20
 STEP = ["one", "two", "one", "three"]
 
 
+@needs(OwnProcess)
 class TakingTurns(ExecutorCase):
     """Roles that sleep for each other, where a budget has no room for all of them."""
 
@@ -94,7 +95,6 @@ class TakingTurns(ExecutorCase):
         records.clear()
         return group, records
 
-    @needs(OwnProcess)  # beside a driver that has the same memory none does
     def test_the_next_role_comes_while_one_runs(
         self, four: tuple[ColocatedGroup, list[colocate.MoveRecord]], spawn: Spawn
     ) -> None:
@@ -134,7 +134,6 @@ class TakingTurns(ExecutorCase):
             two.train()
         assert two.has_seen() == [[all_of_it, all_of_it, []]]
 
-    @needs(OwnProcess)
     def test_more_than_there_is_memory_for(self, spawn: Spawn) -> None:
         """Of three roles only one is ever in memory, from their constructors on."""
         pytest.importorskip("torch")

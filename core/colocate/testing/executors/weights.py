@@ -343,6 +343,7 @@ class WeightSyncs(ExecutorCase):
             with pytest.raises(ColocateError, match="two runtimes"):
                 colocate.sync_weights(giver, there)
 
+    @needs(OwnProcess)
     def test_a_sync_of_memory_that_sleeps(self, both: ColocatedGroup) -> None:
         """What the methods of both are declared with is woken, and nothing else."""
         giver, taker = both.role("giver", Giver), both.role("taker", Taker)
@@ -353,6 +354,7 @@ class WeightSyncs(ExecutorCase):
         assert asleep == [1 << 20] * 4
         assert _sums(taker) == _sums(giver)
 
+    @needs(OwnProcess)
     @pytest.mark.parametrize("role", ["giver", "taker"])
     @pytest.mark.parametrize("elsewhere", [False, True])
     def test_a_sync_of_weights_that_no_module_has(self, spawn: Spawn, role: str, elsewhere: bool) -> None:

@@ -14,7 +14,7 @@ import types
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
-from itertools import chain, islice
+from itertools import chain
 from typing import Any, Literal, TypeAlias
 
 import attrs
@@ -328,7 +328,7 @@ def lie_in(
     return found.holdings(storages), found.leaves
 
 
-def search(*roots: object, apart: Iterable[object] = (), most: int | None = None) -> Found:
+def search(*roots: object, apart: Iterable[object] = ()) -> Found:
     """Look at objects and all that they lead to: breadth first, so that what is nearest is found if there is too much.
 
     What is equally near is looked at together, by its type, and so are all pieces of memory in the end: most of the
@@ -337,17 +337,16 @@ def search(*roots: object, apart: Iterable[object] = (), most: int | None = None
     Args:
         roots: Where it begins.
         apart: What isn't looked into.
-        most: So many things of a container, and in all; None for what a role may hold.
     """
     torch, found = imported("torch"), Found()
     apart = [*apart]
     closed = frozenset(map(id, apart))
-    left = most or _LOOKS
+    left = _LOOKS
     seen: dict[_Aim, set[int]] = {}
     near: dict[_Aim, list[Any]] = {None: [*roots]}
 
     def add(aim: _Aim, items: Iterable[Any]) -> None:
-        copied = list(islice(items, most))  # in one step: other threads go on with theirs
+        copied = list(items)  # in one step: other threads go on with theirs
         if not PLAIN.issuperset(map(type, copied)):
             near.setdefault(aim, []).extend(_matter(copied))
 
@@ -356,7 +355,7 @@ def search(*roots: object, apart: Iterable[object] = (), most: int | None = None
         for aim, items in level.items():
             purpose = Purpose.OPTIMIZER if aim == "state" else aim
             known = seen.setdefault(aim, set(closed))
-            by_id = {id(each): each for each in items[:most]}
+            by_id = {id(each): each for each in items}
             again = by_id.keys() & known
             found.met |= not closed.isdisjoint(again)
             for key in again:

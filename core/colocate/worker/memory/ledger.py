@@ -259,7 +259,7 @@ class Accounts:
         told = "; ".join(filter(None, holders))
         if not limit.device:
             cure = "What sleeps counts, too: let go of something, or allow more"
-        elif limit.role is not None or self.budgets.swap:
+        elif limit.role is not None or self.budgets.swap or self._worker_context.in_process:  # who can't sleep
             cure = "Let go of something, or allow more"
         else:
             turns = "have a role sleep (group.sleep), let roles take turns (residency='swap')"

@@ -253,15 +253,8 @@ class Offload:
         self._take(copies)
         self._give_back()
 
-    def close(self, restores: bool = False) -> None:
+    def close(self) -> None:
         """Nothing sleeps any more, nor will."""
-        if restores:
-            asleep = {key: copy for key, copy in self._copies.items() if copy.storage is not None}
-            for copy in asleep.values():
-                copy.storage = None  # now only others have it, if anybody
-            for copy in asleep.values():
-                copy.storage = copy.reference.storage()
-            self.bring_back([key for key, copy in asleep.items() if copy.storage is not None])
         self._copies.clear()
         for arena in (self._pinned, self._spilled):
             arena.close()

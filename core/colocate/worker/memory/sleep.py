@@ -28,7 +28,6 @@ from colocate._system.numbers import size_text
 from colocate._system.room import free_memory
 from colocate._system.tracebacks import frames_of_users, told
 from colocate.errors import ColocateError, ConfigError, SleepingError
-from colocate.worker.handed import HANDED
 from colocate.worker.memory.context import Worker, beside, named
 from colocate.worker.memory.holdings import (
     Holdings,
@@ -51,7 +50,6 @@ _FOREIGN = "of an array, a file or another library"
 _SHARED = "shared with other processes"
 _OF_A_GRAPH = "of a CUDA graph, which writes there"
 _AWAKE = "awake before that, too"
-_HANDED = "handed over by reference, as slots are threads"
 _TAG_OF = {purpose: tag for tag, purposes in TAGS.items() for purpose in purposes}
 _ALL = tuple(TAGS)
 _NO_ROOM = (errno.ENOMEM, errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -618,8 +616,7 @@ class Sleeper:
         if only is not None:
             before = {key: because for pieces in only.kept.values() for key, (_, because, _) in pieces.items()}
             why = {key: before.get(key, _AWAKE) for key in _keys(by_tag.values()) - only.pieces.keys()} | why
-        # Threads hand over by reference: a cache may be the driver's tensor, and a gradient what the driver has got.
-        lost = unneeded(found, discard, others) if discard and not worker_context.in_process else set[Key]()
+        lost = unneeded(found, discard, others) if discard else set[Key]()
         going = plan(by_tag, self.asleep.away, users, why, lost, worker_context.boot.device, asleep)
         self.refuse_more(name, going.to_host, False, False)
         return going
@@ -649,8 +646,6 @@ class Sleeper:
                 and worker_context.device.is_private(storage.data_ptr())
             ):
                 why[key] = _OF_A_GRAPH  # which is replayed, and would write where that was
-            elif worker_context.in_process and HANDED.is_used(key, noted):
-                why[key] = _HANDED
         return why
 
     def _share(self, wanted: int = 0) -> int:

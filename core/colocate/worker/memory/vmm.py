@@ -12,7 +12,6 @@ import shutil
 import subprocess
 import tempfile
 import threading
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, TypeAlias
@@ -246,11 +245,6 @@ Elsewhere: TypeAlias = Callable[[Iterable[Any]], int]
 Other threads have made them.
 """
 
-_pools_lock = threading.Lock()
-# By device, torch's pools for constructors that run, or did beside one that still does; and how many run.
-_pools: dict[int, list[Any]] = {}
-_running: Counter[int] = Counter()
-
 
 @contextlib.contextmanager
 def kept_addresses(device: str) -> Iterator[Elsewhere | None]:
@@ -281,12 +275,9 @@ def kept_addresses(device: str) -> Iterator[Elsewhere | None]:
         torch.cuda.empty_cache()  # where a pool is used, torch doesn't give back what it has, also when it needs more
         known = {segment.serial for segment in vmm.segments(number)}
         before, usual = torch.cuda.memory_allocated(number), _usual()
-        with _pools_lock:
-            pools = _pools.setdefault(number, [])
-            pools.append(torch.cuda.MemPool(allocator.allocator()))
-            _running[number] += 1
-            stack.callback(_end, number)
-            stack.enter_context(torch.cuda.use_mem_pool(pools[-1], number))
+        pools = [torch.cuda.MemPool(allocator.allocator())]
+        stack.callback(pools.clear)  # last: what is let go of in it goes back to the device
+        stack.enter_context(torch.cuda.use_mem_pool(pools[0], number))
 
         def elsewhere(storages: Iterable[Any]) -> int:
             made = _usual() - usual
@@ -318,14 +309,3 @@ def _usual() -> frozenset[int]:
         return frozenset()
     usual = [each for each in segments if tuple(each["segment_pool_id"]) == (0, 0)]
     return frozenset(begin for each in usual for begin, block in blocks(each) if block["state"] == "active_allocated")
-
-
-def _end(device: int) -> None:
-    """A constructor is over. Its pool ends, so that what is let go of in it goes back to the device.
-
-    Torch must not end one while another is used on the same device.
-    """
-    with _pools_lock:
-        _running[device] -= 1
-        if not _running[device]:
-            _pools[device].clear()

@@ -141,7 +141,7 @@ def construct(build: RoleBuild, worker_context: WorkerContext) -> RoleInstance:
         methods = check_role(build.name, cls)
         if build.arguments is not None:  # on the host, from where it takes to the device what it wants there
             with rebuilding("an argument"):
-                args, kwargs = worker_context.hand_over(worker_context.codec.unpack(build.arguments, "cpu"))
+                args, kwargs = worker_context.codec.unpack(build.arguments, "cpu")
             if worker_context.moves_tensors:
                 args, kwargs = on_device((args, kwargs), "cpu")
         with kept_addresses(worker_context.boot.device) if build.keeps_addresses else nullcontext() as elsewhere:

@@ -366,7 +366,7 @@ class WorkerHost(WorkerContext):
         self.ended = True
         self.roles.clear()  # on threads the driver may hold the group for long
         self.instances.clear()  # by which the roles' contexts know each other
-        self.sleeper.offload.close(restores=self.in_process)
+        self.sleeper.offload.close()
         self.say(from_worker.Closed())
         self._on_end()
 
