@@ -88,7 +88,10 @@ class Connection:
     def _asked(self, question: Callable[[], Awaitable[Any]], within_s: float | None) -> Any:
         async def ask() -> Any:
             await self._introduce()
-            return await question()
+            try:
+                return await question()
+            finally:
+                undocumented.close_surplus(self._client)
 
         if (lost := self._lost()) is not None:
             raise EngineError(lost)

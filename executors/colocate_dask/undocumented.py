@@ -1,6 +1,6 @@
 """All that is used of `distributed` beyond its documentation; tests/dask/test_undocumented.py guards it.
 
-All but the first three of it runs in the scheduler. The documented rest: `Client.run`, `run_on_scheduler`,
+What takes a client runs in drivers, the rest in the scheduler. The documented rest: `Client.run`, `run_on_scheduler`,
 `register_plugin` and `subscribe_topic`, `SchedulerPlugin` and its hooks, `Scheduler.log_event`, the attributes of
 `WorkerState`.
 """
@@ -34,6 +34,15 @@ def sockets_of(client: Any) -> list[socket.socket]:
     comms = [comm for comm in (stream, *(comm for pool in pools for comm in pool)) if comm is not None]
     streams = [getattr(comm, "stream", None) for comm in comms]  # one within a process has none, nor has a closed one
     return [stream.socket for stream in streams if stream is not None and stream.socket is not None]
+
+
+def close_surplus(client: Any) -> None:
+    """Close a client's connections by which nothing is being asked, but for one; its pool keeps all of them."""
+    for comms in client.rpc.available.values():
+        for comm in list(comms)[1:]:
+            comms.remove(comm)
+            client.rpc.semaphore.release()
+            comm.abort()
 
 
 def plugin_of(scheduler: Any, name: str) -> Any:

@@ -79,6 +79,20 @@ def test_sockets(cluster: str, other: Any) -> None:
     assert len(sockets) >= 2  # its stream, and what it has asked by
 
 
+def test_connections(runtime: Runtime) -> None:
+    """What was asked beside something else leaves no connection of its own."""
+    executor: Any = runtime._node.services.executor
+    connection = executor._connection
+
+    async def slow(dask_scheduler: Any) -> None:
+        import asyncio
+
+        await asyncio.sleep(1.5)
+
+    connection.on_scheduler(slow)  # and, meanwhile, whether it is there
+    assert len(undocumented.sockets_of(connection._client)) == 2
+
+
 def test_pack_and_spread(runtime: Runtime) -> None:
     """As few nodes as possible, or as many; ranks are sorted by node."""
     with runtime.reserve(2, cpus=2, strategy="pack") as pool:
