@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from colocate.keeper import Proxied, Thread
+from colocate.worker.birth.signals import pass_over
 from colocate_ray.private import PrivateFolder, adopt_orphans, end_children, reap_orphans
 from colocate_ray.terms import Cluster
 
@@ -47,6 +48,7 @@ class Service(Proxied):
         else:
             joining.join(cluster)
             self._joined = True
+        pass_over([signal.SIGTERM])  # Ray has set a handler of its own: the driver decides when it ends
 
         self._placing = OwnedPlacing(cluster, self.say)
 
