@@ -220,8 +220,8 @@ class Tensors(Role):
     def still_has(self) -> list[float]:
         return [float(item) for item in self.given]
 
-    @method(readonly=("x",))
-    def sum_readonly(self, x: torch.Tensor) -> float:
+    @method
+    def total(self, x: torch.Tensor) -> float:
         return float(x.sum())
 
     @method(collect=Concat())
