@@ -24,7 +24,7 @@ from colocate._worker_group.worker_group import WorkerGroup
 from colocate._worker_group.workforce import Worker
 from colocate.errors import ColocateError, ConfigError
 
-FORMATS = ("tree", "mermaid", "dot", "json")
+FORMATS = ("tree", "mermaid", "json")
 
 Measured: TypeAlias = Mapping[str, "GroupMemory | BaseException"]
 """By group what its memory is used for, or why that isn't known."""
@@ -55,7 +55,7 @@ class Graph:
         """The graph as text.
 
         Args:
-            format: "tree", "mermaid", "dot" or "json".
+            format: "tree", "mermaid" or "json".
             memory: Whether each role says how much memory it holds, and each worker how much it has of its own.
         """
         if format not in FORMATS:
@@ -65,7 +65,7 @@ class Graph:
             return json.dumps(data, indent=2)
         if format == "tree":
             return "\n".join(_tree(data, "", ""))
-        return _drawn(data, format)
+        return _mermaid(data)
 
     def __repr__(self) -> str:
         return self.render("tree")
@@ -213,24 +213,20 @@ def _tree(data: dict[str, Any], lead: str, branch: str) -> Iterator[str]:
         yield from _tree(child, below, "└─ " if index == len(children) - 1 else "├─ ")
 
 
-def _drawn(data: dict[str, Any], format: str) -> str:
-    """Draw a graph as mermaid or dot has it."""
-    first, node, edge, last = {
-        "mermaid": (["graph TD"], '  n{}["{}"]', "  n{} --> n{}", []),
-        "dot": (["digraph ownership {", "  node [shape=box];"], '  n{} [label="{}"];', "  n{} -> n{};", ["}"]),
-    }[format]
-    lines, numbers = list(first), itertools.count()
+def _mermaid(data: dict[str, Any]) -> str:
+    lines, numbers = ["graph TD"], itertools.count()
 
     def draw(data: dict[str, Any], owner: int | None) -> None:
         number = next(numbers)
-        lines.append(node.format(number, _label(data).replace('"', "'")))
+        label = _label(data).replace('"', "'")
+        lines.append(f'  n{number}["{label}"]')
         if owner is not None:
-            lines.append(edge.format(owner, number))
+            lines.append(f"  n{owner} --> n{number}")
         for child in data["children"]:
             draw(child, number)
 
     draw(data, None)
-    return "\n".join([*lines, *last])
+    return "\n".join(lines)
 
 
 _names: dict[type[Owned], type[Held[Any]]] = {}
