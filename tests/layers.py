@@ -107,7 +107,7 @@ AROUND = {
         "grpo_plugin plugin",
     ],
     "plugins/colocate_rollout": [
-        "contract lent plugin process",
+        "buffer contract lent plugin process",
         "models",
         "child transformers vllm",
         "role",

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from colocate._api.audit import Audit
-    from colocate._api.buffer import Buffer
     from colocate._api.connecting import connect, spawn
     from colocate._api.group import ColocatedGroup
     from colocate._api.memory import GroupMemory, RoleMemory, SlotMemory
@@ -68,7 +67,6 @@ __version__ = "0.3.0.dev0"
 
 _HOMES = {
     "_api.audit": "Audit",
-    "_api.buffer": "Buffer",
     "_api.connecting": "connect spawn",
     "_values.leaves": "register_batch",
     "_role.call": "Call Resident ResidentSpec as_completed wait",
@@ -115,7 +113,6 @@ __all__ = [
     "Audit",
     "BorrowedError",
     "Broadcast",
-    "Buffer",
     "Call",
     "CallCancelled",
     "CallRecord",
