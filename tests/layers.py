@@ -77,8 +77,8 @@ FEATURES_ON: set[tuple[str, str]] = set()
 AROUND = {
     "executors/colocate_local": ["machine", "threads processes", "local", "plugin"],
     "executors/colocate_ray": [
-        "growing silence terms",
-        "nodes",
+        "growing janitor silence terms",
+        "nodes proxy",
         "private listing holder",
         "envoy joining names holders",
         "executor leftovers placing",

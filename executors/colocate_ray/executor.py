@@ -39,7 +39,6 @@ from colocate.executor import (
 from colocate.gpus import count_gpus, listed, names, torch_device
 from colocate.keeper import (
     Adoption,
-    Asked,
     DetachableByKeepers,
     Keepers,
     KeptSlot,
@@ -49,6 +48,7 @@ from colocate.keeper import (
 )
 from colocate.placement import words
 from colocate_ray.envoy import Envoy
+from colocate_ray.proxy import Asked
 from colocate_ray.terms import Cluster, Slot, tls_of_environment
 
 if importlib.util.find_spec("ray") is None:

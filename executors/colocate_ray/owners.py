@@ -12,11 +12,11 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskErro
 import colocate
 from colocate.errors import ColocateError, EngineError
 from colocate.executor import Request, Running
-from colocate.keeper import Failure
 from colocate_ray import listing, names
 from colocate_ray.holders import kill
 from colocate_ray.owner import Owner
 from colocate_ray.placing import Placing, start_words
+from colocate_ray.proxy import Failure
 from colocate_ray.terms import Cluster, Slot
 
 _OPENS_WITHIN_S = 120.0

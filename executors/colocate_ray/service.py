@@ -10,9 +10,10 @@ import signal
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from colocate.keeper import Proxied, Thread
+from colocate.keeper import Thread
 from colocate.worker.birth.signals import pass_over
 from colocate_ray.private import PrivateFolder, adopt_orphans, end_children, reap_orphans
+from colocate_ray.proxy import Proxied
 from colocate_ray.terms import Cluster
 
 if TYPE_CHECKING:

@@ -18,10 +18,10 @@ from tests.closing import ended
 import colocate
 from colocate import Runtime
 from colocate.errors import ColocateError, EngineError, PlacementTimeout
-from colocate.keeper import janitor
 from colocate.testing.probes.plain import Echo
 from colocate.testing.waiting import Processes, send, starter_of, wait_until
 from colocate.worker.birth import supervisor
+from colocate_ray import janitor
 
 DRIVER = """
 import sys, colocate
