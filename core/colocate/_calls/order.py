@@ -31,8 +31,7 @@ from colocate._calls.failures import (
     timeout_error,
     torn_error,
 )
-from colocate._calls.link import Link
-from colocate._calls.pending import PendingCall
+from colocate._calls.pending import Link, PendingCall
 from colocate._calls.rows import RowsCall
 from colocate._calls.stacks import StackQuestions, Stacks
 from colocate._protocol import from_worker, to_worker

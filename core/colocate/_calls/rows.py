@@ -15,8 +15,7 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, M
 from typing import Any, Protocol, cast
 
 from colocate._calls.failures import failure_error
-from colocate._calls.link import Link
-from colocate._calls.pending import PendingCall, result_of
+from colocate._calls.pending import Link, PendingCall, result_of
 from colocate._definitions.packed import packed_bytes
 from colocate._protocol import from_worker, to_worker
 from colocate._role.rows import OnError

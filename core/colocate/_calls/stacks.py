@@ -7,7 +7,7 @@ from functools import partial
 
 import attrs
 
-from colocate._calls.link import Link
+from colocate._calls.pending import Link
 from colocate._protocol.from_worker import Stack
 from colocate._protocol.requests import Request, Requests
 from colocate._protocol.to_worker import AskStack

@@ -6,6 +6,7 @@ part. Calls whose role may sleep go behind one that wakes it: what is asked for 
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -180,11 +181,34 @@ def settled(worker_group: WorkerGroup, call: PendingCall, error: BaseException |
     """A call is about to be: what it used is given back, and observers are told."""
     if worker_group.services.observers and call.seq >= 0:  # otherwise it was never sent
         services = worker_group.services
-        ended = Ended.of(worker_group.name, call, error, services.executor.in_process)
-        services.dispatcher.gather(partial(services.observers.tell_call, ended))
+        services.dispatcher.gather(partial(services.observers.tell_call, _ended(worker_group, call, error)))
     for use in call.uses:
         use.give_back()
     call.uses = ()
+
+
+def _ended(worker_group: WorkerGroup, call: PendingCall, error: BaseException | None) -> Ended:
+    used = [use._kept for use in call.uses]
+    # Where the ranks are threads of this process nothing has to travel.
+    travels = not worker_group.services.executor.in_process
+    return Ended(
+        worker_group.name,
+        call.role,
+        call.method,
+        call.ranks,
+        call.spans,
+        call.raised,
+        call.left,
+        call.submitted,
+        None if error is None else time.time(),
+        call.keep is not None,
+        None if error is None else str(error).partition("\n")[0],
+        max([call.submitted, *(end for kept in used for _, _, end in kept.call.spans)]),
+        call.sent,
+        sum(map(packed_bytes, call.bodies)) + call.received if travels else 0,
+        call.taken,
+        {kept.source.key: (kept.source.group, kept.call.role, kept.call.method) for kept in used if call.taken},
+    )
 
 
 def submit(draft: Draft) -> PendingCall:

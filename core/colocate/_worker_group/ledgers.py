@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from colocate._calls.link import Link
+from colocate._calls.pending import Link
 from colocate._protocol import from_worker, to_worker
 from colocate._protocol.ledger import Ledger
 from colocate._protocol.requests import Requests

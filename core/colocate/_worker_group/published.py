@@ -14,9 +14,8 @@ from typing import Any, TypeAlias
 
 import attrs
 
-from colocate._calls.link import Link
 from colocate._calls.order import CallOrder
-from colocate._calls.pending import PendingCall
+from colocate._calls.pending import Link, PendingCall
 from colocate._definitions import ids, making, sources
 from colocate._definitions.bundles import Bundle, ReceivedDefinitions, Table
 from colocate._definitions.ids import Definition, Need

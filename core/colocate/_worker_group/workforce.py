@@ -12,9 +12,8 @@ import attrs
 
 from colocate._calls.cancel import Cancellations
 from colocate._calls.failures import broken_error, death_error, failure_error, worker_error
-from colocate._calls.link import Link
 from colocate._calls.order import CallOrder
-from colocate._calls.pending import PendingCall
+from colocate._calls.pending import Link, PendingCall
 from colocate._calls.stacks import Stacks
 from colocate._definitions.bundles import Table
 from colocate._owned.owned import State
