@@ -54,7 +54,6 @@ LAYERS = {
     "_api": "the live objects",
     "features.*": "what isn't kernel, a folder for each: `children`, `weights`",
     "torch": "models that go on with new process groups; weights of modules",
-    "_detached": "pools that change their driver: what `detach` and `attach` of the live objects find on first use",
     "driver": "a driver from inside, for packages beside core",
     "config": "what a file says, of `colocate_run`",
     "cli": "commands, of `colocate_run`",
@@ -63,9 +62,6 @@ LAYERS = {
 
 # Core imports these for whoever uses one of its names that they have, and else never.
 BESIDE = {"colocate_report": "what is known of a run; its page, its trace", "colocate_run": "configs, jobs, commands"}
-
-# Who finds what is below, on first use of a public name, and imports nothing of it otherwise.
-ON_FIRST_USE = {("_api.pool", "_detached"), ("_api.runtime", "_detached")}
 
 # Public signatures of the kernel name these classes of features, for type checkers.
 DOORS = {("_role.context", "features.children.child")}
@@ -158,7 +154,7 @@ def arrows(core: Path = CORE) -> list[Arrow]:
         Arrow(name, imported)
         for name, path in known.items()
         for imported in dict.fromkeys(_imported(path, _package(name, path), known))
-        if imported != name and (name, imported) not in ON_FIRST_USE | DOORS
+        if imported != name and (name, imported) not in DOORS
     ]
 
 

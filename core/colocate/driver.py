@@ -148,7 +148,7 @@ class Driver:
             BorrowedError: A driver is attached (without `force`).
             ConfigError: There is no such pool.
         """
-        from colocate._detached import close_detached
+        from colocate._api.detached import close_detached
 
         close_detached(self._node, name, force)
 

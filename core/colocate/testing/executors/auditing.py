@@ -16,7 +16,7 @@ import pytest
 
 import colocate
 from colocate import Audit, ColocatedGroup, RoleSpec, Runtime
-from colocate._api.pool import Slots
+from colocate._api.slots import Slots
 from colocate._owned.owned import Owned
 from colocate._role.budget import Budget
 from colocate._worker_group.workforce import Worker

@@ -22,7 +22,7 @@ import attrs
 
 import colocate
 from colocate._api.connection import Connection
-from colocate._api.pool import Slots
+from colocate._api.slots import Slots
 from colocate._calls.failures import hung_error
 from colocate._calls.stacks import NO_ANSWER
 from colocate._definitions.bundles import pack_whole, unpack_whole
