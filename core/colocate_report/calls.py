@@ -10,9 +10,9 @@ from typing import TypeVar
 
 import attrs
 
-from colocate import CallRecord, CheckpointRecord, MoveRecord, hookimpl
-from colocate.driver import SLEEP, WAKE
+from colocate.driver import SLEEP, WAKE, CallRecord, CheckpointRecord, MoveRecord
 from colocate.errors import ColocateError
+from colocate.plugins import hookimpl
 from colocate_report.contention import Busy, HandedOver, Move, RoleUse, contention
 
 

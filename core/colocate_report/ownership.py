@@ -16,7 +16,7 @@ from colocate_report.tables import ROWS, Cell, Table
 from colocate_report.times import Bar, role_label, share_bar
 
 if TYPE_CHECKING:
-    from colocate import GroupMemory, SlotMemory
+    from colocate.driver import GroupMemory, SlotMemory
 
 SLOTS = 4  # of a group, that have a bar
 

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 import attrs
 
-from colocate import GroupMemory
+from colocate.driver import GroupMemory
 from colocate.texts import plural, size_text
 from colocate_report.calls import Restart, Span, Total
 from colocate_report.contention import HandedOver, RoleUse

@@ -39,7 +39,7 @@ from colocate.errors import ClosedError, ColocateError, EngineError
 from colocate.executor import Watchable, Window
 
 if TYPE_CHECKING:
-    from colocate import Runtime
+    from colocate.connecting import Runtime
 
 PATIENCE_S = 5.0
 

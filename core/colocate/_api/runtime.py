@@ -159,7 +159,9 @@ class Runtime(Held[Connection], node=Connection, by="colocate.connect"):
         from colocate_report.trace import Trace  # beside core: whoever traces nothing needn't have it
 
         self._node.check()
-        return Trace(self, Path(path))
+        trace = Trace(self, Path(path))
+        self.observe(trace)
+        return trace
 
     def reserve(
         self,

@@ -14,7 +14,7 @@ from typing import Any
 import attrs
 import psutil
 
-from colocate import connect
+from colocate.connecting import connect
 from colocate.driver import SpillFile, free_memory
 from colocate.errors import ColocateError, ConfigError, PluginError
 from colocate.gpus import gpu_names

@@ -9,10 +9,10 @@ from typing import Any
 
 import attrs
 
-from colocate import RoleSpec
 from colocate.errors import ConfigError, PluginError
 from colocate.executor import Executor, Growing, Labelled, OwnProcess, SharedSlots
 from colocate.plugins import (
+    RoleSpec,
     check_of,
     find_executor,
     find_job,
@@ -128,7 +128,7 @@ def _harmless(trust: Trust, cls: type, given: Mapping[str, Any], place: Place, d
 
 def _connect_arguments(executor: type[Executor]) -> Arguments:
     """The options that a config may give to an executor: those of `colocate.connect` and the executor's own."""
-    from colocate import connect  # which needs all of core
+    from colocate.connecting import connect  # which needs all of core
 
     own = options_of(executor)
     general = arguments_of(connect, own.owner)
