@@ -88,7 +88,7 @@ class Driver:
 
     @property
     def observers(self) -> Sequence[object]:
-        """Who is told what happens, by `runtime.observe`."""
+        """Return who is told what happens, by `runtime.observe`."""
         return tuple(self._services.observers)
 
     def forget(self, observer: object) -> None:
@@ -113,7 +113,7 @@ class Driver:
 
     @property
     def stack(self) -> str:
-        """What the observers' thread does."""
+        """Return what the observers' thread does."""
         return self._services.dispatcher.stack
 
     def slot_of(self, group: str, role: str, rank: int) -> int:

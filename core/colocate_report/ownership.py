@@ -33,7 +33,7 @@ class Memory:
 
 
 def memory(found: Sequence[GroupMemory], roles: Mapping[str, int]) -> tuple[Memory, ...]:
-    """What is shown of the groups' memory."""
+    """Return what is shown of the groups' memory."""
     return tuple(_memory(each, roles) for each in found)
 
 

@@ -79,7 +79,7 @@ class Owner:
                 self._placing.end()
 
     def _leave(self) -> None:
-        """Its keeper has ended. On a thread of that one's."""
+        """End what the owner holds: its keeper has ended. On a thread of that one's."""
         try:
             self.release()
         finally:

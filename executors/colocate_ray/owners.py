@@ -24,7 +24,7 @@ _RELEASES_WITHIN_S = 15.0
 
 
 class OwnedPlacing(Placing):
-    """All that this driver holds by itself, and by owners."""
+    """Whatever this driver holds in Ray by itself, and by owners."""
 
     def __init__(self, cluster: Cluster, lost: Callable[[int, int, str], None]) -> None:
         """As `Placing`."""
@@ -109,7 +109,7 @@ class OwnedPlacing(Placing):
         return request.id.rpartition("/")[0]
 
     def list_running(self, held: Sequence[str] = ()) -> list[Running]:
-        """What Ray has for this driver: by itself, and of owners those of the reservations that it commands."""
+        """Return what Ray has for this driver: by itself, and of owners those of the reservations that it commands."""
         return listing.of_this_job(self.nodes, held)
 
     def _ask(self, owner: str, method: str, *arguments: Any, within_s: float) -> Any:

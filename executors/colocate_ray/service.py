@@ -76,7 +76,7 @@ class Service(Proxied):
 
 
 def _prepare_environment(token_file: str | None) -> None:
-    """What Ray reads when it is imported."""
+    """Set what Ray reads when it is imported."""
     if token_file is not None:
         os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=os.path.expanduser(token_file))
         os.environ.pop("RAY_AUTH_TOKEN", None)

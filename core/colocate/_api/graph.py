@@ -75,7 +75,7 @@ class Graph:
 
 
 def _measured(node: Owned, deadline: Deadline) -> Measured:
-    """What the memory of each group below a node is used for, of those that are ready."""
+    """Return what the memory of each group below a node is used for, of those that are ready."""
     if not isinstance(node, WorkerGroup):
         below = (_measured(child, deadline) for child in list(node.children.values()))
         return {name: found for measured in below for name, found in measured.items()}
@@ -167,7 +167,7 @@ def _label(data: dict[str, Any]) -> str:
 
 
 def _known(data: Mapping[str, Any]) -> list[str]:
-    """What is known of a node besides its state."""
+    """Return what is known of a node besides its state."""
     found = [f"{key} {data[key]}" for key in ("pid", "port", "node", "device") if data.get(key) is not None]
     if "where" in data:
         found.append(data["where"])
@@ -251,19 +251,19 @@ class Held(OnDriver, Generic[N]):
 
     @classmethod
     def _of(cls, node: N) -> Self:
-        """What users hold of a node: the same object as long as it lives."""
+        """Return what users hold of a node: the same object as long as it lives."""
         # In one step and without a lock: a signal's handler may come between any two lines, and ask for the same.
         found: Self = node.names.get(cls) or node.names.setdefault(cls, cls(node))
         return found
 
     @property
     def name(self) -> str:
-        """Its name."""
+        """The name of the runtime, pool or group."""
         return self._node.name
 
     @property
     def owner(self) -> Any:
-        """What closes it at the latest: a group's pool, a pool's runtime; None for a runtime."""
+        """Return what closes it at the latest: a group's pool, a pool's runtime; None for a runtime."""
         owner = self._node.owner
         return None if owner is None else _names[type(owner)]._of(owner)
 
@@ -274,7 +274,7 @@ class Held(OnDriver, Generic[N]):
 
     @property
     def state(self) -> str:
-        """What it is doing."""
+        """Return what it is doing."""
         return self._node.state
 
     def __repr__(self) -> str:

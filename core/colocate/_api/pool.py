@@ -53,7 +53,7 @@ class PoolPart:
 
     @property
     def slots(self) -> list[Slot]:
-        """Its slots."""
+        """The slots of the part."""
         return [self.pool.slots[index] for index in self.indices]
 
     def spawn(
@@ -82,7 +82,7 @@ class Pool(Held[Slots], node=Slots, by="runtime.reserve"):
 
     @property
     def slots(self) -> list[Slot]:
-        """Its slots: node, devices, and the groups on each."""
+        """The slots of the pool: node, devices, and the groups on each."""
         node = self._node
         found = []
         for index, place in enumerate(node.places):
@@ -98,7 +98,7 @@ class Pool(Held[Slots], node=Slots, by="runtime.reserve"):
 
     @property
     def spares(self) -> list[Slot]:
-        """Its spares (`reserve(..., spares=1)`), with the index of none; their state is "spare" or "lost"."""
+        """The pool's spares (`reserve(..., spares=1)`), with the index of none; their state is "spare" or "lost"."""
         lost = self._node.connection.services.executor.lost
         return [Slot(-1, place.node, place.devices, "lost" if lost(place) else "spare") for place in self._node.spares]
 
@@ -110,7 +110,7 @@ class Pool(Held[Slots], node=Slots, by="runtime.reserve"):
     @overload
     def __getitem__(self, key: slice) -> PoolPart: ...
     def __getitem__(self, key: int | slice) -> PoolPart:
-        """Some of its slots, to spawn on."""
+        """Pick some slots of the pool, to spawn on."""
         everything = range(len(self))
         picked: Sequence[int] = everything[key] if isinstance(key, slice) else [everything[key]]
         if not picked:

@@ -111,7 +111,7 @@ class Runtime(Held[Connection], node=Connection, by="colocate.connect"):
 
     @property
     def seed(self) -> int:
-        """What every `ctx.generator` is derived from."""
+        """Return what every `ctx.generator` is derived from."""
         return self._node.services.seed
 
     @property

@@ -110,7 +110,7 @@ class Slots(Home):
 
     @property
     def worker_groups(self) -> list[WorkerGroup]:
-        """Those on it."""
+        """The worker groups on the pool's slots."""
         return list(dict.fromkeys(chain.from_iterable(list(self.taken.values()))))
 
     def hold(self, reservation: Reservation) -> None:
@@ -392,7 +392,7 @@ class Slots(Home):
         return self.connection.worker_groups
 
     def forget(self, worker_group: WorkerGroup) -> None:
-        """Its name is free."""
+        """Free the name of a group."""
         self.connection.forget(worker_group)
 
     # -- from driver to driver
@@ -402,7 +402,7 @@ class Slots(Home):
         return self.attachment is not None and not self.attachment.own and worker_group.name in self.attachment.groups
 
     def changed(self) -> None:
-        """What drivers after this one are to know of its groups has changed."""
+        """Note that what drivers after this one are to know of its groups has changed."""
         if self.attachment is not None:
             self.attachment.changed()
 

@@ -248,7 +248,7 @@ class PendingCall(Underway):
                 )
 
     def _awaited(self) -> list[PendingCall]:
-        """Itself, and calls that must end before it: of those that only come before it such as wait for others."""
+        """Return this call and those that must end before it: of calls that only come before it such as wait."""
         found: list[PendingCall] = [self]
         for call in found:
             before = [] if call.link is None else filter(call._is_behind, call.link.unsettled())
@@ -365,7 +365,7 @@ half_read: dict[PendingCall, Reader] = {}
 
 
 def result_of(link: Link, call: PendingCall, slot: int, body: Any) -> Any:
-    """What a call has returned on a rank.
+    """Return what a call has returned on a rank.
 
     Raises:
         SerializationError: It can't be rebuilt here.

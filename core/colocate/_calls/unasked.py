@@ -37,7 +37,7 @@ class _Drop(weakref.ref[Call[Any]]):
 
 
 class Unasked:
-    """Those of one group. It takes no lock."""
+    """The failures of one group that nobody has asked about. No lock is taken."""
 
     def __init__(self, link: Link) -> None:
         self._link = link

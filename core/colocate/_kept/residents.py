@@ -99,7 +99,7 @@ class Kept:
 
     @property
     def freed_by(self) -> str | None:
-        """What has ended its lease."""
+        """Return what has ended its lease."""
         return "dropping its handle" if self.released is None and self.handle() is None else self.released
 
     @property

@@ -87,14 +87,14 @@ class Draft:
 
     @property
     def needs(self) -> Mapping[str, Sequence[str]]:
-        """What of which roles' memory it needs: its own role's, unless `wakes` says otherwise."""
+        """Return what of which roles' memory it needs: its own role's, unless `wakes` says otherwise."""
         role, spec = self.call.role, self.call.spec
         if self.wakes is not None or spec is None or role not in self.worker_group.roles:
             return self.wakes or {}
         return {role: TAGS if spec.awake is None else spec.awake}
 
     def lend(self) -> None:
-        """What it uses is lent to it from now on. This takes no lock.
+        """Lend the call what it uses from now on. This takes no lock.
 
         Raises:
             ColocateError: A resident has been freed, or its group has failed.
@@ -274,7 +274,7 @@ class _Soon:
     """Where a call is that is sent when the framework is no longer at work; until then nobody may use its resident."""
 
     def refuse_wait(self, label: str, awaits: bool) -> None:
-        """Whoever waits for it isn't who has to send it."""
+        """Refuse nobody: whoever waits for the call isn't who has to send it."""
 
 
 def _send_soon(draft: Draft) -> None:
@@ -383,7 +383,7 @@ class Messages:
     def _pass_on(
         self, message: to_worker.Call | to_worker.Batch, slots: list[int]
     ) -> tuple[list[int], Sequence[tuple[int, to_worker.Passed]]]:
-        """Who gets a large body from here, and who from other workers, of machines that aren't this one."""
+        """Return who gets a large body from here, and who from other workers, of machines that aren't this one."""
         group = self._worker_group
         workers = group.workforce.workers
         found, self._unlocated = ways((workers[slot] for slot in slots), group.base + group.services.new_key())
@@ -481,7 +481,7 @@ class Messages:
             order.gate.open("a message")
 
     def discard(self) -> None:
-        """They have been sent, or won't be."""
+        """Forget the messages: they have been sent, or won't be."""
         for frame, _ in self._frames:
             self._worker_group.services.executor.discard(frame)
 
@@ -568,7 +568,7 @@ def send(messages: Messages) -> Sequence[Draft]:
 
 
 def arguments(worker_group: WorkerGroup, role: str, tags: Sequence[str], why: str = "asked for") -> dict[str, Any]:
-    """Those of a call that has a role sleep or wake, and what for."""
+    """Return the arguments of a call that has a role sleep or wake, and what for."""
     beside = dict(Counter(worker_group.node(slot) for slot in worker_group.live()))
     return {"role": role, "tags": list(tags), "beside": beside, "why": why}
 
@@ -583,7 +583,7 @@ def note(worker_group: WorkerGroup, marks: Mapping[Mark, Slept], call: PendingCa
 
 
 def outcomes(call: PendingCall) -> Sequence[Outcome]:
-    """What has become of a sleep or a wake, by slot."""
+    """Return what has become of a sleep or a wake, by slot."""
     found: Sequence[Outcome] = call.result()
     return found
 

@@ -14,7 +14,7 @@ from colocate.errors import ColocateError, RoleError
 
 
 class Ledgers:
-    """Those of one generation of a group's workers."""
+    """The questions for memory to one generation of a group's workers."""
 
     def __init__(self, link: Link) -> None:
         self._link = link

@@ -44,7 +44,7 @@ class Stage(enum.IntEnum):
 
 
 class Stages:
-    """Those of the workers on some slots. Who waits is woken by the last one, however many there are."""
+    """The stages of the workers on some slots. Who waits is woken by the last one, however many there are."""
 
     def __init__(self, slots: int) -> None:
         """Begin with nothing heard of any of them."""
@@ -120,7 +120,7 @@ class Worker:
 
     @property
     def pid(self) -> int | None:
-        """Its process id, where it is known."""
+        """The worker's process id, where it is known."""
         if self.hello is not None:
             pid: int = self.hello["pid"]
             return pid
@@ -128,7 +128,7 @@ class Worker:
 
     @property
     def state(self) -> str:
-        """What the graph shows."""
+        """Return what the graph shows."""
         if self.exit is not None:
             return "exited"
         return "running" if self.hello is not None else "starting"

@@ -60,7 +60,7 @@ class Cluster:
         return connect(name, **options)
 
     def engine(self, command: str) -> tuple[str | None, Mapping[str, Any]]:
-        """Which executor, and its options."""
+        """Return which executor, and its options."""
         if self.file is not None:
             config = load(self.file, self.executor, self.changes, allow_import=self.allow_import)
             return config.executor.use, {**config.executor.with_, **self._joining(config.executor.use)}

@@ -52,7 +52,7 @@ def plugin_names(incomplete: str) -> list[tuple[str, str]]:
 
 
 def versions() -> Iterator[str]:
-    """What it says. No executor is imported for it."""
+    """Yield the lines of `--version`. No executor is imported for them."""
     yield f"colocate {VERSION} (protocol {PROTOCOL}), Python {platform.python_version()}"
     yield f"executors: {', '.join(_engine(plugin) for plugin in plugins() if plugin.kind == 'executor')}"
 

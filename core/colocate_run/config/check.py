@@ -101,7 +101,7 @@ def _trusted(trust: Trust, use: str, place: Place, document: Document) -> bool:
 
 
 def _executor(config: Config, trust: Trust, document: Document) -> type[Executor] | None:
-    """What would run the workers, when it can be known."""
+    """Return what would run the workers, when it can be known."""
     if not _trusted(trust, config.executor.use, ("executor", "use"), document):
         return None
     try:
@@ -363,7 +363,7 @@ def _role(
     place: Place,
     document: Document,
 ) -> type | None:
-    """Its class, when it can be had."""
+    """Return the class of a role, when it can be had."""
     if not name.isidentifier():
         document.wrong(place, f"{name!r} can't be a role's name: use letters, digits and _")
     if pool is not None and _slots(role, pool, place, document):

@@ -475,5 +475,5 @@ def watchable(runtime: Runtime) -> Watchable:
 
 
 def found(runtime: Runtime, name: str) -> Window | None:
-    """What the cluster has of a job."""
+    """Return what the cluster has of a job."""
     return next((each for each in watchable(runtime).windows() if each.name == name), None)

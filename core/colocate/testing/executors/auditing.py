@@ -216,7 +216,7 @@ class Forks(ExecutorCase):
 
 
 def in_a_fork(function: Callable[[], list[str]]) -> list[str]:
-    """What a function returns in a forked child, as text."""
+    """Return what a function returns in a forked child, as text."""
     read, write = os.pipe()
     child = fork()
     if child == 0:

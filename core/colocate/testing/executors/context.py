@@ -155,7 +155,7 @@ class TorchSettings(TensorCase):
 
     @pytest.fixture
     def changed(self, dtype: bool) -> dict[str, Any]:
-        """What is set where a role has changed it."""
+        """Return what is set where a role has changed it."""
         return {**SET, "dtype": "torch.float64" if dtype else "torch.float32", "device": "meta"}
 
     @pytest.fixture

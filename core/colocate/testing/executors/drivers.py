@@ -54,7 +54,7 @@ class Driver:
     _heard: bytes = b""
 
     def hear(self) -> Any:
-        """What it says next; a failure when it says nothing within a test's patience."""
+        """Return what it says next; a failure when it says nothing within a test's patience."""
         assert self.process.stdout is not None
         said = self.process.stdout.fileno()
         deadline = time.monotonic() + PATIENCE_S

@@ -228,7 +228,7 @@ class Pipelines(ExecutorCase):
 
 
 def who(ctx: colocate.Context) -> int:
-    """Which worker it is."""
+    """Return which worker it is."""
     return ctx.rank
 
 

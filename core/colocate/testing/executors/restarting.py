@@ -33,7 +33,7 @@ from colocate.testing.waiting import PATIENCE_S, wait_until
 
 
 def killed(group: ColocatedGroup, rank: int = 0) -> GroupRestarted:
-    """What is told when a rank is killed in a call."""
+    """Return what is told when a rank is killed in a call."""
     with pytest.raises(GroupRestarted) as caught:
         group.role("lasting", Lasting).kill(rank)
     return caught.value

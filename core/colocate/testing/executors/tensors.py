@@ -361,7 +361,7 @@ class _Told:
         return next(each for each in reversed(self.calls) if each.method == method)
 
     def transfers(self, method: str) -> list[TransferRecord]:
-        """What that call got from other workers, by rank; none between threads."""
+        """Return what that call got from other workers, by rank; none between threads."""
         record = self.last(method)
         spans = {rank: (start, end) for rank, start, end in record.spans}
         for each in record.transfers:

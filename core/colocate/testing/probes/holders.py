@@ -122,7 +122,7 @@ class Declaring(Role):
         """A role has a method."""
 
     def device_state(self) -> dict[str, Tensor]:
-        """What is in its function's closure, where nobody looks."""
+        """Return what is in its function's closure, where nobody looks."""
         if self._fails:
             raise ValueError(f"rank {colocate.context().rank} can't say")
         return {"hidden": self._hidden()}

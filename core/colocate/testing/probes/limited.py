@@ -115,7 +115,7 @@ class Limited(Role):
 
     @method(collect=First())
     def hears(self, number: signal.Signals) -> list[int]:
-        """What comes to a handler of its own."""
+        """Return what comes to a handler of its own."""
         heard: list[int] = []
         before = signal.signal(number, lambda number, frame: heard.append(number))
         signal.raise_signal(number)

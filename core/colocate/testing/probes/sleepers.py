@@ -224,7 +224,7 @@ class Sharing(Role):
 
 
 def asleep(ctx: colocate.Context) -> list[str]:
-    """What of a role's memory sleeps in this worker."""
+    """Return what of a role's memory sleeps in this worker."""
     return list(_sleeper(ctx).asleep.tags(ctx.role))
 
 
