@@ -28,7 +28,7 @@ class Background(ExecutorCase):
 
     @pytest.fixture
     def two_lanes(self, spawn: Spawn) -> ColocatedGroup:
-        """One of each on two slots."""
+        """Spawn a group with a role of each lane, on two slots."""
         return spawn({"train": colocate.role(Beside), "roll": BACKGROUND})
 
     def test_slow_call_of_a_paused_role(
@@ -145,7 +145,7 @@ class Background(ExecutorCase):
     @of_executor
     @pytest.mark.parametrize("name", ["generate", "generate_async"])
     def test_a_generation_is_kept(self, two_lanes: ColocatedGroup, name: str) -> None:
-        """It stops between two steps, gets weights there, and goes on where it was; its tokens tell the versions."""
+        """A generation stops between two steps, gets weights there, and goes on; its tokens tell the versions."""
         pytest.importorskip("torch")
         train, roll = two_lanes.role("train", Beside), two_lanes.role("roll", Beside)
         with Gate() as gate:
@@ -349,7 +349,7 @@ class Background(ExecutorCase):
         assert colocate.sync_weights(train, roll).version == 2
 
     def test_residents(self, two_lanes: ColocatedGroup) -> None:
-        """They are given and taken across lanes: who is first waits, also for another rank's, and a failure is told."""
+        """Residents go across lanes: who is first waits, also for another rank's, and a failure is told."""
         train, roll = two_lanes.role("train", Beside), two_lanes.role("roll", Beside)
         with Gate() as gate:
             made = roll.give.keep([1, 2], gate.address)
@@ -443,7 +443,7 @@ class Background(ExecutorCase):
             colocate.sync_weights(group.role("giver"), group.role("taker"))
 
     def test_budgets(self, spawn: Spawn) -> None:
-        """They hold for it as for others; its memory is told while it runs."""
+        """Budgets hold for a background role as for others; its memory is told while it runs."""
         pytest.importorskip("torch")
         roles = {"train": colocate.role(Beside), "roll": BACKGROUND.on(device_memory="4KiB")}
         group = spawn(roles, slots=1)

@@ -74,7 +74,7 @@ class Watched(Role):
 
     @method
     def let_go(self, gate: Address) -> None:
-        """It isn't there any more; then wait until a gate is opened."""
+        """Let go of the value; then wait until a gate is opened."""
         self.weight.grad = None
         pass_gate(gate)
 
@@ -82,7 +82,7 @@ class Watched(Role):
         self.weight.grad = None
 
     def wake(self, tags: Sequence[str]) -> None:
-        """It stays so."""
+        """Stay as it is."""
 
     @method
     def read_elsewhere(self) -> bool:

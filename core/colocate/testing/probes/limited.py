@@ -18,7 +18,7 @@ LATE_S = 0.05
 
 
 class Late(Exception):
-    """It takes too long."""
+    """An error of taking too long."""
 
 
 def late(number: int, frame: FrameType | None) -> None:

@@ -299,7 +299,7 @@ class Yielding(Role):
 
     @method(dispatch=Scatter("batch"))
     def unreadable(self, batch: list[int]) -> Iterator[tuple[int, object]]:
-        """What can't be rebuilt."""
+        """Yield a value that can't be rebuilt."""
         for index in range(len(batch)):
             yield index, Unreadable()
 
