@@ -28,7 +28,7 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 # Tests start Python hundreds of times: a third of each start would be compiling what was compiled before.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install demo test suites versions pythons trainers stores engines verl-tests verl-upstream docs check bench bench-before chaos mutants clusters gpu-wheels gpu format clean FORCE
+.PHONY: install demo test suites without versions pythons trainers stores engines verl-tests verl-upstream docs check bench bench-before chaos mutants clusters gpu-wheels gpu format clean FORCE
 install: $(INSTALLED)
 
 $(INSTALLED): pyproject.toml constraints.txt
@@ -60,6 +60,10 @@ suites: install  ## the whole executor suite on every executor, and what else `m
 	$(BIN)/python -m pytest -n 2 --dist loadfile tests/conformance
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m long --ignore tests/conformance
 	COLOCATE_LAWS=3 $(BIN)/python -m pytest -n 2 --dist loadfile tests/laws
+	$(BIN)/python -m tests.without
+
+without: install  ## take each feature of the table out, one at a time, and run the suite on threads without it
+	$(BIN)/python -m tests.without
 
 $(OLDEST)/.installed: $(INSTALLED)  # the oldest Dask of the declared range, beside everything else that .venv has
 	$(PYTHON) -m venv $(OLDEST)

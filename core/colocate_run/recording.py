@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import attrs
 
 import colocate_report
-from colocate.driver import LEDGERS_WITHIN_S, Deadline, Driver, GroupMemory, is_runtime
+from colocate import GroupMemory, Runtime
+from colocate.driver import LEDGERS_WITHIN_S, Deadline, Driver
 from colocate.errors import ColocateError, ConfigError, EngineError, GroupRestarted
 from colocate.plugins import find_job
 from colocate.signatures import arguments_of
@@ -25,8 +26,7 @@ from colocate_report.calls import CallLog
 from colocate_report.record import Row, RunInfo, RunRecord
 from colocate_report.window import window
 from colocate_run.config.schema import Config
-from colocate_run.config.secrets import without_secrets
-from colocate_run.config.source import config_text
+from colocate_run.config.secrets import config_text, without_secrets
 from colocate_run.environment import environment, origin
 from colocate_run.folder import RunFolder
 from colocate_run.leaving import Notices
@@ -39,8 +39,7 @@ from colocate_run.stopping import Asked, StopSignals
 from colocate_run.store import Store
 
 if TYPE_CHECKING:
-    from colocate.connecting import Runtime
-    from colocate.driver import ColocatedGroup
+    from colocate import ColocatedGroup
 
 Resume: TypeAlias = Literal[False, True, "auto"]
 """Whether a run goes on from the last complete checkpoint of its name; "auto": if there is one."""
@@ -127,7 +126,7 @@ def record(
         ConfigError: What is given is no runtime, or the folder can't be made.
         PluginError: An observer can't be had.
     """
-    if not is_runtime(runtime):
+    if not isinstance(runtime, Runtime):
         raise ConfigError(f"colocate.record(runtime, directory): a {type(runtime).__name__} is no runtime")
     path = Path(os.path.abspath(directory))  # also of "." and "..", which have no names of their own
     screen, log = Screen(quiet=True), RunLog()

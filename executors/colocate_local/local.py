@@ -50,7 +50,7 @@ class Local(Machine):
 
     @classmethod
     def objection(cls, option: str, value: Any) -> str | None:
-        """Return None: the options count and choose, and name nothing."""
+        """None: its options count and choose, and name nothing."""
         return None
 
     @classmethod

@@ -38,7 +38,7 @@ class TensorBoard:
                 self._writer.add_scalar(f"seconds/{phase}", seconds, record.step, record.time)
 
     def colocate_run_finished(self, record: colocate.RunRecord, error: BaseException | None) -> None:
-        """Write all that is left."""
+        """All is written."""
         if self._writer is not None:
             self._writer.close()
 

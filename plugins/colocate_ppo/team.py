@@ -27,7 +27,7 @@ class Players(Generic[A]):
 
     @property
     def followers(self) -> Sequence[Critic | Reference]:
-        """Return what starts from the actor's weights."""
+        """What starts from the actor's weights."""
         raise NotImplementedError
 
     def align(self) -> None:

@@ -19,8 +19,8 @@ from tests.bench.rows import Row
 
 import colocate
 from colocate import ChildDied, ColocatedGroup, Runtime
+from colocate.testing.features.children.probes import Starter
 from colocate.testing.gate import Gate
-from colocate.testing.probes.children import Starter
 from colocate.testing.probes.faulty import Faulty
 from colocate.testing.probes.plain import Echo
 from colocate.testing.waiting import Processes

@@ -35,7 +35,6 @@ from colocate.placement import Ledger  # noqa: E402
 from colocate.testing.executors import (  # noqa: E402
     Background,
     Calls,
-    Children,
     Contexts,
     Dispatching,
     ExecutorCase,
@@ -46,12 +45,12 @@ from colocate.testing.executors import (  # noqa: E402
     Sharing,
     Streams,
     TensorResidents,
-    WeightSyncs,
-    WeightSyncsBetween,
 )
 from colocate.testing.executors.renewals import alone  # noqa: E402
 from colocate.testing.executors.sleeping import SleepingAmidSteps  # noqa: E402
 from colocate.testing.executors.turns import STEP  # noqa: E402
+from colocate.testing.features.children.suite import Children  # noqa: E402
+from colocate.testing.features.weights.suite import WeightSyncs, WeightSyncsBetween  # noqa: E402
 from colocate.testing.probes.sleepers import Dozing  # noqa: E402
 from colocate.testing.probes.trainers import Kind, Renewing, Where  # noqa: E402
 from colocate.testing.waiting import wait_until  # noqa: E402

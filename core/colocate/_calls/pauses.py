@@ -40,7 +40,7 @@ class _Pause:
 
 
 class Pauses:
-    """The pauses of one group. All methods may be called from any thread."""
+    """Those of one group. All methods may be called from any thread."""
 
     def __init__(self, order: CallOrder) -> None:
         self._order = order

@@ -26,7 +26,7 @@ class Purpose(Enum):
 
     @property
     def word(self) -> str:
-        """Return what it is called."""
+        """What it is called."""
         return self.name.lower()
 
 

@@ -18,7 +18,7 @@ class Part(Message):
 
 @message
 class Slice(Message):
-    """Ask for some rows of a value; answered by `Value`."""
+    """Some of its rows; answered by `Value`."""
 
     key: int  # the resident
     start: int  # the first row
@@ -80,14 +80,14 @@ class Number(Message):
 
 @message
 class Poison(Message):
-    """Tell that a value can't be used."""
+    """It can't be used."""
 
     why: str  # what kept it from being made, or wrote into it
 
 
 @message
 class Unsendable(Message):
-    """Tell that a value can't be packed."""
+    """It can't be packed."""
 
     text: str  # what the `SerializationError` says
     argument: Any  # its `argument`

@@ -32,13 +32,13 @@ class Limit:
 
     @property
     def word(self) -> str:
-        """Return what it is called where it is set."""
+        """What it is called where it is set."""
         return "device_memory" if self.device else "host_memory"
 
 
 @attrs.frozen
 class Budgets:
-    """The budgets of a group.
+    """Those of a group.
 
     Attributes:
         limits: What mustn't be exceeded.
@@ -56,12 +56,12 @@ class Budgets:
         return bool(self.limits)
 
     def plain(self) -> tuple[Any, ...]:
-        """Return the budgets as they travel."""
+        """It as it travels."""
         return [attrs.astuple(limit) for limit in self.limits], dict(self.activations), self.swap, self.step
 
     @classmethod
     def read(cls, plain: Sequence[Any]) -> Budgets:
-        """Return what has travelled."""
+        """What has travelled."""
         limits, *more = plain
         return cls(tuple(Limit(*limit) for limit in limits), *more)
 
@@ -97,7 +97,7 @@ class Budget:
         return cls(device, None if host_memory is None else parse_bytes(host_memory, f"{what}host_memory"))
 
     def limits(self, owner: str, role: str | None = None, is_shared: bool = False) -> list[Limit]:
-        """Return what it says, as workers are told."""
+        """What it says, as workers are told."""
         sizes = ((True, self.device), (False, self.host))
         return [Limit(owner, role, device, nbytes, is_shared) for device, nbytes in sizes if nbytes is not None]
 
@@ -113,7 +113,7 @@ def budgets(
     step: Sequence[str] | None = None,
     is_shared: bool = False,
 ) -> Budgets:
-    """Return the budgets of a group.
+    """Those of a group.
 
     Args:
         slot: What its pool's slots have.

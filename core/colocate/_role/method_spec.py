@@ -24,6 +24,7 @@ class MethodSpec:
     signature: inspect.Signature
     is_async: bool
     concurrency: int
+    readonly: tuple[str, ...]
     host: tuple[str, ...]
     awake: tuple[str, ...] | None = None
     shares: bool = False

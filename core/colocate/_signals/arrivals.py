@@ -25,7 +25,7 @@ _ONCE: tuple[tuple[Any, ...]] = ((),)
 
 
 class Arrivals(Generic[T]):
-    """A queue whose items go to one of those that wait, all of whom hear of the end.
+    """Each goes to one of those that wait, all of whom hear of the end.
 
     Attributes:
         come: Those that nobody has taken, in order.

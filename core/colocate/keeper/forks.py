@@ -107,7 +107,7 @@ def foresee(base: Mapping[str, str]) -> None:
 
 
 def let_go() -> None:
-    """Note that whoever has called `hold` starts no worker any more."""
+    """Whoever has called `hold` starts none any more."""
     _forks.let_go()
 
 

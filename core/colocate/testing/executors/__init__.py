@@ -14,12 +14,14 @@ and the same on any executor of which these hold; `ExecutorSuite` has it, too. E
 skipped where it isn't installed.
 """
 
+from importlib import import_module
+
+from colocate.features import FEATURES
 from colocate.testing.executors._base import ExecutorCase, Spawn, needs
 from colocate.testing.executors.attaching import Attaching, Successors, Watching
 from colocate.testing.executors.auditing import Auditing, Forks
 from colocate.testing.executors.background import Background
 from colocate.testing.executors.calls import Calls, Cancelling, Functions
-from colocate.testing.executors.children import Children
 from colocate.testing.executors.closing import Closing, Converging
 from colocate.testing.executors.context import Contexts, Devices, TorchSettings
 from colocate.testing.executors.deaths import Deaths, Vanishing
@@ -49,7 +51,9 @@ from colocate.testing.executors.tensors import Memory, Optimizers, OwnTypes, Ten
 from colocate.testing.executors.threads import Handlers, Undisturbed
 from colocate.testing.executors.turns import TakingTurns
 from colocate.testing.executors.unasked import UnaskedFailures
-from colocate.testing.executors.weights import WeightSyncs, WeightSyncsBetween
+
+OF_FEATURES = [area for name in FEATURES for area in import_module(f"colocate.testing.features.{name}.suite").AREAS]
+"""The areas of features, each of which lies with its own."""
 
 
 class ExecutorSuite(
@@ -72,10 +76,7 @@ class ExecutorSuite(
     SleepingAmidSteps,
     Budgets,
     TakingTurns,
-    WeightSyncs,
     Engines,
-    Children,
-    WeightSyncsBetween,
     Transfers,
     Devices,
     TorchSettings,
@@ -120,6 +121,7 @@ class ExecutorSuite(
     Vanishing,
     Watching,
     Ports,
+    *OF_FEATURES,  # type: ignore[misc]  # pyright: ignore[reportGeneralTypeIssues]
 ):
     """Everything that holds for every executor."""
 
@@ -149,7 +151,6 @@ __all__ = [
     "Calls",
     "Cancelling",
     "Checkpoints",
-    "Children",
     "Closing",
     "Contexts",
     "Converging",
@@ -211,7 +212,5 @@ __all__ = [
     "Undisturbed",
     "Vanishing",
     "Watching",
-    "WeightSyncs",
-    "WeightSyncsBetween",
     "needs",
 ]

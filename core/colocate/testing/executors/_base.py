@@ -15,6 +15,7 @@ import pytest
 import colocate
 from colocate import ColocatedGroup, Pool, RoleSpec, Runtime
 from colocate.executor import Place
+from colocate.features import FEATURES
 from colocate.testing import leaks
 from colocate.testing.gate import Gate
 from colocate.testing.probes.collectives import Collective
@@ -41,6 +42,16 @@ def needs(capability: type) -> Callable[[F], F]:
         of_area = [each for name, each in vars(test).items() if name.startswith("test_")]
         for each in of_area or [test]:
             each.__dict__["capability"] = capability
+        return test
+
+    return mark
+
+
+def needs_feature(name: str) -> Callable[[F], F]:
+    """Mark a test of something else that uses a feature: where that isn't there, it is skipped with its name."""
+
+    def mark(test: F) -> F:
+        test.__dict__["feature"] = name
         return test
 
     return mark
@@ -185,6 +196,9 @@ class ExecutorCase:
         capability = getattr(request.function, "capability", None)
         if capability is not None and not isinstance(runtime._node.services.executor, capability):
             pytest.skip(f"executor {runtime.name!r} lacks {capability.__name__}")
+        feature = getattr(request.function, "feature", None)
+        if feature is not None and feature not in FEATURES:
+            pytest.skip(f"feature {feature!r} isn't here")
 
     @pytest.fixture(scope="class")
     @classmethod

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -13,11 +12,10 @@ import colocate
 from colocate import ColocatedGroup, MemoryBudgetError
 from colocate.errors import CallTimeout, CapabilityError, ColocateError, ConfigError, RoleError, WorkerDied
 from colocate.executor import OwnProcess
-from colocate.testing.executors._base import ExecutorCase, Spawn, needs, of_executor
+from colocate.testing.executors._base import ExecutorCase, Spawn, needs, needs_feature, of_executor
 from colocate.testing.gate import Gate
 from colocate.testing.probes.background import Beside
 from colocate.testing.probes.collectives import Collective
-from colocate.testing.probes.weights import Sharer
 from colocate.testing.waiting import PATIENCE_S, wait_until
 
 BACKGROUND = colocate.role(Beside).on(background=True)
@@ -28,7 +26,7 @@ class Background(ExecutorCase):
 
     @pytest.fixture
     def two_lanes(self, spawn: Spawn) -> ColocatedGroup:
-        """Spawn a group with a role of each lane, on two slots."""
+        """One of each on two slots."""
         return spawn({"train": colocate.role(Beside), "roll": BACKGROUND})
 
     def test_slow_call_of_a_paused_role(
@@ -104,6 +102,7 @@ class Background(ExecutorCase):
             assert step.result(PATIENCE_S) == [2.0, 2.0]
         assert train.sum(1.0) == [2.0, 2.0]
 
+    @needs_feature("weights")
     def test_what_concerns_all_roles(self, two_lanes: ColocatedGroup, tmp_path: Path) -> None:
         """A sync and a checkpoint come behind what was sent before, and before what was sent after."""
         pytest.importorskip("torch")
@@ -125,6 +124,7 @@ class Background(ExecutorCase):
         colocate.sync_weights(train, roll)
         assert roll.read() == [["before", "after"] * 2] * 2
 
+    @needs_feature("weights")
     def test_a_sync_that_is_given_up(self, two_lanes: ColocatedGroup) -> None:
         """While it waits for a background call it may be late, or withdrawn: all lanes go on without it."""
         pytest.importorskip("torch")
@@ -144,8 +144,9 @@ class Background(ExecutorCase):
 
     @of_executor
     @pytest.mark.parametrize("name", ["generate", "generate_async"])
+    @needs_feature("weights")
     def test_a_generation_is_kept(self, two_lanes: ColocatedGroup, name: str) -> None:
-        """A generation stops between two steps, gets weights there, and goes on; its tokens tell the versions."""
+        """It stops between two steps, gets weights there, and goes on where it was; its tokens tell the versions."""
         pytest.importorskip("torch")
         train, roll = two_lanes.role("train", Beside), two_lanes.role("roll", Beside)
         with Gate() as gate:
@@ -180,6 +181,7 @@ class Background(ExecutorCase):
 
     @of_executor
     @pytest.mark.parametrize("name", ["play", "produce", "produce_async"])
+    @needs_feature("weights")
     def test_a_stream_beside_a_trainer(self, two_lanes: ColocatedGroup, name: str) -> None:
         """Rows come while another role steps; with a pause it gets weights between two, and their versions are told."""
         pytest.importorskip("torch")
@@ -208,6 +210,7 @@ class Background(ExecutorCase):
         two_lanes.resume("roll")
         assert len(roll.do("after")) == 2
 
+    @needs_feature("weights")
     def test_who_waits_by_others_for_a_half_read_stream(self, two_lanes: ColocatedGroup, spawn: Spawn) -> None:
         """Who reads it and waits in another lane, or group, for what comes behind it is told so at once."""
         pytest.importorskip("torch")
@@ -243,6 +246,7 @@ class Background(ExecutorCase):
         assert sync.result(PATIENCE_S).version == 2
         two_lanes.resume("roll")
 
+    @needs_feature("weights")
     def test_rows_that_wait_for_tools(self, two_lanes: ColocatedGroup) -> None:
         """A pause doesn't wait for those that rest; they go on when it is over."""
         pytest.importorskip("torch")
@@ -258,6 +262,7 @@ class Background(ExecutorCase):
             two_lanes.resume("roll")
         assert rows.result(PATIENCE_S) == [(row, 1) for row in range(4)]
 
+    @needs_feature("weights")
     def test_a_pause_waits(self, two_lanes: ColocatedGroup) -> None:
         """What runs ends, what is queued stays; a pause that takes too long is none."""
         pytest.importorskip("torch")
@@ -300,6 +305,7 @@ class Background(ExecutorCase):
             two_lanes.resume("roll")
             assert len(roll.do("after")) == 2
 
+    @needs_feature("weights")
     def test_pauses_of_several_threads(self, two_lanes: ColocatedGroup) -> None:
         """The last word counts, and who waits for another one is told; what fails leaves the pause that there was."""
         pytest.importorskip("torch")
@@ -325,6 +331,7 @@ class Background(ExecutorCase):
         assert len(running.result(PATIENCE_S)) == 2
 
     @pytest.mark.parametrize("before", [True, False])
+    @needs_feature("weights")
     def test_pauses_and_residents(self, two_lanes: ColocatedGroup, before: bool) -> None:
         """What other lanes use is made before a pause; a sync that would wait for what one holds up is refused."""
         pytest.importorskip("torch")
@@ -349,7 +356,7 @@ class Background(ExecutorCase):
         assert colocate.sync_weights(train, roll).version == 2
 
     def test_residents(self, two_lanes: ColocatedGroup) -> None:
-        """Residents go across lanes: who is first waits, also for another rank's, and a failure is told."""
+        """They are given and taken across lanes: who is first waits, also for another rank's, and a failure is told."""
         train, roll = two_lanes.role("train", Beside), two_lanes.role("roll", Beside)
         with Gate() as gate:
             made = roll.give.keep([1, 2], gate.address)
@@ -436,14 +443,9 @@ class Background(ExecutorCase):
             two_lanes.resume("rol")
         with pytest.raises(ConfigError, match="it is 'wait', 'keep' or 'abort'"):
             two_lanes.pause("roll", how="kepp")  # type: ignore[arg-type]
-        pytest.importorskip("torch")
-        roles: dict[str, Any] = {"giver": colocate.role(Beside), "taker": colocate.role(Sharer).on(background=True)}
-        group = spawn(roles, slots=1)
-        with pytest.raises(ConfigError, match=r"shares=True\), and 'taker' is a background role"):
-            colocate.sync_weights(group.role("giver"), group.role("taker"))
 
     def test_budgets(self, spawn: Spawn) -> None:
-        """Budgets hold for a background role as for others; its memory is told while it runs."""
+        """They hold for it as for others; its memory is told while it runs."""
         pytest.importorskip("torch")
         roles = {"train": colocate.role(Beside), "roll": BACKGROUND.on(device_memory="4KiB")}
         group = spawn(roles, slots=1)

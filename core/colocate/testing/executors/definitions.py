@@ -22,7 +22,7 @@ import colocate
 from colocate import Call, ColocatedGroup, Runtime
 from colocate.errors import RoleError, SerializationError
 from colocate.executor import OwnProcess
-from colocate.testing.executors._base import ExecutorCase, needs, of_executor, smoke
+from colocate.testing.executors._base import ExecutorCase, needs, needs_feature, of_executor, smoke
 from colocate.testing.probes.faulty import Faulty, Stubborn, Unreadable, nested
 from colocate.testing.probes.plain import Echo
 from colocate.testing.probes.rows import Rows
@@ -182,7 +182,7 @@ class Definitions(ExecutorCase):
 
     @smoke
     def test_class_of_the_script(self, runtime: Runtime, script: Any) -> None:
-        """A class is one in the constructor, arguments, results, residents of other groups and errors."""
+        """It is one class in the constructor, arguments, results, residents of other groups and errors."""
         with runtime.reserve(2) as pool:
             roles = {"worker": colocate.role(script.Worker, script.Batch(0))}
             first, second = (pool[i : i + 1].spawn(roles, name=f"definitions-{i}")["worker"] for i in range(2))
@@ -214,6 +214,7 @@ class Definitions(ExecutorCase):
             assert worker.look(old(2), script.Colour.RED) == [(True, False, True, True)]
             assert type(kept.fetch()[0]) is old
 
+    @needs_feature("children")
     def test_modules_that_code_names(self, runtime: Runtime, script: Any) -> None:
         """Of classes of their own, as those of torch's switches: they go by name, with roles and what these start."""
         pytest.importorskip("torch")

@@ -4,35 +4,31 @@ from __future__ import annotations
 
 import asyncio
 import io
-import itertools
-import signal
 import sys
 import threading
 from typing import Any
 
-import psutil
 import pytest
 
 import colocate
 from colocate import CallTimeout, ColocateError, Context, Runtime
 from colocate.errors import RoleError, WorkerDied
 from colocate.executor import OwnProcess
-from colocate.testing.executors._base import ExecutorCase, Spawn, needs, of_executor
-from colocate.testing.executors.drivers import Scripted, Scripts
+from colocate.testing.executors._base import ExecutorCase, Spawn, needs
+from colocate.testing.executors.drivers import Scripted
 from colocate.testing.gate import Gate
-from colocate.testing.probes.children import Starter
 from colocate.testing.probes.faulty import Faulty
 from colocate.testing.probes.limited import Late, Limited, is_late
 from colocate.testing.probes.plain import Echo, Talker
 from colocate.testing.probes.rows import Rows
-from colocate.testing.waiting import PATIENCE_S, send, starter_of
+from colocate.testing.waiting import PATIENCE_S
 
 
 class Undisturbed(ExecutorCase):
     """Whatever users' code does on the driver or in a worker, what the framework promises is kept."""
 
     def test_a_callback_that_blocks(self, spawn: Spawn) -> None:
-        """A callback stops callbacks, and nothing else: deadlines, awaits, residents and the end are as ever."""
+        """It stops callbacks, and nothing else: deadlines, awaits, residents and the end are as ever."""
         group = spawn({"echo": colocate.role(Echo), "rows": colocate.role(Rows), "faulty": colocate.role(Faulty)})
         echo, rows, faulty = group.role("echo", Echo), group.role("rows", Rows), group.role("faulty", Faulty)
         begun, over = threading.Event(), threading.Event()
@@ -153,55 +149,3 @@ class Handlers(Scripted):
                 call()
             assert isinstance(caught.value.__cause__, Late)
         assert limited.seen() == [False]  # what was awaited has been cancelled
-
-    @needs(OwnProcess)
-    @of_executor
-    def test_what_a_batch_system_sends(self, spawn: Spawn) -> None:
-        """To all processes at once: all of colocate's go on, forks of roles too. A handler of a role's own hears it."""
-        sent = [signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU]
-        group = spawn({"limited": colocate.role(Limited), "starter": colocate.role(Starter)}, slots=1)
-        limited, starter = group.role("limited", Limited), group.role("starter", Starter)
-        starter.serve()
-        assert starter.ask(1) == ("", 1)  # it has begun
-        worker = starter.pid()
-        below = psutil.Process(starter_of(worker)).children(recursive=True)
-        pids = [each.pid for each in below if any("colocate" in word for word in each.cmdline()[:5])]
-        assert worker in pids
-        for pid, number in itertools.product(pids, sent):
-            send(pid, number)
-        assert starter.ask(2) == ("", 2)
-        assert starter.pid() == worker
-        assert limited.forked(sent) == 3
-        assert limited.hears(signal.SIGUSR1) == [signal.SIGUSR1]
-        assert spawn({"starter": colocate.role(Starter)}, slots=1).role("starter", Starter).pid() != worker
-
-    @of_executor
-    def test_what_the_driver_was_started_with(self, scripts: Scripts) -> None:
-        """Signals that are ignored or blocked there, by a daemon say, aren't in what roles start, nor in workers."""
-        driver = scripts.start("""
-            from colocate.testing.probes.children import Starter
-
-            for number in signal.SIGCHLD, signal.SIGHUP, signal.SIGTERM:
-                signal.signal(number, signal.SIG_IGN)
-            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD, signal.SIGUSR1, signal.SIGTERM})
-            with CONNECT as runtime:
-                group = runtime.reserve(1, cpus=0).spawn({**ROLES, "starter": colocate.role(Starter)})
-                starter = group.role("starter", Starter)
-                say(starter.run(["grep", "-E", "SigBlk|SigIgn", "/proc/self/status"]))
-                say([starter.run(["sh", "-c", what])[0] for what in ("exit 7", "kill -TERM $$; exit 0")])
-                if starter.pid() == os.getpid():
-                    say("SIGKILL")
-                else:
-                    try:
-                        group.role("faulty", Faulty).kill()
-                    except colocate.WorkerDied as error:
-                        say(error.signal)
-            """)
-        code, told = driver.hear()
-        masks = [int(line.split()[1], 16) for line in told.splitlines()]
-        # But for the C library's own, which its `posix_spawn` ignores, as by make.
-        nobodys = sum(1 << number - 1 for number in range(1, 65) if number not in signal.valid_signals())
-        assert (code, [mask & ~nobodys for mask in masks]) == (0, [0, 0])
-        assert driver.hear() == [7, -signal.SIGTERM]
-        assert driver.hear() == "SIGKILL"
-        assert driver.end()[0] == 0

@@ -9,12 +9,14 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from colocate import Role, Scatter, Weights, method
+from colocate import Role, Scatter, method
 from colocate.testing.gate import Address, is_open, pass_gate, pass_gate_async
 from colocate.testing.probes import optional
 
 if TYPE_CHECKING:
     import torch
+
+    from colocate import Weights
 else:
     torch = optional("torch")
 

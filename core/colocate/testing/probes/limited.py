@@ -18,7 +18,7 @@ LATE_S = 0.05
 
 
 class Late(Exception):
-    """An error of taking too long."""
+    """It takes too long."""
 
 
 def late(number: int, frame: FrameType | None) -> None:
@@ -115,7 +115,7 @@ class Limited(Role):
 
     @method(collect=First())
     def hears(self, number: signal.Signals) -> list[int]:
-        """Return what comes to a handler of its own."""
+        """What comes to a handler of its own."""
         heard: list[int] = []
         before = signal.signal(number, lambda number, frame: heard.append(number))
         signal.raise_signal(number)

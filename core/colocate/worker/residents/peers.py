@@ -113,7 +113,7 @@ class LocalPeers(_HostPeers):
 
     @property
     def address(self) -> None:
-        """Return None: workers of one process read each other's stores."""
+        """They need none."""
         return
 
     def given_back(self, seq: int, label: str) -> Sequence[Written]:

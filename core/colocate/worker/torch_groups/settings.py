@@ -197,7 +197,7 @@ class Setting:
 
 
 class OwnSettings:
-    """Settings of code that runs step by step: it finds them as it has left them, and others find the usual ones."""
+    """Those of code that runs step by step: it finds them as it has left them, and leaves the usual ones to others."""
 
     def __init__(self, setting: Setting, first: Settings | None = None) -> None:
         """Args: setting: What makes them. first: Those of the first step; None for those that are made now."""
@@ -239,7 +239,7 @@ def _has_modes(torch: Any) -> bool:
 
 
 def _modes(torch: Any) -> _Modes | None:
-    """Return torch's stacks of modes, where there are some."""
+    """Those that there are."""
     if not _has_modes(torch):
         return None
     c = torch._C

@@ -8,12 +8,14 @@ import threading
 from collections import deque
 from collections.abc import Iterator
 from types import TracebackType
-from typing import Generic, TypeVar
+from typing import ClassVar, Generic, TypeVar
 
 import attrs
 
-from colocate import ClosedError, ConfigError
-from colocate.texts import amount_problem, limit, shown
+from colocate._role.call import OnDriver
+from colocate._system.deadline import Deadline
+from colocate._system.numbers import amount_problem, limit, shown
+from colocate.errors import ClosedError, ConfigError
 
 T = TypeVar("T")
 
@@ -24,7 +26,7 @@ class _Item(Generic[T]):
     version: int
 
 
-class Buffer(Generic[T]):
+class Buffer(OnDriver, Generic[T]):
     """A bounded buffer on the driver between a stream and a trainer; its methods may be called from any thread.
 
     Iterating over it takes items one by one, whatever their version, until it is closed and empty.
@@ -34,8 +36,11 @@ class Buffer(Generic[T]):
         max_staleness: By how many versions of weights an item may be older than the trainer.
     """
 
+    _instead: ClassVar[str] = "Pass the items that it holds"
+    _unsent: ClassVar[str] = ""
+
     def __init__(self, capacity: int, max_staleness: int = 1) -> None:
-        """Make an empty buffer.
+        """Make an empty one.
 
         Args:
             capacity: How many items it holds.
@@ -81,9 +86,9 @@ class Buffer(Generic[T]):
             TimeoutError: It is full, and nobody takes anything.
         """
         _check_version(version, "put")
-        within = limit(timeout, "put(timeout)")
+        deadline = Deadline(limit(timeout, "put(timeout)"))
         with self._news:
-            has_room = self._news.wait_for(lambda: self._closed or len(self._items) < self.capacity, within)
+            has_room = self._news.wait_for(lambda: self._closed or len(self._items) < self.capacity, deadline.left)
             if self._closed:
                 raise ClosedError("the buffer is closed, and takes no item any more")
             if not has_room:
@@ -101,7 +106,7 @@ class Buffer(Generic[T]):
             timeout: Seconds to wait for them; None for as long as it takes.
 
         Returns:
-            The items; fewer than `n`, or none, only where the buffer is closed and has no more.
+            They; fewer than `n`, or none, only where the buffer is closed and has no more.
 
         Raises:
             ConfigError: `n` is more than the buffer holds, or `version` no whole number.
@@ -114,9 +119,9 @@ class Buffer(Generic[T]):
             raise ConfigError(f"get({n}): the buffer holds {self.capacity} items, so that there are never as many")
         if version is not None:
             _check_version(version, "get")
-        within = limit(timeout, "get(timeout)")
+        deadline = Deadline(limit(timeout, "get(timeout)"))
         with self._news:
-            if not self._news.wait_for(lambda: self._has(n, version) or self._closed, within):
+            if not self._news.wait_for(lambda: self._has(n, version) or self._closed, deadline.left):
                 raise TimeoutError(f"{len(self._items)} of {n} items are in the buffer after {timeout} s")
             found = [self._items.popleft().value for _ in range(min(n, len(self._items)))]
             self._news.notify_all()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import os
 import pickle
@@ -14,6 +15,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 import colocate
@@ -30,13 +32,14 @@ from colocate.errors import (
     WorkerDied,
 )
 from colocate.executor import OwnProcess
-from colocate.testing.executors._base import Spawn, needs, of_executor
+from colocate.testing.executors._base import Spawn, needs, needs_feature, of_executor
 from colocate.testing.executors.drivers import Scripted, Scripts
+from colocate.testing.features.children.probes import Engines, Given, Playing, Recorded, Served, Starter, User
 from colocate.testing.gate import Gate
-from colocate.testing.probes.children import Engines, Given, Playing, Recorded, Served, Starter, User
+from colocate.testing.probes.limited import Limited
 from colocate.testing.probes.served import FOREVER, QUITS, SERVER, breaks_up, is_silent, says_up, serve
 from colocate.testing.probes.streams import number
-from colocate.testing.waiting import PATIENCE_S, Processes, send, wait_until
+from colocate.testing.waiting import PATIENCE_S, Processes, send, starter_of, wait_until
 
 PYTHON = sys.executable
 
@@ -423,6 +426,7 @@ class Children(Scripted):
                 gate.wait_for(2)
             assert not any(map(_is_there, playing.seen()))
 
+    @needs_feature("weights")
     def test_weights_reach_it(self, spawn: Spawn) -> None:
         """Through its connection: by shared memory, or CUDA IPC. Of a child that dies amid them the sync fails."""
         pytest.importorskip("torch")
@@ -489,7 +493,7 @@ class Children(Scripted):
     def test_the_end_of_the_driver_ends_them(self, scripts: Scripts) -> None:
         """By SIGKILL: of threads as well."""
         driver = scripts.start("""
-            from colocate.testing.probes.children import Starter
+            from colocate.testing.features.children.probes import Starter
             runtime = CONNECT
             starter = runtime.reserve(1, cpus=0).spawn({"starter": colocate.role(Starter)}).role("starter")
             say([starter.serve(), starter.ask("spawn")])
@@ -542,6 +546,58 @@ class Children(Scripted):
             assert starter.stop() == "stopped"
         assert not _is_there(pid), time.monotonic() - began
 
+    @needs(OwnProcess)
+    @of_executor
+    def test_what_a_batch_system_sends(self, spawn: Spawn) -> None:
+        """To all processes at once: all of colocate's go on, forks of roles too. A handler of a role's own hears it."""
+        sent = [signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU]
+        group = spawn({"limited": colocate.role(Limited), "starter": colocate.role(Starter)}, slots=1)
+        limited, starter = group.role("limited", Limited), group.role("starter", Starter)
+        starter.serve()
+        assert starter.ask(1) == ("", 1)  # it has begun
+        worker = starter.pid()
+        below = psutil.Process(starter_of(worker)).children(recursive=True)
+        pids = [each.pid for each in below if any("colocate" in word for word in each.cmdline()[:5])]
+        assert worker in pids
+        for pid, each in itertools.product(pids, sent):
+            send(pid, each)
+        assert starter.ask(2) == ("", 2)
+        assert starter.pid() == worker
+        assert limited.forked(sent) == 3
+        assert limited.hears(signal.SIGUSR1) == [signal.SIGUSR1]
+        assert spawn({"starter": colocate.role(Starter)}, slots=1).role("starter", Starter).pid() != worker
+
+    @of_executor
+    def test_what_the_driver_was_started_with(self, scripts: Scripts) -> None:
+        """Signals that are ignored or blocked there, by a daemon say, aren't in what roles start, nor in workers."""
+        driver = scripts.start("""
+            from colocate.testing.features.children.probes import Starter
+
+            for number in signal.SIGCHLD, signal.SIGHUP, signal.SIGTERM:
+                signal.signal(number, signal.SIG_IGN)
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD, signal.SIGUSR1, signal.SIGTERM})
+            with CONNECT as runtime:
+                group = runtime.reserve(1, cpus=0).spawn({**ROLES, "starter": colocate.role(Starter)})
+                starter = group.role("starter", Starter)
+                say(starter.run(["grep", "-E", "SigBlk|SigIgn", "/proc/self/status"]))
+                say([starter.run(["sh", "-c", what])[0] for what in ("exit 7", "kill -TERM $$; exit 0")])
+                if starter.pid() == os.getpid():
+                    say("SIGKILL")
+                else:
+                    try:
+                        group.role("faulty", Faulty).kill()
+                    except colocate.WorkerDied as error:
+                        say(error.signal)
+            """)
+        code, told = driver.hear()
+        masks = [int(line.split()[1], 16) for line in told.splitlines()]
+        # But for the C library's own, which its `posix_spawn` ignores, as by make.
+        nobodys = sum(1 << number - 1 for number in range(1, 65) if number not in signal.valid_signals())
+        assert (code, [mask & ~nobodys for mask in masks]) == (0, [0, 0])
+        assert driver.hear() == [7, -signal.SIGTERM]
+        assert driver.hear() == "SIGKILL"
+        assert driver.end()[0] == 0
+
 
 class StartsNothing(Starter):
     """Its constructor fails."""
@@ -557,3 +613,6 @@ def _is_there(pid: int | None) -> bool:
     except ProcessLookupError:
         return False
     return True
+
+
+AREAS = [Children]

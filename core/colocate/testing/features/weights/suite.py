@@ -24,8 +24,7 @@ from colocate.errors import (
 )
 from colocate.executor import OwnProcess
 from colocate.testing.executors._base import ExecutorCase, Spawn, needs, of_executor
-from colocate.testing.gate import Gate
-from colocate.testing.probes.weights import (
+from colocate.testing.features.weights.probes import (
     Asker,
     Declared,
     Failure,
@@ -37,6 +36,7 @@ from colocate.testing.probes.weights import (
     Taker,
     Unsaved,
 )
+from colocate.testing.gate import Gate
 from colocate.testing.waiting import PATIENCE_S, wait_until
 
 
@@ -641,3 +641,14 @@ class WeightSyncsBetween(ExecutorCase):
             for source, target in ((one, other), (other, one))
         ]
         assert [call.result(PATIENCE_S).version for call in calls] == [1 + number // 2 for number in range(16)]
+
+    def test_background(self, spawn: Spawn) -> None:
+        """A target that shares tensors can't be one: both would be at the same memory."""
+        pytest.importorskip("torch")
+        roles: dict[str, Any] = {"giver": colocate.role(Giver), "taker": colocate.role(Sharer).on(background=True)}
+        group = spawn(roles, slots=1)
+        with pytest.raises(ConfigError, match=r"shares=True\), and 'taker' is a background role"):
+            colocate.sync_weights(group.role("giver"), group.role("taker"))
+
+
+AREAS = [WeightSyncs, WeightSyncsBetween]

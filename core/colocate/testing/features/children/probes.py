@@ -16,13 +16,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import colocate
-from colocate import Child, ChildDied, First, Role, Weights, method
+from colocate import Child, ChildDied, First, Role, method
 from colocate.testing.gate import Address, pass_gate, pass_gate_async
 from colocate.testing.probes import optional
 from colocate.testing.probes.served import NOTES, serve
 
 if TYPE_CHECKING:
     import torch
+
+    from colocate import Weights
 else:
     torch = optional("torch")
 
@@ -239,7 +241,7 @@ class Engines(Role):
 
     @method(collect=First())
     def sums(self) -> Any:
-        """Return what the child has, by name."""
+        """What the child has, by name."""
         return self.held
 
 

@@ -1,0 +1,1 @@
+"""The suites of features, a folder each: without its feature it is deleted, too."""
