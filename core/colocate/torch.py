@@ -191,14 +191,14 @@ def _reset_sharded(modules: list[Any]) -> None:
 
 
 def _param_groups(state: Any) -> list[Any]:
-    """Those of a module: several from torch 2.12 on."""
+    """Return the parameter groups of a module's state: several from torch 2.12 on."""
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
 
 
 def _reset_iteration(root: Any) -> None:
-    """What `reset_iter_state` does, where there is none."""
+    """Do what `reset_iter_state` does, where there is none."""
     stream = root._device_handle.current_stream()
     comm = root._comm_ctx
     for waited in (getattr(comm, "all_gather_state", None), getattr(comm, "reduce_scatter_state", None)):

@@ -87,7 +87,7 @@ class Guarded:
 
 @attrs.define(eq=False)
 class RunObservers:
-    """All of a run; to the runtime they are one."""
+    """The observers of a run; to the runtime they are one."""
 
     _screen: Screen
     _all: list[Guarded] = attrs.field(factory=list, init=False)

@@ -297,7 +297,7 @@ def _record(begun: Begun, run: Run, calls: CallLog, started: float, start_up: fl
 
 
 def _memory(run: Run) -> tuple[GroupMemory, ...]:
-    """What groups use their memory for, where roles hold some."""
+    """Return what groups use their memory for, where roles hold some."""
     found: list[GroupMemory] = []
     deadline = Deadline(LEDGERS_WITHIN_S)
     for name, group in run.runtime.groups.items():

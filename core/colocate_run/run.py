@@ -82,7 +82,7 @@ class Run:
 
     @property
     def leaving(self) -> Leaving | None:
-        """What goes first of all under this run that is to go: a node of its groups, or the batch job; None: nothing.
+        """The first thing under this run that is to go: a node of its groups, or the batch job; None for nothing.
 
         A cluster says so when it takes a node back or down (Ray drains it, a Dask worker's `--lifetime` ends), Slurm
         by its time limit. When a node has gone, a group with `on_failure: restart` restarts elsewhere.
@@ -168,7 +168,7 @@ class Run:
                 trace.phase(phase, began, began + spent)
 
     def _traces(self) -> list[Trace]:
-        """Those that are being written."""
+        """Return the traces that are being written."""
         return [each for each in Driver(self.runtime).observers if isinstance(each, Trace)]
 
     def rewind(self) -> int | None:
@@ -310,7 +310,7 @@ class Run:
             self._observers.soon(Driver(self.runtime), "colocate_run_checkpointed", step, directory)
 
     def _restarts(self) -> list[Restarts]:
-        """Those of all groups, of the job's own too."""
+        """Return the restarts of all groups, of the job's own too."""
         return [restarts_of(group) for group in self.runtime.groups.values()]
 
     def _warn_of_others(self, directory: Path) -> None:
@@ -346,7 +346,7 @@ def _whole(what: str, step: Any) -> int:
 
 
 def _plain(value: Any) -> Any:
-    """What a tensor, an array or a NumPy scalar of one element has; anything else as it is."""
+    """Return the element of a tensor, an array or a NumPy scalar that has one; anything else as it is."""
     if isinstance(value, bool | int | float):
         return value
     try:

@@ -17,7 +17,7 @@ from colocate_run.folder import RunFolder
 
 
 class Checkpoints:
-    """Those of one run.
+    """The checkpoints of one run.
 
     Args:
         folder: The run's.

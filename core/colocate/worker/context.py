@@ -167,7 +167,7 @@ class WorkerContext(abc.ABC):
 
     @property
     def lanes(self) -> list[Lane]:
-        """All of its lanes, the main one first."""
+        """The worker's lanes, the main one first."""
         return [self.lane, *(each.lane for each in list(self.background.values()))]
 
     def lane_for(self, role: Any) -> Lane:
@@ -244,7 +244,7 @@ class WorkerContext(abc.ABC):
         self.say(from_worker.Ask(self._questions.open([None], -1).token, question))
 
     def packed(self, result: Any, label: str, wait: bool = False) -> Any:
-        """What a role has returned, as it travels; a SerializationError names the method. `wait`: see `tell`."""
+        """Return a role's result as it travels; a SerializationError names the method. `wait`: see `tell`."""
         pack = partial(self.codec.pack_named, result, "result", f"the result of {label}")
         if not self.device.is_gpu or threading.current_thread() in [lane.thread for lane in self.lanes]:
             body = pack()

@@ -388,7 +388,7 @@ class Runner:
                 raise RoleError(f"{label} changed its argument {name!r} in place; {_CURE}")
 
     def _writes(self, work: Work, role: str | None) -> list[tuple[int, str, str]]:
-        """What a call has written into of the residents here."""
+        """Return what a call has written into of the residents here."""
         store = self._worker_context.store
         # A role may write into what it got now, or into what it returned before and still refers to.
         everything = store.strict or role is None  # a function may have asked any role for anything
@@ -397,7 +397,7 @@ class Runner:
         return [(key, maker, by) for key, maker, _ in store.written(keys, by)]
 
     def _suspects(self, work: Work) -> str:
-        """Who may have written into what a call could: it, or one that runs beside it on another lane."""
+        """Return who may have written into what a call could: it, or one that runs beside it on another lane."""
         context = self._worker_context
         if not context.background:
             return work.label

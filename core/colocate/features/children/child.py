@@ -123,7 +123,7 @@ class Child:
 
     @property
     def exitcode(self) -> int | None:
-        """Its exit code, or below zero the signal that has ended it; None while it runs, and where that isn't known."""
+        """The exit code, or below zero the signal that has ended the child; None while it runs, or where unknown."""
         return self._exitcode
 
     @property
@@ -133,7 +133,7 @@ class Child:
 
     @property
     def state(self) -> str:
-        """What it does: "starting", "running", or how it has ended."""
+        """The state of the child: "starting", "running", or how it has ended."""
         if self.alive:
             return "running" if self._is_ready else "starting"
         return self._how()
@@ -452,7 +452,7 @@ class Child:
         return bool(data)
 
     def _gone(self) -> None:
-        """It has ended; its exit code comes when all that it had started is gone, too, which may take longer."""
+        """Note that the child has ended; its exit code comes when all that it had started is gone, too, maybe later."""
         self._loop.unwatch(self._itself)
         self._loop.later(CHILD_CODE_WITHIN_S, self._finish)
 

@@ -53,7 +53,7 @@ _NUDGE_S, _LONGEST_NUDGE_S = 0.005, 0.1
 
 
 class ChildrenOfWorker(OfWorker):
-    """Those of a worker, in the order in which they were started.
+    """The children of a worker, in the order in which they were started.
 
     Attributes:
         dead: Those that have ended by themselves and that a role has neither stopped nor started again.

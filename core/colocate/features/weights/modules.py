@@ -128,7 +128,7 @@ def _gathered(shards: list[tuple[str, DTensor]]) -> Iterator[tuple[str, torch.Te
 
 
 def _adapters(module: Any) -> dict[str, Any]:
-    """What PEFT saves of a model: its adapters, and the modules that were trained beside them."""
+    """Return what PEFT saves of a model: its adapters, and the modules that were trained beside them."""
     if not hasattr(module, "peft_config"):
         raise ConfigError(f"named_weights(adapters='alone'): {type(module).__name__} is no model of PEFT's")
     found: dict[str, Any] = importlib.import_module("peft").get_peft_model_state_dict(module)

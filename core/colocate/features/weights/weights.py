@@ -195,18 +195,18 @@ class Received:
         return None if self.whole else self.stale
 
     def fail(self, why: str, whole: bool = False) -> None:
-        """They can't be used from now on; `whole`: see there."""
+        """Note that the weights can't be used from now on; `whole`: see there."""
         if self.stale is None:
             self.since = time.time()
         self.stale, self.whole, self.watch, self.shared = why, whole, None, {}
 
     def came(self, shared: Mapping[str, torch.Tensor], watch: Watch | None) -> None:
-        """All of them have come, on all ranks."""
+        """Note that all weights have come, on all ranks."""
         self.stale, self.since, self.whole, self.watch, self.shared = None, time.time(), False, watch, shared
         self.version += 1
 
     def known(self) -> tuple[int, str | None]:
-        """Their version, and why they can't be used if so. This may be asked on any thread, and changes nothing."""
+        """Return the weights' version, and why they can't be used if so. On any thread; changes nothing."""
         version, stale, watch = self.version, self.stale, self.watch  # in this order: `came` has the other one
         return version, _WRITTEN if stale is None and watch is not None and watch.touched() else stale
 

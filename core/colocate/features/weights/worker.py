@@ -199,7 +199,7 @@ class WeightsOfWorker(OfWorker):
     def _source(
         self, source: RoleInstance, plan: SyncPlan
     ) -> tuple[dict[str, WeightSpec], Generator[tuple[str, torch.Tensor]]]:
-        """What will come, by the target's names, and that."""
+        """Return what will come, by the target's names, and a generator of that."""
         name = str(source.name)
         function = _function(source, "named_weights", plan.giver)
         weights = _in_its_place(source, function)
@@ -330,7 +330,7 @@ class WeightsOfWorker(OfWorker):
                 area.close(above=2 * _IN_CACHE)
 
     def _take(self, plan: SyncPlan, key: int, taking: Taking | None = None) -> Any:
-        """What another worker offers by a key, which is told of what is over."""
+        """Take what another worker offers by a key, and tell that one of what is over."""
         peers, rank = self._worker_context.peers, plan.takes[self._worker_context.boot.slot]
         assert plan.offers is not None
         try:
@@ -541,7 +541,7 @@ def _noted(
 
 
 def _function(role: RoleInstance, name: str, whose: str) -> Callable[..., Any]:
-    """What a role has for its part in a sync, whether or not its callers may call it."""
+    """Return a role's method for its part in a sync, whether or not its callers may call it."""
     found = getattr(type(role.instance), name, None)
     if isinstance(found, RoleMethod):
         return MethodType(found.spec.function, role.instance)

@@ -493,7 +493,7 @@ def _is_barren(kind: type) -> bool:
 
 @functools.cache
 def _usual(torch: Any) -> frozenset[str]:
-    """What every module has: its parameters, hooks and the like."""
+    """Return what every module has: its parameters, hooks and the like."""
     return frozenset(vars(torch.nn.Module()))
 
 

@@ -140,7 +140,7 @@ class Accounts:
     def _held_beside_lane(
         self, role: RoleInstance, declared: Sequence[Any]
     ) -> tuple[Holdings, list[weakref.ref[Any]], bool]:
-        """What a role holds, its tensors that may have gradients, and whether that is all."""
+        """Return what a role holds, its tensors that may have gradients, and whether that is all."""
         found = search(role.instance, apart=beside(self._worker_context, role.name))
         found.noted[Purpose.DECLARED] += declared
         return found.holdings(), [weakref.ref(each) for each in found.leaves], found.complete
@@ -148,7 +148,7 @@ class Accounts:
     # -- on the lane
 
     def changed(self, role: str | None) -> None:
-        """What a role holds may have changed; None for any of them."""
+        """Note that what a role holds may have changed; None for any of them."""
         roles = named(self._worker_context)
         if role is None:
             self._changed.update(roles)
@@ -287,7 +287,7 @@ class Accounts:
         return f"{_words(role, parts)}{why}"
 
     def _parts(self, shares: Shares, role: str, device: bool) -> dict[str, int]:
-        """What a role has, by kind. What sleeps somewhere counts with the host's memory."""
+        """Return what a role has, by kind. What sleeps somewhere counts with the host's memory."""
         here = self._worker_context.boot.device if device else "cpu"
         parts = {kind: size for (kind, where), size in shares.owned.get(role, {}).items() if where == here}
         if not device and (asleep := shares.asleep.get(role, 0) - shares.emptied.get(role, 0)):
@@ -297,7 +297,7 @@ class Accounts:
         return parts
 
     def _counted(self, held: Mapping[str, Holdings], more: Mapping[str, Any] | None = None) -> Shares:
-        """What roles have, with their residents; values that are about to be kept are among these."""
+        """Return what roles have, with their residents; values that are about to be kept are among these."""
         found: dict[str, Holdings] = {name: {**each, Purpose.RESIDENTS: Storages()} for name, each in held.items()}
         residents: dict[str, list[Any]] = {}  # "": of functions
         for maker, value in [*self._worker_context.store.values(), *(more or {}).items()]:
@@ -342,7 +342,7 @@ def _could_go(parts: Mapping[str, int]) -> int:
 def _shares(
     held: Mapping[str, Holdings], absent: Collection[int]
 ) -> tuple[dict[str, dict[tuple[str, str], int]], dict[str, int]]:
-    """What each role has, and what of that counts with another one; `absent` has addresses where memory sleeps.
+    """Return what each role has, and what of that counts with others; `absent` has addresses where memory sleeps.
 
     What several hold counts as the first of the kinds that it is of, with the first of the roles for which it is that.
     """

@@ -350,12 +350,12 @@ class Asleep:
             del self.roles[name], self._kept[name]
 
     def add_own(self, name: str, tags: Collection[str], why: str) -> None:
-        """What a role puts away by its own means isn't back, though the rest is."""
+        """Note that what a role puts away by its own means isn't back, though the rest is."""
         self.roles.setdefault(name, {}).update({tag: Objects() for tag in tags})
         self.why[name] = why
 
     def forget_gone(self) -> None:
-        """What nobody has any more sleeps no longer."""
+        """Drop records of offloaded storages that were collected."""
         if not (gone := {key for key in self.away if _is_gone(key)}):
             return
         for by_tag in self.roles.values():
@@ -622,7 +622,7 @@ class Sleeper:
         return going
 
     def _immovable(self, found: Collection[Objects], noted: Collection[Objects]) -> dict[Key, str]:
-        """What can't lose its memory, or mustn't, of what was found beside all that else the roles hold; and why."""
+        """Return what can't lose its memory, or mustn't, of what was found beside all else that roles hold; and why."""
         worker_context, can_take = self._worker_context, self.offload.can_take
 
         def there(among: Iterable[Objects]) -> Iterable[tuple[Key, Any]]:
@@ -686,7 +686,7 @@ class Sleeper:
         return Outcome(refusal, end is None, fits, moved, trace=trace)
 
     def _agree(self, members: int, refusal: str | None) -> str | None:
-        """What a rank has against it; None when all are ready."""
+        """Return what a rank has against the sleep; None when all are ready."""
         call = running_call.get()
         assert call is not None
         try:
@@ -758,7 +758,7 @@ class Sleeper:
 def _held(
     worker_context: Worker, name: str, storages: Callable[[], Objects] = Objects, with_declared: bool = True
 ) -> Holdings:
-    """What a role holds."""
+    """Return what a role holds."""
     role = worker_context.roles[name]
     try:
         declared = role.declared() if with_declared else ()

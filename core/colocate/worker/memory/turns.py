@@ -488,7 +488,7 @@ class Residency:
         return shares
 
     def _victims(self, shares: Shares, name: str | None, stay: frozenset[str], coming: int) -> Iterable[str]:
-        """Who is to make room next, so that a role can run; all who can where nothing else helps.
+        """Yield who is to make room next, so that a role can run; all who can where nothing else helps.
 
         Who sleeps may have come to hold something since, or have it to itself only now: nobody else helps any more. Nor
         does it count who has what another one has, too, where that begins elsewhere (a part of an array).
@@ -515,7 +515,7 @@ class Residency:
         return until_it_fits(self._order.by_need(could, ahead), sizes, excess) if could else frozenset()
 
     def _could_go(self, shares: Shares, stay: Collection[str]) -> list[str]:
-        """Who can make room. What several hold counts with one of them, and stays as long as another one is awake."""
+        """Return who can make room. What several hold counts with one, and stays as long as another one is awake."""
         return [
             each
             for each in named(self._worker_context)
@@ -539,7 +539,7 @@ class Residency:
         return self._awake(name, shares) + shares.asleep.get(name, 0)
 
     def _growth(self, name: str, shares: Shares) -> int:
-        """What a role has had besides what it has: gradients, say, that it has let go of."""
+        """Return what a role has had besides what it has: gradients, say, that it has let go of."""
         return max(0, self._peaks.get(name, 0) - self._size(name, shares))
 
     def _over(self, shares: Shares, name: str | None) -> int:

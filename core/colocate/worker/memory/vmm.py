@@ -86,7 +86,7 @@ class Vmm:
         return bool(found.value)
 
     def segments(self, device: int) -> list[Segment]:
-        """Those of a device."""
+        """Return the segments of a device."""
         most = 64
         while True:
             out = (ctypes.c_uint64 * (4 * most))()
@@ -124,12 +124,12 @@ class Vmm:
 
     @classmethod
     def in_use(cls) -> Vmm | None:
-        """That of this process, where some of its memory may be its."""
+        """Return the allocator of this process, where some of its memory may be its."""
         return None if cls._made is None else cls._made[0]
 
     @classmethod
     def made(cls) -> tuple[Vmm, Any]:
-        """That of this process, and torch's allocator of it.
+        """Return the one of this process, and torch's allocator of it.
 
         Raises:
             CapabilityError: It can't be had on this machine.
@@ -234,7 +234,7 @@ class Mapped:
 
 
 def absent(device: str) -> tuple[int, int]:
-    """What torch counts and isn't there: of a device's memory, and of the tensors in it, in bytes."""
+    """Return what torch counts and isn't there: of a device's memory, and of the tensors in it, in bytes."""
     vmm = Vmm.in_use()
     return (0, 0) if vmm is None or device == "cpu" else vmm.absent(number_of(device))
 

@@ -41,7 +41,7 @@ class Shipped:
     version: str | None = None  # the version there
 
     def load(self) -> Any:
-        """It in this process.
+        """Import or unpickle the class or function in this process.
 
         Raises:
             PluginError: Another version of its distribution is installed here.

@@ -134,7 +134,7 @@ def restore(worker_context: WorkerContext, role: RoleInstance, directory: str, i
 
 
 def _files_of(role: RoleInstance, folder: Path) -> dict[str, Any]:
-    """What a checkpoint's record says of a role's files, or of those of this rank; nothing from versions before."""
+    """Return what a checkpoint's record says of a role's files, or this rank's; nothing from versions before."""
     own = f"{role.name}/", str(_own_file(role, Path(), ""))
     return {name: told for name, told in _record(folder).get("files", {}).items() if name.startswith(own)}
 
@@ -156,7 +156,7 @@ def read(folder: Path) -> tuple[Path, dict[str, Any]]:
 
 
 def identity_of(record: Mapping[str, Any]) -> str:
-    """Which checkpoint a record is of; the same for all that versions of before this have written."""
+    """Return which checkpoint a record is of; the same for all that versions of before this have written."""
     return str(record.get("id", ""))
 
 

@@ -318,7 +318,7 @@ class WorkerHost(WorkerContext):
     # -- from driver to driver, on the receiving thread
 
     def renew(self, base: int) -> None:
-        """Its driver has let go: what that asked for is dropped, what runs is cancelled, what it kept is forgotten.
+        """Drop what the driver that has let go asked for, cancel what runs, and forget what it kept.
 
         Its process groups aren't cut yet. A step that all ranks are in ends by itself. Of one that some of them drop,
         the others wait in vain, which the next driver's hold ends; to cut them amid a transfer would have gloo forget
@@ -371,7 +371,7 @@ class WorkerHost(WorkerContext):
         self._on_end()
 
     def stack(self) -> str:
-        """What the lanes are doing, as Python stacks: the background ones only where they run something."""
+        """The lanes' Python stacks: background ones only where they run something."""
         return "".join(_stack(lane) for lane in self.lanes if lane is self.lane or _runs(lane))
 
     # -- on the ledgers' thread
@@ -458,7 +458,7 @@ def takes(workers: Sequence[WorkerHost], frames: Sequence[tuple[Any, Any]]) -> I
 
 
 def snapshot(worker_context: WorkerContext) -> dict[str, Any]:
-    """What it runs, what waits, and what its roles hold, as plain data. On any thread; takes as long as a ledger."""
+    """Return what a worker runs, what waits, what its roles hold, as plain data. On any thread; as slow as a ledger."""
     now, work = time.time(), worker_context.lane.last()
     boot = worker_context.boot
     found: Ledger | None = None

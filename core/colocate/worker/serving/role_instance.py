@@ -70,7 +70,7 @@ class RoleInstance:
             self.run_hook(hook, *args, name=name)
 
     def hook(self, name: str) -> Any:
-        """What it has for a purpose of colocate's; a method for its callers is none."""
+        """Return the role's attribute for a purpose of colocate's; a method for its callers is none."""
         return None if name in self.methods else own_method(self.instance, name)
 
     def close(self) -> None:
@@ -79,7 +79,7 @@ class RoleInstance:
             self.run_hook(hook, name="close")
 
     def _asked(self, name: str) -> Any:
-        """What it has for a purpose of colocate's that needs no argument."""
+        """Return what the role says for a purpose of colocate's that needs no argument."""
         return None if name in self.methods else own_method(self.instance, name, takes_nothing=True)
 
     def run_hook(
@@ -94,7 +94,7 @@ class RoleInstance:
 
     @calls_role_code
     def declared(self) -> Sequence[Any]:
-        """What it says that it holds, by a hook `device_state`: for memory that nobody can find."""
+        """Return what the role says that it holds, by a hook `device_state`: for memory that nobody can find."""
         if (hook := self._asked("device_state")) is None:
             return ()
         token = set_current(self.ctx)
@@ -163,7 +163,7 @@ class RoleInstance:
         return self.settings
 
     def label(self, method: str) -> str:
-        """What a method is called in errors and stacks."""
+        """Return what a method is called in errors and stacks."""
         return self.routes[method][1]
 
 

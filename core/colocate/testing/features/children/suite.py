@@ -135,7 +135,7 @@ class Children(Scripted):
 
     @needs(OwnProcess)
     def test_the_call_itself_may_start_it_again(self, spawn: Spawn) -> None:
-        """It is told once, and goes on."""
+        """The call is told once, and goes on."""
         starter = starter_in(spawn({"starter": colocate.role(Starter)}, slots=1))
         pid = starter.serve()
         with Gate() as gate:
@@ -294,7 +294,7 @@ class Children(Scripted):
         assert starter.end("stop", math.inf) == "stopped"
 
     def test_one_of_little_patience_holds_up_no_other(self, spawn: Spawn) -> None:
-        """It is ended itself; the ends of others are seen as ever."""
+        """The impatient child is ended itself; the ends of others are seen as ever."""
         starter = starter_in(spawn({"starter": colocate.role(Starter)}, slots=1))
         starter.start([PYTHON, "-c", FOREVER], health="http://127.0.0.1:1/", hung_after=1e-9, fails=None)
         assert starter.run([PYTHON, "-c", "raise SystemExit(7)"])[0] == 7
@@ -350,7 +350,7 @@ class Children(Scripted):
             spawn({"starter": colocate.role(StartsNothing)}, slots=1)
 
     def test_memory_and_tree(self, spawn: Spawn) -> None:
-        """Each is a node of the tree and a row of the memory."""
+        """A child is a node of the tree and a row of the memory."""
         group = spawn({"starter": colocate.role(Starter)}, slots=1)
         starter = starter_in(group)
         pid = starter.serve()
@@ -389,7 +389,7 @@ class Children(Scripted):
         starter.pid()
 
     def test_a_child_that_dies_amid_rows(self, spawn: Spawn) -> None:
-        """It fails the rows of its rank that run, and those that begin there later: others go on, or take these."""
+        """Rows of its rank that run fail, and those that begin there later: others go on, or take these."""
         group = spawn({"served": colocate.role(Served)}, slots=2)
         served = group.role("served", Served)
         found = served.play.options(retry=1)(["dies", *["a"] * 20])
@@ -530,7 +530,7 @@ class Children(Scripted):
         assert driver.end()[0] == 0
 
     def test_audits_know_them(self, spawn: Spawn) -> None:
-        """None is leaked."""
+        """No child is leaked."""
         group = spawn({"starter": colocate.role(Starter)}, slots=1)
         starter_in(group).serve()
         starter_in(group).ask("spawn")
@@ -600,7 +600,7 @@ class Children(Scripted):
 
 
 class StartsNothing(Starter):
-    """Its constructor fails."""
+    """A role whose constructor fails."""
 
     def __init__(self) -> None:
         self.ctx.start(["nothing"], name="nothing")

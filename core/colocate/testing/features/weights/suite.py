@@ -96,7 +96,7 @@ class WeightSyncs(ExecutorCase):
         assert all(sum(sums) == pytest.approx(sum(now) - 2 * 64 - 8) for sums, now in zip(found, before, strict=True))
 
     def test_shared_weights(self, spawn: Spawn) -> None:
-        """They are the same tensors; what the source writes makes the target stale until the next sync has looked."""
+        """Shared weights are the same tensors; what the source writes makes the target stale until the next sync."""
         pytest.importorskip("torch")
         group = spawn({"giver": colocate.role(Giver), "taker": colocate.role(Sharer, seed=1)})
         giver, taker = group.role("giver", Giver), group.role("taker", Sharer)
@@ -218,7 +218,7 @@ class WeightSyncs(ExecutorCase):
         assert colocate.sync_weights(other.role("giver", Giver), other.role("hub", Unsaved)).version == 2
 
     def test_weights_that_do_not_fit(self, spawn: Spawn) -> None:
-        """All of it is told at once, and nothing is written; with names and a dtype it may fit."""
+        """Mistakes are told all at once, and nothing is written; with names and a dtype weights may fit."""
         pytest.importorskip("torch")
         group = spawn({"giver": colocate.role(Giver), "taker": colocate.role(Taker, width=16)}, slots=1)
         giver, taker = group.role("giver", Giver), group.role("taker", Taker)
@@ -287,7 +287,7 @@ class WeightSyncs(ExecutorCase):
         ],
     )
     def test_what_roles_get_wrong_in_a_sync(self, spawn: Spawn, role: str, fault: Any, text: str) -> None:
-        """It is told in words of its own."""
+        """A mistake is told in words of its own."""
         pytest.importorskip("torch")
         group = spawn({"giver": colocate.role(Giver), "taker": colocate.role(Taker, seed=1)}, slots=1)
         giver, taker = group.role("giver", Giver), group.role("taker", Taker)
@@ -316,7 +316,7 @@ class WeightSyncs(ExecutorCase):
             assert colocate.sync_weights(giver, taker).version == 2
 
     def test_a_target_that_takes_nothing(self, spawn: Spawn) -> None:
-        """It is told so, and has what it had."""
+        """The target is told so, and has what it had."""
         pytest.importorskip("torch")
         group = spawn({"giver": colocate.role(Giver), "taker": colocate.role(Taker, seed=1)}, slots=1)
         giver, taker = group.role("giver", Giver), group.role("taker", Taker)
@@ -411,7 +411,7 @@ class WeightSyncs(ExecutorCase):
         group.close()
 
     def test_weights_that_a_target_skips(self, spawn: Spawn) -> None:
-        """They count as come, and its ranks elsewhere get them all the same."""
+        """Skipped weights count as come, and its ranks elsewhere get them all the same."""
         pytest.importorskip("torch")
         group = spawn({"giver": colocate.role(Giver).on(slots=[1]), "taker": colocate.role(Taker, seed=1)})
         giver, taker = group.role("giver", Giver), group.role("taker", Taker)
@@ -422,7 +422,7 @@ class WeightSyncs(ExecutorCase):
         assert taker.look() == [(_sums(giver)[0], 1), (own, 1)]
 
     def test_a_target_that_keeps_what_travelled(self, spawn: Spawn) -> None:
-        """It is refused from another slot, too: what it was given may be others' as well."""
+        """Keeping is refused from another slot, too: what the target was given may be others' as well."""
         pytest.importorskip("torch")
         giver = spawn({"giver": colocate.role(Giver)}, slots=1).role("giver", Giver)
         taker = spawn({"taker": colocate.role(Taker, seed=1)}, slots=1).role("taker", Taker)
