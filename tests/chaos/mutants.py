@@ -84,17 +84,15 @@ def uncounted_updates() -> None:
 
 def lost_byte() -> None:
     """What goes lacks its last byte when it comes back."""
-    from colocate.worker.memory.offload import Offload
+    from colocate._system.room import SpillFile
 
-    put = Offload._put
+    read = SpillFile.read
 
-    def short(self: Any, storage: Any) -> Any:
-        room = put(self, storage)
-        if room.parts:
-            room.parts[-1][-1] ^= 1
-        return room
+    def short(self: Any, view: Any, start: int) -> None:
+        read(self, view, start)
+        view[-1:] ^= 1
 
-    _replace(Offload, "_put", short)
+    _replace(SpillFile, "read", short)
 
 
 def unkept_budget() -> None:

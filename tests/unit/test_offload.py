@@ -13,7 +13,7 @@ import os
 import random
 import re
 from collections.abc import Iterator
-from itertools import permutations
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from tests.unit.played_vmm import GRAIN, PlayedVmm  # noqa: E402
 from tests.unit.played_vmm import Arena as Segments  # noqa: E402
 
 from colocate.worker.memory import offload as offload_module  # noqa: E402
-from colocate.worker.memory.offload import Arena, Offload, Resized, Room, digests, pinned  # noqa: E402
+from colocate.worker.memory.offload import Offload, Pinned, Resized, starts_beside  # noqa: E402
 
 MIB = 1 << 20
 SETTINGS = settings(max_examples=20, stateful_step_count=15, deadline=None, suppress_health_check=list(HealthCheck))
@@ -86,10 +86,10 @@ class Sleeps(RuleBasedStateMachine):
             self.values[index] = (self.values[index] + 1) % 100
             self.tensors[index].data.fill_(self.values[index])
 
-    @rule(data=st.data(), once=st.booleans(), fails=st.booleans())
-    def sleep(self, data: Any, once: bool, fails: bool) -> None:
+    @rule(data=st.data(), fails=st.booleans())
+    def sleep(self, data: Any, fails: bool) -> None:
         chosen, keys = self.some(data, set(range(len(self.tensors))) - self.asleep)
-        copies = self.offload.write(keys, once=keys if once else ())
+        copies = self.offload.write(keys)
         if fails and self.fail_to_take(copies):
             return
         assert 0 <= self.offload.put_away(copies) <= sum(each.nbytes for each in (self.tensors[i] for i in chosen))
@@ -111,8 +111,8 @@ class Sleeps(RuleBasedStateMachine):
         for index in chosen:
             self.values[index] = 0.0
 
-    @rule(data=st.data(), how=st.sampled_from(["for good", "undone", "without room"]), forgets=st.booleans())
-    def wake(self, data: Any, how: str, forgets: bool) -> None:
+    @rule(data=st.data(), how=st.sampled_from(["for good", "undone", "without room"]))
+    def wake(self, data: Any, how: str) -> None:
         chosen, keys = self.some(data, self.asleep)
         if how == "without room":
             with pytest.MonkeyPatch.context() as patch:
@@ -125,7 +125,7 @@ class Sleeps(RuleBasedStateMachine):
             self.offload.undo(keys)
             return
         self.asleep -= chosen
-        self.offload.let_go([key for key in keys if forgets or self.offload._copies[key].room is None])
+        self.offload.let_go(keys)
 
     @invariant()
     def what_is_awake_is_as_it_was(self) -> None:
@@ -225,46 +225,6 @@ def test_others_have_the_memory_meanwhile(segments: Segments, monkeypatch: pytes
     assert bool((later == 2).all())
 
 
-@pytest.mark.parametrize("trains", [False, True])
-def test_what_has_not_changed_is_not_copied_again(place: str, monkeypatch: pytest.MonkeyPatch, trains: bool) -> None:
-    """A reference model's copy stays; it is seen when its weights have changed. Nobody looks at what trains."""
-    weights, copied, looked = torch.randn(10_000), list[int](), list[int]()
-    offload, chosen = Offload("cpu"), storages(weights)
-    put, found = offload._put, digests
-
-    def putting(storage: Any) -> Any:
-        copied.append(storage.nbytes())
-        return put(storage)
-
-    def looking(views: Any) -> Any:
-        looked.extend(map(len, views))
-        return found(views)
-
-    monkeypatch.setattr(offload, "_put", putting)
-    monkeypatch.setattr(offload_module, "digests", looking)
-    for change in (0, 0, 1):
-        weights.data[77] += change
-        offload.put_away(offload.write(chosen, once=chosen if trains else ()))
-        offload.bring_back(chosen)
-    assert len(copied) == (3 if trains else 2)
-    assert len(looked) == (3 if not trains and place != "cpu" else 0)
-
-
-def test_a_device_that_is_full(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What sleeps makes room there, whether there is some to find out what has changed or not: all is copied then."""
-    weights = torch.randn(1000)
-    offload, chosen = Offload("cpu"), storages(weights)
-    for is_full in (False, True, True, False):
-        weights.data[77] += 1
-        before = weights.clone()
-        with monkeypatch.context() as patch:
-            if is_full:
-                patch.setattr(offload_module, "_digest", full)
-            offload.put_away(offload.write(chosen))
-        offload.bring_back(chosen)
-        assert torch.equal(weights, before)
-
-
 def test_a_copy_of_something_that_is_gone(place: str) -> None:
     """Nothing is kept for it, and who gets its place has its own; so has what has grown in place."""
     offload = Offload("cpu")
@@ -276,7 +236,8 @@ def test_a_copy_of_something_that_is_gone(place: str) -> None:
         offload.bring_back(chosen)
         assert bool((weights == seed).all())
         del weights, chosen
-    assert len(offload._copies) <= 1
+    offload.write({})
+    assert not offload._copies
 
 
 def test_an_array_of_what_sleeps() -> None:
@@ -302,77 +263,55 @@ def test_who_computes_meanwhile_does_not_wait(monkeypatch: pytest.MonkeyPatch) -
     assert not usual.queue
 
 
-# -- whether something has changed
-
-
-def _changes() -> Iterator[tuple[str, Any, Any]]:
-    """Two tensors that differ as those of a step do, by what has been done."""
-    floats, some = torch.randn(1000), torch.randn(1000)
-    some[1:4:2] = -floats[1:4:2]
-    yield "all signs", floats, -floats
-    yield "two signs", floats, torch.cat([floats[:1], some[1:2], floats[2:3], some[3:4], floats[4:]])
-    for dtype, width in ((torch.float32, 512), (torch.bfloat16, 1024), (torch.bool, 1024)):
-        hot = torch.zeros(64, width, dtype=dtype)
-        other = hot.clone()
-        hot[3, 5] = other[4, 5] = 1
-        yield f"another row of {dtype}", hot, other
-    for one, two in (([5, 5, 5], [6, 3, 6]), ([0, 1, 1, 0], [1, 0, 0, 1]), ([1, 0, 3, 2, 4, 5], [0, 2, 1, 4, 3, 5])):
-        yield f"{one} to {two}", torch.tensor(one), torch.tensor(two)
-    yield "longer by zeros", torch.zeros(1000), torch.zeros(1002)
-    large = torch.zeros(3 * MIB + 5, dtype=torch.uint8)
-    yield "its last byte", large, torch.cat([large[:-1], torch.ones(1, dtype=torch.uint8)])
-
-
-def test_digests() -> None:
-    """Each byte and its place make a difference, also where a sum, or one of products with places, is as it was."""
-    for name, *pair in _changes():
-        one, two = (each.contiguous().view(-1).view(torch.uint8) for each in pair)
-        first, second, again = digests([one, two, one.clone()])
-        assert first == again != second, name
-    assert len({*digests([torch.tensor(each).view(torch.uint8) for each in permutations(range(6))])}) == 720
-    assert digests([]) == []
-
-
 # -- where copies are
 
 
 def test_pieces_that_come_and_go() -> None:
-    """Each has its own, and there is no more than was needed at once, but for what regions are rounded up by."""
-    arena = Arena(lambda nbytes: pinned(nbytes, "cpu"))
-    draw = random.Random(7)
-    rooms: list[tuple[Room, int, int]] = []
-    most = 0
-    for step in range(30):
-        sizes = [draw.choice([draw.randint(0, 2000), draw.randint(0, 3 * MIB)]) for _ in range(draw.randint(0, 4))]
-        arena.reserve(sizes)
-        for size in sizes:
-            room = arena.take(size)
-            for part in room.parts:
-                part.fill_(step)
-            rooms.append((room, size, step))
-        most = max(most, sum(-(-size // offload_module.GRAIN) * offload_module.GRAIN for _, size, _ in rooms))
-        assert most <= arena.nbytes < most + (len(arena._regions) + 1) * 2 * MIB
-        for room, size, number in rooms:
-            assert sum(part.numel() for part in room.parts) == size
-            assert all(bool((part == number).all()) for part in room.parts)
-        draw.shuffle(rooms)
-        del rooms[draw.randint(0, 5) :]
-    rooms.clear()
-    del room
-    assert arena.reserve([]) == arena.nbytes
+    """Each has its own bytes, and what is free again is used: never much more than was there at once."""
+    draw, most, end = random.Random(7), 0, 0
+    there: list[tuple[int, int]] = []
+    for _ in range(200):
+        sizes = [draw.choice([700, 3 * MIB]) for _ in range(draw.randint(0, 4))]
+        there += zip(starts_beside(there, sizes), sizes, strict=True)
+        there.sort()
+        for (one, nbytes), (other, _) in pairwise(there):
+            assert one + nbytes <= other
+        most = max(most, sum(-(-size // offload_module.GRAIN) * offload_module.GRAIN for _, size in there))
+        end = max(end, *(start + nbytes for start, nbytes in there), 0)
+        draw.shuffle(there)
+        del there[draw.randint(0, 5) :]
+    assert end <= 2 * most
+    assert starts_beside([(1024, 100), (4096, 1)], [2048, 100, 1000, 2000]) == [1536, 0, 4608, 5632]
 
 
-def test_copies_that_might_serve_again_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of what is awake, where the host has no more; those that this sleep needs stay."""
+def test_a_file_that_can_not_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What sleeps there sleeps on, and comes back when it can."""
+    tensor = torch.full((1000,), 7.0)
+    offload, chosen = Offload("cpu"), storages(tensor)
+    offload.put_away(offload.write(chosen))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "preadv", lambda *_: 0)
+        with pytest.raises(OSError, match=r"\(spill_dir\) has lost what slept there"):
+            offload.bring_back(chosen)
+    assert tensor.untyped_storage().nbytes() == 0
+    offload.bring_back(chosen)
+    assert bool((tensor == 7).all())
+
+
+def test_as_much_is_pinned_as_sleeps_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What has come back leaves its place to the next one, and a sleep for which there is none is refused."""
     monkeypatch.setattr(offload_module, "name_of", lambda device: "other:0")
     offload = Offload("cpu", lambda: 8 * MIB - offload.pinned)
-    frozen, trained = torch.ones(2 * MIB), torch.ones(2 * MIB)
-    for tensor in (frozen, trained, frozen):
-        offload.put_away(offload.write(storages(tensor)))
-        offload.bring_back(storages(tensor))
-        assert bool((tensor == 1).all())
+    one, other = torch.ones(2 * MIB), torch.full((2 * MIB,), 2.0)
+    for tensor in (one, other, one):
+        chosen, before = storages(tensor), tensor.clone()
+        offload.put_away(offload.write(chosen))
+        offload.bring_back(chosen)
+        offload.let_go(chosen)
+        assert torch.equal(tensor, before)
+    assert offload.pinned == 8 * MIB
     with pytest.raises(MemoryError, match=r"8 MiB .* to be pinned, beside the 8 MiB that are: 0 B are free"):
-        offload.write(storages(frozen, trained))
+        offload.write(storages(one, other))
     offload.close()
     assert offload.pinned == 0
 
@@ -396,12 +335,11 @@ def test_pinned_as_long_as_it_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     played = Played()
     monkeypatch.setattr(offload_module, "driver", lambda device: played)
     monkeypatch.setattr(offload_module, "in_use", lambda device: torch)
-    arena = Arena(lambda nbytes: pinned(nbytes, "cuda:0"))
-    arena.reserve([9 * MIB])
-    room = arena.take(9 * MIB)
+    kept = Pinned("cuda:0", lambda: 1 << 40)
+    kept.grow(9 * MIB)
     assert list(played.now.values()) == [10 * MIB]
-    (part,) = room.parts
-    del arena, room
+    (part,) = kept._regions
+    kept.close()
     gc.collect()
     assert played.now
     del part
@@ -412,18 +350,22 @@ def test_where_the_driver_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch has its own way; in pieces that it doesn't round up."""
     empty, sizes = torch.empty, list[int]()
 
-    def noted(size: int, pin_memory: bool, **options: Any) -> Any:
-        sizes.append(size if pin_memory else 0)
+    def noted(size: int, pin_memory: bool = False, **options: Any) -> Any:
+        sizes.extend([size] if pin_memory else [])
         return empty(size, **options)
 
     monkeypatch.setattr(torch, "empty", noted)
     monkeypatch.setattr(offload_module, "driver", lambda device: None)
     monkeypatch.setattr(offload_module, "in_use", lambda device: torch)
-    arena = Arena(lambda nbytes: pinned(nbytes, "cuda:0"))
-    arena.reserve([21 * MIB])
+    kept = Pinned("cuda:0", lambda: 1 << 40)
+    kept.grow(21 * MIB)
     assert sizes == [16 * MIB, 4 * MIB, 2 * MIB]
-    assert len(arena.take(21 * MIB).parts) == 3
-    assert arena.nbytes == 0  # of the process's own
+    for start in (0, 15 * MIB, 19 * MIB):  # in one of them, in two and in all three
+        view, found = torch.arange(2 * MIB + 5, dtype=torch.uint8), torch.empty(2 * MIB + 5, dtype=torch.uint8)
+        kept.write(view, start)
+        kept.read(found, start)
+        assert torch.equal(found, view)
+    assert kept.own == 0  # of the process's own
 
 
 def test_in_a_process_that_is_forked() -> None:

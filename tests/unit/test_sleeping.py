@@ -102,22 +102,23 @@ def test_refused_by_another_rank(worker: Any) -> None:
     assert sleeper.sleep("model", ALL, discard, 1) == Outcome(nbytes=size)
     assert sleeper.asleep.by_role() == {"model": (size, lost)}
     worker.refusal = "rank 7: no room"
-    assert sleeper.wake("model", ALL, 1, {}).refusal == "rank 7: no room"
+    assert sleeper.wake("model", ALL, 1).refusal == "rank 7: no room"
     assert model.cache.untyped_storage().nbytes() == 0
     worker.refusal = None
-    assert sleeper.wake("model", ALL, 1, {}) == Outcome(nbytes=size)
+    assert sleeper.wake("model", ALL, 1) == Outcome(nbytes=size)
     assert all(map(torch.equal, model.contents(), [*zeros, *before[3:]]))
     assert (sleeper.asleep.by_role(), sleeper.asleep.emptied) == ({}, set())
 
 
-def test_ranks_of_a_machine_share_its_memory(worker: Any) -> None:
-    """Each has its part of what is free on the host, as the others sleep at the same moment."""
+def test_a_host_without_room(worker: Any) -> None:
+    """What would be pinned has to be free."""
     worker.add("model", Model())
     sleeper = Sleeper(worker)
-    sleeper.free = lambda: 7 << 20  # where a region of 2 MiB is pinned at least
-    refused = sleeper.sleep("model", ALL, (), 1, {"node": 4})
-    assert re.search("2 MiB of the host's memory are needed, to be pinned: 1.8 MiB are free", refused.refusal or "")
-    assert sleeper.sleep("model", ALL, (), 1, {"node": 3}).refusal is None
+    sleeper.free = lambda: 1 << 20  # where a region of 2 MiB is pinned at least
+    refused = sleeper.sleep("model", ALL, (), 1)
+    assert re.search("2 MiB of the host's memory are needed, to be pinned: 1 MiB are free", refused.refusal or "")
+    sleeper.free = lambda: 2 << 20
+    assert sleeper.sleep("model", ALL, (), 1).refusal is None
 
 
 WHO = ("cache", "optimizer", "declared", "a role", "a role that sleeps", "declared by a role", "a resident")
@@ -148,7 +149,7 @@ def test_discard_of_what_somebody_needs(worker: Any, who: str) -> None:
     users = {"a role": "role 'other'", "declared by a role": "role 'other'", "a resident": "residents"}
     assert (grad.untyped_storage().nbytes() > 0) == (who in users)
     assert sleeper.asleep.kept_awake("model") == ({f"used by {users[who]}": grad.nbytes} if who in users else {})
-    sleeper.wake("model", ALL, 1, {})
+    sleeper.wake("model", ALL, 1)
     assert torch.equal(grad, before)
     assert not bias.any()
 
@@ -160,7 +161,7 @@ def test_discard_of_what_a_backward_pass_needs(worker: Any) -> None:
     loss = (role.weights * role.cache).sum()
     sleeper = Sleeper(worker)
     sleeper.sleep("model", ALL, ("cache",), 1)
-    sleeper.wake("model", ALL, 1, {})
+    sleeper.wake("model", ALL, 1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
 
@@ -195,7 +196,7 @@ def test_what_was_empty_and_grows_while_the_role_sleeps(worker: Any) -> None:
     sleeper = Sleeper(worker)
     sleeper.sleep("role", ALL, (), 1)
     role.seen.resize_(1000).fill_(7)
-    sleeper.wake("role", ALL, 1, {})
+    sleeper.wake("role", ALL, 1)
     assert (float(role.seen.sum()), float(role.weights.sum())) == (7000.0, 5000.0)
 
 

@@ -301,8 +301,7 @@ class ColocatedGroup(Held[WorkerGroup], node=WorkerGroup, by="pool.spawn"):
                 resident, comes back as it was.
 
         Returns:
-            How many bytes have left the memory of the workers. What has been away before and wasn't written into since
-            costs nothing to put away.
+            How many bytes have left the memory of the workers.
 
         Raises:
             CapabilityError: Slots are threads of the driver's, which has the same memory: use processes.

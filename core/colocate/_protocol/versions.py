@@ -9,7 +9,7 @@ from typing import Any
 
 from colocate._system.installed import same_line
 
-PROTOCOL = 15
+PROTOCOL = 16
 """Goes up with every change to a message, or to what bodies contain."""
 
 _EPOCH_BITS = 40  # more calls than a driver can make

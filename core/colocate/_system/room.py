@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
-import mmap
 import os
 import weakref
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -127,11 +128,11 @@ _MEMORY_FILE_SYSTEMS = {"tmpfs", "ramfs"}
 
 
 class SpillFile:
-    """The file, which grows by pieces that are mapped.
+    """The file.
 
     Attributes:
         directory: Where its bytes lie.
-        close: Has it grow no more; its bytes are freed when none of them is mapped.
+        close: Frees them.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -163,29 +164,44 @@ class SpillFile:
             "config as executor.with.spill_dir"
         )
 
-    def more(self, nbytes: int) -> mmap.mmap:
-        """Map so many bytes more, for which the disk has room: whole pages.
+    def grow(self, nbytes: int) -> None:
+        """Have so many bytes at least, for which the disk has room.
 
         Raises:
             OSError: It has none, or the process may have no more of it: the file is as it was.
         """
+        more = nbytes - self._size
+        if more <= 0:
+            return
         try:
-            os.posix_fallocate(self._descriptor, self._size, nbytes)
-            found = mmap.mmap(self._descriptor, nbytes, offset=self._size)
+            os.posix_fallocate(self._descriptor, self._size, more)
         except OSError as error:
             os.ftruncate(self._descriptor, self._size)
             why = f"{error.strerror}"
             if error.errno == errno.EFBIG:
                 why += ", as the limit of this process has it (ulimit -f)"
-            if error.errno == errno.EMFILE:
-                why += " (ulimit -n)"
-            why += f": {size_text(nbytes)} are to sleep in {self.directory} (spill_dir)"
+            why += f": {size_text(more)} are to sleep in {self.directory} (spill_dir)"
             with suppress(OSError):  # the folder isn't there any more, of which the file has no need
                 disk = os.statvfs(self.directory)
                 why += f", on whose disk {size_text(disk.f_bavail * disk.f_frsize)} are free"
             raise OSError(error.errno, why) from error
-        self._size += nbytes
-        return found
+        self._size = nbytes
+
+    def write(self, view: Any, start: int) -> None:
+        """Write a tensor of bytes."""
+        self._move(os.pwritev, view, start)
+
+    def read(self, view: Any, start: int) -> None:
+        """Read into one."""
+        self._move(os.preadv, view, start)
+
+    def _move(self, move: Callable[[int, list[memoryview], int], int], view: Any, start: int) -> None:
+        # Not by an array of the tensor: who has made one of it can't have it lose its memory any more.
+        memory = memoryview((ctypes.c_ubyte * view.numel()).from_address(view.data_ptr()))
+        while memory:  # the kernel moves 2 GiB at most
+            if not (done := move(self._descriptor, [memory], start)):
+                raise OSError(errno.EIO, f"the file in {self.directory} (spill_dir) has lost what slept there")
+            memory, start = memory[done:], start + done
 
 
 def file_system(directory: Path) -> str:

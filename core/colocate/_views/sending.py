@@ -7,7 +7,6 @@ part. Calls whose role may sleep go behind one that wakes it: what is asked for 
 from __future__ import annotations
 
 import weakref
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from contextvars import ContextVar
@@ -545,8 +544,7 @@ def send(messages: Messages) -> Sequence[Draft]:
 
 def arguments(worker_group: WorkerGroup, role: str, tags: Sequence[str], why: str = "asked for") -> dict[str, Any]:
     """Those of a call that has a role sleep or wake, and what for."""
-    beside = dict(Counter(worker_group.node(slot) for slot in worker_group.live()))
-    return {"role": role, "tags": list(tags), "beside": beside, "why": why}
+    return {"role": role, "tags": list(tags), "why": why}
 
 
 def note(worker_group: WorkerGroup, marks: Mapping[Mark, Slept], call: PendingCall) -> None:

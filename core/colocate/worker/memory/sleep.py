@@ -11,7 +11,6 @@ import bisect
 import errno
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
-from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import attrs
@@ -85,7 +84,6 @@ class EvictionPlan:
         tags: Those of them of which nothing slept.
         pieces: The sizes of what goes.
         storages: What is copied elsewhere.
-        trained: Those of them that training changes.
         emptied: What is let go of, also of what sleeps already: it comes back as zeros.
         to_host: The bytes of the device that go to the host.
         kept: The pieces that were to and stay.
@@ -95,7 +93,6 @@ class EvictionPlan:
     tags: Sequence[str]
     pieces: Mapping[Key, int]
     storages: Mapping[Key, Any]
-    trained: Collection[Key]
     emptied: Mapping[Key, Any]
     to_host: int
     kept: Kept
@@ -115,7 +112,6 @@ class RestorePlan:
         tags: These.
         pieces: The sizes of its pieces.
         emptied: Those that come as zeros.
-        trained: Those that will have changed when they go the next time.
         on_host: What of all is the host's, in bytes.
         on_device: What comes to the slot's device.
         anew: The bytes of the host's memory that come as zeros: they haven't been anywhere.
@@ -126,7 +122,6 @@ class RestorePlan:
     tags: Sequence[str]
     pieces: Mapping[Key, int]
     emptied: Collection[Key]
-    trained: Collection[Key]
     on_host: int
     on_device: int
     anew: int
@@ -186,7 +181,7 @@ def plan(
                     storages[key] = storage
                     to_host += size if place != HOST else 0
     new = [tag for tag in by_tag if tag not in asleep]
-    return EvictionPlan(by_tag, new, pieces, storages, storages.keys() & _trained(by_tag), emptied, to_host, kept)
+    return EvictionPlan(by_tag, new, pieces, storages, emptied, to_host, kept)
 
 
 def by_tags(found: Mapping[Purpose, Storages]) -> dict[str, Objects]:
@@ -202,7 +197,6 @@ def by_tags(found: Mapping[Purpose, Storages]) -> dict[str, Objects]:
             own.setdefault(place, {}).update({key: size for key, size in sizes.items() if key in keys})
         own.storages.update({key: each for key, each in pieces.storages.items() if key in keys})
         own.tensors.update({key: each for key, each in pieces.tensors.items() if key in keys})
-        own.trained |= pieces.trained & keys
         own.pinned |= pieces.pinned & keys
         seen |= keys
     return by_tag
@@ -230,12 +224,6 @@ def unneeded(
 
 def _keys(found: Iterable[Mapping[str, Mapping[Key, int]]]) -> set[Key]:
     return {key for pieces in found for sizes in list(pieces.values()) for key in list(sizes)}
-
-
-def _trained(by_tag: Mapping[str, Objects]) -> set[Key]:
-    """What a step of an optimizer writes: what has gradients, these, and the optimizer's state."""
-    stepped = _keys(by_tag[tag] for tag in ("grads", "optimizer") if tag in by_tag)
-    return stepped.union(*(pieces.trained for pieces in by_tag.values()))
 
 
 # -- what sleeps
@@ -313,7 +301,6 @@ class Asleep:
             list(by_tag),
             pieces,
             emptied,
-            _trained(by_tag) & pieces.keys(),
             sum(pieces[key] for key in on_host),
             sum(size for key, size in pieces.items() if places[key] == self._device),
             sum(pieces[key] for key in emptied & on_host),
@@ -330,7 +317,6 @@ class Asleep:
             for each in (asleep.get(tag), pieces):
                 if each is not None:
                     joined.include(each)
-                    joined.trained |= each.trained
                     # The others may be let go of.
                     joined.storages |= {key: storage for key, storage in each.storages.items() if key in self.away}
             asleep[tag] = joined
@@ -430,8 +416,7 @@ class Sleeper:
 
     def __init__(self, worker_context: Worker) -> None:
         self._worker_context = worker_context
-        self.offload = Offload(worker_context.boot.device, lambda: self._share(), lambda: worker_context.spill_dir)
-        self._beside = 1  # how many workers of the group lie here, which may sleep or wake at once
+        self.offload = Offload(worker_context.boot.device, lambda: self.free(), lambda: worker_context.spill_dir)
         self.asleep = Asleep(worker_context.boot.device, self.offload)
         self.free: Callable[[], int] = free_memory
         self.refuse_more: Callable[[str, int, bool, bool], None] = lambda role, nbytes, device, wakes: None
@@ -483,10 +468,8 @@ class Sleeper:
         tags: Sequence[str],
         discard: Collection[str],
         members: int,
-        beside: Mapping[str, int] = MappingProxyType({}),
     ) -> Outcome:
         """Put memory of a role to sleep, if all ranks can."""
-        self._beside = beside.get(self._worker_context.boot.node, 1)
         role = self._worker_context.roles.get(name)
         if role is None:
             return Outcome(self._agree(members, None))
@@ -510,29 +493,27 @@ class Sleeper:
             return attrs.evolve(outcome, left=f"{raised}, and is called again when the role is woken")
         return outcome
 
-    def wake(self, name: str, tags: Sequence[str], members: int, beside: Mapping[str, int]) -> Outcome:
+    def wake(self, name: str, tags: Sequence[str], members: int) -> Outcome:
         """Have memory of a role be there again, if it is so on all ranks."""
         role = self._worker_context.roles.get(name)
         asleep = [tag for tag in self.asleep.tags(name) if tag in tags]
         if role is None or not asleep:
             return Outcome(self._agree(members, None))
         coming = self.asleep.coming(name, asleep)
-        self._beside = beside.get(self._worker_context.boot.node, 1)
-        share = self._share(coming.on_host)
+        free = self._free_for(coming.on_host)
 
         def begin() -> Callable[[], int]:
             self.refuse_more(name, coming.on_device, True, True)
             self.refuse_more(name, coming.anew, False, True)
-            if coming.on_host > share:
-                raise MemoryError(f"{size_text(coming.on_host)} are needed, and {size_text(share)} free for this rank")
+            if coming.on_host > free:
+                raise MemoryError(f"{size_text(coming.on_host)} are needed, and {size_text(free)} are free")
             self.offload.bring_back(coming.pieces)
             return lambda: coming.size
 
         outcome = self._all_or_none(role, members, begin, lambda: self.offload.undo(coming.pieces))
         if outcome.refusal is None:
-            # Where the role trains from now on, copies of what changes by that aren't kept.
             before = sum(role.managed().values())
-            self._has_come(role, coming, {*coming.trained, *coming.emptied})
+            self._has_come(role, coming)
             outcome = attrs.evolve(outcome, nbytes=outcome.nbytes + sum(role.managed().values()) - before)
         else:
             self.asleep.why[name] = outcome.refusal
@@ -545,7 +526,7 @@ class Sleeper:
         """
         role = self._worker_context.roles[name]
         new = [tag for tag in tags if tag not in self.asleep.tags(name)]
-        going, copies = self._copied(name, role, tags, again=True, only=only)
+        going, copies = self._copied(name, role, tags, only=only)
         try:
             self._put_away(going, copies)
         except BaseException as error:
@@ -563,9 +544,9 @@ class Sleeper:
             return 0
         assert role.name is not None
         coming = self.asleep.coming(role.name, asleep)
-        self._share(coming.on_host)
+        self._free_for(coming.on_host)
         self.offload.bring_back(coming.pieces)
-        self._has_come(role, coming, coming.emptied)
+        self._has_come(role, coming)
         return coming.size
 
     def size(self, name: str, tags: Sequence[str]) -> int:
@@ -648,15 +629,12 @@ class Sleeper:
                 why[key] = _OF_A_GRAPH  # which is replayed, and would write where that was
         return why
 
-    def _share(self, wanted: int = 0) -> int:
-        """What of the host's free memory is this rank's, where others may want as much just now.
-
-        Where that is less than is wanted, what `malloc` holds and nobody uses is given back first.
-        """
-        if (share := self.free() // self._beside) >= wanted:
-            return share
+    def _free_for(self, wanted: int) -> int:
+        """How much of the host's memory is free; where that is less than is wanted, `malloc` gives back what it can."""
+        if (free := self.free()) >= wanted:
+            return free
         trim()
-        return self.free() // self._beside
+        return self.free()
 
     def _all_or_none(
         self, role: RoleInstance, members: int, begin: Callable[[], Callable[[], int]], undo: Callable[[], object]
@@ -704,17 +682,16 @@ class Sleeper:
         role: RoleInstance,
         tags: Sequence[str],
         discard: Collection[str] = (),
-        again: bool = False,
         only: RestorePlan | None = None,
     ) -> tuple[EvictionPlan, Mapping[Key, Any]]:
-        """What of a role is to sleep, and its copies where it goes. `again`: those of what trains may serve again."""
+        """What of a role is to sleep, and its copies where it goes."""
         finish_works()
         new = [tag for tag in tags if tag not in self.asleep.tags(name)]
         if new:  # first: where memory was that it frees, somebody else's may be afterwards
             role.call_hook("sleep", tuple(new))
         try:
             going = self.going(name, tags, discard, only)
-            return going, self.offload.write(going.storages, going.emptied, () if again else going.trained)
+            return going, self.offload.write(going.storages, going.emptied)
         except BaseException as error:
             self._undo(role, new, error)
             raise
@@ -737,10 +714,10 @@ class Sleeper:
             if error is not None:
                 error.add_note(f"then its wake() raised {error_text(second)}")
 
-    def _has_come(self, role: RoleInstance, coming: RestorePlan, forgotten: Collection[Key]) -> None:
-        """Memory of a role is there for good, and some copies of it are of no use any more."""
+    def _has_come(self, role: RoleInstance, coming: RestorePlan) -> None:
+        """Memory of a role is there for good, and its copies are of no use any more."""
         assert role.name is not None
-        self.offload.let_go(forgotten)
+        self.offload.let_go(coming.pieces)
         self.asleep.remove(role.name, coming)
         self._tell_woken(role, coming.tags)
 

@@ -326,7 +326,7 @@ class Residency:
         for each in moves.going.keys() - moves.gone:
             asleep.remove(each, moves.going[each])
         if moves.has_come:
-            self._sleeper.offload.let_go(moves.coming.emptied)
+            self._sleeper.offload.let_go(moves.coming.pieces)
         else:
             asleep.add(moves.name, moves.coming)
         for each in moves.roles:

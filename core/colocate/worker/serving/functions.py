@@ -64,24 +64,22 @@ class Functions:
         return [role for role in self._worker_context.roles.values() if role.name is not None]
 
     @method
-    def sleep(
-        self, role: str, tags: Sequence[str], discard: Sequence[str], beside: Mapping[str, int], why: str
-    ) -> Outcome:
-        """Put memory of a role to sleep, and why. `beside`: how many of the group's workers lie on each node."""
+    def sleep(self, role: str, tags: Sequence[str], discard: Sequence[str], why: str) -> Outcome:
+        """Put memory of a role to sleep, and why."""
         self._worker_context.residency.settle()
         start, before, had = time.time(), self._worker_context.sleeper.asleep.tags(role), self._asleep(role)
-        outcome = self._worker_context.sleeper.sleep(role, tags, discard, current_slots(), beside)
+        outcome = self._worker_context.sleeper.sleep(role, tags, discard, current_slots())
         more = self._asleep(role) - had  # as a wake will tell, also where the device keeps some of them
         if more or self._worker_context.sleeper.asleep.tags(role) != before:
             self._tell(role, True, more, start, why, self._worker_context.sleeper.asleep.kept_awake(role, tags))
         return outcome
 
     @method
-    def wake(self, role: str, tags: Sequence[str], beside: Mapping[str, int], why: str) -> Outcome:
-        """Have it be there again, and why. `beside`: as for a sleep."""
+    def wake(self, role: str, tags: Sequence[str], why: str) -> Outcome:
+        """Have it be there again, and why."""
         self._worker_context.residency.make_room(role)
         start, before = time.time(), self._worker_context.sleeper.asleep.tags(role)
-        outcome = self._worker_context.sleeper.wake(role, tags, current_slots(), beside)
+        outcome = self._worker_context.sleeper.wake(role, tags, current_slots())
         if self._worker_context.sleeper.asleep.tags(role) != before:
             self._tell(role, False, outcome.nbytes, start, why)
         return outcome
