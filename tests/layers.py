@@ -13,7 +13,7 @@ import ast
 import functools
 import importlib.util
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,6 +24,7 @@ CORE = ROOT / "core" / "colocate"
 
 # From the top of the house to its ground: each package or module of core, and what it is.
 LAYERS = {
+    "_version": "the version",
     "errors": "every error",
     "features": "the table of features; a folder below has each of them",
     "_signals": "the law of signals: where users' code may run between two lines of ours",
@@ -54,7 +55,7 @@ LAYERS = {
     "_api": "the live objects",
     "features.*": "what isn't kernel, a folder for each: `children`, `weights`",
     "torch": "models that go on with new process groups; weights of modules",
-    "_detached": "pools that change their driver: what `detach` and `attach` of the live objects find on first use",
+    "connecting": "`connect` and `spawn`",
     "driver": "a driver from inside, for packages beside core",
     "config": "what a file says, of `colocate_run`",
     "cli": "commands, of `colocate_run`",
@@ -63,9 +64,6 @@ LAYERS = {
 
 # Core imports these for whoever uses one of its names that they have, and else never.
 BESIDE = {"colocate_report": "what is known of a run; its page, its trace", "colocate_run": "configs, jobs, commands"}
-
-# Who finds what is below, on first use of a public name, and imports nothing of it otherwise.
-ON_FIRST_USE = {("_api.pool", "_detached"), ("_api.runtime", "_detached")}
 
 # Public signatures of the kernel name these classes of features, for type checkers.
 DOORS = {("_role.context", "features.children.child")}
@@ -77,8 +75,8 @@ FEATURES_ON: set[tuple[str, str]] = set()
 AROUND = {
     "executors/colocate_local": ["machine", "threads processes", "local", "plugin"],
     "executors/colocate_ray": [
-        "growing silence terms",
-        "nodes",
+        "growing janitor silence terms",
+        "nodes proxy",
         "private listing holder",
         "envoy joining names holders",
         "executor leftovers placing",
@@ -107,7 +105,7 @@ AROUND = {
         "grpo_plugin plugin",
     ],
     "plugins/colocate_rollout": [
-        "contract lent plugin process",
+        "buffer contract lent plugin process",
         "models",
         "child transformers vllm",
         "role",
@@ -125,6 +123,10 @@ AROUND = {
     ],
     "plugins/colocate_observers": ["mlflow opentelemetry prometheus tensorboard wandb"],
 }
+
+
+# All of ours that is installed.
+PACKAGES = ("core/colocate", *(f"core/{name}" for name in BESIDE), *AROUND)
 
 
 class Arrow(NamedTuple):
@@ -158,7 +160,7 @@ def arrows(core: Path = CORE) -> list[Arrow]:
         Arrow(name, imported)
         for name, path in known.items()
         for imported in dict.fromkeys(_imported(path, _package(name, path), known))
-        if imported != name and (name, imported) not in ON_FIRST_USE | DOORS
+        if imported != name and (name, imported) not in DOORS
     ]
 
 
@@ -269,12 +271,41 @@ def against_around(folder: Path, layers: list[str]) -> list[Arrow]:
     return [arrow for arrow in arrows_around(folder) if at.get(arrow.imported, len(layers)) >= at[arrow.importer]]
 
 
+def drawing(folders: Iterable[str] = PACKAGES, root: Path = ROOT) -> dict[str, list[str]]:
+    """Return what each module of our packages imports, by whole names, as whoever draws the imports sees them.
+
+    The packages themselves are in it, with all that they offer: what is imported on first use, too.
+    """
+    known = {}
+    for folder in folders:
+        for path in sorted((root / folder).rglob("*.py")):
+            parts = path.relative_to((root / folder).parent).with_suffix("").parts
+            known[".".join(parts).removesuffix(".__init__")] = path
+    ways: dict[str, list[str]] = {}
+    for importer, path in known.items():
+        package = importer if path.name == "__init__.py" else importer.rpartition(".")[0]
+        names = [
+            name
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+            if not isinstance(node, ast.Attribute)
+            for name in _full_names(node, package)
+        ]
+        found = (name if name in known else name.rpartition(".")[0] for name in names)
+        ways[importer] = [name for name in dict.fromkeys(found) if name in known and name != importer]
+    return ways
+
+
 def circles(around: Path | None = None) -> list[set[str]]:
-    """Modules of core, or of a package around it, that import each other, directly or not (Tarjan)."""
+    """Return the modules of core, or of a package around it, that import each other, directly or not."""
     ways: dict[str, list[str]] = {name: [] for name in (modules_around(around) if around else modules())}
     for arrow in arrows_around(around) if around else arrows(CORE):
         assert arrow.imported in ways, arrow
         ways[arrow.importer].append(arrow.imported)
+    return circles_of(ways)
+
+
+def circles_of(ways: Mapping[str, Iterable[str]]) -> list[set[str]]:
+    """Return what lies in a circle, by Tarjan's way."""
     number: dict[str, int] = {}
     low: dict[str, int] = {}
     path: list[str] = []

@@ -6,10 +6,10 @@ Names are imported when they are first used: a worker needs a part of them only,
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from colocate._version import __version__ as __version__
+
 if TYPE_CHECKING:
     from colocate._api.audit import Audit
-    from colocate._api.buffer import Buffer
-    from colocate._api.connecting import connect, spawn
     from colocate._api.group import ColocatedGroup
     from colocate._api.memory import GroupMemory, RoleMemory, SlotMemory
     from colocate._api.pool import Pool, PoolPart, Slot
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from colocate._values.leaves import register_batch
     from colocate._values.mesh import Mesh, Ranks
     from colocate._views.view import Inspection, RoleView, inspect
+    from colocate.connecting import connect, spawn
     from colocate.errors import (
         BorrowedError,
         CallCancelled,
@@ -64,12 +65,9 @@ if TYPE_CHECKING:
     from colocate_run.recording import record
     from colocate_run.run import Run
 
-__version__ = "0.3.0.dev0"
-
 _HOMES = {
     "_api.audit": "Audit",
-    "_api.buffer": "Buffer",
-    "_api.connecting": "connect spawn",
+    "connecting": "connect spawn",
     "_values.leaves": "register_batch",
     "_role.call": "Call Resident ResidentSpec as_completed wait",
     "_values.collect": "Collect Concat First Gather Reduce",
@@ -115,7 +113,6 @@ __all__ = [
     "Audit",
     "BorrowedError",
     "Broadcast",
-    "Buffer",
     "Call",
     "CallCancelled",
     "CallRecord",

@@ -10,11 +10,21 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from colocate._api.audit import Audit as Audit
 from colocate._api.audit import audit_strays as audit_strays
+from colocate._api.connection import Connection
 from colocate._api.glance import Recent as Recent
 from colocate._api.glance import glance
+from colocate._api.graph import Held as Held
+from colocate._api.memory import GroupMemory as GroupMemory
+from colocate._api.memory import SlotMemory as SlotMemory
 from colocate._calls.records import CALL_FINISHED as CALL_FINISHED
 from colocate._calls.records import OF_RUNS as OF_RUNS
+from colocate._calls.records import CallRecord as CallRecord
+from colocate._calls.records import CheckpointRecord as CheckpointRecord
+from colocate._calls.records import FetchRecord as FetchRecord
+from colocate._calls.records import MoveRecord as MoveRecord
+from colocate._calls.records import TransferRecord as TransferRecord
 from colocate._calls.records import check_observer as check_observer
 from colocate._plugins.strays import of_this_machine as of_this_machine
 from colocate._protocol.commands import Seen as Seen
@@ -44,8 +54,8 @@ from colocate.worker.serving.functions import SLEEP as SLEEP
 from colocate.worker.serving.functions import WAKE as WAKE
 
 if TYPE_CHECKING:
-    from colocate._api.group import ColocatedGroup
-    from colocate._api.runtime import Runtime
+    from colocate._api.group import ColocatedGroup as ColocatedGroup
+    from colocate._api.pool import Pool as Pool
     from colocate.errors import ColocateError
     from colocate.executor import Executor
 
@@ -66,7 +76,7 @@ class Driver:
         ports: The first and the last TCP port that it may listen on; None for any.
     """
 
-    def __init__(self, runtime: Runtime) -> None:
+    def __init__(self, runtime: Held[Connection]) -> None:
         self._node = runtime._node
         self._services = self._node.services
         self.executor: Executor = self._services.executor
@@ -78,7 +88,7 @@ class Driver:
 
     @property
     def observers(self) -> Sequence[object]:
-        """Who is told what happens, by `runtime.observe`."""
+        """Return who is told what happens, by `runtime.observe`."""
         return tuple(self._services.observers)
 
     def forget(self, observer: object) -> None:
@@ -103,7 +113,7 @@ class Driver:
 
     @property
     def stack(self) -> str:
-        """What the observers' thread does."""
+        """Return what the observers' thread does."""
         return self._services.dispatcher.stack
 
     def slot_of(self, group: str, role: str, rank: int) -> int:
@@ -148,9 +158,14 @@ class Driver:
             BorrowedError: A driver is attached (without `force`).
             ConfigError: There is no such pool.
         """
-        from colocate._detached import close_detached
+        from colocate._api.detached import close_detached
 
         close_detached(self._node, name, force)
+
+
+def is_runtime(thing: object) -> bool:
+    """Return whether something is a runtime."""
+    return isinstance(thing, Held) and isinstance(thing._node, Connection)
 
 
 def restarts_of(group: ColocatedGroup) -> Restarts:

@@ -268,7 +268,7 @@ class BorrowedError(ColocateError, RuntimeError):
 
 
 class ClosedError(ColocateError, RuntimeError):
-    """It is closed; `closed_by` says what closed it and where."""
+    """Something is used that is closed; `closed_by` says what closed it and where."""
 
     closed_by: str | None = None
 

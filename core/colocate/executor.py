@@ -225,7 +225,7 @@ class HostEvents(Protocol):
         """
 
     def exited(self, exit: Exit) -> None:
-        """It is gone. Said exactly once, also after `kill`; nothing is received afterwards."""
+        """Hear that the host is gone. Said exactly once, also after `kill`; nothing is received afterwards."""
 
 
 class Host(abc.ABC):
@@ -300,7 +300,7 @@ class Executor(abc.ABC):
 
     @abc.abstractmethod
     def nodes(self) -> Sequence[Node]:
-        """What there is, whether free or not."""
+        """Return what there is, whether free or not."""
 
     @abc.abstractmethod
     def reserve(self, request: Request) -> Reservation:
@@ -369,14 +369,14 @@ class Executor(abc.ABC):
 
     @abc.abstractmethod
     def running(self) -> Sequence[Running]:
-        """What the cluster has for this runtime: workers, reservations, and what else it keeps for these.
+        """Return what the cluster has for this runtime: workers, reservations, and what else it keeps for these.
 
         The audit compares this with the ownership graph, so ask the far side. Takes a bounded time; what doesn't answer
         is listed with its `doubt`.
         """
 
     def strays(self) -> Sequence[Running]:
-        """What the cluster has under colocate's name, from any driver, although that driver is gone."""
+        """Return what the cluster has under colocate's name, from any driver, although that driver is gone."""
         return ()
 
     @abc.abstractmethod
@@ -491,7 +491,7 @@ class Watchable(abc.ABC):
 
     @abc.abstractmethod
     def windows(self) -> Sequence[Window]:
-        """Those of all drivers of the cluster that there are."""
+        """List the windows of all drivers that the cluster has."""
 
 
 @attrs.frozen
@@ -555,7 +555,7 @@ class Detachable(abc.ABC):
 
     @abc.abstractmethod
     def look(self, name: str) -> Mapping[str, Any]:
-        """What a detached pool does, as `colocate.keeper.look_inside` describes it. Nothing of it changes by that.
+        """Return what a detached pool does, as `colocate.keeper.look_inside` describes it, and change nothing of it.
 
         Raises:
             ConfigError: There is no such pool.

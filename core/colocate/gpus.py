@@ -99,7 +99,7 @@ def listed(environ: Mapping[str, str] | None = None, machine: Sequence[str] = ()
 
 
 def names(count: int, environ: Mapping[str, str] | None = None) -> tuple[str, ...]:
-    """What the first so many GPUs of this process are called: indices are of this list.
+    """Return what the first so many GPUs of this process are called: indices are of this list.
 
     Args:
         count: How many.
@@ -129,12 +129,12 @@ def shown(gpus: Sequence[str], indices: Sequence[int]) -> dict[str, str]:
 
 
 def torch_device(index: int | None) -> str:
-    """What torch calls the slot's device: a GPU that its process sees, by number, or the CPU for none."""
+    """Return what torch calls the slot's device: a GPU that its process sees, by number, or the CPU for none."""
     return "cpu" if index is None else f"{KIND.device}:{index}"
 
 
 def backend_for(device: str) -> str | None:
-    """What does the collectives of a device's tensors, as torch.distributed names it; None for the host's."""
+    """Return what does the collectives of a device's tensors, as torch.distributed names it; None for the host's."""
     return next((f"{kind.device}:{kind.backend}" for kind in KINDS.values() if device.startswith(kind.device)), None)
 
 
@@ -197,7 +197,7 @@ def _by_amd_topology(folder: Path = Path("/sys/class/kfd/kfd/topology/nodes")) -
 
 
 def gpu_names(torch: Any) -> list[str]:
-    """What the GPUs are called that torch can use."""
+    """Return what the GPUs are called that torch can use."""
     module = getattr(torch, KIND.device)
     return [str(module.get_device_name(number)) for number in range(module.device_count())]
 

@@ -31,7 +31,7 @@ class _Account:
 
     @property
     def free(self) -> Node:
-        """What of the node is free."""
+        """Return what of the node is free."""
         cpus = None if self.node.cpus is None else self.cpus
         memory = None if self.node.host_memory_bytes is None else int(self.memory)
         return attrs.evolve(
@@ -295,7 +295,7 @@ def labels_column(labels: Mapping[str, str], request: Request) -> dict[str, str]
 
 
 def _amounts(node: Node, request: Request) -> str:
-    """What there is of each kind that a request wants, in words."""
+    """Return what there is of each kind that a request wants, in words."""
     words = [f"{'any' if node.cpus is None else f'{node.cpus:g}'} CPU", f"{node.gpus} GPU"]
     if request.host_memory_bytes and node.host_memory_bytes is not None:
         words.append(f"{node.host_memory_bytes / 2**30:.1f} GiB")

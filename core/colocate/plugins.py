@@ -4,6 +4,7 @@ What this module offers may change with any version; plugins themselves need `co
 `colocate.needs` and `colocate.checks`.
 """
 
+from colocate._plugins.entry_points import hookimpl as hookimpl
 from colocate._plugins.entry_points import only_plugins as only_plugins
 from colocate._plugins.entry_points import versions_of as versions_of
 from colocate._plugins.needs import check_of as check_of
@@ -56,4 +57,9 @@ from colocate._plugins.plugins import (
     roles_of as roles_of,
 )
 from colocate._protocol.versions import PROTOCOL as PROTOCOL
+from colocate._role.role import RoleSpec as RoleSpec
+from colocate._role.role import role as role
 from colocate._system.installed import pip_line as pip_line
+from colocate._version import __version__
+
+VERSION = __version__

@@ -9,6 +9,8 @@ from colocate._system.jobs import error_text as error_text
 from colocate._system.lines import made_for as made_for
 from colocate._system.nearest import did_you_mean as did_you_mean
 from colocate._system.nearest import nearest as nearest
+from colocate._system.numbers import amount_problem as amount_problem
+from colocate._system.numbers import limit as limit
 from colocate._system.numbers import parse_bytes as parse_bytes
 from colocate._system.numbers import plural as plural
 from colocate._system.numbers import shown as shown

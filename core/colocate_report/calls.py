@@ -10,15 +10,15 @@ from typing import TypeVar
 
 import attrs
 
-from colocate import CallRecord, CheckpointRecord, MoveRecord, hookimpl
-from colocate.driver import SLEEP, WAKE
+from colocate.driver import SLEEP, WAKE, CallRecord, CheckpointRecord, MoveRecord
 from colocate.errors import ColocateError
+from colocate.plugins import hookimpl
 from colocate_report.contention import Busy, HandedOver, Move, RoleUse, contention
 
 
 @attrs.frozen
 class Restart:
-    """One of a group."""
+    """A restart of a group."""
 
     group: str  # the group's name
     what: str  # what it was lost by, in words: "worker 1 was killed"
@@ -33,7 +33,7 @@ class Restart:
 
 
 def lost_by(group: str, cause: ColocateError | None) -> str:
-    """What a group was lost by, in words."""
+    """Return what a group was lost by, in words."""
     if cause is None or cause.rank is None:
         return f"group {group} failed"
     if cause.signal == "SIGKILL":
@@ -57,7 +57,7 @@ class Naps:
         self._ranks.add((group, role, rank))
 
     def note(self, record: MoveRecord) -> None:
-        """One has gone to sleep, or is awake: also where only a part of it is."""
+        """Note that a role has gone to sleep, or is awake: also where only a part of it is."""
         rank = record.group, record.role, record.rank
         self._ranks.add(rank)
         if record.asleep:
@@ -66,7 +66,7 @@ class Naps:
             self._add(rank, record.start - since)
 
     def end(self, group: str, now: float) -> None:
-        """All of a group are awake from now on."""
+        """Note that all roles of a group are awake from now on."""
         for rank in [rank for rank in self._asleep if rank[0] == group]:
             self._add(rank, now - self._asleep.pop(rank))
 
@@ -188,7 +188,7 @@ class CallLog:
             return tuple(Total(*key, *counts) for key, counts in self._totals.items())
 
     def contention(self) -> tuple[RoleUse, ...]:
-        """What roles did to each other on their slots, as the last spans tell."""
+        """Return what roles did to each other on their slots, as the last spans tell."""
         with self._lock:
             stretches, moved = list(self._busy), dict(self._moved)
             transferred, awake = dict(self._transferred), self._naps.awake(time.time())
@@ -207,7 +207,7 @@ class CallLog:
         )
 
     def handed_over(self) -> tuple[HandedOver, ...]:
-        """What roles used of others' results that lay where they ran, most first."""
+        """Return what roles used of others' results that lay where they ran, most first."""
         with self._lock:
             found = [HandedOver(*key, nbytes) for key, nbytes in self._handed_over.items()]
         return tuple(sorted(found, key=lambda each: -each.nbytes))

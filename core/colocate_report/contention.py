@@ -69,7 +69,7 @@ def contention(
     transferred: Mapping[tuple[str, str], int] = MappingProxyType({}),
     awake: Mapping[tuple[str, str], float] = MappingProxyType({}),
 ) -> list[RoleUse]:
-    """What roles did to each other."""
+    """Return what roles did to each other."""
     busy: dict[tuple[str, str], float] = {}
     moving: dict[tuple[str, str], float] = {}
     waited: dict[tuple[str, str], dict[str, float]] = {}

@@ -30,12 +30,12 @@ class Series:
 
     @property
     def label(self) -> str:
-        """Its name for people."""
+        """The series' name for people."""
         return words(self.name)
 
     @property
     def last(self) -> str:
-        """What it was in the end, as text."""
+        """Return what it was in the end, as text."""
         return number(self.values[-1]) if self.points[-1][1] is not None else "not finite"
 
     @property
@@ -100,7 +100,7 @@ class Curves:
 
 
 def series_of(rows: Iterable[Mapping[str, Any]]) -> list[Series]:
-    """What the rows have, in the order in which names came up."""
+    """Return what the rows have, in the order in which names came up."""
     found: dict[str, list[Point]] = {}
     for row in rows:
         for name, value in row.items():

@@ -16,7 +16,7 @@ from colocate_report.tables import ROWS, Cell, Table
 from colocate_report.times import Bar, role_label, share_bar
 
 if TYPE_CHECKING:
-    from colocate import GroupMemory, SlotMemory
+    from colocate.driver import GroupMemory, SlotMemory
 
 SLOTS = 4  # of a group, that have a bar
 
@@ -33,7 +33,7 @@ class Memory:
 
 
 def memory(found: Sequence[GroupMemory], roles: Mapping[str, int]) -> tuple[Memory, ...]:
-    """What is shown of the groups' memory."""
+    """Return what is shown of the groups' memory."""
     return tuple(_memory(each, roles) for each in found)
 
 

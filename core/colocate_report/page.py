@@ -80,7 +80,7 @@ def visible(value: Any) -> Any:
 
 
 def page_of(record: RunRecord, error: str | None = None) -> Page:
-    """What a run's page shows."""
+    """Return what a run's page shows."""
     holding = (role.role for group in record.memory for slot in group.slots for role in slot.roles)
     names = dict.fromkeys([*(total.role for total in record.totals), *(span.role for span in record.spans), *holding])
     # In the order of their first calls, with the number of the colour that is theirs on all of the page.

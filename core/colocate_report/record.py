@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 import attrs
 
-from colocate import GroupMemory
+from colocate.driver import GroupMemory
 from colocate.texts import plural, size_text
 from colocate_report.calls import Restart, Span, Total
 from colocate_report.contention import HandedOver, RoleUse
@@ -132,17 +132,17 @@ def scalars_of(row: Row) -> dict[str, Any]:
 
 
 def told_restarts(record: RunRecord) -> list[str]:
-    """What was lost by restarts, a line for each."""
+    """Return what was lost by restarts, a line for each."""
     return [f"{each.what} at {each.at - record.started:.0f} s: {each.lost:.0f} s lost" for each in record.restarts]
 
 
 def timed_phases(record: RunRecord) -> dict[str, float]:
-    """What the time of a run went into: its start-up, and the job's phases."""
+    """Return what the time of a run went into: its start-up, and the job's phases."""
     return {"(start-up)": record.start_up, **record.phases} if record.start_up else dict(record.phases)
 
 
 def saved(record: RunRecord) -> str:
-    """What a run saved by that; nothing where no roles share anything."""
+    """Return what a run saved by that; nothing where no roles share anything."""
     return " ".join(_sentences(record))
 
 

@@ -35,7 +35,7 @@ class Table:
 
 
 def tables(shown: Mapping[str, Sequence[Mapping[str, Any]]]) -> tuple[Table, ...]:
-    """What the job showed, cut to what a page can hold.
+    """Return what the job showed, cut to what a page can hold.
 
     A row that has a `right` has its answers marked: `before` and `after`, by whether they equal it.
     """

@@ -82,7 +82,7 @@ def lane(label: str, spans: Sequence[Span], roles: Mapping[str, int], grid: Grid
 
 
 def name_of(span: Span) -> str:
-    """What a call is called: role.method."""
+    """Return what a call is called: role.method."""
     return f"{span.role}.{span.method}" if span.role else span.method
 
 
@@ -173,7 +173,7 @@ def closeup(lanes: Mapping[str, Spans], roles: Mapping[str, int], start: float) 
 
 
 def _round(spans: Spans) -> tuple[str, float, float] | None:
-    """One of the rounds that a job goes through, the median: the call that begins it, its start and end.
+    """Return a round of a job, the median: the call that begins it, its start and end.
 
     A round is what lies between two calls of the same method. The best to look at is the one with the most methods that
     are called just once: too short a round has few, and one that is many shorter ones calls everything often.

@@ -13,14 +13,19 @@ from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from colocate import CallRecord, FetchRecord, MoveRecord, TransferRecord
-from colocate.driver import Driver, GrowingFile, off_main
+from colocate.driver import (
+    CallRecord,
+    Driver,
+    FetchRecord,
+    GrowingFile,
+    Held,
+    MoveRecord,
+    TransferRecord,
+    off_main,
+)
 from colocate.errors import ColocateError
-
-if TYPE_CHECKING:
-    from colocate import Runtime
 
 _DRIVER = 1  # viewers take a process or a thread 0 for the kernel's
 _RUNS, _MEMORY, _TRANSFERS = "", ": memory", ": from other workers"
@@ -43,7 +48,7 @@ class Trace:
     trace, with a warning.
     """
 
-    def __init__(self, runtime: Runtime, path: Path) -> None:
+    def __init__(self, runtime: Held[Any], path: Path) -> None:
         """Use `runtime.trace`.
 
         Raises:
@@ -69,7 +74,6 @@ class Trace:
         except OSError:
             self._file.close()
             raise
-        runtime.observe(self)
 
     def __enter__(self) -> Trace:
         return self

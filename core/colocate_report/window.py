@@ -39,13 +39,13 @@ from colocate.errors import ClosedError, ColocateError, EngineError
 from colocate.executor import Watchable, Window
 
 if TYPE_CHECKING:
-    from colocate import Runtime
+    from colocate.connecting import Runtime
 
 PATIENCE_S = 5.0
 
 
 class ClusterWindow:
-    """It is announced when this has been made."""
+    """A window of a job, announced to the cluster when this has been made."""
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class ClusterWindow:
 
 
 def look_at(window: Window, executor: Watchable) -> Mapping[str, Any]:
-    """What a job's groups do just now."""
+    """Return what a job's groups do just now."""
     looks: Requests[None, Mapping[str, Any]] = Requests()
     asked = looks.open([None])
 
@@ -147,7 +147,7 @@ class Job(NamedTuple):
 
     @property
     def id(self) -> str:
-        """What tells it apart on its machine."""
+        """Return what tells it apart on its machine."""
         return f"{self.pid}/{self.number}"
 
 
@@ -181,7 +181,7 @@ class Scene:
         self.recent = Recent()
 
     def seen(self) -> dict[str, Any]:
-        """What the groups do just now."""
+        """Return what the groups do just now."""
         groups = Driver(self._runtime).glance(self.recent) if self._runtime.alive else []
         seconds = round(time.time() - self._since, 3)
         return {"job": self._name, "node": platform.node(), "pid": os.getpid(), "seconds": seconds, "groups": groups}
@@ -243,7 +243,7 @@ def _listed(sockets: str) -> Iterator[Job]:
 
 
 def look(job: Job) -> dict[str, Any] | None:
-    """What a job's groups do just now; None where it has ended, or is another user's."""
+    """Return what a job's groups do just now; None where it has ended, or is another user's."""
     deadline, received = Deadline(PATIENCE_S), b""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as peer:
         try:

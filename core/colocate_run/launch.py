@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from colocate import RoleSpec, role
-from colocate.plugins import find_role
+from colocate.plugins import RoleSpec, find_role, role
 from colocate.signatures import arguments_of
 from colocate.texts import made_for, plural
 from colocate_run.config.schema import Config, RoleConfig
 from colocate_run.screen import Stage
 
 if TYPE_CHECKING:
-    from colocate import ColocatedGroup, Pool, Runtime
+    from colocate.connecting import Runtime
+    from colocate.driver import ColocatedGroup, Pool
     from colocate_report.record import RunRecord
     from colocate_run.recording import Resume
 
@@ -75,7 +75,7 @@ def launch(config: Config) -> AbstractContextManager[Launched]:
 @contextlib.contextmanager
 def opened(config: Config, stage: Stage) -> Iterator[Launched]:
     """As `launch`, saying what it does."""
-    from colocate import connect
+    from colocate.connecting import connect
 
     began = time.monotonic()
     use, options = config.executor.use, config.executor.with_

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import attrs
 
 import colocate_report
-from colocate import GroupMemory, Runtime
-from colocate.driver import LEDGERS_WITHIN_S, Deadline, Driver
+from colocate.driver import LEDGERS_WITHIN_S, Deadline, Driver, GroupMemory, is_runtime
 from colocate.errors import ColocateError, ConfigError, EngineError, GroupRestarted
 from colocate.plugins import find_job
 from colocate.signatures import arguments_of
@@ -26,7 +25,8 @@ from colocate_report.calls import CallLog
 from colocate_report.record import Row, RunInfo, RunRecord
 from colocate_report.window import window
 from colocate_run.config.schema import Config
-from colocate_run.config.secrets import config_text, without_secrets
+from colocate_run.config.secrets import without_secrets
+from colocate_run.config.source import config_text
 from colocate_run.environment import environment, origin
 from colocate_run.folder import RunFolder
 from colocate_run.leaving import Notices
@@ -39,7 +39,8 @@ from colocate_run.stopping import Asked, StopSignals
 from colocate_run.store import Store
 
 if TYPE_CHECKING:
-    from colocate import ColocatedGroup
+    from colocate.connecting import Runtime
+    from colocate.driver import ColocatedGroup
 
 Resume: TypeAlias = Literal[False, True, "auto"]
 """Whether a run goes on from the last complete checkpoint of its name; "auto": if there is one."""
@@ -126,7 +127,7 @@ def record(
         ConfigError: What is given is no runtime, or the folder can't be made.
         PluginError: An observer can't be had.
     """
-    if not isinstance(runtime, Runtime):
+    if not is_runtime(runtime):
         raise ConfigError(f"colocate.record(runtime, directory): a {type(runtime).__name__} is no runtime")
     path = Path(os.path.abspath(directory))  # also of "." and "..", which have no names of their own
     screen, log = Screen(quiet=True), RunLog()

@@ -24,7 +24,8 @@ from colocate_run.stopping import Asked, StopSignals
 from colocate_run.store import Store
 
 if TYPE_CHECKING:
-    from colocate import ColocatedGroup, Runtime
+    from colocate.connecting import Runtime
+    from colocate.driver import ColocatedGroup
     from colocate_run.screen import Screen
 
 

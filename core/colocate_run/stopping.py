@@ -16,7 +16,7 @@ import attrs
 
 
 class Asked(KeyboardInterrupt):
-    """It was asked to end while no job looked at that; its argument is the signal's number."""
+    """A wish to end that came while no job looked at it; its argument is the signal's number."""
 
 
 @attrs.define(eq=False)

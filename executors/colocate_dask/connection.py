@@ -74,7 +74,7 @@ class Connection:
 
     @property
     def tls(self) -> Tls | None:
-        """What this side proves itself with where Dask encrypts."""
+        """Return what this side proves itself with where Dask encrypts."""
         return far.tls_of(self._client.security, "client") if self.address.startswith("tls://") else None
 
     def ask(self, method: str, *args: Any, within_s: float | None = None, **kwargs: Any) -> Any:
@@ -103,7 +103,7 @@ class Connection:
             raise EngineError(f"the Dask scheduler at {self.address} is gone: {error}") from error
 
     def _lost(self) -> str | None:
-        """What to say of the connection where it isn't there, as far as Dask's client has noticed."""
+        """Return what to say of the connection where it isn't there, as far as Dask's client has noticed."""
         status = self._client.status
         if status == "running":
             return None
@@ -282,7 +282,7 @@ def _connected(loop: LoopThread, address: Any, security: Security | None, timeou
 
 
 def _missing_files(security: Security | None) -> str:
-    """Which certificates can't be read; Python's own error doesn't say."""
+    """Return which certificates can't be read; Python's own error doesn't say."""
     given = {name: getattr(security, name, None) for name in _FILES}
     paths = {name: path for name, path in given.items() if isinstance(path, str) and "\n" not in path}
     missing = [f"{name}={path!r}" for name, path in paths.items() if not Path(path).exists()]
@@ -300,7 +300,7 @@ def _close(loop: LoopThread, client: Any) -> None:
 
 
 def _why_not(error: BaseException, address: Any) -> str:
-    """What kept a client from connecting, in words."""
+    """Return what kept a client from connecting, in words."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, ssl.SSLCertVerificationError):

@@ -131,7 +131,7 @@ class DaskExecutor(Executor, OwnProcess, MultiNode, SharedSlots):
 
     @classmethod
     def objection(cls, option: str, value: Any) -> str | None:
-        """Which cluster is believed."""
+        """Return which cluster is believed."""
         if option in ("cpus", "gpus", "share", "timeout") or value is None:
             return None
         return (
@@ -247,7 +247,7 @@ class DaskExecutor(Executor, OwnProcess, MultiNode, SharedSlots):
         self._free(reservation.handle)
 
     def running(self) -> Sequence[Running]:
-        """What the scheduler's table has for this driver, and the workers as their keepers find them."""
+        """Return what the scheduler's table has for this driver, and the workers as their keepers find them."""
         own = [held for held in self._listed() if held.client == self._connection.id or held.id in self._held]
         return [*map(_running, own), *self._keepers.running()]
 
@@ -344,7 +344,7 @@ class DaskExecutor(Executor, OwnProcess, MultiNode, SharedSlots):
     def _start_keepers(
         self, held: Lot, grants: Sequence[Grant], request: Request, key: bytes | None
     ) -> Mapping[str, str]:
-        """Their addresses, by Dask worker."""
+        """Start the keepers of a reservation, and return their addresses by Dask worker."""
         plans = {grant.worker: self._plan(held, grant, request, key) for grant in grants}
         try:
             answers = self._connection.on_workers(far.start, plans, workers=list(plans), within_s=_START_S)

@@ -59,7 +59,7 @@ _on_workers: weakref.WeakKeyDictionary[Any, _OnWorker] = weakref.WeakKeyDictiona
 
 
 def describe(dask_worker: Any = None) -> Facts:
-    """What this process is."""
+    """Return what this process is."""
     python = ".".join(platform.python_version_tuple()[:2])
     lifetime = getattr(dask_worker, "lifetime", None)  # since it was made, which was soon after its process began
     retires = psutil.Process().create_time() + lifetime if lifetime else None
@@ -129,7 +129,7 @@ def kill(dask_worker: Any) -> None:
 
 
 def tls_of(security: Any, side: str) -> Tls:
-    """What one side, "client" or "worker", proves itself with.
+    """Return what one side, "client" or "worker", proves itself with.
 
     Raises:
         ConfigError: It lacks something. (It must not go on in clear text.)

@@ -85,7 +85,7 @@ class Offer:
 
     @property
     def labels(self) -> dict[str, str]:
-        """What requests may look at."""
+        """Return what requests may look at."""
         return {"name": self.name, "host": self.host}
 
     def suits(self, wanted: Wanted) -> bool:

@@ -18,7 +18,7 @@ def colocate_executor() -> type[Executor]:
 
 @hookimpl
 def colocate_about() -> About:
-    """What is said of it as long as nobody uses it."""
+    """Return what is said of it as long as nobody uses it."""
     joined = "dask with address=…"
     return About(
         capabilities={

@@ -180,7 +180,7 @@ class Reservations(SchedulerPlugin):
                 hold.client = client
 
     def registrations(self) -> list[Registration]:
-        """What is detached."""
+        """Return what is detached."""
         return [registration for _, _, registration in self._registrations.values()]
 
     def announce(self, window: Window, client: str) -> None:
@@ -201,7 +201,7 @@ class Reservations(SchedulerPlugin):
         }
 
     async def silent(self, workers: Collection[str]) -> list[str]:
-        """Those of some workers that don't answer."""
+        """Return those of some workers that don't answer."""
         return sorted({*workers} & {*self._scheduler.workers} - await self._ask(workers, _DOUBT_S))
 
     def leaving(self) -> dict[str, float | None]:

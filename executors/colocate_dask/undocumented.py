@@ -1,4 +1,4 @@
-"""All that is used of `distributed` beyond its documentation; tests/dask/test_undocumented.py guards it.
+"""Whatever is used of `distributed` beyond its documentation; tests/dask/test_undocumented.py guards it.
 
 What takes a client runs in drivers, the rest in the scheduler. The documented rest: `Client.run`, `run_on_scheduler`,
 `register_plugin` and `subscribe_topic`, `SchedulerPlugin` and its hooks, `Scheduler.log_event`, the attributes of
@@ -110,7 +110,7 @@ def is_running(state: Any) -> bool:
 async def call(
     scheduler: Any, worker: str, function: Callable[..., Any], *args: Any, within_s: float, nanny: bool = False
 ) -> Any:
-    """What `Client.run` does, from the scheduler: run a function in a worker, or in its nanny.
+    """Return what `Client.run` does, from the scheduler: run a function in a worker, or in its nanny.
 
     Raises:
         Exception: It raised (a RuntimeError with its words), or couldn't be run: in time, or at all.

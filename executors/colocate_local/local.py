@@ -50,7 +50,7 @@ class Local(Machine):
 
     @classmethod
     def objection(cls, option: str, value: Any) -> str | None:
-        """None: its options count and choose, and name nothing."""
+        """Return None: the options count and choose, and name nothing."""
         return None
 
     @classmethod

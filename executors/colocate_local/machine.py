@@ -24,7 +24,7 @@ class Machine(Executor, SharedSlots):
 
     @staticmethod
     def _device(devices: tuple[int, ...]) -> str:
-        """What torch calls a slot's device in its worker."""
+        """Return what torch calls a slot's device in its worker."""
         return torch_device(devices[0] if devices else None)
 
     def nodes(self) -> Sequence[Node]:

@@ -16,7 +16,7 @@ def colocate_executor() -> type[Executor]:
 
 @hookimpl
 def colocate_about() -> About:
-    """What is said of it as long as nobody uses it."""
+    """Return what is said of it as long as nobody uses it."""
     return About(
         capabilities={"OwnProcess": "local with processes=True", "SharedSlots": "local"}, packages=("colocate_local",)
     )

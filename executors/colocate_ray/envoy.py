@@ -8,8 +8,8 @@ from typing import Any
 
 from colocate.errors import ColocateError, EngineError
 from colocate.gpus import VARIABLE, listed
-from colocate.keeper import Asked, DriverProxy
 from colocate_ray.private import engine_error, new_folder
+from colocate_ray.proxy import Asked, DriverProxy
 from colocate_ray.terms import HEAD, Cluster
 
 _STARTS_WITHIN_S = 120.0

@@ -39,7 +39,6 @@ from colocate.executor import (
 from colocate.gpus import count_gpus, listed, names, torch_device
 from colocate.keeper import (
     Adoption,
-    Asked,
     DetachableByKeepers,
     Keepers,
     KeptSlot,
@@ -49,6 +48,7 @@ from colocate.keeper import (
 )
 from colocate.placement import words
 from colocate_ray.envoy import Envoy
+from colocate_ray.proxy import Asked
 from colocate_ray.terms import Cluster, Slot, tls_of_environment
 
 if importlib.util.find_spec("ray") is None:
@@ -103,7 +103,7 @@ class RayExecutor(Executor, OwnProcess, MultiNode, SharedSlots, Labelled):
 
     @classmethod
     def objection(cls, option: str, value: Any) -> str | None:
-        """What is installed and run, and which cluster is believed."""
+        """Return what is installed and run, and which cluster is believed."""
         if option in ("cpus", "gpus") or (option == "address" and value in (None, "auto")):
             return None
         if option == "runtime_env":
@@ -229,7 +229,7 @@ class RayExecutor(Executor, OwnProcess, MultiNode, SharedSlots, Labelled):
                 self._ends.pop(place.handle, None)
 
     def running(self) -> Sequence[Running]:
-        """What Ray's tables have for this driver, and the workers as their keepers find them."""
+        """Return what Ray's tables have for this driver, and the workers as their keepers find them."""
         return [*self._keepers.running(), *self._envoy.call("list_running", within_s=LISTED_WITHIN_S)]
 
     def strays(self) -> Sequence[Running]:
@@ -305,7 +305,7 @@ class JoinedRayExecutor(RayExecutor, DetachableByKeepers, Watchable, Growing):
             self._forget(reservation)
 
     def running(self) -> Sequence[Running]:
-        """What Ray's tables have for this driver, and the workers as their keepers find them."""
+        """Return what Ray's tables have for this driver, and the workers as their keepers find them."""
         held = [owned.request for owned in self._owned.values()]
         return [*self._keepers.running(), *self._envoy.call("list_running", held, within_s=LISTED_WITHIN_S)]
 
@@ -397,7 +397,7 @@ def place_of(slot: Slot, key: _Key) -> Place:
 
 
 def is_gone(slot: Slot) -> str:
-    """What is said of a slot whose keeper can't be reached, as long as Ray says nothing."""
+    """Return what is said of a slot whose keeper can't be reached, as long as Ray says nothing."""
     return f"Ray node {slot.node} ({slot.host}) is gone, or this driver's Ray actor there"
 
 

@@ -38,7 +38,7 @@ class Autoscaler:
 
 
 def autoscaler() -> Autoscaler | None:
-    """What the cluster's autoscaler says; None when it has none."""
+    """Return what the cluster's autoscaler says; None when it has none."""
     try:
         found = _first_generation() or _second_generation()
     except Exception:  # what its report looks like is nothing that Ray promises

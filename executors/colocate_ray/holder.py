@@ -27,21 +27,21 @@ _NOT_SET_BY_RAY = {f"RAY_EXPERIMENTAL_NOSET_{name}": name for name in SHOWING}
 
 @attrs.frozen
 class Gpus:
-    """Those of one slot."""
+    """The GPUs of one slot."""
 
     names: tuple[str, ...] = ()  # as Ray calls them, in the order of the ranks
     env: Mapping[str, str] = attrs.field(factory=dict)  # what shows them, and no others, to its workers
 
 
 def gpus_here(cluster: Cluster) -> Gpus:
-    """Those that Ray has given to the bundle in which this runs, as a task."""
+    """Return the GPUs that Ray has given to the bundle in which this runs, as a task."""
     found = ray.get_runtime_context().get_accelerator_ids().get("GPU", ())
     names = _in_order(found, cluster.gpus or ())
     return Gpus(tuple(names), _shown(names))
 
 
 class Holder:
-    """One on each machine for a driver, or for an owner. Roles don't run in its process but in the workers.
+    """An actor on each machine for a driver, or for an owner. Roles don't run in its process but in the workers.
 
     They are forks of one template, its child, whatever reservation they belong to.
     """
@@ -112,7 +112,7 @@ def _in_order(some: Iterable[object], gpus: Sequence[str]) -> list[str]:
 
 
 def _shown(gpus: list[str]) -> dict[str, str]:
-    """What shows the slot's GPUs, and no others, to its workers, in order; Ray may have been told not to show them."""
+    """Return what shows the slot's GPUs alone to its workers, in order; Ray may have been told not to show them."""
     by_ray = {variable for variable in _NOT_SET_BY_RAY.values() if _names_all(os.environ.get(variable, ""), gpus)}
     left = {variable for flag, variable in _NOT_SET_BY_RAY.items() if flag in os.environ}
     return dict.fromkeys(by_ray | left, ",".join(gpus)) if gpus else {}

@@ -144,7 +144,7 @@ def _greet_by_tls(sock: socket.socket, address: str) -> None:
 
 
 def _tls_context() -> ssl.SSLContext:
-    """What Ray takes from the environment. Names are left to Ray: it has rules of its own for them."""
+    """Return what Ray takes from the environment. Names are left to Ray: it has rules of its own for them."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.set_alpn_protocols(["h2"])
@@ -186,7 +186,7 @@ def _refusal(address: str, error: Exception) -> str:
 
 
 def last_words(error: BaseException) -> str:
-    """What Ray says in the end, without the tracebacks that it puts into its texts."""
+    """Return what Ray says in the end, without the tracebacks that it puts into its texts."""
     while error.__cause__ is not None:
         error = error.__cause__
     text = str(error)

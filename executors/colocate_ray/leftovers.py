@@ -75,7 +75,7 @@ def _of_private(each: _Seen, envoys: set[int]) -> Iterator[Running]:
 
 
 def _folders(in_use: set[str]) -> Iterator[Running]:
-    """Those whose name stands on no command line: each has a janitor, from before it is made."""
+    """Yield folders whose name stands on no command line: each has a janitor, from before it is made."""
     for parent in dict.fromkeys((tempfile.gettempdir(), "/tmp")):
         for entry in sorted(Path(parent).glob(f"{PREFIX}*")):
             try:

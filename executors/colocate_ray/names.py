@@ -48,7 +48,7 @@ def publish(registration: Registration) -> bool:
 
 
 def registrations() -> list[Registration]:
-    """Those of the pools that there are."""
+    """Return the registrations of the pools that there are."""
     return [registration for registration in _registrations() if owner_of(registration.facts[0]) is not None]
 
 

@@ -36,7 +36,7 @@ class Nodes:
         self._lock = threading.Lock()
 
     def offers(self) -> list[Node]:
-        """What there is, whether free or not, ordered by name."""
+        """Return what there is, whether free or not, ordered by name."""
         return [self._offer(node, node["Resources"]) for node in self._alive()]
 
     def name(self, node_id: str) -> str:
@@ -79,7 +79,7 @@ class Nodes:
         return self._silence.among({node["NodeID"]: _address(node) for node in self._alive()})
 
     def _offers_and_free(self) -> list[tuple[Node, Node]]:
-        """What each node has, and what of it is free."""
+        """Return what each node has, and what of it is free."""
         free = _free()
         return [
             (self._offer(node, node["Resources"]), self._offer(node, free.get(node["NodeID"], {})))
@@ -112,7 +112,7 @@ class Nodes:
         return {node_id for node_id, free in _free().items() if any(group_id in resource for resource in free)}
 
     def gone(self, node_ids: set[str]) -> set[str]:
-        """Those of some nodes that don't answer. Ray itself finds out only after many seconds."""
+        """Return those of some nodes that don't answer. Ray itself finds out only after many seconds."""
         alive = {node["NodeID"]: _address(node) for node in _every() if node["Alive"] and node["NodeID"] in node_ids}
         return node_ids - alive.keys() | self._silence.among(alive)
 
@@ -171,7 +171,7 @@ def _address(node: dict[str, Any]) -> tuple[str, int]:
 
 
 def _free() -> dict[str, dict[str, float]]:
-    """What is free on each node; Ray has no public way to ask."""
+    """Return what is free on each node; Ray has no public way to ask."""
     from ray._private import state
 
     ask: Callable[[], dict[str, dict[str, float]]] = state.available_resources_per_node

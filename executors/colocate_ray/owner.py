@@ -16,9 +16,10 @@ import ray
 import colocate
 from colocate.errors import ColocateError
 from colocate.executor import Request
-from colocate.keeper import Failure, Keeper, die_with, difference
+from colocate.keeper import Keeper, die_with, difference
 from colocate_ray import names
 from colocate_ray.placing import Placing
+from colocate_ray.proxy import Failure
 from colocate_ray.terms import Cluster, Slot, tls_of_environment
 
 # Who has it made dials at once. If that one goes before, nothing else would end it.
@@ -78,7 +79,7 @@ class Owner:
                 self._placing.end()
 
     def _leave(self) -> None:
-        """Its keeper has ended. On a thread of that one's."""
+        """End what the owner holds: its keeper has ended. On a thread of that one's."""
         try:
             self.release()
         finally:

@@ -12,11 +12,11 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskErro
 import colocate
 from colocate.errors import ColocateError, EngineError
 from colocate.executor import Request, Running
-from colocate.keeper import Failure
 from colocate_ray import listing, names
 from colocate_ray.holders import kill
 from colocate_ray.owner import Owner
 from colocate_ray.placing import Placing, start_words
+from colocate_ray.proxy import Failure
 from colocate_ray.terms import Cluster, Slot
 
 _OPENS_WITHIN_S = 120.0
@@ -24,7 +24,7 @@ _RELEASES_WITHIN_S = 15.0
 
 
 class OwnedPlacing(Placing):
-    """All that this driver holds by itself, and by owners."""
+    """Whatever this driver holds in Ray by itself, and by owners."""
 
     def __init__(self, cluster: Cluster, lost: Callable[[int, int, str], None]) -> None:
         """As `Placing`."""
@@ -109,7 +109,7 @@ class OwnedPlacing(Placing):
         return request.id.rpartition("/")[0]
 
     def list_running(self, held: Sequence[str] = ()) -> list[Running]:
-        """What Ray has for this driver: by itself, and of owners those of the reservations that it commands."""
+        """Return what Ray has for this driver: by itself, and of owners those of the reservations that it commands."""
         return listing.of_this_job(self.nodes, held)
 
     def _ask(self, owner: str, method: str, *arguments: Any, within_s: float) -> Any:

@@ -88,7 +88,7 @@ class Held:
 
 
 class Placing:
-    """All that this driver holds. Thread-safe."""
+    """Whatever this driver holds in Ray. Thread-safe."""
 
     def __init__(self, cluster: Cluster, lost: Callable[[int, int, str], None]) -> None:
         """Hold nothing yet."""
@@ -124,19 +124,19 @@ class Placing:
         )
 
     def list_nodes(self) -> list[Node]:
-        """What the cluster offers."""
+        """Return what the cluster offers."""
         return self.nodes.offers()
 
     def list_leaving(self) -> dict[str, float | None]:
-        """What the cluster drains."""
+        """Return what the cluster drains."""
         return self.nodes.leaving()
 
     def list_running(self) -> list[Running]:
-        """What Ray has for this driver."""
+        """Return what Ray has for this driver."""
         return listing.of_this_job(self.nodes)
 
     def list_strays(self) -> list[Running]:
-        """What Ray has of drivers that are gone."""
+        """Return what Ray has of drivers that are gone."""
         return listing.of_ended_jobs(self.nodes)
 
     def reserve(self, number: int, request: Request, key: bytes) -> list[Slot]:
@@ -342,7 +342,7 @@ class Placing:
         return sorted(found, key=lambda slot: (natural(slot.node), slot.devices, slot.index))
 
     def _gpus(self, held: Held, indices: Sequence[int]) -> dict[int, Gpus]:
-        """Those of some bundles, which Ray tells only to what runs in them."""
+        """Return the GPUs of some bundles, which Ray tells only to what runs in them."""
         request, group = held.request, held.group
         if not request.gpus:
             return dict.fromkeys(indices, Gpus())
@@ -360,11 +360,11 @@ class Placing:
         return dict(zip(indices, found, strict=True))
 
     def _owner(self, request: Request) -> str:
-        """Whose its holders are: the reservation's alone."""
+        """Return whose its holders are: the reservation's alone."""
         return request.id
 
     def _answers(self, opened: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-        """What the holders said, by node; an error that names the nodes of those that couldn't."""
+        """Return what the holders said, by node; an error that names the nodes of those that couldn't."""
         answers, faults = {}, []
         for node, ref in opened.items():
             fault: object
@@ -399,7 +399,7 @@ def _bundle(request: Request) -> dict[str, float]:
 
 
 def _where(request: Request) -> dict[str, Any]:
-    """What tells Ray where a request's bundles have to lie.
+    """Return what tells Ray where a request's bundles have to lie.
 
     Raises:
         CapabilityError: This Ray can't be told.

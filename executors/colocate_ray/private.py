@@ -47,7 +47,7 @@ class PrivateFolder:
             file.write(secrets.token_hex(32))
 
     def settings(self, cluster: Cluster) -> dict[str, Any]:
-        """What to give to `ray.init`."""
+        """Return what to give to `ray.init`."""
         cpus = cluster.cpus
         return {
             "address": "local",  # whatever RAY_ADDRESS or a file of another Ray says

@@ -10,8 +10,10 @@ import signal
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from colocate.keeper import Proxied, Thread
+from colocate.keeper import Thread
+from colocate.worker.birth.signals import pass_over
 from colocate_ray.private import PrivateFolder, adopt_orphans, end_children, reap_orphans
+from colocate_ray.proxy import Proxied
 from colocate_ray.terms import Cluster
 
 if TYPE_CHECKING:
@@ -47,6 +49,7 @@ class Service(Proxied):
         else:
             joining.join(cluster)
             self._joined = True
+        pass_over([signal.SIGTERM])  # Ray has set a handler of its own: the driver decides when it ends
 
         self._placing = OwnedPlacing(cluster, self.say)
 
@@ -73,7 +76,7 @@ class Service(Proxied):
 
 
 def _prepare_environment(token_file: str | None) -> None:
-    """What Ray reads when it is imported."""
+    """Set what Ray reads when it is imported."""
     if token_file is not None:
         os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=os.path.expanduser(token_file))
         os.environ.pop("RAY_AUTH_TOKEN", None)

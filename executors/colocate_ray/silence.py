@@ -20,7 +20,7 @@ class Silence:
     """The servers that didn't answer when they were asked last: whoever asks for them again needn't wait so long."""
 
     def __init__(self) -> None:
-        """All have answered."""
+        """Begin with nodes that have all answered."""
         self._silent: frozenset[str] = frozenset()
 
     def among(self, servers: Mapping[str, tuple[str, int]]) -> frozenset[str]:

@@ -48,7 +48,7 @@ class Slot:
 
 
 def tls_of_environment() -> Tls | None:
-    """What `RAY_USE_TLS` and the variables beside it say of this machine; None where Ray doesn't encrypt.
+    """Return what `RAY_USE_TLS` and the variables beside it say of this machine; None where Ray doesn't encrypt.
 
     Raises:
         ConfigError: Something is missing. (Nothing goes on in clear text then.)

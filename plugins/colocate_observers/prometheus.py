@@ -191,7 +191,7 @@ def _serve(
 
 
 def _cure(error: OSError) -> str:
-    """What to do where it can't listen."""
+    """Return what to do where it can't listen."""
     if error.errno == errno.EADDRINUSE:
         return "where another run has it, give this one a port of its own, `with: {port: ...}`"
     if error.errno in (errno.EACCES, errno.EPERM):

@@ -38,7 +38,7 @@ class TensorBoard:
                 self._writer.add_scalar(f"seconds/{phase}", seconds, record.step, record.time)
 
     def colocate_run_finished(self, record: colocate.RunRecord, error: BaseException | None) -> None:
-        """All is written."""
+        """Write all that is left."""
         if self._writer is not None:
             self._writer.close()
 

@@ -223,7 +223,7 @@ class Actor(Role):
 
 
 def actors_weights(roles: Mapping[str, object]) -> Weights:
-    """Those of the actor among roles.
+    """Return the weights of the actor among roles.
 
     Raises:
         ConfigError: There is none.

@@ -82,7 +82,7 @@ def restore(ctx: Context, directory: str, model: SpreadModel, learner: Learner |
 
 
 def _written(ctx: Context, directory: str) -> Metadata:
-    """What there is."""
+    """Return what there is."""
     from torch.distributed.checkpoint.filesystem import FileSystemReader
 
     try:

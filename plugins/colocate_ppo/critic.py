@@ -45,7 +45,7 @@ class Critic(Role):
 
     @property
     def learner(self) -> Learner:
-        """What trains the model that was loaded."""
+        """Return what trains the model that was loaded."""
         return loaded(self.ctx, self.loaded)
 
     @property

@@ -31,7 +31,7 @@ class Call:
     sums: dict[str, float] = attrs.field(factory=dict)
 
     def means(self) -> dict[str, float]:
-        """What an update has given, on average."""
+        """Return what an update has given, on average."""
         return {name: value / self.done for name, value in self.sums.items()}
 
 
@@ -130,7 +130,7 @@ class Learner:
         return [p.grad for p in parameters if p.grad is not None]
 
     def _sum_gradients(self, parameters: list[Tensor]) -> None:
-        """All as one message: small ones cost their latency, not their bytes."""
+        """Sum all gradients by one message: small ones cost their latency, not their bytes."""
         gradients = [p.grad if p.grad is not None else torch.zeros_like(p) for p in parameters]
         flat = torch.cat([gradient.flatten() for gradient in gradients])
         dist.all_reduce(flat, group=self._ctx.process_group())

@@ -84,7 +84,7 @@ class Recovery:
         self._restored = 0
 
     def told(self) -> dict[str, float]:
-        """What a step has to say about this: `failed_calls`, if any has failed since the last one."""
+        """Return what a step has to say about this: `failed_calls`, if any has failed since the last one."""
         failed, self.failed = self.failed, 0
         return {"failed_calls": failed} if failed else {}
 

@@ -83,7 +83,7 @@ class SpreadModel:
             )
 
     def __call__(self, **inputs: Any) -> Any:
-        """What the model says. With gradients it is a step of all ranks together, without one rank may be alone."""
+        """Return what the model says. With gradients that is a step of all ranks; without, one rank may be alone."""
         # DDP's forward pass tells the other ranks of buffers, and expects a backward pass: only where there is one.
         model = self.wrapped if torch.is_grad_enabled() else self.module
         computes = getattr(torch, self.layout.dtype)
@@ -145,7 +145,7 @@ class SpreadModel:
 
 
 def _layers(module: nn.Module) -> list[nn.Module]:
-    """What transformers takes for a layer, to compute it again or to shard it as one."""
+    """Return what transformers takes for a layer, to compute it again or to shard it as one."""
     from transformers.modeling_layers import GradientCheckpointingLayer  # as in the networks, by what makes one
 
     return [each for each in module.modules() if isinstance(each, GradientCheckpointingLayer)]
@@ -172,7 +172,7 @@ def _copy_from_first(ctx: Context, module: nn.Module) -> None:
 
 
 def loaded(ctx: Context, there: T | None) -> T:
-    """What a role that is constructed without a model has once it was loaded.
+    """Return what a role that is constructed without a model has once it was loaded.
 
     Raises:
         ColocateError: It wasn't.

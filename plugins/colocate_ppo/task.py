@@ -60,7 +60,7 @@ class Problems(Sequence[Problem]):
         return cls([p.question for p in rows], [p.answer for p in rows], [pickle.dumps(p.entry) for p in rows])
 
     def repeated(self, times: int) -> Problems:
-        """Each so many times, one after the other."""
+        """Repeat each problem so many times, one after the other."""
         rows = [row for row in range(len(self)) for _ in range(times)]
         return Problems(
             [self.questions[row] for row in rows],

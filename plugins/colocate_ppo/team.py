@@ -27,7 +27,7 @@ class Players(Generic[A]):
 
     @property
     def followers(self) -> Sequence[Critic | Reference]:
-        """What starts from the actor's weights."""
+        """Return what starts from the actor's weights."""
         raise NotImplementedError
 
     def align(self) -> None:

@@ -4,6 +4,7 @@
 `transformers` and `vllm` come with colocate.
 """
 
+from colocate_rollout.buffer import Buffer as Buffer
 from colocate_rollout.child import ChildOptions as ChildOptions
 from colocate_rollout.contract import Engine as Engine
 from colocate_rollout.contract import Finish as Finish

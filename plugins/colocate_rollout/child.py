@@ -154,7 +154,7 @@ class ChildEngine:
             self._early.append(found)
 
     def _next(self) -> Any:
-        """What comes of rows."""
+        """Return what comes of rows."""
         return self._early.popleft() if self._early else self._line.recv()
 
     # -- what an engine does

@@ -157,7 +157,7 @@ class EngineRole(Role):
         return attrs.evolve(self.sampling, **sampling)
 
     def _base(self, sampling: Sampling) -> int:
-        """What the seeds of this call are derived from."""
+        """Return what the seeds of this call are derived from."""
         if sampling.seed is not None:
             return sampling.seed
         if self.ctx.hosted:
@@ -198,11 +198,11 @@ class EngineRole(Role):
         """Go on from nothing; weights come by a sync."""
 
     def managed(self) -> Mapping[str, int]:
-        """What the engine frees by itself when it sleeps."""
+        """Return what the engine frees by itself when it sleeps."""
         return {} if self.engine is None else self.engine.managed()
 
     def apart(self) -> Sequence[object]:
-        """What an engine says that nobody is to look into, by an attribute `apart`."""
+        """Return what an engine says that nobody is to look into, by an attribute `apart`."""
         found: Sequence[object] = getattr(self.engine, "apart", ())
         return found
 

@@ -207,7 +207,7 @@ class EngineSuite:
 
     @pytest.fixture
     def without(self, roles: list[EngineRole]) -> None:
-        """What makes engines of its own finds none."""
+        """Close roles, so that what makes engines of its own finds none."""
         while roles:
             roles.pop().close()
 
@@ -222,7 +222,7 @@ class EngineSuite:
 
     @pytest.fixture
     def rows(self, role: EngineRole) -> Mapping[tuple[int, int], Row]:
-        """What it generates of `prompts()`."""
+        """Return what it generates of `prompts()`."""
         return by_number(role._engine.rows(prompts(), self.sampling, _NEVER))
 
     def test_rows(self, rows: Mapping[tuple[int, int], Row]) -> None:
@@ -303,7 +303,7 @@ class EngineSuite:
         assert_alike(by_number(role._engine.rows(prompts(), self.sampling, _NEVER)), rows)
 
     def test_sleep(self, role: EngineRole, rows: Mapping[tuple[int, int], Row]) -> None:
-        """What it manages is gone as it sleeps, and told; awake it generates as before."""
+        """Managed memory is gone as the engine sleeps, and told; awake it generates as before."""
         engine = role._engine
         before = engine.managed()
         for tags in (["cache"], ["cache"], ["weights", "cache"]):

@@ -280,7 +280,7 @@ class _Running:
 
     @property
     def ids(self) -> tuple[int, ...]:
-        """What the next token comes after: prompt and response."""
+        """Return what the next token comes after: prompt and response."""
         return (*self.prompt.token_ids, *self.token_ids)
 
     @property
@@ -301,7 +301,7 @@ class _Running:
         return token in stops or len(self.token_ids) == self.most
 
     def row(self, finish: Finish | None = None) -> Row:
-        """What it is for others."""
+        """Return what it is for others."""
         tokens, log_probs, versions = tuple(self.token_ids), tuple(self.log_probs), tuple(self.versions)
         return Row(self.prompt.index, self.sample, tokens, log_probs, finish or self.finish, versions)
 

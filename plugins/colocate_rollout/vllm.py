@@ -368,7 +368,7 @@ class VllmEngine:
                 )
 
     def _aborted(self, asked: Mapping[str, tuple[int, int]]) -> list[Row]:
-        """What there is of rows that haven't ended."""
+        """Return what there is of rows that haven't ended."""
         return [
             _row(
                 asked[state.external_req_id],
@@ -465,7 +465,7 @@ class VllmEngine:
 
 
 def _coordinators() -> list[Any]:
-    """What vLLM has of process groups."""
+    """Return what vLLM has of process groups."""
     state: Any = importlib.import_module("vllm.distributed.parallel_state")
     return [*{id(each): each for each in vars(state).values() if isinstance(each, state.GroupCoordinator)}.values()]
 

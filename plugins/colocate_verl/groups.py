@@ -62,7 +62,7 @@ class RayResourcePool(ResourcePool, OnDriver):  # type: ignore[misc]  # verl isn
 
     @functools.cached_property
     def slots(self) -> Slots:
-        """Its slots, of as many as `store` says when they are first asked for."""
+        """Return the pool's slots, of as many as `store` says when they are first asked for."""
         if min(self.store, default=0) < 1:
             raise ConfigError(f"RayResourcePool(process_on_nodes={self.store}): name at least one process on each node")
         return Slots(tuple(self.store), self.name_prefix, self.max_colocate_count, 0, sum(self.store))

@@ -12,7 +12,8 @@ import torch
 from tests.bench.rows import Row
 
 import colocate
-from colocate import Buffer, ColocatedGroup, First, Role, RoleSpec, Weights, method
+from colocate import ColocatedGroup, First, Role, RoleSpec, Weights, method
+from colocate_rollout import Buffer
 
 _RANKS, _ROWS, _TURNS, _STEPS = 2, 32, 4, 12
 _STEP_S = 0.15  # of the trainer; the longest row of the rollout takes as long

@@ -30,9 +30,6 @@ WAYS = {
     "requeue": 0,
     "node killed": 0,
 }
-# On several nodes, what ends the whole job has srun end the steps with Ray or Dask in them at once: nothing is saved
-# then, and it goes on after its last checkpoint.
-STEPS_STAY = "preempted with grace", "time limit", "scancel --signal"
 KILL_WAIT_S = 30
 
 
@@ -60,16 +57,14 @@ def saved(slurm: Slurm) -> int:
     return max((int(path.name.removeprefix("step-")) for path in found), default=0)
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("time_", range(TIMES))
 @pytest.mark.parametrize(("way", "slurm"), WAYS.items(), indirect=["slurm"], ids=WAYS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_saves_and_goes_on(slurm: Slurm, kind: str, way: str, time_: int) -> None:
-    saves = way != "node killed" and (kind == "one node" or way in STEPS_STAY)
-    if kind != "one node" and way in ("scancel", "scancel --full"):
-        pytest.skip("srun ends Ray's and Dask's steps then, as docs/reference/fine-print.md says")
-    job = submit(slurm, kind, *(["--time=3", "--signal=TERM@75"] if way == "time limit" else []))
-    slurm.wait_for_line(job, r"^step 25 ", within=200)
+    saves = way != "node killed"
+    job = submit(slurm, kind, *(["--signal=TERM@75"] if way == "time limit" else []))
+    slurm.wait_for_line(job, r"^step 25 ", within=300)
     began, node = time.monotonic(), int(slurm.node(job).removeprefix("n"))
     if way.startswith("preempted"):
         (slurm.folder / "urgent.sh").write_text("#!/bin/bash\nsleep 5\n")
@@ -78,7 +73,9 @@ def test_it_saves_and_goes_on(slurm: Slurm, kind: str, way: str, time_: int) -> 
         slurm.machines[node].kill()
     elif way == "requeue":
         slurm("scontrol", "requeue", str(job))
-    elif way != "time limit":
+    elif way == "time limit":  # however long it took until here
+        slurm("scontrol", "update", f"JobId={job}", "EndTime=now+180")
+    else:
         words = {"scancel --signal": ["--signal=TERM"], "scancel --full": ["--full", "--signal=TERM"], "scancel": []}
         slurm("scancel", *words[way], str(job))
     if saves:
@@ -95,11 +92,11 @@ def test_it_saves_and_goes_on(slurm: Slurm, kind: str, way: str, time_: int) -> 
     if way == "node killed" and kind != "one node":
         slurm.machines[node].boot()
         start_daemons(slurm, node)
-    resumed = int(slurm.wait_for_line(job, r"going on after step (\d+)$", within=200))
+    resumed = int(slurm.wait_for_line(job, r"going on after step (\d+)$", within=300))
     print(f"{kind}, {way}: went on after {time.monotonic() - began:.1f} s")
     assert resumed == step if saves else resumed >= 20
     counts = rf"(?s)going on after step {resumed}$.*?^step {resumed + 5} "
-    slurm.wait_for_line(job, counts, within=60)  # from what it has restored
+    slurm.wait_for_line(job, counts, within=120)  # from what it has restored
 
 
 @pytest.mark.timeout(600)

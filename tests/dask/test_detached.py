@@ -14,7 +14,7 @@ from tests.dask.conftest import running
 
 import colocate
 from colocate import Pool, Runtime
-from colocate._detached import close_detached
+from colocate._api.detached import close_detached
 from colocate.errors import ConfigError, EngineError, WorkerDied
 from colocate.keeper import Lease, PoolKeepers, listed
 from colocate.testing import leaks

@@ -218,7 +218,7 @@ def _plain(name: str) -> str:
 def link(packages: Path) -> None:
     """Install this checkout as `pip install --editable` would, without the network that a build would need."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    text = (ROOT / "core" / "colocate" / "__init__.py").read_text()
+    text = (ROOT / "core" / "colocate" / "_version.py").read_text()
     found = re.search(r'^__version__ = "(.+)"$', text, re.MULTILINE)
     assert found is not None
     (packages / "colocate.pth").write_text("".join(f"{ROOT / name}\n" for name in SOURCES))

@@ -18,7 +18,7 @@ from tests.ray.test_joined import everything_is_free, script
 
 import colocate
 from colocate import Pool, Runtime
-from colocate._detached import close_detached
+from colocate._api.detached import close_detached
 from colocate.errors import ConfigError, EngineError
 from colocate.keeper import Lease, PoolKeepers
 from colocate.testing.probes.counting import Counting

@@ -17,11 +17,11 @@ from tests.closing import ended
 
 import colocate
 from colocate import Runtime
-from colocate.errors import ColocateError, EngineError
-from colocate.keeper import janitor
+from colocate.errors import ColocateError, EngineError, PlacementTimeout
 from colocate.testing.probes.plain import Echo
 from colocate.testing.waiting import Processes, send, starter_of, wait_until
 from colocate.worker.birth import supervisor
+from colocate_ray import janitor
 
 DRIVER = """
 import sys, colocate
@@ -165,6 +165,16 @@ def test_envoy_in_a_cluster(cluster: Any, joined: Runtime, number: signal.Signal
             runtime.reserve(1)
         with joined.reserve(2, cpus=1):
             assert other.echo(1) == [1]
+
+
+def test_an_envoy_that_is_asked_to_end(joined: Runtime) -> None:
+    """As all processes of a batch job are at once, and all of a systemd unit: the driver decides when it ends."""
+    with joined.reserve(3, cpus=1) as pool:
+        echo = pool.spawn({"echo": colocate.role(Echo)}).role("echo", Echo)
+        send(envoy(joined)._process.pid, signal.SIGTERM)
+        with pytest.raises(PlacementTimeout):
+            joined.reserve(1, cpus=1, timeout=5)
+        assert echo.echo(1) == [1, 1, 1]
 
 
 @pytest.mark.long

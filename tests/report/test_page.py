@@ -12,7 +12,7 @@ from tests.report.sample import Page, calls, graph, record, totals
 from colocate import GroupMemory, RoleMemory, SlotMemory
 from colocate_report.calls import KEPT_SPANS, Span
 from colocate_report.contention import HandedOver, RoleUse
-from colocate_run.config.secrets import config_text
+from colocate_run.config.source import config_text
 
 PARTS = ["curves", "answers", "times", "timeline", "memory", "ownership", "setup"]
 LOADING = {"src", "href", "srcset", "data", "action", "poster", "background", "ping", "formaction"}

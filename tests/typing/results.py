@@ -54,7 +54,7 @@ class Actor(Role):
     def per_rank(self, x: list[int]) -> int:
         return 1
 
-    @method(collect=First(), readonly=("x",), host=("x",))
+    @method(collect=First(), host=("x",))
     def reads(self, x: int) -> None: ...
 
     @method

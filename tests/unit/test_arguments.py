@@ -156,17 +156,25 @@ def test_results_in_records() -> None:
     assert same is plain
 
 
-@pytest.mark.parametrize("option", ["host", "readonly"])
-def test_a_string_is_not_taken_letter_by_letter(option: str) -> None:
-    """It is refused, with what to write; also where its letters are parameters. So is what is no parameter."""
-    with pytest.raises(DispatchError, match=f"{option} names 'length', but its parameters are lengths"):
+def test_a_string_is_not_taken_letter_by_letter() -> None:
+    """A string is refused, with what to write; also where its letters are parameters. So is what is no parameter."""
+    with pytest.raises(DispatchError, match="host names 'length', but its parameters are lengths"):
 
         class Unknown(Role):
-            @method(**{option: ("length",)})  # type: ignore[call-overload, untyped-decorator]
+            @method(host=("length",))
             def forward(self, lengths: Any) -> None: ...
 
-    with pytest.raises(DispatchError, match=rf"{option}='xy' is a string; write {option}=\('xy',\)"):
+    with pytest.raises(DispatchError, match=r"host='xy' is a string; write host=\('xy',\)"):
 
         class Wrong(Role):
-            @method(**{option: "xy"})  # type: ignore[call-overload, untyped-decorator]
+            @method(host="xy")
             def forward(self, x: Any, y: Any, xy: Any) -> None: ...
+
+
+def test_an_unknown_option_is_named() -> None:
+    """An option that `@method` doesn't have is refused by name, when the class is declared."""
+    with pytest.raises(TypeError, match="unexpected keyword argument 'readonly'"):
+
+        class Unknown(Role):
+            @method(readonly=("x",))  # type: ignore[call-overload, untyped-decorator]
+            def forward(self, x: Any) -> None: ...

@@ -12,8 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from colocate import Buffer, ClosedError, ConfigError
+from colocate import ClosedError, ConfigError
 from colocate.testing.waiting import PATIENCE_S, wait_until
+from colocate_rollout import Buffer
 
 
 def put_all(buffer: Buffer[Any], items: Iterable[Any], version: int = 0) -> None:

@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 
 from colocate._api.connection import Connection
-from colocate._detached import close_detached
+from colocate._api.detached import close_detached
 from colocate.executor import Adopted, Reservation
 from colocate.testing.waiting import wait_until
 

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 import pytest
 
 import colocate
-from colocate import ColocatedGroup, _detached
+from colocate import ColocatedGroup
+from colocate._api import detached
 from colocate.testing.probes.plain import Echo
 from colocate.testing.waiting import PATIENCE_S
 
@@ -50,7 +51,7 @@ def test_detaching_while_slots_are_reserved_again() -> None:
             (False, "was given up: close it, and"),
         ):
             with pytest.raises(colocate.ColocateError, match=rf"can't be detached: it has lost slots .*{words}"):
-                _detached._close_all(slots, "a test")
+                detached._close_all(slots, "a test")
             with pytest.raises(colocate.ColocateError, match=rf"pool 'pool-1' has lost slots .*{words}"):
                 pool.spawn({"echo": colocate.role(Echo)})
         assert slots.closed_by is None

@@ -10,7 +10,7 @@ import pytest
 
 import colocate
 from colocate import ColocateError, RoleStartError, wire
-from colocate._detached import load
+from colocate._api.detached import load
 from colocate._protocol import versions
 from colocate.testing.probes.plain import Echo
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import attrs
 
-from colocate._api.pool import Slots
+from colocate._api.slots import Slots
 from colocate._owned.owned import State
 from colocate._system.deadline import Deadline
 from colocate._system.limits import AUDIT_SETTLES_S

@@ -34,7 +34,7 @@ live: dict[int, Connection] = {}
 
 
 class Connection(Owned):
-    """One to an executor: what all groups share, and their names.
+    """A connection to an executor: what all groups share, and their names.
 
     Attributes:
         services: What all groups share.
@@ -119,7 +119,7 @@ class Connection(Owned):
             self.services.dispatcher.soon(nobody_is_told)
 
     def crew_of(self, group: str) -> WorkerGroup | None:
-        """That of a group; None when it is long gone."""
+        """Return the worker group of a name; None when it is long gone."""
         return self.worker_groups.get(group) or self._gone.get(group)
 
     def slot_of(self, group: str, role: str, rank: int) -> int:

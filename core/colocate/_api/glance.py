@@ -49,7 +49,7 @@ def glance(connection: Connection, recent: Recent) -> list[dict[str, Any]]:
 
 
 def _running(worker_group: WorkerGroup, recent: Recent) -> dict[int, tuple[PendingCall, float]]:
-    """What each slot runs, and since when: it can't have begun before the one ahead of it had ended there."""
+    """Return what each slot runs, and since when: it can't have begun before the one ahead of it had ended there."""
     first: dict[int, PendingCall] = {}
     ends, done = recent.ends(), {slot: end for _, slot, _, end in _done(worker_group)}  # in order: the last one remains
     for call in list(worker_group.order.pending.values()):
@@ -65,7 +65,7 @@ def _running(worker_group: WorkerGroup, recent: Recent) -> dict[int, tuple[Pendi
 
 
 def _done(worker_group: WorkerGroup) -> list[tuple[PendingCall, int, float, float]]:
-    """What slots have run of calls that others of their slots run yet: observers aren't told of these so far."""
+    """Return what slots have run of calls that others of their slots run yet: observers aren't told of these so far."""
     calls = list(worker_group.order.pending.values())
     return [(call, call.targets[index], start, end) for call in calls for index, start, end in list(call.spans)]
 

@@ -24,7 +24,7 @@ from colocate._worker_group.worker_group import WorkerGroup
 from colocate._worker_group.workforce import Worker
 from colocate.errors import ColocateError, ConfigError
 
-FORMATS = ("tree", "mermaid", "dot", "json")
+FORMATS = ("tree", "mermaid", "json")
 
 Measured: TypeAlias = Mapping[str, "GroupMemory | BaseException"]
 """By group what its memory is used for, or why that isn't known."""
@@ -55,7 +55,7 @@ class Graph:
         """The graph as text.
 
         Args:
-            format: "tree", "mermaid", "dot" or "json".
+            format: "tree", "mermaid" or "json".
             memory: Whether each role says how much memory it holds, and each worker how much it has of its own.
         """
         if format not in FORMATS:
@@ -65,7 +65,7 @@ class Graph:
             return json.dumps(data, indent=2)
         if format == "tree":
             return "\n".join(_tree(data, "", ""))
-        return _drawn(data, format)
+        return _mermaid(data)
 
     def __repr__(self) -> str:
         return self.render("tree")
@@ -75,7 +75,7 @@ class Graph:
 
 
 def _measured(node: Owned, deadline: Deadline) -> Measured:
-    """What the memory of each group below a node is used for, of those that are ready."""
+    """Return what the memory of each group below a node is used for, of those that are ready."""
     if not isinstance(node, WorkerGroup):
         below = (_measured(child, deadline) for child in list(node.children.values()))
         return {name: found for measured in below for name, found in measured.items()}
@@ -167,7 +167,7 @@ def _label(data: dict[str, Any]) -> str:
 
 
 def _known(data: Mapping[str, Any]) -> list[str]:
-    """What is known of a node besides its state."""
+    """Return what is known of a node besides its state."""
     found = [f"{key} {data[key]}" for key in ("pid", "port", "node", "device") if data.get(key) is not None]
     if "where" in data:
         found.append(data["where"])
@@ -213,24 +213,20 @@ def _tree(data: dict[str, Any], lead: str, branch: str) -> Iterator[str]:
         yield from _tree(child, below, "└─ " if index == len(children) - 1 else "├─ ")
 
 
-def _drawn(data: dict[str, Any], format: str) -> str:
-    """Draw a graph as mermaid or dot has it."""
-    first, node, edge, last = {
-        "mermaid": (["graph TD"], '  n{}["{}"]', "  n{} --> n{}", []),
-        "dot": (["digraph ownership {", "  node [shape=box];"], '  n{} [label="{}"];', "  n{} -> n{};", ["}"]),
-    }[format]
-    lines, numbers = list(first), itertools.count()
+def _mermaid(data: dict[str, Any]) -> str:
+    lines, numbers = ["graph TD"], itertools.count()
 
     def draw(data: dict[str, Any], owner: int | None) -> None:
         number = next(numbers)
-        lines.append(node.format(number, _label(data).replace('"', "'")))
+        label = _label(data).replace('"', "'")
+        lines.append(f'  n{number}["{label}"]')
         if owner is not None:
-            lines.append(edge.format(owner, number))
+            lines.append(f"  n{owner} --> n{number}")
         for child in data["children"]:
             draw(child, number)
 
     draw(data, None)
-    return "\n".join([*lines, *last])
+    return "\n".join(lines)
 
 
 _names: dict[type[Owned], type[Held[Any]]] = {}
@@ -255,19 +251,19 @@ class Held(OnDriver, Generic[N]):
 
     @classmethod
     def _of(cls, node: N) -> Self:
-        """What users hold of a node: the same object as long as it lives."""
+        """Return what users hold of a node: the same object as long as it lives."""
         # In one step and without a lock: a signal's handler may come between any two lines, and ask for the same.
         found: Self = node.names.get(cls) or node.names.setdefault(cls, cls(node))
         return found
 
     @property
     def name(self) -> str:
-        """Its name."""
+        """The name of the runtime, pool or group."""
         return self._node.name
 
     @property
     def owner(self) -> Any:
-        """What closes it at the latest: a group's pool, a pool's runtime; None for a runtime."""
+        """Return what closes it at the latest: a group's pool, a pool's runtime; None for a runtime."""
         owner = self._node.owner
         return None if owner is None else _names[type(owner)]._of(owner)
 
@@ -278,7 +274,7 @@ class Held(OnDriver, Generic[N]):
 
     @property
     def state(self) -> str:
-        """What it is doing."""
+        """Return what it is doing."""
         return self._node.state
 
     def __repr__(self) -> str:

@@ -123,7 +123,7 @@ class ColocatedGroup(Held[WorkerGroup], node=WorkerGroup, by="pool.spawn"):
 
     @property
     def roles(self) -> dict[str, RoleInfo]:
-        """Its roles by name."""
+        """Return the roles of the group by name."""
         return dict(self._node.roles)
 
     # -- calls
@@ -254,7 +254,7 @@ class ColocatedGroup(Held[WorkerGroup], node=WorkerGroup, by="pool.spawn"):
         return off_main(lambda: checkpoint.restore(self._node, folder))
 
     def memory(self, timeout: float | None = LEDGERS_WITHIN_S) -> GroupMemory:
-        """What the memory of its workers is used for, by role and kind; each byte counts once.
+        """Return what the memory of its workers is used for, by role and kind; each byte counts once.
 
         Found by looking at the roles' modules, optimizers and attributes, on a thread beside the one that runs role
         code, so that it may be asked at any time; gradients are those of between two calls. Of what a role holds

@@ -51,7 +51,7 @@ class RoleMemory:
 
     @property
     def total(self) -> int:
-        """All of it, without what is shared or sleeps."""
+        """Add up all kinds, without what is shared or sleeps."""
         return sum(self.device.values()) + sum(self.host.values())
 
 
@@ -88,7 +88,7 @@ class SlotMemory:
 
     @property
     def unowned(self) -> dict[str, int]:
-        """What nobody owns, by what it is for.
+        """Return what nobody owns, by what it is for.
 
         "empty worker" (Python and torch), "pinned" (where there is some: for what sleeps, and kept) and "other" of the
         process: objects of Python, what libraries have, what roles have imported since, and what was freed and `malloc`
@@ -140,12 +140,12 @@ class GroupMemory:
         return [row for slot in self.slots for row in _rows(slot)]
 
     def data(self) -> dict[str, Any]:
-        """All of it as plain data."""
+        """Return the whole table as plain data."""
         slots = [attrs.asdict(slot) | {"unowned": slot.unowned} for slot in self.slots]
         return {"group": self.group, "slots": slots, "weights": dict(self.weights), "stale": dict(self.stale)}
 
     def json(self) -> str:
-        """All of it as JSON."""
+        """Return the whole table as JSON."""
         return json.dumps(self.data(), indent=2)
 
     def __str__(self) -> str:
@@ -178,7 +178,7 @@ class GroupMemory:
         ]
 
     def notes(self) -> list[str]:
-        """What `print` says below the table: what each slot has in all, and what of sleeping roles is awake and why."""
+        """Return what `print` says below the table: what each slot has in all, what of sleeping roles is awake, why."""
         roles = {**self.weights, **self.stale}
         found = [f"role {role!r} has {weights_age(self.weights.get(role), self.stale.get(role))}" for role in roles]
         for slot in self.slots:

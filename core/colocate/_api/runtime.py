@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -13,7 +12,8 @@ from colocate._api.audit import Audit, audit
 from colocate._api.connection import Connection, live
 from colocate._api.graph import Graph, Held
 from colocate._api.group import ColocatedGroup
-from colocate._api.pool import Pool, Slots
+from colocate._api.pool import Pool
+from colocate._api.slots import Slots
 from colocate._calls.records import check_observer
 from colocate._owned.owned import Making
 from colocate._plugins.needs import require
@@ -111,7 +111,7 @@ class Runtime(Held[Connection], node=Connection, by="colocate.connect"):
 
     @property
     def seed(self) -> int:
-        """What every `ctx.generator` is derived from."""
+        """Return what every `ctx.generator` is derived from."""
         return self._node.services.seed
 
     @property
@@ -159,7 +159,9 @@ class Runtime(Held[Connection], node=Connection, by="colocate.connect"):
         from colocate_report.trace import Trace  # beside core: whoever traces nothing needn't have it
 
         self._node.check()
-        return Trace(self, Path(path))
+        trace = Trace(self, Path(path))
+        self.observe(trace)
+        return trace
 
     def reserve(
         self,
@@ -286,7 +288,8 @@ class Runtime(Held[Connection], node=Connection, by="colocate.connect"):
         """
         self._node.check()
         self._node.require(Detachable, "attach a pool")
-        detached: Any = import_module("colocate._detached")  # which nothing else of core needs
+        from colocate._api import detached  # which nothing else of core needs
+
         making: Making[Slots] = Making(f"attach({name!r})")
         return making.run(lambda: making.made(detached.attach(self._node, name, own)), Pool._of)
 

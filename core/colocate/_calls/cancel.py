@@ -17,7 +17,7 @@ from colocate.errors import CallCancelled, ColocateError
 
 
 class Cancellations:
-    """Those of one group. All methods may be called from any thread."""
+    """The cancellations of one group. All methods may be called from any thread."""
 
     def __init__(self, order: CallOrder) -> None:
         self._order = order

@@ -6,8 +6,7 @@ import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from colocate._calls.link import Link
-from colocate._calls.pending import PendingCall
+from colocate._calls.pending import Link, PendingCall
 from colocate._protocol.consequence import OWN_WORDS, Consequence, Poisoned, Unmade
 from colocate._protocol.from_worker import Failure
 from colocate._signals.off_main import off_main

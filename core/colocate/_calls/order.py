@@ -31,8 +31,7 @@ from colocate._calls.failures import (
     timeout_error,
     torn_error,
 )
-from colocate._calls.link import Link
-from colocate._calls.pending import PendingCall
+from colocate._calls.pending import Link, PendingCall
 from colocate._calls.rows import RowsCall
 from colocate._calls.stacks import StackQuestions, Stacks
 from colocate._protocol import from_worker, to_worker
@@ -73,7 +72,7 @@ class _Hold:
     renews: bool = False  # all were back, and process groups are being renewed
 
     def cause(self) -> ColocateError | None:
-        """What is known of why it was begun."""
+        """Return what is known of why it was begun."""
         return self.root or (self.suspected[1] if self.suspected is not None else None)
 
     def torn(self) -> tuple[PendingCall, dict[int, int]] | None:
@@ -538,7 +537,7 @@ class CallOrder:
         return [*found.values()]
 
     def _note_updates(self, slot: int, seq: int, updates: int) -> None:
-        """What a rank has done in a call that nobody waits for any more."""
+        """Note what a rank has done in a call that nobody waits for any more."""
         for call in [call for hold in self._holds.values() for call in hold.failures]:
             if call.seq == seq:
                 call.updates = {**call.updates, slot: updates}

@@ -40,7 +40,7 @@ class _Pause:
 
 
 class Pauses:
-    """Those of one group. All methods may be called from any thread."""
+    """The pauses of one group. All methods may be called from any thread."""
 
     def __init__(self, order: CallOrder) -> None:
         self._order = order

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import gc
 import time
 import weakref
@@ -10,13 +11,15 @@ from functools import partial
 from types import CodeType, MappingProxyType
 from typing import Any, Protocol, TypeAlias
 
-from colocate._owned.dispatcher import Dispatcher
+from colocate._calls.services import Services
+from colocate._owned.owned import Owned, State
+from colocate._protocol.message import Message
 from colocate._protocol.taken import Taken
 from colocate._role.call import Call, Underway
 from colocate._role.method_spec import MethodSpec
 from colocate._role.role import RoleInfo
 from colocate._signals.off_main import off_main, settle
-from colocate._system.jobs import JobThread, Timer, error_text
+from colocate._system.jobs import Timer, error_text
 from colocate._system.lines import at, shown
 from colocate._system.tracebacks import NotRebuilt, rebuilding
 from colocate._values.mesh import Ranks
@@ -25,54 +28,86 @@ from colocate.errors import ColocateError, ForkedError, SerializationError
 OnEnd: TypeAlias = Callable[["PendingCall", BaseException | None], None]
 
 
-class Group(Protocol):
-    """What a call needs of its group."""
+class Link(Owned, abc.ABC):
+    """A group as its parts know it: its life, and the way to its workers.
+
+    Attributes:
+        services: What it shares with all that its runtime owns.
+        size: How many slots it has.
+        base: The numbers of its calls, holds and residents are above this: those up to it were an earlier driver's.
+        grace: Seconds that ranks have to come back after a failed call.
+        generation: How often it has been restarted.
+    """
+
+    grace: float = 10.0
+
+    def __init__(self, name: str, owner: Owned, services: Services, size: int, base: int, generation: int) -> None:
+        super().__init__("group", name, owner, State.STARTING)
+        self.size = size
+        self.services = services
+        self.base = base
+        self.generation = generation
 
     @property
-    def name(self) -> str:
-        """Its name."""
-        ...
+    def failure(self) -> ColocateError | None:
+        """Say why the group can't be called, if something has gone wrong."""
+        return self.life.failure
 
-    @property
-    def services(self) -> Threads:
-        """What runs callbacks."""
-        ...
-
-    @property
-    def forked(self) -> bool:
-        """Whether this is a forked child of the process that made it."""
-        ...
-
+    @abc.abstractmethod
     def cancel(self, call: PendingCall) -> bool:
         """Withdraw a call from all ranks, if none has begun it."""
-        ...
 
-    def node(self, slot: int) -> str:
-        """The node of a slot."""
-        ...
+    @abc.abstractmethod
+    def failed(self, call: PendingCall, error: BaseException) -> None:
+        """Have it told that a call has failed, unless somebody asks."""
 
+    @abc.abstractmethod
     def is_paused(self, role: str) -> bool:
         """Whether a background role is paused."""
-        ...
 
-    def unpack(self, body: Any) -> Any:
-        """The value of a body."""
-        ...
-
-    def failed(self, call: PendingCall, error: BaseException) -> None:
-        """A call has failed about which nobody has asked so far."""
-        ...
-
+    @abc.abstractmethod
     def unsettled(self) -> Sequence[PendingCall]:
-        """The calls that were sent and aren't done."""
-        ...
+        """Return the calls that were sent and aren't done."""
 
+    @abc.abstractmethod
+    def send(self, slots: Sequence[int], message: Message, body: Any = None) -> None:
+        """Send one message to some workers."""
 
-class Threads(Protocol):
-    """The threads that run callbacks: the framework's own, and users'."""
+    @abc.abstractmethod
+    def teller(self) -> Callable[[int, Message], None]:
+        """Return a function that sends a message to one worker of this generation, if it runs."""
 
-    timers: JobThread
-    dispatcher: Dispatcher
+    @abc.abstractmethod
+    def look(self, slot: int, then: Callable[[str | None], None]) -> None:
+        """Have said what a rank does, as it is seen from outside."""
+
+    @abc.abstractmethod
+    def node(self, slot: int) -> str:
+        """Return the node of a slot."""
+
+    @abc.abstractmethod
+    def live(self) -> list[int]:
+        """Return the slots whose workers run."""
+
+    @abc.abstractmethod
+    def has_left(self, slot: int) -> bool:
+        """Whether a slot's worker runs no role code any more: its lane has ended, or all of it."""
+
+    @abc.abstractmethod
+    def became_ready(self) -> None:
+        """Note that all workers are ready: the group can be called, unless it is closed."""
+
+    @abc.abstractmethod
+    def fail(self, error: ColocateError) -> None:
+        """End every pending call with an error, and every worker: the group can't go on."""
+
+    def refuse_closed(self) -> None:
+        """Raise if the group is closed, whatever else there is."""
+        super().check()
+
+    @abc.abstractmethod
+    def unpack(self, body: Any) -> Any:
+        """Return the value of a body."""
 
 
 class Unsent(Protocol):
@@ -109,7 +144,7 @@ class PendingCall(Underway):
         failure: The error of the row that has ended it, where errors of rows do.
     """
 
-    link: Group | None = None
+    link: Link | None = None
     info: RoleInfo | None = None
     spec: MethodSpec | None = None
     keep: int | None = None
@@ -213,7 +248,7 @@ class PendingCall(Underway):
                 )
 
     def _awaited(self) -> list[PendingCall]:
-        """Itself, and calls that must end before it: of those that only come before it such as wait for others."""
+        """Return this call and those that must end before it: of calls that only come before it such as wait."""
         found: list[PendingCall] = [self]
         for call in found:
             before = [] if call.link is None else filter(call._is_behind, call.link.unsettled())
@@ -329,8 +364,8 @@ half_read: dict[PendingCall, Reader] = {}
 """Calls whose rows are read one by one, and haven't all been."""
 
 
-def result_of(link: Group, call: PendingCall, slot: int, body: Any) -> Any:
-    """What a call has returned on a rank.
+def result_of(link: Link, call: PendingCall, slot: int, body: Any) -> Any:
+    """Return what a call has returned on a rank.
 
     Raises:
         SerializationError: It can't be rebuilt here.

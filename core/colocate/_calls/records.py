@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import attrs
 
-from colocate._definitions.packed import packed_bytes
 from colocate._protocol.taken import MANY
 from colocate._system.nearest import did_you_mean
 from colocate.errors import ConfigError
 
 if TYPE_CHECKING:
-    from colocate._calls.pending import PendingCall
     from colocate._protocol.taken import Taken
 
 
@@ -219,33 +216,6 @@ class Ended(NamedTuple):
     received: int
     taken: Mapping[int, Sequence[Taken]]
     makers: Mapping[int, tuple[str, str, str]]  # group, role and method of the residents that it used, by key
-
-    @classmethod
-    def of(cls, group: str, call: PendingCall, error: BaseException | None, in_process: bool) -> Ended:
-        """Args: in_process: Whether the ranks are threads of this process, where nothing has to travel."""
-        words = None if error is None else str(error).partition("\n")[0]
-        used = [use._kept for use in call.uses]
-        ready = max([call.submitted, *(end for kept in used for _, _, end in kept.call.spans)])
-        received = 0 if in_process else sum(map(packed_bytes, call.bodies)) + call.received
-        makers = {kept.source.key: (kept.source.group, kept.call.role, kept.call.method) for kept in used if call.taken}
-        return cls(
-            group,
-            call.role,
-            call.method,
-            call.ranks,
-            call.spans,
-            call.raised,
-            call.left,
-            call.submitted,
-            None if error is None else time.time(),
-            call.keep is not None,
-            words,
-            ready,
-            call.sent,
-            received,
-            call.taken,
-            makers,
-        )
 
     def record(self) -> CallRecord:
         """The same as observers know it."""

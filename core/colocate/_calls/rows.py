@@ -15,8 +15,7 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, M
 from typing import Any, Protocol, cast
 
 from colocate._calls.failures import failure_error
-from colocate._calls.link import Link
-from colocate._calls.pending import PendingCall, result_of
+from colocate._calls.pending import Link, PendingCall, result_of
 from colocate._definitions.packed import packed_bytes
 from colocate._protocol import from_worker, to_worker
 from colocate._role.rows import OnError
@@ -129,7 +128,7 @@ class Flow:
             self._homes = {key: home for key, home in self._homes.items() if home not in self._bereft}
 
     def read(self) -> None:
-        """One that has ended was read."""
+        """Note that a row which has ended was read."""
         self._out -= 1
 
     def stop(self) -> None:
@@ -189,7 +188,7 @@ class RowsCall(PendingCall, abc.ABC):
     # -- with the order's lock held
 
     def begin(self) -> None:
-        """It has been sent."""
+        """Begin to give rows, once the call has been sent."""
         if self._is_withdrawn:
             self._end_rows(withdrawn=True)
         else:
@@ -219,7 +218,7 @@ class RowsCall(PendingCall, abc.ABC):
 
     @property
     def group(self) -> Link:
-        """Its group, once it has been sent."""
+        """The group of the call, once that has been sent."""
         return cast("Link", self.link)
 
     # -- on any thread
@@ -296,7 +295,7 @@ class RowsCall(PendingCall, abc.ABC):
 
 
 class GivenRows(RowsCall):
-    """One of a method with `rows=`, which ranks are given one by one."""
+    """The call of a method with `rows=`, whose rows ranks are given one by one."""
 
     def __init__(
         self,
@@ -359,7 +358,7 @@ class GivenRows(RowsCall):
 
 
 class YieldedRows(RowsCall):
-    """One of a batched method, whose ranks yield the rows that they have got."""
+    """The call of a batched method, whose ranks yield the rows that they have got."""
 
     def __init__(self, *args: Any, places: Mapping[int, Sequence[int]], is_ahead: bool, is_cancelled: bool) -> None:
         """Make it.

@@ -7,7 +7,7 @@ from functools import partial
 
 import attrs
 
-from colocate._calls.link import Link
+from colocate._calls.pending import Link
 from colocate._protocol.from_worker import Stack
 from colocate._protocol.requests import Request, Requests
 from colocate._protocol.to_worker import AskStack
@@ -34,12 +34,12 @@ class Stacks:
     seen: dict[int, str] = attrs.field(factory=dict)
 
     def of(self, slot: int) -> str:
-        """What is known of a rank."""
+        """Return what is known of a rank."""
         return self.told.get(slot) or self.seen.get(slot) or NO_ANSWER
 
 
 class StackQuestions:
-    """Those to the ranks of one group.
+    """The questions for stacks to the ranks of one group.
 
     Attributes:
         ran: The calls that each rank ran when it last told its stack.

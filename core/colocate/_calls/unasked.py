@@ -8,8 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from colocate._calls.link import Link
-from colocate._calls.pending import PendingCall
+from colocate._calls.pending import Link, PendingCall
 from colocate._role.call import Call
 from colocate._system.jobs import message_of
 from colocate.errors import ClosedError, ColocateError, GroupRestarted
@@ -38,7 +37,7 @@ class _Drop(weakref.ref[Call[Any]]):
 
 
 class Unasked:
-    """Those of one group. It takes no lock."""
+    """The failures of one group that nobody has asked about. No lock is taken."""
 
     def __init__(self, link: Link) -> None:
         self._link = link

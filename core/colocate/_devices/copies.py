@@ -221,7 +221,7 @@ def to_host(tensor: Any) -> Any:
 
 
 def line_of(tensor: Any) -> Any:
-    """What lies in memory of a tensor that has more items than that, as an expanded one; None of any other tensor."""
+    """Return what lies in memory of a tensor with more items than that, as an expanded one; None of others."""
     torch = sys.modules["torch"]
     if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.is_nested:
         return None
@@ -295,7 +295,7 @@ class HostCopies:
         return sum(host.nbytes for host in self.tensors())
 
     def tensors(self) -> list[Any]:
-        """What there is on the host, as bytes."""
+        """Return what there is on the host, as bytes."""
         return [copy.host for copy in list(self._copies) if copy.host is not None]
 
     @contextlib.contextmanager

@@ -43,7 +43,7 @@ class Driver:
         self._primary: ctypes.c_void_p | None = None
 
     def handle(self, address: int, nbytes: int) -> tuple[bytes, int]:
-        """What another process opens to get at some memory, and where in that it begins."""
+        """Return what another process opens to get at some memory, and where in that it begins."""
         base, size, handle = ctypes.c_uint64(), ctypes.c_size_t(), _Handle()
         with self._context():
             self._call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), ctypes.c_uint64(address))

@@ -71,7 +71,7 @@ class Lender:
             _here.lender = None
 
     def handle(self, tensor: Any) -> tuple[Any, ...] | None:
-        """What a tensor is pickled as, in place of its bytes; None where these have to be sent."""
+        """Return what a tensor is pickled as, in place of its bytes; None where these have to be sent."""
         if self._driver is None or self.refusal or tensor.nbytes < WORTH_LENDING_BYTES or not is_plain(tensor):
             return None
         if tensor.untyped_storage()._cdata not in self._storages:  # some rows that had to be gathered, say
@@ -86,7 +86,7 @@ class Lender:
 
 
 def handle_of(tensor: Any) -> tuple[Any, ...] | None:
-    """What a device's tensor is pickled as where it is lent; see `Lender.lending`."""
+    """Return what a device's tensor is pickled as where it is lent; see `Lender.lending`."""
     lender: Lender | None = getattr(_here, "lender", None)
     return None if lender is None else lender.handle(tensor)
 

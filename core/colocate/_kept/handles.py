@@ -213,7 +213,7 @@ class KeptResident(Resident[T_co]):
 
     @property
     def spec(self) -> ResidentSpec:
-        """Its structure, shapes, dtypes and bytes; waits until it is there."""
+        """Return the structure, shapes, dtypes and bytes of the resident; wait until it is there."""
         residents, kept = self._residents, self._kept
         deadline, source = residents.made(kept, None), kept.source
         counted = source.collect.sources(source.ranks) or source.holders

@@ -19,9 +19,8 @@ from typing import Any, Protocol, cast
 import attrs
 
 from colocate._calls.failures import failure_error
-from colocate._calls.link import Link
 from colocate._calls.order import CallOrder
-from colocate._calls.pending import OnEnd, PendingCall, result_of
+from colocate._calls.pending import Link, OnEnd, PendingCall, result_of
 from colocate._calls.records import FetchRecord
 from colocate._definitions.packed import packed_bytes
 from colocate._owned.owned import Owned
@@ -100,7 +99,7 @@ class Kept:
 
     @property
     def freed_by(self) -> str | None:
-        """What has ended its lease."""
+        """Return what has ended its lease."""
         return "dropping its handle" if self.released is None and self.handle() is None else self.released
 
     @property

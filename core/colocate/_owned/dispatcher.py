@@ -46,7 +46,7 @@ class Dispatcher(JobThread):
 
     @property
     def stack(self) -> str:
-        """What its thread is doing."""
+        """Return what its thread is doing."""
         return "".join(stack_of_role_code(self._thread))
 
     def _finish(self) -> None:

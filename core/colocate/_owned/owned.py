@@ -69,7 +69,7 @@ class State(enum.StrEnum):
 
 
 class Lifecycle:
-    """That of one node. All methods may be called from any thread.
+    """The life of one node. All methods may be called from any thread.
 
     Attributes:
         state: What it is doing.
@@ -105,7 +105,7 @@ class Lifecycle:
     # -- use
 
     def ready(self) -> bool:
-        """It can be used, and no failure is left; False when it is closed."""
+        """Have the node be usable, with no failure left; False when it is closed."""
         with self._news:
             if not self._enter(State.READY, State.STARTING, State.RESTARTING):
                 return False
@@ -114,7 +114,7 @@ class Lifecycle:
             return True
 
     def fail(self, failure: ColocateError, is_told: bool, recovers: bool) -> None:
-        """It can't go on; `is_told`: somebody is about to be told; `recovers`: it will be rebuilt."""
+        """Note why the node can't go on; `is_told`: somebody is about to be told; `recovers`: it will be rebuilt."""
         with self._news:
             self.failure, self._is_told, self.recovers = failure, is_told, recovers
             if recovers:
@@ -122,7 +122,7 @@ class Lifecycle:
             self._enter(State.FAILED, State.READY, State.FAILED, State.RESTARTING)
 
     def restart(self) -> bool:
-        """It is being rebuilt; False when it is closed."""
+        """Note that the node is being rebuilt; False when it is closed."""
         with self._news:
             return self._enter(State.RESTARTING, State.FAILED, State.RESTARTING)
 
@@ -175,7 +175,7 @@ class Lifecycle:
             return True
 
     def reopen(self) -> None:
-        """What was to close it has come to nothing: it is what it was, and whoever waits for its closing may try."""
+        """Be as before: what was to close the node came to nothing, and whoever waits for its closing may try."""
         with self._news:
             self.closed_by = self._closer = None
             self._enter(self._before, State.CLOSING)
@@ -183,7 +183,7 @@ class Lifecycle:
         came_to_nothing.set()
 
     def end(self) -> None:
-        """It is closed."""
+        """Note that the node is closed."""
         with self._news:
             self._enter(State.CLOSED, State.CLOSING)
         self._closing.set()
@@ -271,12 +271,12 @@ class Owned(OnDriver):
 
     @property
     def state(self) -> str:
-        """What it is doing, in a word."""
+        """Return what it is doing, in a word."""
         return self.life.state.value
 
     @property
     def closed_by(self) -> str | None:
-        """What closed it, and where."""
+        """Return what closed it, and where."""
         return self.life.closed_by
 
     @property
@@ -328,7 +328,7 @@ class Owned(OnDriver):
         return self is node or (self.owner is not None and self.owner.lies_in(node))
 
     def borrowers(self, closing: Owned) -> list[str]:
-        """Who uses it, would be broken by closing `closing`, and doesn't lie in that itself."""
+        """Return who uses it, would be broken by closing `closing`, and doesn't lie in that itself."""
         return [name for child in list(self.children.values()) for name in child.borrowers(closing)]
 
     def wind_down(self, grace: float, deadline: Deadline) -> None:

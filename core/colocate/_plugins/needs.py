@@ -54,7 +54,7 @@ def needs(*what: Literal["process_group", "process"]) -> Callable[[C], C]:
 
 
 def needed_by(cls: type) -> frozenset[str]:
-    """What a role class says that it needs."""
+    """Return what a role class says that it needs."""
     found: frozenset[str] = getattr(cls, _NEEDS, frozenset())
     return found
 
@@ -170,7 +170,7 @@ def lacks_vmm(role: str, sleep: str | None, gpus: int, executor: type[Executor] 
 
 
 def imports_of(classes: Iterable[type]) -> tuple[str, ...] | None:
-    """What role classes need that takes long to import (`Boot.imports`), as they and their modules tell."""
+    """Return what role classes need that takes long to import (`Boot.imports`), as they and their modules tell."""
     if shadowing():
         return None
     classes = list(classes)

@@ -45,7 +45,7 @@ class ExecutorHooks:
 
     @hookspec
     def colocate_about(self) -> About:
-        """What there is to say of it as long as it isn't imported; may be left out."""
+        """Return what there is to say of it as long as it isn't imported; may be left out."""
         raise NotImplementedError
 
 
@@ -68,7 +68,7 @@ class ObserverHooks:
 
     @hookspec
     def colocate_observer(self) -> Callable[..., object]:
-        """What makes the observer: its class. The options of the config are its arguments."""
+        """Return what makes the observer: its class. The options of the config are its arguments."""
         raise NotImplementedError
 
 
@@ -111,7 +111,7 @@ class PluginInfo:
 
     @property
     def brings(self) -> str:
-        """What it brings, in words."""
+        """Return what it brings, in words."""
         return "roles, jobs" if self.kind == "roles" else self.kind
 
     def needed(self) -> Mapping[str, str | None]:
@@ -277,7 +277,7 @@ def find_executor(name: str) -> type[Executor]:
 
 
 def about_executor(name: str) -> About | None:
-    """What the executor of this name says of itself without being imported; None when it says nothing.
+    """Return what the executor of this name says of itself without being imported; None when it says nothing.
 
     Nor is anything said by one that is claimed twice, or whose plugin doesn't work: whoever uses it is told why.
     """
@@ -408,7 +408,7 @@ def _find(name: str, noun: str, hook: str, kind: type[_F]) -> _F:
 
 
 def _colon(name: str) -> str:
-    """What to write where a class of a module was named with a dot; nothing where it doesn't look like one."""
+    """Return what to write where a class of a module was named with a dot; nothing where it doesn't look like one."""
     module, _, attribute = name.rpartition(".")
     return f"; a class of a module is named with a colon: {module}:{attribute}" if attribute[:1].isupper() else ""
 

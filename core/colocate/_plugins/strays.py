@@ -13,7 +13,7 @@ _MEMORY = Path("/dev/shm")
 
 
 def of_this_machine() -> list[Running]:
-    """All of it, that of every installed executor included; none of them is imported (`About.left_here`)."""
+    """List all that is left on this machine, by every installed executor; none is imported (`About.left_here`)."""
     return [*_workers(), *(left.running() for left in processes.left_by()), *_memory(), *_of_executors()]
 
 

@@ -82,7 +82,7 @@ class Retain(Message):
 
 @message
 class GiveUp(Message):
-    """It lets go."""
+    """Tell a keeper that the driver lets go."""
 
 
 @message
@@ -144,7 +144,7 @@ class Listed(Message):
 
 @message
 class Confirmed(Message):
-    """It has done what it was told."""
+    """Tell that a keeper has done what it was told."""
 
     token: int  # the question's number
 

@@ -15,7 +15,7 @@ from colocate._protocol.to_worker import Operations
 
 @message
 class Hello(Message):
-    """It runs, and hears."""
+    """Tell that the worker runs, and hears."""
 
     facts: Mapping[str, Any]  # its process and versions
 
@@ -104,7 +104,7 @@ class RowEnded(Message):
 
 @message
 class Alive(Message):
-    """It has heard of a hold."""
+    """Tell that the worker has heard of a hold."""
 
     number: int  # the hold's
     lane: str = ""  # see `Failed`
@@ -112,7 +112,7 @@ class Alive(Message):
 
 @message
 class Held(Message):
-    """It is back for a hold."""
+    """Tell that the worker is back for a hold."""
 
     number: int  # the hold's
     begun: int  # the highest call that it has begun
@@ -150,7 +150,7 @@ class CanWithdraw(Message):
 
 @message
 class Pausing(Message):
-    """It begins no further call of a background role."""
+    """Tell that the worker begins no further call of a background role."""
 
     token: int  # the question's number
     begun: int  # the last that it has begun
@@ -260,7 +260,7 @@ class Progress(Message):
 
 @message
 class Broken(Message):
-    """It lacks what it needs to run roles, such as a thread of its own or its device, and leaves."""
+    """Tell that the worker lacks what roles need, such as a thread of its own or its device, and leaves."""
 
     reason: str  # why
     log_tail: str = ""  # the last lines of a role's child whose end that is
@@ -268,7 +268,7 @@ class Broken(Message):
 
 @message
 class Closed(Message):
-    """It runs role code no longer, and is about to leave."""
+    """Tell that the worker runs role code no longer, and is about to leave."""
 
 
 @message

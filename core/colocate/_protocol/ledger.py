@@ -26,7 +26,7 @@ class Purpose(Enum):
 
     @property
     def word(self) -> str:
-        """What it is called."""
+        """Return what it is called."""
         return self.name.lower()
 
 

@@ -18,7 +18,7 @@ class Part(Message):
 
 @message
 class Slice(Message):
-    """Some of its rows; answered by `Value`."""
+    """Ask for some rows of a value; answered by `Value`."""
 
     key: int  # the resident
     start: int  # the first row
@@ -80,14 +80,14 @@ class Number(Message):
 
 @message
 class Poison(Message):
-    """It can't be used."""
+    """Tell that a value can't be used."""
 
     why: str  # what kept it from being made, or wrote into it
 
 
 @message
 class Unsendable(Message):
-    """It can't be packed."""
+    """Tell that a value can't be packed."""
 
     text: str  # what the `SerializationError` says
     argument: Any  # its `argument`

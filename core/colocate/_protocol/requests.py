@@ -42,7 +42,7 @@ class Request(Generic[Party, Answer]):
 
     @property
     def owing(self) -> list[Party]:
-        """Who hasn't answered."""
+        """Return who hasn't answered."""
         return [party for party in self.parties if party not in self.answers]
 
     def wait(self, timeout: float | None = None) -> bool:
@@ -78,7 +78,7 @@ class Request(Generic[Party, Answer]):
             self._tell()
 
     def end(self) -> None:
-        """It is over."""
+        """Note that the request is over."""
         self._over.set()
         self._tell()
 

@@ -18,7 +18,7 @@ _MOST = 8
 
 
 def summed(taken: Sequence[Taken]) -> Sequence[Taken]:
-    """What a call was told to have been given, where no resident has many notes: of N ranks each may get N parts."""
+    """Return what a call was told to have been given, where no resident has many notes: of N ranks each may get N."""
     counts = Counter(each[0] for each in taken if each[4])
     if all(count <= _MOST for count in counts.values()):
         return taken

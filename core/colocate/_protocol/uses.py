@@ -229,7 +229,7 @@ class Peers(abc.ABC):
 
     @abc.abstractmethod
     def slice(self, source: Source, rank: int, start: int, stop: int, taken: list[Taken] | None) -> Any:
-        """Some of its rows, which are noted as `part` does."""
+        """Get some rows of a value, and note them as `part` does."""
 
     @abc.abstractmethod
     def took(self, source: Source, rank: int, keeps: bool) -> None:
@@ -336,7 +336,7 @@ class Resolver:
         self._watches = [(source, Watch(value, contents=True)) for source, value in self._values]
 
     def written(self) -> list[Source]:
-        """Those whose values somebody has written into."""
+        """Return the residents whose values somebody has written into."""
         return [source for source, watch in self._watches if watch.written()]
 
     def _whole(self, source: Source) -> Any:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from colocate._system.installed import same_line
+from colocate._version import __version__
 
 PROTOCOL = 16
 """Goes up with every change to a message, or to what bodies contain."""
@@ -18,10 +19,8 @@ _COMPARED = {"colocate": "colocate", "protocol": "protocol", "python": "Python"}
 
 def facts() -> dict[str, Any]:
     """Return what a process says of itself: its id and versions."""
-    import colocate
-
     python = platform.python_version().rpartition(".")[0]
-    return {"pid": os.getpid(), "python": python, "colocate": colocate.__version__, "protocol": PROTOCOL}
+    return {"pid": os.getpid(), "python": python, "colocate": __version__, "protocol": PROTOCOL}
 
 
 def difference(here: Mapping[str, Any], there: Mapping[str, Any]) -> str | None:

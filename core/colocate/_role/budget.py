@@ -32,13 +32,13 @@ class Limit:
 
     @property
     def word(self) -> str:
-        """What it is called where it is set."""
+        """Return what it is called where it is set."""
         return "device_memory" if self.device else "host_memory"
 
 
 @attrs.frozen
 class Budgets:
-    """Those of a group.
+    """The budgets of a group.
 
     Attributes:
         limits: What mustn't be exceeded.
@@ -56,12 +56,12 @@ class Budgets:
         return bool(self.limits)
 
     def plain(self) -> tuple[Any, ...]:
-        """It as it travels."""
+        """Return the budgets as they travel."""
         return [attrs.astuple(limit) for limit in self.limits], dict(self.activations), self.swap, self.step
 
     @classmethod
     def read(cls, plain: Sequence[Any]) -> Budgets:
-        """What has travelled."""
+        """Return what has travelled."""
         limits, *more = plain
         return cls(tuple(Limit(*limit) for limit in limits), *more)
 
@@ -97,7 +97,7 @@ class Budget:
         return cls(device, None if host_memory is None else parse_bytes(host_memory, f"{what}host_memory"))
 
     def limits(self, owner: str, role: str | None = None, is_shared: bool = False) -> list[Limit]:
-        """What it says, as workers are told."""
+        """Return what it says, as workers are told."""
         sizes = ((True, self.device), (False, self.host))
         return [Limit(owner, role, device, nbytes, is_shared) for device, nbytes in sizes if nbytes is not None]
 
@@ -113,7 +113,7 @@ def budgets(
     step: Sequence[str] | None = None,
     is_shared: bool = False,
 ) -> Budgets:
-    """Those of a group.
+    """Return the budgets of a group.
 
     Args:
         slot: What its pool's slots have.

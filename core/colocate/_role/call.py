@@ -417,7 +417,7 @@ class Resident(OnDriver, abc.ABC, Generic[T_co]):
     @property
     @abc.abstractmethod
     def spec(self) -> ResidentSpec:
-        """Its structure, shapes, dtypes and bytes; waits until it is there."""
+        """Return the structure, shapes, dtypes and bytes of the value; wait until it is there."""
 
     @abc.abstractmethod
     def wait(self, timeout: float | None = None) -> None:

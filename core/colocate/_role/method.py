@@ -236,7 +236,6 @@ class _Options(TypedDict, total=False):
     """What any method may be declared with."""
 
     concurrency: int
-    readonly: Sequence[str]
     host: Sequence[str]
     awake: Sequence[Tag] | None
     shares: bool
@@ -273,7 +272,6 @@ def method(
     collect: Collect | None = None,
     rows: str | None = None,
     concurrency: int = 1,
-    readonly: Sequence[str] = (),
     host: Sequence[str] = (),
     awake: Sequence[Tag] | None = None,
     shares: bool = False,
@@ -293,7 +291,6 @@ def method(
             method is run once for each: on whatever rank has a place, `concurrency` at a time. Other arguments go to
             every row. It has neither `dispatch` nor `collect`: its value is a list with that of each row.
         concurrency: How many calls of an `async def` method may overlap, or rows of one with `rows=` on each rank.
-        readonly: Parameters that it only reads, which allows an executor to hand them over without a copy.
         host: Parameters whose tensors arrive on the host. All others' arrive on `ctx.device`.
         awake: What of the role's memory it uses: of "weights", "grads", "optimizer", "cache". A call wakes that, if it
             sleeps (`group.sleep`), and leaves the rest; () for none of it. None for all. Without "weights" it runs
@@ -307,8 +304,8 @@ def method(
         DispatchError: An unknown parameter name, or a dispatch and a collect that don't go together.
     """
     if f is None:
-        return partial(_declared, dispatch, collect, rows, concurrency, readonly, host, awake, shares, revives)
-    return _declared(dispatch, collect, rows, concurrency, readonly, host, awake, shares, revives, f)
+        return partial(_declared, dispatch, collect, rows, concurrency, host, awake, shares, revives)
+    return _declared(dispatch, collect, rows, concurrency, host, awake, shares, revives, f)
 
 
 def _declared(
@@ -316,7 +313,6 @@ def _declared(
     collect: Collect | None,
     rows: str | None,
     concurrency: int,
-    readonly: Sequence[str],
     host: Sequence[str],
     awake: Sequence[str] | None,
     shares: bool,
@@ -348,11 +344,10 @@ def _declared(
     names = list(signature.parameters)
     dispatch.declare(names, where)
     check_collect(dispatch, collect, where)
-    for option, named in (("readonly", readonly), ("host", host)):
-        if isinstance(named, str):
-            raise DispatchError(f"{where}: {option}={named!r} is a string; write {option}=({named!r},)")
-        if unknown := [name for name in named if name not in names]:
-            raise DispatchError(f"{where}: {option} names {unknown[0]!r}, but its parameters are {', '.join(names)}")
+    if isinstance(host, str):
+        raise DispatchError(f"{where}: host={host!r} is a string; write host=({host!r},)")
+    if unknown := [name for name in host if name not in names]:
+        raise DispatchError(f"{where}: host names {unknown[0]!r}, but its parameters are {', '.join(names)}")
     if awake is not None and (isinstance(awake, str) or (unknown := [tag for tag in awake if tag not in TAGS])):
         what = f"is a string; write awake=({awake!r},)" if isinstance(awake, str) else f"names {unknown[0]!r}"
         raise DispatchError(f"{where}: awake {what}; a role's memory is of {', '.join(TAGS)}")
@@ -371,7 +366,6 @@ def _declared(
         signature=signature,
         is_async=is_async,
         concurrency=concurrency,
-        readonly=tuple(readonly),
         host=tuple(host),
         awake=None if awake is None else tuple(awake),
         shares=shares,

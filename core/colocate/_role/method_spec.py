@@ -24,7 +24,6 @@ class MethodSpec:
     signature: inspect.Signature
     is_async: bool
     concurrency: int
-    readonly: tuple[str, ...]
     host: tuple[str, ...]
     awake: tuple[str, ...] | None = None
     shares: bool = False

@@ -186,7 +186,7 @@ class RoleSpec(Generic[R]):
 
     @property
     def label(self) -> str:
-        """What errors and the graph call it."""
+        """Return what errors and the graph call it."""
         return self.target if isinstance(self.target, str) else self.target.__qualname__
 
 

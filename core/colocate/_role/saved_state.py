@@ -97,7 +97,7 @@ def _of_all(ctx: Context, plan: Any) -> list[Any]:
 
 
 class _Copies:
-    """Those of the values of one state, each once."""
+    """Copies of the values of one state, each once."""
 
     def __init__(self) -> None:
         self._done: dict[Any, Any] = {}

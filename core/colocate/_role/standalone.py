@@ -96,7 +96,7 @@ class StandaloneCall:
 
 @attrs.frozen
 class StandaloneRows(StandaloneCall):
-    """One whose rows end one by one: all of them run when it is called, up to `concurrency` at a time."""
+    """A standalone call whose rows end one by one: all of them run when it is called, up to `concurrency` at a time."""
 
     _on_error: OnError = "raise"
     _retry: int = 0
@@ -222,11 +222,11 @@ class LocalResident(Resident[T_co]):
 
     @property
     def spec(self) -> ResidentSpec:
-        """Its structure, shapes, dtypes and bytes."""
+        """Return the structure, shapes, dtypes and bytes of the value."""
         return ResidentSpec(describe(self._value), (tensor_bytes(self._value),), (None,))
 
     def wait(self, timeout: float | None = None) -> None:
-        """It is there."""
+        """Return at once: the value is there."""
         limit(timeout, "wait(timeout)")
         self.fetch()
 

@@ -70,7 +70,7 @@ def record() -> None:
 
 
 def all_groups() -> dict[str, ProcessGroup]:
-    """Those of this process by name, that of the default one last. Who keeps one looks like a role that does."""
+    """Return the groups of this process by name, the default one last. Who keeps one looks like a role that does."""
     c10d = sys.modules.get("torch.distributed.distributed_c10d")  # there are none where nobody needs torch
     world = getattr(c10d, "_world", None)  # None while it is being imported
     if world is None:
@@ -92,7 +92,7 @@ def named(name: str) -> ProcessGroup | None:
 
 
 def _known_as(name: str, group: ProcessGroup) -> str:
-    """What a group is called among the slots: torch counts those that roles make, in each process from 0."""
+    """Return what a group is called among the slots: torch counts those that roles make, in each process from 0."""
     from torch.distributed import distributed_c10d as c10d
 
     if "/" in name:
@@ -102,7 +102,7 @@ def _known_as(name: str, group: ProcessGroup) -> str:
 
 
 def reference(name: str) -> weakref.ref[ProcessGroup] | None:
-    """What tells whether a group is still held, once it is forgotten."""
+    """Return what tells whether a group is still held, once it is forgotten."""
     group = named(name)
     return None if group is None else weakref.ref(group)
 

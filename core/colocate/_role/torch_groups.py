@@ -157,7 +157,7 @@ def connect_store(address: tuple[str, int], timeout_s: float) -> Any:
 
 
 def hash_store() -> Any:
-    """What a single rank needs in place of a store that others reach."""
+    """Return what a single rank needs in place of a store that others reach."""
     import torch.distributed as dist
 
     return dist.HashStore()  # type: ignore[attr-defined]
@@ -308,7 +308,7 @@ def _check_wanted(
 
 
 def hint_for(error: BaseException) -> str | None:
-    """What to do where a role, or a library of its, wants to make the default group itself."""
+    """Return what to do where a role, or a library of its, wants to make the default group itself."""
     text = message_of(error) if isinstance(error, ValueError) else ""
     if "environment variable RANK expected" in text:
         return (

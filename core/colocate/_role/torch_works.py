@@ -30,7 +30,7 @@ _METHODS = (
 
 @attrs.frozen
 class _Begun:
-    """One of them; nothing here holds it, or its group."""
+    """An operation that has begun; nothing here holds it, or its group."""
 
     work: weakref.ref[Work]
     group: weakref.ref[ProcessGroup]
@@ -51,7 +51,7 @@ def record() -> None:
 
 
 def pending() -> list[Work]:
-    """Those that aren't done, as far as torch tells, but for sends of gloo's, which write nothing.
+    """List operations that aren't done, as far as torch tells, but for sends of gloo's, which write nothing.
 
     In a group that was cut nothing is written any more.
     """

@@ -25,7 +25,7 @@ _ONCE: tuple[tuple[Any, ...]] = ((),)
 
 
 class Arrivals(Generic[T]):
-    """Each goes to one of those that wait, all of whom hear of the end.
+    """A queue whose items go to one of those that wait, all of whom hear of the end.
 
     Attributes:
         come: Those that nobody has taken, in order.

@@ -65,7 +65,7 @@ def begin_users() -> int:
 
 
 def end_users(own: int) -> None:
-    """It has ended."""
+    """Note that users' code has ended."""
     _here.own += own
     _here.sections += own
 

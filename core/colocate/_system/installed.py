@@ -25,7 +25,7 @@ def name_and_version(found: Distribution) -> tuple[str, str] | None:
 
 
 def without_metadata(found: Distribution) -> str:
-    """Whose metadata is lost, and what to do, in words."""
+    """Return whose metadata is lost, and what to do, in words."""
     place: Any = getattr(found, "_path", "a distribution")  # no public name leads to the folder
     return f"{place}, which has no METADATA: install it again, or delete this folder"
 

@@ -113,7 +113,7 @@ def origin() -> tuple[str, int]:
 
 @contextlib.contextmanager
 def made_for(line: tuple[str, int] | None) -> Iterator[None]:
-    """What this thread makes in the block is made for that line, of a config say, and not for the code that does so."""
+    """Count what this thread makes in the block as made for a line, of a config say, not for the code that does so."""
     token = _made_for.set(line)
     try:
         yield

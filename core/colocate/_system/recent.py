@@ -42,7 +42,7 @@ class RecentSpans(Generic[Key]):
         self._ends: dict[Key, float] = {}
 
     def add(self, key: Key, start: float, end: float) -> None:
-        """One has ended; both in seconds of time.time()."""
+        """Note a span that has ended; both in seconds of time.time()."""
         with self._lock:
             self._spans.append((key, start, end))
             self._ends[key] = max(end, self._ends.get(key, end))

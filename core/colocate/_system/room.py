@@ -30,7 +30,7 @@ def free_memory() -> int:
 
 @attrs.frozen
 class _ControlGroup:
-    """One of those that this process is in, whose memory is limited and counted.
+    """A control group that this process is in, whose memory is limited and counted.
 
     Attributes:
         folder: Where the kernel shows it.

@@ -24,7 +24,7 @@ class Thread(threading.Thread):
 
     @property
     def _bootstrap(self) -> Callable[[], object]:
-        """What the thread runs, and nobody else holds. For `threading`."""
+        """Return what the thread runs, and nobody else holds. For `threading`."""
         whole: Any = threading.Thread
         runs = partial(whole._bootstrap, self)
         self._started.runs = weakref.ref(runs)

@@ -277,7 +277,7 @@ class Scatter(_Named):
         )
 
     def _partition(self, values: dict[str, Any], count: int) -> tuple[str, Partition | None]:
-        """Which rows each place gets where these were chosen, and the parameter that decides.
+        """Return which rows each place gets where these were chosen, and the parameter that decides.
 
         It is the one that says what rows cost, which is fetched if it is a resident; or else the first one that lies in
         the workers, as for contiguous rows.
@@ -398,7 +398,7 @@ class Scatter(_Named):
         return take_apart(values, count, parts_of), sizes, each
 
     def _skipped(self, first: str, total: int, count: int) -> DispatchError:
-        """What is said where a rank would have no rows."""
+        """Return what is said where a rank would have no rows."""
         axis, of = self.axis, self.rows_of
         if total < count * of:
             sets = f", in sets of {of}," if of > 1 else ""
@@ -412,7 +412,7 @@ class Scatter(_Named):
         return DispatchError(f"{what}, and no rank is skipped: {hint}", parameter=first)
 
     def _own(self, arguments: Arguments, count: int) -> dict[str, Any] | None:
-        """What `split` gives where it is seen without looking into anything, as of most calls of a step; else None.
+        """Return what `split` gives where nothing has to be looked into, as of most calls of a step; otherwise None.
 
         What is scattered lies in the ranks' own workers, and besides it there are numbers and the like.
         """

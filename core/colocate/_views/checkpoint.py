@@ -10,7 +10,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-import colocate
 from colocate._calls.pending import PendingCall
 from colocate._calls.records import CheckpointRecord
 from colocate._role.role import RoleInfo
@@ -18,6 +17,7 @@ from colocate._system.files import atomic_folder, nobody_renames
 from colocate._system.numbers import FOREVER_S, shown
 from colocate._system.threads import Thread
 from colocate._values.dispatch import plan
+from colocate._version import __version__
 from colocate._views.sending import everyone, ready, refuse_inside, start
 from colocate._worker_group.saved import Checkpoint, Tag, does_nothing, refuse_others, savable, takes_other_ranks
 from colocate._worker_group.saving import Saves, Saving
@@ -123,7 +123,7 @@ def _begun(worker_group: WorkerGroup, folder: Path, tag: Tag, wait: bool) -> Ite
                         name: {"class": info.cls.__qualname__, "ranks": len(info.slots)} for name, info in saved.items()
                     },
                     "files": files,
-                    "colocate": colocate.__version__,
+                    "colocate": __version__,
                 }
                 (part / RECORD).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
 

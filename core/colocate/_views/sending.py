@@ -6,6 +6,7 @@ part. Calls whose role may sleep go behind one that wakes it: what is asked for 
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -85,14 +86,14 @@ class Draft:
 
     @property
     def needs(self) -> Mapping[str, Sequence[str]]:
-        """What of which roles' memory it needs: its own role's, unless `wakes` says otherwise."""
+        """Return what of which roles' memory it needs: its own role's, unless `wakes` says otherwise."""
         role, spec = self.call.role, self.call.spec
         if self.wakes is not None or spec is None or role not in self.worker_group.roles:
             return self.wakes or {}
         return {role: TAGS if spec.awake is None else spec.awake}
 
     def lend(self) -> None:
-        """What it uses is lent to it from now on. This takes no lock.
+        """Lend the call what it uses from now on. This takes no lock.
 
         Raises:
             ColocateError: A resident has been freed, or its group has failed.
@@ -179,11 +180,34 @@ def settled(worker_group: WorkerGroup, call: PendingCall, error: BaseException |
     """A call is about to be: what it used is given back, and observers are told."""
     if worker_group.services.observers and call.seq >= 0:  # otherwise it was never sent
         services = worker_group.services
-        ended = Ended.of(worker_group.name, call, error, services.executor.in_process)
-        services.dispatcher.gather(partial(services.observers.tell_call, ended))
+        services.dispatcher.gather(partial(services.observers.tell_call, _ended(worker_group, call, error)))
     for use in call.uses:
         use.give_back()
     call.uses = ()
+
+
+def _ended(worker_group: WorkerGroup, call: PendingCall, error: BaseException | None) -> Ended:
+    used = [use._kept for use in call.uses]
+    # Where the ranks are threads of this process nothing has to travel.
+    travels = not worker_group.services.executor.in_process
+    return Ended(
+        worker_group.name,
+        call.role,
+        call.method,
+        call.ranks,
+        call.spans,
+        call.raised,
+        call.left,
+        call.submitted,
+        None if error is None else time.time(),
+        call.keep is not None,
+        None if error is None else str(error).partition("\n")[0],
+        max([call.submitted, *(end for kept in used for _, _, end in kept.call.spans)]),
+        call.sent,
+        sum(map(packed_bytes, call.bodies)) + call.received if travels else 0,
+        call.taken,
+        {kept.source.key: (kept.source.group, kept.call.role, kept.call.method) for kept in used if call.taken},
+    )
 
 
 def submit(draft: Draft) -> PendingCall:
@@ -249,7 +273,7 @@ class _Soon:
     """Where a call is that is sent when the framework is no longer at work; until then nobody may use its resident."""
 
     def refuse_wait(self, label: str, awaits: bool) -> None:
-        """Whoever waits for it isn't who has to send it."""
+        """Refuse nobody: whoever waits for the call isn't who has to send it."""
 
 
 def _send_soon(draft: Draft) -> None:
@@ -358,7 +382,7 @@ class Messages:
     def _pass_on(
         self, message: to_worker.Call | to_worker.Batch, slots: list[int]
     ) -> tuple[list[int], Sequence[tuple[int, to_worker.Passed]]]:
-        """Who gets a large body from here, and who from other workers, of machines that aren't this one."""
+        """Return who gets a large body from here, and who from other workers, of machines that aren't this one."""
         group = self._worker_group
         workers = group.workforce.workers
         found, self._unlocated = ways((workers[slot] for slot in slots), group.base + group.services.new_key())
@@ -456,7 +480,7 @@ class Messages:
             order.gate.open("a message")
 
     def discard(self) -> None:
-        """They have been sent, or won't be."""
+        """Forget the messages: they have been sent, or won't be."""
         for frame, _ in self._frames:
             self._worker_group.services.executor.discard(frame)
 
@@ -543,7 +567,7 @@ def send(messages: Messages) -> Sequence[Draft]:
 
 
 def arguments(worker_group: WorkerGroup, role: str, tags: Sequence[str], why: str = "asked for") -> dict[str, Any]:
-    """Those of a call that has a role sleep or wake, and what for."""
+    """Return the arguments of a call that has a role sleep or wake, and what for."""
     return {"role": role, "tags": list(tags), "why": why}
 
 
@@ -557,7 +581,7 @@ def note(worker_group: WorkerGroup, marks: Mapping[Mark, Slept], call: PendingCa
 
 
 def outcomes(call: PendingCall) -> Sequence[Outcome]:
-    """What has become of a sleep or a wake, by slot."""
+    """Return what has become of a sleep or a wake, by slot."""
     found: Sequence[Outcome] = call.result()
     return found
 

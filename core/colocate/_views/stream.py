@@ -42,7 +42,7 @@ class _Reader:
         self._task: weakref.ref[Any] | None = None
 
     def note(self) -> None:
-        """It is who asks."""
+        """Note that this thread and task read the stream."""
         self._thread, self._task = weakref.ref(threading.current_thread()), _task()
 
     def is_here(self, awaits: bool) -> bool:
@@ -173,7 +173,7 @@ class Stream(RowStream[Any]):
     # -- what comes next
 
     def _end(self, kind: type[BaseException], waits: bool) -> BaseException | None:
-        """What who reads is told when no row will come: why, if that is an error that nobody was told, or they wait."""
+        """Return what a reader is told when no row will come: why, if nobody was told of that error, or they wait."""
         self._call._check_fork()
         if self._is_closed:
             return ClosedError(f"the stream of {self._asked.label} was closed, and is read")

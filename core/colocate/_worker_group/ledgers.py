@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from colocate._calls.link import Link
+from colocate._calls.pending import Link
 from colocate._protocol import from_worker, to_worker
 from colocate._protocol.ledger import Ledger
 from colocate._protocol.requests import Requests
@@ -14,7 +14,7 @@ from colocate.errors import ColocateError, RoleError
 
 
 class Ledgers:
-    """Those of one generation of a group's workers."""
+    """The questions for memory to one generation of a group's workers."""
 
     def __init__(self, link: Link) -> None:
         self._link = link

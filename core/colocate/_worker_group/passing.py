@@ -12,7 +12,7 @@ PASSED_BYTES = 1 << 20
 
 
 def _far(workers: Iterable[Worker]) -> list[list[Worker]]:
-    """Those that don't lie on this machine, by machine."""
+    """List the workers that don't lie on this machine, by machine."""
     machines: dict[str, list[Worker]] = {}
     for worker in workers:
         if (lane := worker.host.lane) is not None and not lane.is_local:

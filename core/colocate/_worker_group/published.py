@@ -14,9 +14,8 @@ from typing import Any, TypeAlias
 
 import attrs
 
-from colocate._calls.link import Link
 from colocate._calls.order import CallOrder
-from colocate._calls.pending import PendingCall
+from colocate._calls.pending import Link, PendingCall
 from colocate._definitions import ids, making, sources
 from colocate._definitions.bundles import Bundle, ReceivedDefinitions, Table
 from colocate._definitions.ids import Definition, Need
@@ -259,7 +258,7 @@ class Questions:
                 del self._meetings[asked.board]
 
     def _aligned(self, asked: questions.Aligned, tell: Tell) -> None:
-        """Which of the other residents that a call uses have the partition of the first, once all of them are made."""
+        """Tell which of a call's other residents have the partition of the first, once all of them are made."""
         call = self._order.pending.get(asked.seq)
         uses = {use._kept.source.key: use._kept for use in call.uses} if call is not None else {}
         if asked.key not in uses:

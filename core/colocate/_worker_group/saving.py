@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from colocate._calls.failures import failure_error
-from colocate._calls.link import Link
-from colocate._calls.pending import PendingCall
+from colocate._calls.pending import Link, PendingCall
 from colocate._protocol import from_worker, to_worker
 from colocate._protocol.requests import Requests
 from colocate._role.call import Underway

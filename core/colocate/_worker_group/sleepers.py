@@ -15,7 +15,7 @@ Mark: TypeAlias = tuple[str, str]
 
 @attrs.frozen(eq=False)
 class Slept:
-    """That it has been put to sleep, once."""
+    """A note that a role was put to sleep, once."""
 
     until_woken: bool = False  # whether calls leave it asleep
 

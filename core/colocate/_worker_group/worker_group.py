@@ -14,10 +14,9 @@ import attrs
 
 from colocate import features
 from colocate._calls.cancel import Cancellations
-from colocate._calls.link import Link
 from colocate._calls.order import CallOrder
 from colocate._calls.pauses import Pauses
-from colocate._calls.pending import PendingCall
+from colocate._calls.pending import Link, PendingCall
 from colocate._calls.records import MoveRecord
 from colocate._calls.services import Services
 from colocate._calls.unasked import Unasked

@@ -12,9 +12,8 @@ import attrs
 
 from colocate._calls.cancel import Cancellations
 from colocate._calls.failures import broken_error, death_error, failure_error, worker_error
-from colocate._calls.link import Link
 from colocate._calls.order import CallOrder
-from colocate._calls.pending import PendingCall
+from colocate._calls.pending import Link, PendingCall
 from colocate._calls.stacks import Stacks
 from colocate._definitions.bundles import Table
 from colocate._owned.owned import State
@@ -45,7 +44,7 @@ class Stage(enum.IntEnum):
 
 
 class Stages:
-    """Those of the workers on some slots. Who waits is woken by the last one, however many there are."""
+    """The stages of the workers on some slots. Who waits is woken by the last one, however many there are."""
 
     def __init__(self, slots: int) -> None:
         """Begin with nothing heard of any of them."""
@@ -121,7 +120,7 @@ class Worker:
 
     @property
     def pid(self) -> int | None:
-        """Its process id, where it is known."""
+        """The worker's process id, where it is known."""
         if self.hello is not None:
             pid: int = self.hello["pid"]
             return pid
@@ -129,7 +128,7 @@ class Worker:
 
     @property
     def state(self) -> str:
-        """What the graph shows."""
+        """Return what the graph shows."""
         if self.exit is not None:
             return "exited"
         return "running" if self.hello is not None else "starting"

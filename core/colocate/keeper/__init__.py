@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from colocate._protocol.message import Message, message, read
-    from colocate._protocol.proxying import Failure
     from colocate._protocol.requests import Request, Requests
     from colocate._protocol.versions import difference
+    from colocate._system.ends import hear_of_ends
     from colocate._system.libc import die_with
     from colocate._system.readable import readable
     from colocate._system.threads import Thread
@@ -34,16 +34,15 @@ if TYPE_CHECKING:
     )
     from colocate.keeper.keeper import Keeper
     from colocate.keeper.process import AFTER_LANE_S, Launcher, ProcessEvents, WorkerProcess
-    from colocate.keeper.proxy import Asked, DriverProxy, Proxied
     from colocate.keeper.slots import Keepers, KeptSlot, Patience
     from colocate.worker.birth.processes import arguments_of, below_this, left_by
     from colocate.worker.serving.service import first_message
 
 _HOMES = {
     "colocate._protocol.message": ("Message", "message", "read"),
-    "colocate._protocol.proxying": ("Failure",),
     "colocate._protocol.requests": ("Request", "Requests"),
     "colocate._protocol.versions": ("difference",),
+    "colocate._system.ends": ("hear_of_ends",),
     "colocate._system.libc": ("die_with",),
     "colocate._system.readable": ("readable",),
     "colocate._system.threads": ("Thread",),
@@ -61,7 +60,6 @@ _HOMES = {
     ),
     "colocate.keeper.keeper": ("Keeper",),
     "colocate.keeper.process": ("AFTER_LANE_S", "Launcher", "ProcessEvents", "WorkerProcess"),
-    "colocate.keeper.proxy": ("Asked", "DriverProxy", "Proxied"),
     "colocate.keeper.slots": ("Keepers", "KeptSlot", "Patience"),
     "colocate.worker.birth.processes": ("arguments_of", "below_this", "left_by"),
     "colocate.worker.serving.service": ("first_message",),
@@ -72,10 +70,7 @@ __all__ = [
     "AFTER_LANE_S",
     "AdoptedSlot",
     "Adoption",
-    "Asked",
     "DetachableByKeepers",
-    "DriverProxy",
-    "Failure",
     "Keeper",
     "Keepers",
     "KeptSlot",
@@ -85,7 +80,6 @@ __all__ = [
     "Patience",
     "PoolKeepers",
     "ProcessEvents",
-    "Proxied",
     "Registration",
     "Request",
     "Requests",
@@ -99,6 +93,7 @@ __all__ = [
     "difference",
     "first_message",
     "forks",
+    "hear_of_ends",
     "left_by",
     "listed",
     "look_inside",

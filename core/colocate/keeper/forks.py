@@ -107,7 +107,7 @@ def foresee(base: Mapping[str, str]) -> None:
 
 
 def let_go() -> None:
-    """Whoever has called `hold` starts none any more."""
+    """Note that whoever has called `hold` starts no worker any more."""
     _forks.let_go()
 
 

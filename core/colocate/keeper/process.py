@@ -54,7 +54,7 @@ class ProcessEvents(Protocol):
         """A line of its output; with a carriage return at its end it isn't the last state of that line."""
 
     def ended(self, exitcode: int | None, signal: str | None, detail: str | None) -> None:
-        """It is gone; said once, last. An exit code or the name of a signal, and why it was ended, if it was."""
+        """Hear that the process is gone, once and last: exit code or name of a signal, and why it was ended, if so."""
 
 
 class WorkerProcess:

@@ -179,7 +179,7 @@ def _closed(thing: Thing) -> list[str]:
 
 @contextlib.contextmanager
 def shared() -> Iterator[None]:
-    """What is made inside is shared by several tests: whoever made it closes it, later."""
+    """Have what is made inside be shared by several tests: whoever made it closes it, later."""
     before = everything()
     try:
         yield

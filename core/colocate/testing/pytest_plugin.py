@@ -108,7 +108,7 @@ def _own_runtime(watch: Watch, executor: str, **options: Any) -> Iterator[Runtim
 
 
 def _shared_runtime(watch: Watch, runtimes: Runtimes, executor: str, **options: Any) -> Runtime:
-    """One of the session's."""
+    """Return the session's runtime of an executor."""
     watch.shares_engines = True
     return runtimes.get(executor, **options)
 

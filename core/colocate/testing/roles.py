@@ -82,17 +82,17 @@ class RoleSuite:
                 getattr(role, name)(*given.args, **given.kwargs)
 
     def test_threads(self) -> None:
-        """It runs on threads, or in processes if it needs one for each rank: called and kept."""
+        """The role runs on threads, or in processes if it needs one for each rank: called and kept."""
         with self._group() as group:
             self._call_all(group, "in a group")
 
     def test_strict(self) -> None:
-        """Its class, the constructor's arguments, all arguments and results go through the wire format."""
+        """The class, the constructor's arguments, all arguments and results go through the wire format."""
         with self._group(strict=True) as group:
             self._call_all(group, "through the wire format")
 
     def test_writes(self) -> None:
-        """Its methods change in place neither their arguments nor what they have returned."""
+        """Methods change in place neither their arguments nor what they have returned."""
         with self._group(strict=True) as group:
             view, echo = group.role("role"), group.role("echo", Echo)
             kept = []
@@ -119,7 +119,7 @@ class RoleSuite:
         assert _contents(two) == _contents(one)
 
     def test_save_and_restore_together(self, tmp_path: Path) -> None:
-        """Its ranks may save into one folder at the same time, and restore from it; also while they are called."""
+        """The ranks may save into one folder at the same time, and restore from it; also while they are called."""
         if not self._can_be_saved():
             return
         with self._group() as group:

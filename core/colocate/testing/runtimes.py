@@ -48,7 +48,7 @@ def connected(executor: str, **options: Any) -> Runtime:
 
 
 def make_first_worker(runtime: Runtime) -> Runtime:
-    """What a runtime makes for its first worker is there from now on, so that no test seems to leak it."""
+    """Return what a runtime makes for its first worker is there from now on, so that no test seems to leak it."""
     with runtime.reserve(1, cpus=0) as pool:
         pool.spawn({"echo": colocate.role(Echo)})
     return runtime

@@ -98,7 +98,7 @@ class Frame:
 
 
 class _FileFrame(Frame):
-    """One whose payload lies in a file. Where files can't be passed, the payload's bytes are sent."""
+    """A frame whose payload lies in a file. Where files can't be passed, the payload's bytes are sent."""
 
     __slots__ = ("_file", "_holders", "_lock", "_passed", "arriving", "payload_bytes")
     arriving: Arriving  # where its payload is one
@@ -145,7 +145,7 @@ class _FileFrame(Frame):
 
 
 class _OpenFrame(_FileFrame):
-    """One with a file that is open, which is closed with the frame at the latest."""
+    """A frame with a file that is open, which is closed with the frame at the latest."""
 
     __slots__ = ()
 
@@ -168,7 +168,7 @@ class InFile:
 
 
 class _ArrivingFrame(_OpenFrame):
-    """One of a body that arrives: its bytes are sent as they come, the file itself when all have."""
+    """A frame of a body that arrives: its bytes are sent as they come, the file itself when all have."""
 
     __slots__ = ()
 
@@ -190,7 +190,7 @@ class Area:
     """
 
     def __init__(self) -> None:
-        """It is empty."""
+        """Make an empty area."""
         self._file = -1
         self._memory: mmap.mmap | None = None
 
@@ -339,7 +339,7 @@ class Posted:
         return True
 
     def close(self) -> None:
-        """It is through."""
+        """Drop what was posted: the lane is through."""
 
     abandon = close
 
@@ -381,7 +381,7 @@ class Sending:
         return self._from == frame.payload_bytes
 
     def close(self) -> None:
-        """It is through, or will never be."""
+        """Let go of the frame: it is sent, or will never be."""
         self.frame.close()
 
     def abandon(self) -> None:
@@ -408,7 +408,7 @@ class Sending:
 
 
 class _SendingOn(Sending):
-    """One whose payload is still arriving: whoever writes it waits for that."""
+    """A frame whose payload is still arriving: whoever writes it waits for that."""
 
     __slots__ = ()
 

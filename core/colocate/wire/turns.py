@@ -88,7 +88,7 @@ class Turns:
             os.eventfd_write(self._wake, 1)
 
     def close(self) -> None:
-        """Its thread is through, and nobody wakes it any more."""
+        """Note that the lane's thread is through, and nobody wakes it any more."""
         wake, self._wake = self._wake, -1
         os.close(wake)
 

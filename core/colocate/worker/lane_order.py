@@ -57,7 +57,7 @@ class Resume:
 
 @attrs.frozen
 class Decided:
-    """It is decided whether a call that was held up is dropped; see `LaneOrder.hold_up`."""
+    """A decision whether a call that was held up is dropped; see `LaneOrder.hold_up`."""
 
     token: int
     dropped: int | None

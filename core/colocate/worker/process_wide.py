@@ -53,7 +53,7 @@ class _Kept(Protocol):
 
 
 class _Generator(_Kept, Protocol):
-    """One that gives random numbers: its state is JSON's with `plain`, and made of that by `from_plain`."""
+    """A generator of random numbers: its state is JSON's with `plain`, and made of that by `from_plain`."""
 
     def plain(self, state: Any) -> Any: ...
 
@@ -300,7 +300,7 @@ class _Device(_Torch):
         self._generator().manual_seed(sys.modules["torch"].initial_seed())
 
     def expect(self) -> None:
-        """Whoever uses the device first is the role that runs then: its seed comes last of those that wait for that."""
+        """Have whoever uses the device first be the role that runs then: its seed comes last of those that wait."""
         if self._device == "cpu" or not super().is_there() or self.is_there():
             return
         module: Any = getattr(sys.modules["torch"], self._device.partition(":")[0], None)

@@ -35,7 +35,7 @@ def show_plan(
 
 
 def plan_of(config: Config) -> dict[str, Any]:
-    """What a config would start, as plain data."""
+    """Return what a config would start, as plain data."""
     origins = {plugin.name: plugin.origin for plugin in plugins() if plugin.kind == "executor"}
     plain = config.plain()  # without secrets of the environment
     executor, job = plain["executor"], plain["job"]
@@ -76,7 +76,7 @@ def _group(group: dict[str, Any], slots: int) -> dict[str, Any]:
 
 
 def _memory(entry: dict[str, Any]) -> dict[str, Any]:
-    """What is said of the memory of a pool, a group or a role, budgets in bytes."""
+    """Return what is said of the memory of a pool, a group or a role, budgets in bytes."""
     said = {name: entry.get(name) for name in (*_SIZES, *_OTHERS)}
     found = {name: value for name, value in said.items() if value is not None}
     return {name: parse_bytes(value, name) if name in _SIZES else value for name, value in found.items()}

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 from rich.text import Text
 
-from colocate import Audit
-from colocate.driver import Driver, audit_strays, of_this_machine
+from colocate.driver import Audit, Driver, audit_strays, of_this_machine
 from colocate.errors import ColocateError, ConfigError
 from colocate.plugins import about_executor, abouts, find_executor
 from colocate.texts import made_for
@@ -19,7 +18,7 @@ from colocate_run.cli.output import guarded, load, print_json
 from colocate_run.screen import console, show_table
 
 if TYPE_CHECKING:
-    from colocate import Runtime
+    from colocate.connecting import Runtime
 
 _ADDRESS = "address"  # of an executor that doesn't say by which option it joins a cluster
 
@@ -47,7 +46,7 @@ class Cluster:
 
     def joined(self, command: str, lacks: str) -> Runtime:
         """A runtime of it."""
-        from colocate import connect
+        from colocate.connecting import connect
 
         name, options = self.engine(command)
         if name is not None:
@@ -61,7 +60,7 @@ class Cluster:
         return connect(name, **options)
 
     def engine(self, command: str) -> tuple[str | None, Mapping[str, Any]]:
-        """Which executor, and its options."""
+        """Return which executor, and its options."""
         if self.file is not None:
             config = load(self.file, self.executor, self.changes, allow_import=self.allow_import)
             return config.executor.use, {**config.executor.with_, **self._joining(config.executor.use)}
@@ -115,7 +114,7 @@ def find_strays(cluster: Cluster, *, json: bool) -> int:
 
 
 def _of_cluster(name: str, options: Mapping[str, Any]) -> Audit:
-    from colocate import connect
+    from colocate.connecting import connect
 
     with connect(name, **options) as runtime:
         return audit_strays(Driver(runtime).executor.strays)

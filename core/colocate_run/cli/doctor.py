@@ -14,7 +14,7 @@ from typing import Any
 import attrs
 import psutil
 
-from colocate import connect
+from colocate.connecting import connect
 from colocate.driver import SpillFile, free_memory
 from colocate.errors import ColocateError, ConfigError, PluginError
 from colocate.gpus import gpu_names
@@ -111,7 +111,7 @@ def _devices() -> dict[str, str]:
 
 
 def shared_memory(folder: Path) -> str:
-    """What Ray's object store and DataLoader's processes will find in `/dev/shm`."""
+    """Return what Ray's object store and DataLoader's processes will find in `/dev/shm`."""
     try:
         size = shutil.disk_usage(folder)
     except OSError as error:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rich.text import Text
 
-import colocate
+from colocate import errors
 from colocate.errors import ConfigError
 from colocate.texts import did_you_mean
 from colocate_run.cli.output import guarded
@@ -39,7 +39,7 @@ def copy_example(name: str | None) -> int:
 
 def _examples() -> dict[str, list[Path]]:
     """By name: a folder, or the files of that name."""
-    package = Path(colocate.__file__).parent
+    package = Path(errors.__file__).parent
     inside = package / "examples"  # of a wheel
     found: dict[str, list[Path]] = {}
     for path in sorted((inside if inside.is_dir() else package.parents[1] / "docs" / "examples").iterdir()):

@@ -7,8 +7,7 @@ import platform
 from collections.abc import Iterator
 from itertools import islice
 
-import colocate
-from colocate.plugins import PROTOCOL, PluginInfo, plugins
+from colocate.plugins import PROTOCOL, VERSION, PluginInfo, plugins
 
 _DEEP = 2  # folders below the one that is named
 _LOOKS = 2000  # files and folders: a shell waits
@@ -53,8 +52,8 @@ def plugin_names(incomplete: str) -> list[tuple[str, str]]:
 
 
 def versions() -> Iterator[str]:
-    """What it says. No executor is imported for it."""
-    yield f"colocate {colocate.__version__} (protocol {PROTOCOL}), Python {platform.python_version()}"
+    """Yield the lines of `--version`. No executor is imported for them."""
+    yield f"colocate {VERSION} (protocol {PROTOCOL}), Python {platform.python_version()}"
     yield f"executors: {', '.join(_engine(plugin) for plugin in plugins() if plugin.kind == 'executor')}"
 
 

@@ -62,7 +62,7 @@ def guarded(command: Callable[P, int]) -> Callable[P, int]:
 
 
 def _told_as(error: BaseException) -> list[BaseException]:
-    """What is told for an error: those in it for a group, or the group where one of them doesn't say whose it is."""
+    """Return what is told for an error: those in a group, or the group where one of them doesn't say whose it is."""
     if isinstance(error, BaseExceptionGroup):
         parts = [part for each in error.exceptions for part in _told_as(each)]
         if all(map(_is_told, parts)):

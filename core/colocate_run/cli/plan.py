@@ -362,7 +362,7 @@ class _PlannedGroups:
         raise ColocateError("ctx.rendezvous: nobody is there to meet where memory is only planned")
 
     def make_again(self, ctx: Context) -> None:
-        """None is ever dropped."""
+        """Do nothing: no group is ever dropped."""
 
 
 @contextlib.contextmanager

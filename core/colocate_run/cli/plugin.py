@@ -68,7 +68,7 @@ def show_plugin(name: str, *, json: bool) -> int:
 
 
 def _details(plugin: PluginInfo, faults: list[PluginError]) -> dict[str, Any]:
-    """What it offers as plain data. What can't be imported has an `error` instead, which is among the faults too."""
+    """Return what a plugin offers as plain data. What can't be imported has an `error` instead, also among faults."""
     name = plugin.name
     if plugin.kind == "executor":
         return _or_error(partial(_executor, name), faults)
@@ -167,7 +167,7 @@ def _options(arguments: Arguments, *described: Any) -> dict[str, dict[str, Any]]
 
 
 def told_of(described: Any, section: str = "Args:") -> Iterator[tuple[str, str]]:
-    """What a section of a docstring says of each argument, or attribute."""
+    """Yield what a section of a docstring says of each argument, or attribute."""
     lines = _docstring(described).splitlines()
     name, told = "", list[str]()
     for line in lines[lines.index(section) + 1 :] if section in lines else ():
@@ -208,7 +208,7 @@ def _first_line(described: Any) -> str:
 
 
 def _docstring(described: Any) -> str:
-    """Its own, not one that it inherits."""
+    """Return a class's own docstring, not one that it inherits."""
     text = getattr(described, "__doc__", None)
     return inspect.cleandoc(text) if isinstance(text, str) else ""
 

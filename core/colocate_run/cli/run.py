@@ -80,7 +80,7 @@ def _again(count: int) -> str:
 
 
 def _closed(record: RunRecord) -> str:
-    """What the block has closed, counted in the ownership graph of before."""
+    """Return what the block has closed, counted in the ownership graph of before."""
     counts: Counter[str] = Counter()
     nodes = [json_module.loads(record.graph)]
     while nodes:

@@ -21,7 +21,7 @@ def show_schema() -> int:
 
 
 def json_schema() -> dict[str, Any]:
-    """That of a config's file. What only a signature, a plugin or another key decides is left to `colocate check`."""
+    """Return the schema of a config's file. What only a signature, a plugin or another key decides isn't in it."""
     defined: dict[str, Any] = {}
     top = _entry(Config, defined)
     top["required"].remove("name")  # by default the file's stem

@@ -165,7 +165,7 @@ def _page(told: Mapping[str, Any], width: int) -> Group:
 
 
 def _troubles(told: Mapping[str, Any]) -> list[str]:
-    """What can't be told, in words."""
+    """Return what can't be told, in words."""
     found = [group["memory"] for group in told["groups"] if "memory" in group]
     found += [f"worker {name} doesn't answer: it is stopped, or hangs" for name in told.get("silent", ())]
     if told.get("lost"):

@@ -9,10 +9,10 @@ from typing import Any
 
 import attrs
 
-from colocate import RoleSpec
 from colocate.errors import ConfigError, PluginError
 from colocate.executor import Executor, Growing, Labelled, OwnProcess, SharedSlots
 from colocate.plugins import (
+    RoleSpec,
     check_of,
     find_executor,
     find_job,
@@ -101,7 +101,7 @@ def _trusted(trust: Trust, use: str, place: Place, document: Document) -> bool:
 
 
 def _executor(config: Config, trust: Trust, document: Document) -> type[Executor] | None:
-    """What would run the workers, when it can be known."""
+    """Return what would run the workers, when it can be known."""
     if not _trusted(trust, config.executor.use, ("executor", "use"), document):
         return None
     try:
@@ -128,7 +128,7 @@ def _harmless(trust: Trust, cls: type, given: Mapping[str, Any], place: Place, d
 
 def _connect_arguments(executor: type[Executor]) -> Arguments:
     """The options that a config may give to an executor: those of `colocate.connect` and the executor's own."""
-    from colocate import connect  # which needs all of core
+    from colocate.connecting import connect  # which needs all of core
 
     own = options_of(executor)
     general = arguments_of(connect, own.owner)
@@ -363,7 +363,7 @@ def _role(
     place: Place,
     document: Document,
 ) -> type | None:
-    """Its class, when it can be had."""
+    """Return the class of a role, when it can be had."""
     if not name.isidentifier():
         document.wrong(place, f"{name!r} can't be a role's name: use letters, digits and _")
     if pool is not None and _slots(role, pool, place, document):

@@ -251,13 +251,13 @@ class Shape:
 
     @classmethod
     def of(cls, annotation: Any) -> Shape:
-        """That of a mapping which is annotated so."""
+        """Return the shape of a mapping which is annotated so."""
         found: type[attrs.AttrsInstance] | None = next(filter(attrs.has, (annotation, *get_args(annotation))), None)
         named = any(get_origin(each) is dict for each in (annotation, *get_args(annotation)))
         return cls(item=found, named=True) if named else cls(found)
 
     def below(self, key: str | int) -> Shape:
-        """That of the value of a key. Below a key that the schema lacks nothing is known: it is the mistake."""
+        """Return the shape of a key's value. Below a key that the schema lacks nothing is known: it is the mistake."""
         if isinstance(key, int):  # of a list, all of whose values are alike
             return self
         if self.kind is None:

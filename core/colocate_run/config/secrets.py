@@ -6,10 +6,6 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from colocate.errors import ConfigError
-from colocate_report.scale import shorten
-
-_LONGEST = 100_000
 _SECRET = re.compile(r"(^|[_-])(api_?key|access_?key|secret|password|passwd|credentials?|auth|token)$", re.IGNORECASE)
 _CHANGE = re.compile(r"((?:--set=)?(?:[^=]*\.)?([^=.]+))=")
 
@@ -36,17 +32,3 @@ def without_secret_values(arguments: Sequence[str]) -> list[str]:
         match = _CHANGE.match(each)
         found.append(f"{match[1]}=(hidden)" if match and is_secret(match[2]) else each)
     return found
-
-
-def config_text(config: str) -> str:
-    """Return a config's YAML as a page has it: without secrets, and not too long."""
-    from colocate_run.config.source import read_text, write_yaml
-
-    if not config.strip():
-        return ""
-    try:
-        data = read_text(config, "config").data
-    except ConfigError:
-        return shorten(config, _LONGEST)
-    hidden = without_secrets(data)
-    return shorten(config if hidden == data else write_yaml(hidden), _LONGEST)

@@ -18,6 +18,8 @@ from ruamel.yaml.reader import ReaderError
 from colocate.errors import ConfigError, Mistake
 from colocate.signatures import Place, path_text
 from colocate.texts import plural
+from colocate_report.scale import shorten
+from colocate_run.config.secrets import without_secrets
 from colocate_run.config.variables import Filled, Variables
 
 _YAML = "tag:yaml.org,2002:"
@@ -28,6 +30,7 @@ _MOST_DEPTH = 100  # what reads and checks a config goes as deep as the config d
 _MOST_DIGITS = 1000  # Python turns no number of more than 4,300 into text, and a config is written out again
 _MOST_COPIED = 1_000_000  # characters that aliases stand for: a few of them that name each other stand for any number
 _LEAST_COPIED = 10  # what a value counts, however short it is
+_MOST_SHOWN = 100_000  # characters of a config on a page
 _MOST_BYTES = 1_000_000  # of a file: reading so many takes half a minute
 
 
@@ -302,3 +305,15 @@ def _copied(value: Any, place: Place, document: Document) -> Any:
         return value
     document.wrong(place, f"a config has plain values only (text, numbers, lists, dicts), not {type(value).__name__}")
     return None
+
+
+def config_text(config: str) -> str:
+    """Return a config's YAML as a page has it: without secrets, and not too long."""
+    if not config.strip():
+        return ""
+    try:
+        data = read_text(config, "config").data
+    except ConfigError:
+        return shorten(config, _MOST_SHOWN)
+    hidden = without_secrets(data)
+    return shorten(config if hidden == data else write_yaml(hidden), _MOST_SHOWN)

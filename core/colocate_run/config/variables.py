@@ -29,7 +29,7 @@ class Filled:
 
 @attrs.frozen
 class Variables:
-    """Those that a config may name.
+    """The variables that a config may name.
 
     Attributes:
         known: Their values; None where it may name none.
@@ -39,7 +39,7 @@ class Variables:
 
     @classmethod
     def of_caller(cls, allowed: bool = True) -> Variables:
-        """Those of this process; none for a config of others, which would learn them."""
+        """Return the variables of this process; none for a config of others, which would learn them."""
         return cls(os.environ if allowed else None)
 
     def filled(self, text: str) -> Filled:

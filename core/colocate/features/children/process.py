@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
-from colocate import __version__
 from colocate._definitions.sources import Source
+from colocate._version import __version__
 from colocate.worker.birth.imports import DriversModules
 from colocate.worker.birth.signals import FOR_DRIVERS, pass_over
 

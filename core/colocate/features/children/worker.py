@@ -26,11 +26,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from colocate import __version__
 from colocate._protocol import to_worker
 from colocate._role.context import Context, RowState, current, running_call
 from colocate._system.limits import CHILD_TOLD_WITHIN_S, TOLD_AGAIN_AFTER_S
 from colocate._system.numbers import seconds
+from colocate._version import __version__
 from colocate.errors import ClosedError, ColocateError, ConfigError, SerializationError
 from colocate.features.children.messages import HasChildren
 from colocate.wire import LOOPBACK, EventLoop

@@ -132,7 +132,7 @@ class Attaching(DetachedCase):
     @needs(Detachable)
     @of_executor
     def test_taken_from_a_stopped_driver(self, scripts: Scripts, runtime: Runtime, name: str) -> None:
-        """One that was stopped through it all wakes to a ClosedError, and has changed nothing."""
+        """A driver that was stopped through it all wakes to a ClosedError, and has changed nothing."""
         pool, _ = new(runtime)
         pool.detach(name, ttl=TTL_S)
         driver = self.start(
@@ -186,7 +186,7 @@ class Attaching(DetachedCase):
     @needs(Detachable)
     @of_executor
     def test_owner_killed_after_taking(self, scripts: Scripts, runtime: Runtime, name: str) -> None:
-        """One that took it with own=True takes it along when it dies."""
+        """A driver that took the pool with own=True takes it along when it dies."""
         pool, view = new(runtime)
         workers = Processes(view.pid())
         pool.detach(name, ttl=TTL_S)
@@ -298,7 +298,7 @@ class Successors(DetachedCase):
     @needs(Detachable)
     @of_executor
     def test_another_script(self, scripts: Scripts, runtime: Runtime, name: str) -> None:
-        """It calls and fetches, and gives back what it has got; what is defined in it can't go, which is told."""
+        """Another script calls, fetches and gives back what it got; what is defined in it can't go, which is told."""
         self._said(scripts, name, _WORKER + _DETACHES)
         used = (_WORKER + _ATTACHES).replace("LIMIT = 1", "LIMIT = 9")
         assert self._said(scripts, name, used + "say(tell(use))") == [True, [[True, True, "first"]], [1], [True]]
@@ -470,10 +470,10 @@ class Watching(DetachedCase):
 
 
 def watchable(runtime: Runtime) -> Watchable:
-    """Its executor."""
+    """Return a runtime's executor."""
     return cast("Watchable", runtime._node.services.executor)
 
 
 def found(runtime: Runtime, name: str) -> Window | None:
-    """What the cluster has of a job."""
+    """Return what the cluster has of a job."""
     return next((each for each in watchable(runtime).windows() if each.name == name), None)

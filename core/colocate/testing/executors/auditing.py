@@ -16,7 +16,7 @@ import pytest
 
 import colocate
 from colocate import Audit, ColocatedGroup, RoleSpec, Runtime
-from colocate._api.pool import Slots
+from colocate._api.slots import Slots
 from colocate._owned.owned import Owned
 from colocate._role.budget import Budget
 from colocate._worker_group.workforce import Worker
@@ -216,7 +216,7 @@ class Forks(ExecutorCase):
 
 
 def in_a_fork(function: Callable[[], list[str]]) -> list[str]:
-    """What a function returns in a forked child, as text."""
+    """Return what a function returns in a forked child, as text."""
     read, write = os.pipe()
     child = fork()
     if child == 0:

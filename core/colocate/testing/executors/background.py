@@ -26,7 +26,7 @@ class Background(ExecutorCase):
 
     @pytest.fixture
     def two_lanes(self, spawn: Spawn) -> ColocatedGroup:
-        """One of each on two slots."""
+        """Spawn a group with a role of each lane, on two slots."""
         return spawn({"train": colocate.role(Beside), "roll": BACKGROUND})
 
     def test_slow_call_of_a_paused_role(
@@ -146,7 +146,7 @@ class Background(ExecutorCase):
     @pytest.mark.parametrize("name", ["generate", "generate_async"])
     @needs_feature("weights")
     def test_a_generation_is_kept(self, two_lanes: ColocatedGroup, name: str) -> None:
-        """It stops between two steps, gets weights there, and goes on where it was; its tokens tell the versions."""
+        """A generation stops between two steps, gets weights there, and goes on; its tokens tell the versions."""
         pytest.importorskip("torch")
         train, roll = two_lanes.role("train", Beside), two_lanes.role("roll", Beside)
         with Gate() as gate:
@@ -356,7 +356,7 @@ class Background(ExecutorCase):
         assert colocate.sync_weights(train, roll).version == 2
 
     def test_residents(self, two_lanes: ColocatedGroup) -> None:
-        """They are given and taken across lanes: who is first waits, also for another rank's, and a failure is told."""
+        """Residents go across lanes: who is first waits, also for another rank's, and a failure is told."""
         train, roll = two_lanes.role("train", Beside), two_lanes.role("roll", Beside)
         with Gate() as gate:
             made = roll.give.keep([1, 2], gate.address)
@@ -445,7 +445,7 @@ class Background(ExecutorCase):
             two_lanes.pause("roll", how="kepp")  # type: ignore[arg-type]
 
     def test_budgets(self, spawn: Spawn) -> None:
-        """They hold for it as for others; its memory is told while it runs."""
+        """Budgets hold for a background role as for others; its memory is told while it runs."""
         pytest.importorskip("torch")
         roles = {"train": colocate.role(Beside), "roll": BACKGROUND.on(device_memory="4KiB")}
         group = spawn(roles, slots=1)

@@ -342,7 +342,7 @@ class Functions(ExecutorCase):
         ]
 
     def test_run_any_function(self, pair: ColocatedGroup) -> None:
-        """One that a worker can't import goes by value: functions, lambdas, partials, objects that are called."""
+        """A function that a worker can't import goes by value: functions, lambdas, partials, called objects."""
         offset = 10
 
         def local(ctx: Context) -> int:

@@ -201,7 +201,7 @@ def die(group: ColocatedGroup, gate: Gate) -> None:
 
 
 def wrong_at(close: Callable[..., None]) -> list[Exception]:
-    """What has gone wrong when something is closed with little grace."""
+    """Return what has gone wrong when something is closed with little grace."""
     try:
         close(grace=0.1)
     except ExceptionGroup as group:

@@ -155,7 +155,7 @@ class TorchSettings(TensorCase):
 
     @pytest.fixture
     def changed(self, dtype: bool) -> dict[str, Any]:
-        """What is set where a role has changed it."""
+        """Return what is set where a role has changed it."""
         return {**SET, "dtype": "torch.float64" if dtype else "torch.float32", "device": "meta"}
 
     @pytest.fixture
@@ -165,7 +165,7 @@ class TorchSettings(TensorCase):
         return spawn({"first": plain, "changing": changing, "last": plain}, slots=1)
 
     def test_a_constructor_sets_it_for_its_role(self, group: ColocatedGroup, changed: dict[str, Any]) -> None:
-        """It holds in the role's methods, also async ones, and in nobody else's."""
+        """A constructor's setting holds in the role's methods, also async ones, and in nobody else's."""
         for _ in range(2):
             for name, expected in (("first", USUAL), ("changing", changed), ("last", USUAL)):
                 role = group.role(name, Changing)
@@ -173,7 +173,7 @@ class TorchSettings(TensorCase):
             assert group.run(told_by) == [USUAL]
 
     def test_between_awaits(self, group: ColocatedGroup, changed: dict[str, Any]) -> None:
-        """It holds in all of an async method, also in blocks of it and in its tasks, whoever runs meanwhile."""
+        """A setting holds in all of an async method, also in blocks of it and in its tasks, whoever runs meanwhile."""
         first, changing = group.role("first", Changing), group.role("changing", Changing)
         with group.pipeline():
             calls = [first.across.submit(True), changing.across.submit(False), first.across.submit(False)]

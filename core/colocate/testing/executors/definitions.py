@@ -182,7 +182,7 @@ class Definitions(ExecutorCase):
 
     @smoke
     def test_class_of_the_script(self, runtime: Runtime, script: Any) -> None:
-        """It is one class in the constructor, arguments, results, residents of other groups and errors."""
+        """A class is one in the constructor, arguments, results, residents of other groups and errors."""
         with runtime.reserve(2) as pool:
             roles = {"worker": colocate.role(script.Worker, script.Batch(0))}
             first, second = (pool[i : i + 1].spawn(roles, name=f"definitions-{i}")["worker"] for i in range(2))

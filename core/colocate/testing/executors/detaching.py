@@ -55,7 +55,7 @@ def new(runtime: Runtime, slots: int = 2, name: str = "counting") -> tuple[Pool,
 
 
 def published(runtime: Runtime, name: str) -> dict[str, Any] | None:
-    """What the cluster says of a detached pool."""
+    """Return what the cluster says of a detached pool."""
     return next((each for each in runtime.detached() if each["name"] == name), None)
 
 

@@ -54,7 +54,7 @@ class Driver:
     _heard: bytes = b""
 
     def hear(self) -> Any:
-        """What it says next; a failure when it says nothing within a test's patience."""
+        """Return what it says next; a failure when it says nothing within a test's patience."""
         assert self.process.stdout is not None
         said = self.process.stdout.fileno()
         deadline = time.monotonic() + PATIENCE_S
@@ -297,7 +297,7 @@ class Drivers(Scripted):
 
     @needs(OwnProcess)
     def test_shared_memory_of_roles(self, scripts: Scripts) -> None:
-        """It is removed as after any Python program: when a group is closed, a worker or the driver is killed."""
+        """Memory is removed as after any Python program: when a group is closed, a worker or driver is killed."""
         driver = scripts.start("""
             from multiprocessing import shared_memory
 

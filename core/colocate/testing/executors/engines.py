@@ -19,7 +19,7 @@ class Engines(ExecutorCase):
 
     @needs(OwnProcess)
     def test_managed_memory(self, spawn: Spawn) -> None:
-        """It counts as the role's, and its moves as those of a sleep; nobody looks into what is apart, or moves it."""
+        """Managed memory counts as the role's, its moves as a sleep's; nobody looks into what is apart, or moves it."""
         pytest.importorskip("torch")
         group = spawn({"engine": colocate.role(Engined)}, slots=1)
         engine = group.role("engine", Engined)
@@ -45,7 +45,7 @@ class Engines(ExecutorCase):
 
     @needs(OwnProcess)
     def test_close_of_roles(self, spawn: Spawn, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-        """It runs on the lane when the last call is over, and process groups are there; what it raises is printed."""
+        """A `close` runs on the lane after the last call, with process groups there; what it raises is printed."""
         pytest.importorskip("torch")
         roles = {
             "engine": colocate.role(Engined, str(tmp_path / "closed")),
@@ -74,7 +74,7 @@ class Engines(ExecutorCase):
         assert group.role("actor", Dozing).asleep() == [["grads", "optimizer"]]
 
     def test_roles_that_need_a_process(self, spawn: Spawn) -> None:
-        """One has its slot's process to itself; threads are none."""
+        """A role has its slot's process to itself; threads are none."""
         role = colocate.role(Alone)
         with self.connect() as runtime, runtime.reserve(slots=2) as pool:
             if not issubclass(type(runtime._node.services.executor), OwnProcess):

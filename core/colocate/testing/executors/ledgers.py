@@ -63,7 +63,7 @@ class Ledgers(ExecutorCase):
         assert all("residents" not in slot.roles[0].device for slot in holding.memory().slots)
 
     def test_memory_that_roles_share(self, holding: ColocatedGroup) -> None:
-        """It counts once, with the first that has it as weights; what is kept of a role's own weights, too."""
+        """Memory counts once, with the first that has it as weights; what is kept of a role's own weights, too."""
         holding.role("other", Holding).share("one")
         kept = holding.role("one", Holding).weights.keep()
         kept.wait()
@@ -102,7 +102,7 @@ class Ledgers(ExecutorCase):
             call.result(PATIENCE_S)
 
     def test_gradients_beside_a_call(self, spawn: Spawn) -> None:
-        """They are those of before it: no other thread may read one while role code lets go of it."""
+        """Gradients are those of before the call: no other thread may read one while role code lets go of it."""
         pytest.importorskip("torch")
         group = spawn({"one": colocate.role(Watched)})
         one = group.role("one", Watched)
@@ -196,7 +196,7 @@ class Budgets(ExecutorCase):
     """What roles, groups and slots may have."""
 
     def test_budget_of_a_role(self, spawn: Spawn) -> None:
-        """One that has come to hold more fails of that, with who has what; the group goes on."""
+        """A role that has come to hold more fails of that, with who has what; the group goes on."""
         pytest.importorskip("torch")
         group = spawn({"actor": colocate.role(Dozing, 1).on(device_memory="3MiB"), "other": colocate.role(Sharing)})
         actor = group.role("actor", Dozing)
@@ -214,7 +214,7 @@ class Budgets(ExecutorCase):
 
     @needs(OwnProcess)
     def test_budget_of_a_group(self, spawn: Spawn) -> None:
-        """All its roles and residents together; what sleeps doesn't count, and what would be too much isn't woken."""
+        """Roles and residents count together; what sleeps doesn't count, and what would be too much isn't woken."""
         pytest.importorskip("torch")
         group = spawn({"one": colocate.role(Dozing, 1), "other": colocate.role(Dozing, 1)}, device_memory="7MiB")
         one, other = group.role("one", Dozing), group.role("other", Dozing)
@@ -233,7 +233,7 @@ class Budgets(ExecutorCase):
         assert group.wake("one")
 
     def test_budget_of_a_slot(self, runtime: Runtime) -> None:
-        """It is the pool's, and of each group there."""
+        """The budget of a slot is the pool's, and holds for each group there."""
         pytest.importorskip("torch")
         with runtime.reserve(1, cpus=0, device_memory="1MiB") as pool:
             with pytest.raises(RoleStartError, match="the pool's slots may have 1 MiB") as error:
@@ -243,7 +243,7 @@ class Budgets(ExecutorCase):
                 pool.spawn({"actor": colocate.role(Dozing, 1).on(device_memory="2MiB")})
 
     def test_memory_for_activations(self, spawn: Spawn) -> None:
-        """It stays free while the role runs, and only then."""
+        """Memory for activations stays free while the role runs, and only then."""
         pytest.importorskip("torch")
         roles = {"one": colocate.role(Dozing, 1).on(reserve_activations="1500KiB"), "other": colocate.role(Dozing, 1)}
         group = spawn(roles, device_memory="5MiB")
@@ -263,7 +263,7 @@ class Budgets(ExecutorCase):
 
     @needs(OwnProcess)
     def test_a_checkpoint_wakes_one_role_at_a_time(self, spawn: Spawn, tmp_path: Any) -> None:
-        """All of them together have no room, which is why they sleep."""
+        """There is no room for all roles together, which is why they sleep."""
         pytest.importorskip("torch")
         roles = {"one": colocate.role(Dozing, 1), "other": colocate.role(Dozing, 1)}
         group = spawn(roles, device_memory="7MiB")
@@ -299,7 +299,7 @@ class Budgets(ExecutorCase):
         assert group.role("actor", Dozing).train()
 
     def test_budgets_that_can_not_be(self, runtime: Runtime) -> None:
-        """They are refused before anything starts."""
+        """Such budgets are refused before anything starts."""
         role, named = colocate.role(Dozing), {"residency": "swap", "device_memory": 5000}
         wrong: list[tuple[str, RoleSpec[Any], dict[str, Any]]] = [
             ("is no size", role, {"host_memory": -1}),

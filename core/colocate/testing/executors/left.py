@@ -42,7 +42,7 @@ class LeftInLoops(ExecutorCase):
 
     @of_executor
     def test_a_server_answers_between_calls(self, spawn: Spawn) -> None:
-        """It was made in the constructor, as was a timer; and `close` ends it in its own loop."""
+        """A server was made in the constructor, as was a timer; and `close` ends it in its own loop."""
         with Gate() as gate:
             server = spawn({"server": colocate.role(Server, gate.address)}, slots=1).role("server", Server)
             gate.wait_for()
@@ -53,7 +53,7 @@ class LeftInLoops(ExecutorCase):
                     assert client.makefile().readline() == "HELLO\n"
 
     def test_what_is_left_is_cancelled_at_the_end(self, spawn: Spawn, tmp_path: Path) -> None:
-        """It may do what it does then."""
+        """A task that is cancelled may do what it does then."""
         group = spawn({"leaves": colocate.role(Leaves)})
         group.role("leaves", Leaves).writes_at_its_end(tmp_path / "end")
         group.close()

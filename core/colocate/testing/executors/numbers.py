@@ -95,7 +95,7 @@ class RandomNumbers(TensorCase):
 
     @needs(OwnProcess)
     def test_a_role_that_seeds(self, torch: Any, spawn: Spawn) -> None:
-        """It draws what a script draws that seeds and does nothing else, to the last digit."""
+        """A role draws what a script draws that seeds and does nothing else, to the last digit."""
         code = f"from {draw.__module__} import *; seed_all(5); print([draw({self.device!r}) for _ in range(6)])"
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE_S)
         script = json.loads(done.stdout)

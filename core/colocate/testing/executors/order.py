@@ -288,7 +288,7 @@ class Failures(ExecutorCase):
         ],
     )
     def test_odd_exceptions(self, pair: ColocatedGroup, kind: str, name: str, text: str) -> None:
-        """One that can't be pickled, rebuilt, shown, set, or told to its end, is told in words: type, text, place."""
+        """Errors that can't be pickled, rebuilt, shown, set or told to an end are told in words: type, text, place."""
         with pytest.raises(RoleError) as caught:
             pair.role("faulty", Faulty).fail(kind)
         assert name in str(caught.value)

@@ -10,7 +10,7 @@ import pytest
 
 import colocate
 from colocate import ColocatedGroup, RoleSpec, Runtime
-from colocate._api.pool import Slots
+from colocate._api.slots import Slots
 from colocate._values.leaving import Watch
 from colocate.errors import BorrowedError, ClosedError, ColocateError, ConfigError, RoleError
 from colocate.testing.executors._base import ExecutorCase, Spawn, of_executor

@@ -205,10 +205,10 @@ class Pipelines(ExecutorCase):
         tensors, echo = copying.role("tensors", Tensors), copying.role("echo", Echo)
         tensor, plain = torch.zeros(5000), [1]
         with copying.pipeline():
-            calls = [tensors.sum_readonly.submit(tensor), echo.first.submit(plain)]
+            calls = [tensors.total.submit(tensor), echo.first.submit(plain)]
             tensor += 1
             plain.append(2)
-            calls += [tensors.sum_readonly.submit(tensor), echo.first.submit(plain)]
+            calls += [tensors.total.submit(tensor), echo.first.submit(plain)]
         assert [call.result(PATIENCE_S) for call in calls] == [[0.0, 0.0], [1], [5000.0, 5000.0], [1, 2]]
 
     def test_pipeline_shared_values(self, copying: ColocatedGroup, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,7 +220,7 @@ class Pipelines(ExecutorCase):
         traffic = Traffic(copying, monkeypatch)
         tensor = torch.ones(50_000)
         with copying.pipeline():
-            calls = [tensors.sum_readonly.submit(tensor) for _ in range(5)]
+            calls = [tensors.total.submit(tensor) for _ in range(5)]
             rows = [tensors.add.submit(tensor, float(index)) for index in range(3)]
         assert [call.result(PATIENCE_S) for call in calls] == [[50_000.0] * 2] * 5
         assert [torch.equal(call.result(PATIENCE_S), tensor + index) for index, call in enumerate(rows)] == [True] * 3
@@ -228,7 +228,7 @@ class Pipelines(ExecutorCase):
 
 
 def who(ctx: colocate.Context) -> int:
-    """Which worker it is."""
+    """Return which worker it is."""
     return ctx.rank
 
 

@@ -172,7 +172,7 @@ class Placement(ExecutorCase):
 
     @of_executor
     def test_a_slot_larger_than_a_node(self, two_cpus: Runtime) -> None:
-        """All of a slot lies on one node."""
+        """A whole slot lies on one node."""
         with pytest.raises(PlacementError):
             two_cpus.reserve(slots=1, cpus=3, timeout=0)
 
@@ -221,7 +221,7 @@ class Placement(ExecutorCase):
 
     @of_executor
     def test_places_that_an_executor_lacks(self, runtime: Runtime) -> None:
-        """One whose nodes say nothing of themselves refuses what would ask them."""
+        """An executor whose nodes say nothing of themselves refuses what would ask them."""
         if isinstance(runtime._node.services.executor, Labelled):
             pytest.skip(f"executor {runtime.name!r} is Labelled")
         options: list[dict[str, Any]] = [{"labels": {"a": "b"}}, {"resources": {"a": 1}}, {"together": "a"}]

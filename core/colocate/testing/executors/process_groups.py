@@ -125,7 +125,7 @@ class ProcessGroups(ExecutorCase):
 
     @needs(OwnProcess)
     def test_device_mesh_by_name(self, square: ColocatedGroup) -> None:
-        """Each of a role's meshes has its own axes and groups, also where two name an axis alike."""
+        """Meshes of a role have their own axes and groups each, also where two name an axis alike."""
         pytest.importorskip("torch")
         named = square.role("named", Collective)
         train = [
@@ -229,7 +229,7 @@ class CutProcessGroups(ExecutorCase):
 
     @needs(OwnProcess)
     def test_what_a_cut_group_has_given(self, spawn: Spawn) -> None:
-        """It is no result, also where a collective on a cut group doesn't raise: who made it failed with its peers."""
+        """A cut collective gives no result, also where it doesn't raise: who made it failed with its peers."""
         pytest.importorskip("torch")
         careless = spawn({"careless": colocate.role(Careless)}).role("careless", Careless)
         assert careless.total() == [2.0] * 2

@@ -45,7 +45,7 @@ def alarms() -> Iterator[None]:
 
 
 def by_threads(stream: Any, meanwhile: Callable[[], object] = lambda: None) -> list[tuple[list[int], type | None]]:
-    """What each of some threads reads of a stream, and what they are told at its end."""
+    """Return what each of some threads reads of a stream, and what they are told at its end."""
     found: list[tuple[list[int], type | None]] = []
 
     def read() -> None:

@@ -146,7 +146,7 @@ class Renewals(ExecutorCase):
 
     @needs(OwnProcess)
     def test_a_hook_that_raises(self, spawn: Spawn) -> None:
-        """It is what the group fails of, after the failure that had led to it."""
+        """The hook's error is what the group fails of, after the failure that had led to it."""
         pytest.importorskip("torch")
         group = spawn({"trainer": colocate.role(Broken, "fsdp2")})
         error = self._fail(group)
@@ -172,7 +172,7 @@ class Renewals(ExecutorCase):
         ],
     )
     def test_a_model_made_anew(self, spawn: Spawn, kind: Kind, device: str | None, torch_is_known: bool) -> None:
-        """One that can't be renewed in place takes over the weights and the optimizer's state of the former one."""
+        """A model that can't be renewed in place takes over the weights and the optimizer's state of the former one."""
         np, _ = pytest.importorskip("numpy"), pytest.importorskip("torch")
         role = colocate.role(Rebuilding, kind, device=device, torch_is_known=torch_is_known).on(default_group=True)
         trainer = spawn({"trainer": role}).role("trainer", Rebuilding)

@@ -36,7 +36,7 @@ class Residents(ExecutorCase):
             assert kept.fetch() == kept.fetch() == rows.double([1, 2, 3])
 
     def test_waited_for(self, pair: ColocatedGroup) -> None:
-        """It returns when the value is there, and raises what its call has raised."""
+        """A wait returns when the value is there, and raises what its call has raised."""
         faulty = pair.role("faulty", Faulty)
         with Gate() as gate:
             kept = faulty.wait.keep(gate.address)

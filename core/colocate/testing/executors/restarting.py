@@ -33,7 +33,7 @@ from colocate.testing.waiting import PATIENCE_S, wait_until
 
 
 def killed(group: ColocatedGroup, rank: int = 0) -> GroupRestarted:
-    """What is told when a rank is killed in a call."""
+    """Return what is told when a rank is killed in a call."""
     with pytest.raises(GroupRestarted) as caught:
         group.role("lasting", Lasting).kill(rank)
     return caught.value
@@ -220,7 +220,7 @@ class Checkpoints(ExecutorCase):
 
     @of_executor
     def test_what_is_not_there_when_it_is_to_count(self, spawn: Spawn, tmp_path: Path) -> None:
-        """It is an error of the role's, and the checkpoint of before stays: files that aren't there, or not whole."""
+        """A role's error, and the checkpoint of before stays: files that aren't there, or not whole."""
         group = spawn({"later": colocate.role(Later, "process")})
         later = group.role("later", Later)
         group.checkpoint(tmp_path / "one", tag="before")
@@ -243,7 +243,7 @@ class Checkpoints(ExecutorCase):
         assert later.add() == [1, 1]
 
     def test_files_that_are_not_what_was_saved(self, spawn: Spawn, tmp_path: Path) -> None:
-        """They are named, by whoever would go on from them."""
+        """Such files are named, by whoever would go on from them."""
         roles: dict[str, RoleSpec[Any]] = {"lasting": colocate.role(Lasting), "empty": colocate.role(Drawing)}
         group = spawn(roles)
         role = group.role("lasting", Lasting)
@@ -316,7 +316,7 @@ class Checkpoints(ExecutorCase):
         assert (tmp_path / "mine" / "notes.txt").read_text() == "kept"
 
     def test_several_at_once(self, spawn: Spawn, tmp_path: Path) -> None:
-        """They are written one after the other, in whatever order; all succeed, and the last one is there."""
+        """Checkpoints are written one after the other, in whatever order; all succeed, and the last one is there."""
         roles: dict[str, RoleSpec[Any]] = {"lasting": colocate.role(Lasting)}
         group = spawn(roles)
         role = group.role("lasting", Lasting)
@@ -399,13 +399,13 @@ class Checkpoints(ExecutorCase):
 
     @pytest.mark.parametrize("text", ["{", "[]", "{}", '{"tag": 1}', "\0", "[" * 100_000], ids=lambda text: text[:9])
     def test_what_is_a_damaged_checkpoint(self, spawn: Spawn, tmp_path: Path, text: str) -> None:
-        """One that can't be read, or that something else has written."""
+        """A checkpoint that can't be read, or that something else has written."""
         (tmp_path / "checkpoint.json").write_text(text)
         with pytest.raises(ConfigError, match="damaged, or something else's"):
             spawn({"lasting": colocate.role(Lasting)}, slots=1, restore=tmp_path)
 
     def test_a_checkpoint_whose_replacement_was_interrupted(self, spawn: Spawn, tmp_path: Path) -> None:
-        """It is found where it is, by who only reads, and replaced by who writes."""
+        """A checkpoint is found where it is, by who only reads, and replaced by who writes."""
         roles: dict[str, RoleSpec[Any]] = {"lasting": colocate.role(Lasting)}
         group = spawn(roles)
         group.role("lasting", Lasting).add()

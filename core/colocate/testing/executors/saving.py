@@ -22,7 +22,7 @@ from colocate.testing.waiting import PATIENCE_S
 
 
 def tag(folder: Path) -> Any:
-    """That of the checkpoint which is there; None for none."""
+    """Return the tag of the checkpoint which is there; None for none."""
     path = folder / "checkpoint.json"
     return json.loads(path.read_text())["tag"] if path.exists() else None
 
@@ -42,7 +42,7 @@ class SavingBeside(ExecutorCase):
 
     @of_executor
     def test_calls_go_on_while_it_is_written(self, halved: Callable[..., ColocatedGroup], tmp_path: Path) -> None:
-        """It has what roles were when it was asked for, and counts when all ranks have written, not before."""
+        """A checkpoint has roles as they were when it was asked for, and counts when all ranks have written."""
         with Gate() as gate:
             group = halved(gate, slow=1)
             role = group.role("halved", Halved)
@@ -214,7 +214,7 @@ class SavingBeside(ExecutorCase):
         assert role.add() == [3, 3]
 
     def test_an_attribute_that_is_another_one_now(self, spawn: Spawn, tmp_path: Path) -> None:
-        """It would be saved as calls have made it meanwhile. Where these wait, it is as it was."""
+        """An attribute would be saved as calls have made it meanwhile. Where these wait, it is as it was."""
         with Gate() as gate:
             group = spawn({"late": colocate.role(Late, gate.address)})
             role = group.role("late", Late)

@@ -50,7 +50,7 @@ def _leave(ctx: colocate.Context) -> None:
 
 
 def held(group: ColocatedGroup) -> Holding:
-    """Its role that holds memory."""
+    """Return the role of a group that holds memory."""
     return group.role("model", Holding)
 
 
@@ -151,7 +151,7 @@ class Sharing(ExecutorCase):
     @needs(OwnProcess)
     @of_executor
     def test_all_groups_of_a_lost_slot_get_others(self, runtime: Runtime) -> None:
-        """Others are reserved once, and each is restarted there."""
+        """Slots are reserved once for all, and each group is restarted there."""
         self._share(runtime)
         with self.connect() as own, own.reserve(2, cpus=0, groups=2) as pool:
             groups = [pool.spawn(ROLES, on_failure="restart", restarts=1) for _ in range(2)]
@@ -212,7 +212,7 @@ class Sharing(ExecutorCase):
 
     @needs(OwnProcess)
     def test_the_memory_of_a_worker_that_died(self, models: tuple[ColocatedGroup, ColocatedGroup]) -> None:
-        """It is free for the others at once."""
+        """Memory of the dead is free for the others at once."""
         one, other = models
         held(other).make.keep(_MIB_FLOATS).wait()
         with pytest.raises(WorkerDied):
@@ -221,7 +221,7 @@ class Sharing(ExecutorCase):
 
     @needs(OwnProcess)
     def test_a_wake_looks_at_what_other_groups_hold(self, models: tuple[ColocatedGroup, ColocatedGroup]) -> None:
-        """It is refused as long as there is no room beside that, and what sleeps makes room."""
+        """A wake is refused as long as there is no room beside that, and what sleeps makes room."""
         one, other = models
         other.sleep("model")
         with held(one).make.keep(5 * _MIB_FLOATS // 2) as kept:
@@ -254,7 +254,7 @@ class Sharing(ExecutorCase):
 
     @needs(SharedSlots)
     def test_threads_have_no_budget_of_slots(self, runtime: Runtime) -> None:
-        """Their memory is one process's: a budget that counts groups apart needs processes."""
+        """Memory of threads is one process's: a budget that counts groups apart needs processes."""
         if isinstance(runtime._node.services.executor, OwnProcess):
             pytest.skip("its slots are processes")
         for budget in ({"device_memory": "1GiB"}, {"host_memory": "1GiB"}):
@@ -265,7 +265,7 @@ class Sharing(ExecutorCase):
     # -- refusals
 
     def test_more_groups_than_an_executor_can(self, runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
-        """One that lacks `SharedSlots` is told apart before anything is reserved."""
+        """An executor that lacks `SharedSlots` is told apart before anything is reserved."""
         monkeypatch.setattr("colocate._api.runtime.SharedSlots", type("SharedSlots", (), {}))
         before = list(runtime._node.children)
         with pytest.raises(
@@ -278,7 +278,7 @@ class Sharing(ExecutorCase):
             runtime.reserve(1, cpus=0, groups=0)
 
     def test_environments_that_can_not_be(self, runtime: Runtime) -> None:
-        """They are refused before anything starts."""
+        """Such environments are refused before anything starts."""
         with runtime.reserve(1, cpus=0) as pool:
             wrong: dict[str, Any] = {r"env\.'A=B': .*no environment can have": {"A=B": "1"}, "must be a mapping": "A"}
             for words, env in wrong.items():

@@ -52,7 +52,7 @@ class Sleeping(Dozers):
 
     @of_executor
     def test_sleep_and_wake(self, dozing: ColocatedGroup) -> None:
-        """All comes back as it was: the same objects and bits, tied weights and views with them."""
+        """Everything comes back as it was: the same objects and bits, tied weights and views with them."""
         actor = dozing.role("actor", Dozing)
         before, where = actor.digest(), actor.objects()
         size = sum(slot.roles[0].total for slot in dozing.memory().slots)
@@ -181,7 +181,7 @@ class Sleeping(Dozers):
                 assert kept.addresses() == places
 
     def test_sleep_of_what_others_hold(self, dozing: ColocatedGroup) -> None:
-        """It stays as long as somebody who is awake has it, which is told, and goes when nobody is."""
+        """Memory stays as long as somebody who is awake has it, which is told, and goes when nobody is."""
         actor, other = dozing.role("actor", Dozing), dozing.role("other", Sharing)
         other.share("actor")
         before, looked = other.digest(), actor.look()
@@ -205,7 +205,7 @@ class Sleeping(Dozers):
         assert actor.look() == looked
 
     def test_wake_without_room(self, dozing: ColocatedGroup) -> None:
-        """It sleeps on, on all ranks, and so do calls that need it; they say why."""
+        """A role sleeps on, on all ranks, and so do calls that need it; they say why."""
         actor = dozing.role("actor", Dozing)
         before = actor.digest()
         dozing.sleep("actor")
@@ -270,7 +270,7 @@ class SleepingBeside(Dozers):
     """A role that sleeps, or wakes, while other things go on."""
 
     def test_sleep_in_a_pipeline(self, dozing: ColocatedGroup) -> None:
-        """Its calls wake, too; sleep and wake themselves wait for what they do."""
+        """Calls of a pipeline wake, too; sleep and wake themselves wait for what they do."""
         actor = dozing.role("actor", Dozing)
         before = actor.digest()
         dozing.sleep("actor")
@@ -284,7 +284,7 @@ class SleepingBeside(Dozers):
         assert first.result(PATIENCE_S)
 
     def test_residents_of_a_sleeping_role(self, dozing: ColocatedGroup) -> None:
-        """They can be used, by value and by reference."""
+        """Residents can be used, by value and by reference."""
         actor, other = dozing.role("actor", Dozing), dozing.role("other", Sharing)
         kept = actor.make.keep(_MIB)
         kept.wait()
@@ -294,7 +294,7 @@ class SleepingBeside(Dozers):
         assert actor.asleep.options(ranks=[0])()  # its method needs nothing awake
 
     def test_sibling_of_a_sleeping_role(self, dozing: ColocatedGroup) -> None:
-        """It isn't reached by accident: who wants it, a role or a function, is told what to do."""
+        """A sleeping sibling isn't reached by accident: who wants it, a role or a function, is told what to do."""
         other = dozing.role("other", Sharing)
         dozing.sleep("actor")
         for reach in (lambda: other.share("actor"), lambda: dozing.run(_reach)):
@@ -306,7 +306,7 @@ class SleepingBeside(Dozers):
         assert dozing.run(_reach) == [_MIBS * _MIB] * 2
 
     def test_checkpoint_of_a_sleeping_role(self, dozing: ColocatedGroup, tmp_path: Path) -> None:
-        """It is awake as it is saved; then as much of it sleeps as before, and what has come since stays awake."""
+        """A role is awake as it is saved; then as much of it sleeps as before, and what has come since stays awake."""
         actor = dozing.role("actor", Dozing)
         dozing.sleep("actor", ["optimizer", "cache"])
         actor.refill(_MIBS)

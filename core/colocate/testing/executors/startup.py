@@ -257,7 +257,7 @@ class Templates(ExecutorCase):
     @needs(OwnProcess)
     @of_executor
     def test_environment_of_a_fork(self, runtime: Runtime) -> None:
-        """It has the pool's, and the kernel shows it; what is read before any import starts another interpreter."""
+        """A fork has the pool's, and the kernel shows it; what is read before any import starts another interpreter."""
         for env, hashes in (({"COLOCATE_PROBE": "set"}, None), ({"PYTHONHASHSEED": "7"}, {"PYTHONHASHSEED": "7"})):
             with runtime.reserve(1, cpus=0, env=env) as pool, pool.spawn(BORN) as group:
                 ((name, value),) = env.items()
@@ -271,7 +271,7 @@ class Templates(ExecutorCase):
     @needs(OwnProcess)
     @of_executor
     def test_the_template_is_killed(self, spawn: Spawn) -> None:
-        """That ends no worker; the next group has another template, and its workers end as ever."""
+        """The template's end ends no worker; the next group has another template, and its workers end as ever."""
         group = spawn(BORN)
         found = _templates(group)
         ended = Processes(template.pid for template in found)
@@ -295,7 +295,7 @@ class Printing(ExecutorCase):
 
     @needs(OwnProcess)
     def test_a_progress_bar(self, spawn: Spawn, monkeypatch: pytest.MonkeyPatch, gate: Gate) -> None:
-        """It is shown while it goes on; its end is shown once, as its last state."""
+        """A bar is shown while it goes on; its end is shown once, as its last state."""
         monkeypatch.setattr(sys, "stderr", read := io.StringIO())
         talker = spawn({"talker": colocate.role(Talker).on(slots=[0])}, name="bars").role("talker", Talker)
         call = talker.count_to_two.submit(gate.address)

@@ -60,12 +60,12 @@ class RowsCase(ExecutorCase):
 
     @pytest.fixture
     def streaming(self, no_leaks: None, shared_playing: Shared) -> ColocatedGroup:
-        """Them."""
+        """The roles whose rows end one by one, which all tests share."""
         return shared_playing.get()
 
     @pytest.fixture
     def playing(self, streaming: ColocatedGroup) -> Playing:
-        """Its view, with an empty log."""
+        """The view of the playing role, with an empty log."""
         view = streaming.role("playing", Playing)
         view.logged()
         return view
@@ -200,7 +200,7 @@ class Streams(RowsCase):
     def test_who_waits_behind_a_half_read_stream(
         self, playing: Playing, streaming: ColocatedGroup, tmp_path: Path
     ) -> None:
-        """That is an error at once, in all ways to wait, and nothing is sent; not in other threads."""
+        """Waiting is an error at once, in all ways to wait, and nothing is sent; not in other threads."""
         words = r"comes after the stream of playing.play that was opened at \S+:\d+, .* it would wait for itself"
         stream = playing.play.stream(list(range(100)))
         next(stream)
@@ -289,7 +289,7 @@ class Streams(RowsCase):
 
     @of_executor
     def test_a_row_that_raises(self, playing: Playing) -> None:
-        """Its error names it; the rows that run are cancelled, no others begin, and no rank is held."""
+        """The row's error names it; the rows that run are cancelled, no others begin, and no rank is held."""
         with Gate() as gate:
             rows = ["a", "b", "fail", *["c"] * 50]
             stream = playing.fail.stream(rows, gate.address)
@@ -321,7 +321,7 @@ class Streams(RowsCase):
 
     @needs(OwnProcess)  # on threads they are handed over as they are
     def test_values_that_cannot_be_rebuilt(self, playing: Playing, streaming: ColocatedGroup) -> None:
-        """That is the row's error, which is raised, or returned; what has come of it counts as read."""
+        """The row has that error, which is raised, or returned; what has come of it counts as read."""
         odd = [row for row in range(4 * OUT) if row % 2]
         returning = playing.give.options(on_error="return")
         for found in (
@@ -361,7 +361,7 @@ class Streams(RowsCase):
 
     @pytest.mark.parametrize("how", ["task group", "swallowed", "itself", "next"])
     def test_a_row_that_role_code_cancels(self, playing: Playing, how: str) -> None:
-        """Its error is the row's, whatever the task of the row knows of cancellations, and whether it had begun."""
+        """The error is the row's, whatever the task of the row knows of cancellations, and whether it had begun."""
         rows, failing = [how, "a"], int(how == "next")
         cancel = playing.cancel.options(ranks=[0])
         error = cancel.submit(rows).exception(PATIENCE_S)
@@ -375,7 +375,7 @@ class Streams(RowsCase):
         assert isinstance(error, RoleError) == (how != "next")
 
     def test_a_row_that_comes_back_to_its_rank(self, playing: Playing) -> None:
-        """It is known there while it runs, also when its former task isn't quite over."""
+        """The row is known there while it runs, also when its former task isn't quite over."""
         for _ in range(10):
             found = playing.flaky.options(ranks=[0], retry=5, on_error="return").submit(list(range(100)))
             assert [isinstance(value, RoleError) for value in found.result(PATIENCE_S)] == [
@@ -402,7 +402,7 @@ class Streams(RowsCase):
 
     @of_executor
     def test_rows_that_a_method_yields(self, streaming: ColocatedGroup) -> None:
-        """Their indices are those of what the driver has given, also where rows are balanced."""
+        """Indices of rows are those of what the driver has given, also where rows are balanced."""
         yielding, rows = streaming.role("yielding", Yielding), list(range(7))
         expected = [2 * row for row in rows]
         costs = [1, 9, 1, 1, 1, 1, 4]
@@ -570,7 +570,7 @@ class Streams(RowsCase):
         assert [value for value, _ in playing.play([1, 2, 3])] == [1, 2, 3]
 
     def test_timeout_of_rows(self, playing: Playing) -> None:
-        """It says in which rows ranks are; the rows that had ended were read."""
+        """The error says in which rows ranks are; the rows that had ended were read."""
         with Gate() as gate:
             stream = playing.wait.options(timeout=1.0).stream([None, True], gate.address)
             assert next(stream)[0] == 0

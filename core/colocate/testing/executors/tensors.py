@@ -80,7 +80,7 @@ class TensorResidents(TensorCase):
     @pytest.mark.parametrize("layout", ["sparse_coo", "sparse_csr", "sparse_csc"])
     @pytest.mark.filterwarnings("ignore:Sparse C:UserWarning")
     def test_sparse(self, torch: Any, pair: ColocatedGroup, tensors: Tensors, layout: str) -> None:
-        """They can be kept as others can, with their bytes; those of which torch can cut rows can be scattered."""
+        """Sparse tensors can be kept as others, with their bytes; where torch can cut rows they can be scattered."""
         value = torch.eye(4).to_sparse(layout=getattr(torch, layout))
         with tensors.echo.keep([value]) as kept:
             assert kept.spec.bytes_per_rank[0] >= 4 * 4 + 4 * 8
@@ -184,7 +184,7 @@ class OwnTypes(TensorCase):
 
     @of_executor
     def test_own_types_sent(self, torch: Any, tensors: Tensors) -> None:
-        """They are sent as their leaves, without the graph, and find themselves on the worker's device."""
+        """Values are sent as their leaves, without the graph, and find themselves on the worker's device."""
         mine = Packing({"x": torch.ones(4), "grad": torch.ones(4, requires_grad=True) * 2}, "mine")
         facts = {"rows": [2.0, 2.0], "name": "mine", "requires_grad": False, "device": True, "was_packed": False}
         assert tensors.facts_of_own_type(mine) == [facts] * 2
@@ -232,7 +232,7 @@ class OwnTypes(TensorCase):
             assert kept.fetch().tensors["x"].tolist() == [0.0, 1.0] * 2
 
     def test_own_types_hiding_a_resident(self, tensors: Tensors) -> None:
-        """It is refused with its path: nothing would put its value in its place."""
+        """A hidden resident is refused with its path: nothing would put its value in its place."""
         with tensors.make.keep(2) as kept, pytest.raises(SerializationError, match=r"value\['tensors'\]\['x'\]"):
             tensors.echo(Packing({"x": kept.ref}, "mine"))
 
@@ -361,7 +361,7 @@ class _Told:
         return next(each for each in reversed(self.calls) if each.method == method)
 
     def transfers(self, method: str) -> list[TransferRecord]:
-        """What that call got from other workers, by rank; none between threads."""
+        """Return what that call got from other workers, by rank; none between threads."""
         record = self.last(method)
         spans = {rank: (start, end) for rank, start, end in record.spans}
         for each in record.transfers:
@@ -434,7 +434,7 @@ class Transfers(ExecutorCase):
 
     @needs(OwnProcess)
     def test_sleeps_are_told(self, spawn: Spawn, told: _Told) -> None:
-        """Those that somebody asks for, too, and the wakes by a call; and whether it is all of the role."""
+        """Sleeps that somebody asks for are told, too, and the wakes by a call; and whether it is all of the role."""
         group = spawn({"one": role(Dozing, 1)})
         one = group.role("one", Dozing)
 

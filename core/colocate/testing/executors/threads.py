@@ -28,7 +28,7 @@ class Undisturbed(ExecutorCase):
     """Whatever users' code does on the driver or in a worker, what the framework promises is kept."""
 
     def test_a_callback_that_blocks(self, spawn: Spawn) -> None:
-        """It stops callbacks, and nothing else: deadlines, awaits, residents and the end are as ever."""
+        """A callback stops callbacks, and nothing else: deadlines, awaits, residents and the end are as ever."""
         group = spawn({"echo": colocate.role(Echo), "rows": colocate.role(Rows), "faulty": colocate.role(Faulty)})
         echo, rows, faulty = group.role("echo", Echo), group.role("rows", Rows), group.role("faulty", Faulty)
         begun, over = threading.Event(), threading.Event()

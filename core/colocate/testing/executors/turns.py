@@ -37,7 +37,7 @@ class TakingTurns(ExecutorCase):
         return spawn(roles, residency="swap", device_memory="10MiB")
 
     def test_roles_take_turns(self, turns: ColocatedGroup, spawn: Spawn) -> None:
-        """They compute what they do without, and are within the budget whenever one looks."""
+        """Roles compute what they do without turns, and are within the budget whenever one looks."""
         free = spawn(
             {"one": colocate.role(Dozing, 1), "two": colocate.role(Dozing, 2), "three": colocate.role(Dozing, 1)}
         )
@@ -194,7 +194,7 @@ class TakingTurns(ExecutorCase):
         assert two.train()
 
     def test_a_role_that_can_not_take_turns(self, spawn: Spawn) -> None:
-        """It alone is too much: its start says so; what it has come to hold later, its call."""
+        """The role alone is too much: its start says so; what it has come to hold later, its call."""
         pytest.importorskip("torch")
         roles = {"one": colocate.role(Dozing, 1), "two": colocate.role(Dozing, 4)}
         with pytest.raises(RoleStartError, match="after the constructor of role 'two', 8 MiB"):

@@ -109,7 +109,7 @@ class UnaskedFailures(ExecutorCase):
         assert "a plain one" not in caplog.text
 
     def test_calls_that_a_close_has_ended(self, spawn: Spawn, caplog: pytest.LogCaptureFixture) -> None:
-        """They are told together, as they will never run."""
+        """Such calls are told together, as they will never run."""
         group = spawn({"faulty": colocate.role(Faulty)}, slots=1)
         faulty = group.role("faulty", Faulty)
         with Gate() as gate:

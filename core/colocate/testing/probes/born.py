@@ -22,7 +22,7 @@ class Born(Role):
 
     @method
     def made_up(self) -> list[str]:
-        """What is made up in a process so that it is there once: names, ids and keys, and numbers nobody has seeded."""
+        """Return what a process makes up so that it is there once: names, ids, keys, and numbers nobody has seeded."""
         return [
             uuid.uuid4().hex,
             next(tempfile._get_candidate_names()),  # type: ignore[attr-defined]

@@ -226,7 +226,7 @@ class Together(Collective):
 
 @needs("process_group")
 class Careless(Role):
-    """Its collectives don't raise where their group is cut."""
+    """A role whose collectives don't raise where their group is cut."""
 
     @method
     def fail(self, rank: int, gate: Address) -> None:

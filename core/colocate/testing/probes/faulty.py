@@ -48,11 +48,11 @@ class Mute(Exception):
 
 
 class MuteValue(Mute, ValueError):
-    """One of a kind that hints are given for."""
+    """An error of a kind that hints are given for."""
 
 
 class MuteRuntime(Mute, RuntimeError):
-    """One of the kind of which torch tells that there is no memory."""
+    """An error of the kind of which torch tells that there is no memory."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -194,7 +194,7 @@ class Faulty(Role):
 
 
 class FailsToStart(Role):
-    """Its constructor raises on some ranks."""
+    """A role whose constructor raises on some ranks."""
 
     def __init__(self, ranks: tuple[int, ...], kind: str = "value") -> None:
         if self.ctx.rank in ranks:
@@ -206,7 +206,7 @@ class FailsToStart(Role):
 
 
 class HangsAtStart(Role):
-    """Its constructor waits at a gate, on some ranks."""
+    """A role whose constructor waits at a gate, on some ranks."""
 
     def __init__(self, gate: Address, ranks: tuple[int, ...] = (0,)) -> None:
         if self.ctx.rank in ranks:
@@ -218,7 +218,7 @@ class HangsAtStart(Role):
 
 
 class DiesAtStart(Role):
-    """Its constructor ends the process, on some ranks."""
+    """A role whose constructor ends the process, on some ranks."""
 
     def __init__(self, code: int, ranks: tuple[int, ...] = (0,)) -> None:
         if self.ctx.rank in ranks:

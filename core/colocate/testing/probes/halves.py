@@ -92,7 +92,7 @@ class Going(Lasting):
         Path(directory, str(self.ctx.rank)).write_text(str(taken))
 
     def save(self, directory: str) -> Any:
-        """It has its state when it returns."""
+        """Take the state at once: it is there when this returns."""
         if self.how == "thread":
             thread = Thread(target=self.write, args=(directory, self.count))
             thread.start()
@@ -131,7 +131,7 @@ class Weighing(Lasting):
         return self.count
 
     def save(self, directory: str) -> Iterator[None]:  # type: ignore[override]  # pyright: ignore
-        """Its tensor alone."""
+        """Save the tensor alone."""
         import torch
 
         state = {"weight": self.weight}

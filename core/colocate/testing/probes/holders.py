@@ -74,7 +74,7 @@ class Watched(Role):
 
     @method
     def let_go(self, gate: Address) -> None:
-        """It isn't there any more; then wait until a gate is opened."""
+        """Let go of the value; then wait until a gate is opened."""
         self.weight.grad = None
         pass_gate(gate)
 
@@ -82,7 +82,7 @@ class Watched(Role):
         self.weight.grad = None
 
     def wake(self, tags: Sequence[str]) -> None:
-        """It stays so."""
+        """Stay as it is."""
 
     @method
     def read_elsewhere(self) -> bool:
@@ -122,7 +122,7 @@ class Declaring(Role):
         """A role has a method."""
 
     def device_state(self) -> dict[str, Tensor]:
-        """What is in its function's closure, where nobody looks."""
+        """Return what is in its function's closure, where nobody looks."""
         if self._fails:
             raise ValueError(f"rank {colocate.context().rank} can't say")
         return {"hidden": self._hidden()}

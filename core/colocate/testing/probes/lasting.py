@@ -68,7 +68,7 @@ class Lasting(Role):
 
 
 class Called(Lasting):
-    """Its `save` and `restore` may be called by its callers, too.
+    """A role whose `save` and `restore` may be called by its callers, too.
 
     Args:
         gate: Where `restore` waits when it has read; None: nowhere.
@@ -90,7 +90,7 @@ class Called(Lasting):
 
 
 class Later(Lasting):
-    """Its files are written when `save` has returned; on rank 0 once a gate is open.
+    """A role whose files are written when `save` has returned; on rank 0 once a gate is open.
 
     Args:
         how: What it returns to be waited for, or how it doesn't.
@@ -181,7 +181,7 @@ class Response:
 
 
 class Exporting(Lasting):
-    """Its `save` and `restore` are another thing, by one rank alone."""
+    """A role whose `save` and `restore` are another thing, by one rank alone."""
 
     @method(dispatch=OnRank(0))
     def save(self, directory: str) -> None:  # pyright: ignore
@@ -211,7 +211,7 @@ class Resizable(Role):
 
 
 class Distributed(Resizable):
-    """Its files are like those of torch.distributed.checkpoint, by their names."""
+    """A role whose files are like those of torch.distributed.checkpoint, by their names."""
 
     def restore(self, directory: str) -> None:  # type: ignore[override]  # pyright: ignore[reportIncompatibleMethodOverride]
         self.count = int(Path(directory, "0").read_text())
@@ -255,10 +255,10 @@ class Seeded(Role):
             pass_gate(gate)
 
     def save(self, directory: str) -> None:
-        """It has no other state."""
+        """Save nothing: there is no other state."""
 
     def restore(self, directory: str) -> None:
-        """It has no other state."""
+        """Restore nothing: there is no other state."""
 
 
 class Drawing(Role):
@@ -271,7 +271,7 @@ class Drawing(Role):
         return [int(n) for n in torch.randint(0, 1 << 30, (3,), generator=self.ctx.generator)]
 
     def save(self, directory: str) -> None:
-        """It has no other state."""
+        """Save nothing: there is no other state."""
 
     def restore(self, directory: str) -> None:
-        """It has no other state."""
+        """Restore nothing: there is no other state."""

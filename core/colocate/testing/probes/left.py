@@ -86,7 +86,7 @@ class Leaves(Role):
         raise ValueError("a method")
 
     async def close(self) -> None:
-        """Those that are done, or are cancelled now."""
+        """Await tasks that are done, or cancelled now."""
         for task in self.tasks:
             if task.done():
                 with contextlib.suppress(ValueError):

@@ -18,7 +18,7 @@ LATE_S = 0.05
 
 
 class Late(Exception):
-    """It takes too long."""
+    """An error of taking too long."""
 
 
 def late(number: int, frame: FrameType | None) -> None:
@@ -115,7 +115,7 @@ class Limited(Role):
 
     @method(collect=First())
     def hears(self, number: signal.Signals) -> list[int]:
-        """What comes to a handler of its own."""
+        """Return what comes to a handler of its own."""
         heard: list[int] = []
         before = signal.signal(number, lambda number, frame: heard.append(number))
         signal.raise_signal(number)

@@ -85,7 +85,7 @@ class Meshes(Role):
 
 
 def facts(ctx: colocate.Context, *args: Any, **kwargs: Any) -> dict[str, Any]:
-    """What a function knows of its worker, and what it was given."""
+    """Return what a function knows of its worker, and what it was given."""
     return {
         "rank": ctx.rank,
         "world_size": ctx.world_size,

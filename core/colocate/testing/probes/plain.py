@@ -92,7 +92,7 @@ class Echo(Role):
 
     @method
     def ask_sibling(self, name: str) -> tuple[str, int]:
-        """What another role of this worker says: called bare."""
+        """Return what another role of this worker says: called bare."""
         said: Any = self.ctx.sibling(name, Echo).tag_and_rank()  # bare, where a view would give a list
         return said[0], said[1]
 

@@ -39,7 +39,7 @@ class Costs(Role):
 
     @method(dispatch=Scatter("batch"), collect=Gather())
     def lies(self, batch: Any, beside: Any = None) -> Any:
-        """What each rank gets of a value as it lies."""
+        """Return what each rank gets of a value as it lies."""
         return batch, beside
 
     @method(dispatch=Scatter("batch", "beside"), collect=Concat())
@@ -85,7 +85,7 @@ class Rows(Role):
 
     @method(dispatch=Scatter("batch", pad="masked"), collect=Gather())
     def masked(self, batch: list[int]) -> tuple[list[int], int | None]:
-        """What each rank gets, and how much of it is real."""
+        """Return what each rank gets, and how much of it is real."""
         return batch, self.ctx.valid_rows
 
     @method(dispatch=Scatter("batch", empty="run"), collect=Gather())
@@ -147,7 +147,7 @@ class Axes(Role):
 
     @method(dispatch=Scatter("batch"), collect=Gather())
     def seen(self, batch: list[int]) -> list[int]:
-        """What each rank gets of a batch spread over dp."""
+        """Return what each rank gets of a batch spread over dp."""
         return batch
 
     @method(dispatch=Scatter("batch"), collect=Concat())

@@ -19,7 +19,7 @@ else:
 
 
 def told() -> dict[str, Any]:
-    """What torch computes with when nothing is said."""
+    """Return what torch computes with when nothing is said."""
     made = torch.ones(1)
     return {
         "grad": torch.is_grad_enabled(),
@@ -74,7 +74,7 @@ class Changing(Role):
 
     @method(concurrency=3)
     async def across(self, block: bool) -> list[dict[str, Any]]:
-        """What is set before and after each time that it waits, and so in tasks of its own; in blocks, if wanted."""
+        """Return what is set before and after each wait, and so in tasks of its own; in blocks, if wanted."""
         with contextlib.ExitStack() as stack:
             if block:
                 stack.enter_context(torch.inference_mode())

@@ -92,7 +92,7 @@ class Dozing(Role):
 
     @method
     def digest(self) -> tuple[str, str]:
-        """One of the weights, by whatever refers to them, and one of all the rest."""
+        """Digest the weights, by whatever refers to them, and all the rest."""
         rest = [self.net.weight.grad, *self.cache, self.net.get_buffer("scale")]
         rest += [state["momentum_buffer"] for state in self.optimizer.state.values()]
         return self._weights(), digest_of(*(each for each in rest if each is not None))
@@ -176,7 +176,7 @@ class Dozing(Role):
         Path(directory, str(self.ctx.rank)).touch()
 
     def restore(self, directory: str) -> None:
-        """It has no state."""
+        """Restore nothing: there is no state."""
 
 
 class Watching(Dozing):
@@ -224,7 +224,7 @@ class Sharing(Role):
 
 
 def asleep(ctx: colocate.Context) -> list[str]:
-    """What of a role's memory sleeps in this worker."""
+    """Return what of a role's memory sleeps in this worker."""
     return list(_sleeper(ctx).asleep.tags(ctx.role))
 
 
@@ -235,7 +235,7 @@ def _sleeper(ctx: colocate.Context) -> Sleeper:
 
 
 def digest_of(*values: Any) -> str:
-    """One of the bytes of tensors and arrays."""
+    """Digest the bytes of tensors and arrays."""
     found = 0
     for value in values:
         # Of a copy: a tensor of which there was an array isn't torch's alone any more.

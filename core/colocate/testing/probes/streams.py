@@ -137,7 +137,7 @@ class Playing(Role):
 
     @method(rows="row", concurrency=PLACES)
     async def ring(self, row: int) -> Ringing:
-        """What may raise a signal on the driver."""
+        """Return what may raise a signal on the driver."""
         return Ringing(row)
 
     @method(rows="row", concurrency=PLACES)
@@ -208,7 +208,7 @@ class Playing(Role):
 
     @method
     def logged(self) -> list[Any]:
-        """What has happened since this was asked last."""
+        """Return what has happened since this was asked last."""
         found, self.log = self.log, []
         return found
 
@@ -299,7 +299,7 @@ class Yielding(Role):
 
     @method(dispatch=Scatter("batch"))
     def unreadable(self, batch: list[int]) -> Iterator[tuple[int, object]]:
-        """What can't be rebuilt."""
+        """Yield a value that can't be rebuilt."""
         for index in range(len(batch)):
             yield index, Unreadable()
 

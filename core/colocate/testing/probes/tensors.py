@@ -43,7 +43,7 @@ class Packing:
 
 
 class Opaque(Packing):
-    """One that is registered without leaves."""
+    """A type that is registered without leaves."""
 
 
 def _split(value: Any, sizes: Sequence[int]) -> list[Any]:
@@ -163,7 +163,7 @@ class Tensors(Role):
 
     @method(dispatch=Scatter("value"), collect=Gather())
     def write_into_own_type(self, value: Packing) -> None:
-        """What no method may do."""
+        """Do what no method may do."""
         value.tensors["x"].add_(1.0)
 
     @method(collect=Gather())
@@ -175,7 +175,7 @@ class Tensors(Role):
 
     @method(dispatch=Scatter("x"), collect=Gather())
     def write_into(self, x: torch.Tensor) -> None:
-        """What no method may do: change its argument in place."""
+        """Do what no method may do: change the argument in place."""
         x.add_(1.0)
 
     @method(dispatch=Scatter("x"), collect=Gather())
@@ -220,8 +220,8 @@ class Tensors(Role):
     def still_has(self) -> list[float]:
         return [float(item) for item in self.given]
 
-    @method(readonly=("x",))
-    def sum_readonly(self, x: torch.Tensor) -> float:
+    @method
+    def total(self, x: torch.Tensor) -> float:
         return float(x.sum())
 
     @method(collect=Concat())

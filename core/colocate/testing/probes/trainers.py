@@ -97,7 +97,7 @@ class Trainer(Role):
         return parallelize_module(net, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
 
     def _group(self) -> Any:
-        """What DDP is given; None for the default group."""
+        """Return what DDP is given; None for the default group."""
         if self.kind == "ddp in its own group":
             import torch.distributed as dist
 

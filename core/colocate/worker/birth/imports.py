@@ -178,7 +178,7 @@ _LACKING = re.compile(r"cannot import name '(\w+)' from '([\w.]+)'")  # as Pytho
 
 
 def hint_for(error: BaseException) -> str | None:
-    """What to do about what isn't in this process: a file beside the driver's code, a name of its script."""
+    """Return what to do about what isn't in this process: a file beside the driver's code, a name of its script."""
     if isinstance(error, AttributeError) and (unknown := _OF_SCRIPT.match(message_of(error))):
         return (
             "A worker has what the script defines once it was sent something that needs it, and plain pickle wants it "

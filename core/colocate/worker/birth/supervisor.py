@@ -99,7 +99,7 @@ def supervise(starter: int, begin: Callable[[], object] = lambda: None) -> None:
 
 
 def starter_of(limit: int) -> int | None:
-    """Who has started the worker that a process with such a limit of real time descends from; None without a worker."""
+    """Return who has started the worker above a process with such a limit of real time; None without a worker."""
     return limit - _LIMIT if _LIMIT < limit < _LIMIT + _LIMIT_PIDS else None
 
 

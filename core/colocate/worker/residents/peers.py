@@ -113,7 +113,7 @@ class LocalPeers(_HostPeers):
 
     @property
     def address(self) -> None:
-        """They need none."""
+        """Return None: workers of one process read each other's stores."""
         return
 
     def given_back(self, seq: int, label: str) -> Sequence[Written]:

@@ -92,7 +92,7 @@ class Store:
         return watch.nbytes
 
     def fail(self, key: int, error: str) -> None:
-        """Its call failed or was withdrawn: whoever waits for it is told."""
+        """Note that a value's call failed or was withdrawn, and tell whoever waits for the value."""
         with self._news:
             entry = self.entries.get(key)
             if entry is not None and not entry.ready:
@@ -248,7 +248,7 @@ class Store:
                 yield key, entry.maker, writer
 
     def values(self) -> list[tuple[str, Any]]:
-        """Who has made each part that is there, and the part; the same of what stays of it on the host for others."""
+        """Return who has made each part that is there, and the part; also of parts that stay on the host for others."""
         entries = [entry for entry in list(self.entries.values()) if entry.ready]
         copies = [(entry.maker, entry.copies) for entry in entries] if self.copies_bytes else []
         return [

@@ -92,13 +92,13 @@ def split_label(line: str) -> tuple[str | None, str]:
 
 
 def shown(line: str) -> str:
-    """What a terminal shows of a line that carriage returns write over: the last that isn't empty."""
+    """Return what a terminal shows of a line that carriage returns write over: the last that isn't empty."""
     states = line.split("\r")
     return next((state for state in reversed(states) if split_label(state)[1].strip()), states[0])
 
 
 def written_over(rest: bytes) -> bytes:
-    """What is still needed of a line that hasn't ended: its state, and the one before, as the last may be empty yet."""
+    """Return what is still needed of a line that hasn't ended: its state, and the one before, as that may be empty."""
     return b"\r".join(rest.split(b"\r")[-2:])
 
 

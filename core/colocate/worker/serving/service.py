@@ -33,7 +33,7 @@ Start = Callable[[Boot, "Service", wire.SocketLane], WorkerHost]
 
 
 def given(door: socket.socket) -> tuple[socket.socket, int, wire.Tls | None] | bytes:
-    """What has come through the door: a lane, the epoch of its driver (0: the only one), this machine's certificates.
+    """Return what came through the door: a lane, its driver's epoch (0: the only one), this machine's certificates.
 
     Or, as bytes, what came in its place.
 
@@ -187,7 +187,7 @@ class Service:
 
 
 def first_message(boot: Boot) -> tuple[Head, wire.Packed]:
-    """What a driver sends a worker before anything else."""
+    """Return what a driver sends a worker before anything else."""
     return _boot().head(), wire.pack(boot)
 
 
@@ -197,5 +197,5 @@ def _boot() -> to_worker.Boot:
 
 
 def hello() -> Head:
-    """What a worker says of itself first."""
+    """Return what a worker says of itself first."""
     return from_worker.Hello(versions.facts()).head()

@@ -21,7 +21,7 @@ _ASYNCIOS_LEAST = 5  # threads of a loop that nobody has told how many
 
 
 class Tasks:
-    """Those that run. Only `wake` may be called off the lane's thread."""
+    """The async calls that run. Only `wake` may be called off the lane's thread."""
 
     def __init__(self, has_news: Callable[[], bool], places: int) -> None:
         """Begin without one. Args: has_news: Whether the lane is to look around. places: See `have_threads`."""
@@ -100,7 +100,7 @@ class Tasks:
         self._turn(asyncio.sleep(0))
 
     def cancel(self, number: int) -> None:
-        """What one awaits is cancelled, when they run next."""
+        """Cancel what a call awaits, when tasks run next."""
         self._running[number].cancel()
 
     def awaiting(self) -> dict[int, list[FrameType]]:
@@ -145,7 +145,7 @@ class Tasks:
                 self._loop.call_soon_threadsafe(self._woken.set)
 
     def close(self) -> None:
-        """None will come any more: what role code has left is cancelled."""
+        """Cancel what role code has left: no call will come any more."""
         if self._loop.is_closed():
             return
         if left := asyncio.all_tasks(self._loop):

@@ -311,7 +311,7 @@ class ProcessGroups:
             self._cut.clear()
 
     def holders(self) -> list[str]:
-        """Which of the dropped groups somebody still holds; none are known as dropped after that. On the lane."""
+        """Return which of the dropped groups somebody still holds, and know none as dropped after that. On the lane."""
         dropped, self._dropped = self._dropped, []
         if dropped:
             with LOOKING:  # whoever looked at the lane's frames before has let go of them

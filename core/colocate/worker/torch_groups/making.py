@@ -50,7 +50,7 @@ class Worker(Protocol):
 
 @attrs.define(eq=False)
 class Made:
-    """One of a role's groups; `asked` is the number of the last call that asked for it."""
+    """A role's group; `asked` is the number of the last call that asked for it."""
 
     group: ProcessGroup
     asked: int | None = None
@@ -253,7 +253,7 @@ class Making:
 
 @attrs.define(eq=False)
 class _Default:
-    """One that is there or in the making, and where its store listens.
+    """A default group that is there or in the making, and where its store listens.
 
     The store goes on when the group is renewed; slot 0 serves it as long as it keeps it.
     """
@@ -373,7 +373,7 @@ class DefaultGroup:
             self._doomed = True
 
     def dropped(self, epoch: int | None) -> None:
-        """What was to be dropped has been, on the lane; with an epoch that of the next default group, too.
+        """Note that what was to be dropped has been, on the lane; with an epoch that of the next default group, too.
 
         A slot that has asked for the next one meanwhile has this one join it.
         """

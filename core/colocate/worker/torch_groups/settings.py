@@ -197,7 +197,7 @@ class Setting:
 
 
 class OwnSettings:
-    """Those of code that runs step by step: it finds them as it has left them, and leaves the usual ones to others."""
+    """Settings of code that runs step by step: it finds them as it has left them, and others find the usual ones."""
 
     def __init__(self, setting: Setting, first: Settings | None = None) -> None:
         """Args: setting: What makes them. first: Those of the first step; None for those that are made now."""
@@ -239,7 +239,7 @@ def _has_modes(torch: Any) -> bool:
 
 
 def _modes(torch: Any) -> _Modes | None:
-    """Those that there are."""
+    """Return torch's stacks of modes, where there are some."""
     if not _has_modes(torch):
         return None
     c = torch._C

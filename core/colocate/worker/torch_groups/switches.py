@@ -92,7 +92,7 @@ def _all(torch: Any) -> list[_Switch]:
 
 
 def _precision(c: Any) -> _Switch:
-    """That of products of float32, which torch says in older terms and, since 2.9, in newer ones."""
+    """Return the switch of float32 products' precision, which torch says in older terms and, since 2.9, newer ones."""
     newer = hasattr(c, "_get_fp32_precision_getter")
 
     def read() -> Any:

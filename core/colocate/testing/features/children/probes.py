@@ -241,7 +241,7 @@ class Engines(Role):
 
     @method(collect=First())
     def sums(self) -> Any:
-        """What the child has, by name."""
+        """Return what the child has, by name."""
         return self.held
 
 

@@ -21,7 +21,7 @@ from colocate.worker.birth.imports import refuse_while_importing
 if TYPE_CHECKING:
     from colocate._api.connection import Connection
     from colocate._api.group import ColocatedGroup
-    from colocate._api.runtime import Runtime
+    from colocate._api.runtime import Runtime as Runtime
     from colocate._role.role import RoleSpec
     from colocate.executor import Executor
 
@@ -151,7 +151,7 @@ def spawn(
             return making.made(connect(executor, **options)._node)
 
     def fill(connection: Connection) -> ColocatedGroup:
-        from colocate._api.runtime import Runtime
+        from colocate._api.runtime import Runtime as Runtime
 
         try:
             with waited_for():

@@ -20,9 +20,8 @@ from typing import Any, cast
 
 import attrs
 
-import colocate
 from colocate._api.connection import Connection
-from colocate._api.pool import Slots
+from colocate._api.slots import Slots
 from colocate._calls.failures import hung_error
 from colocate._calls.stacks import NO_ANSWER
 from colocate._definitions.bundles import pack_whole, unpack_whole
@@ -33,6 +32,7 @@ from colocate._signals.off_main import off_main
 from colocate._system.lines import at, caller, origin
 from colocate._system.numbers import FOREVER_S, duration_problem
 from colocate._system.threads import Thread
+from colocate._version import __version__
 from colocate._worker_group.saved import Checkpoint, Tag
 from colocate._worker_group.spawn import Declared
 from colocate._worker_group.worker_group import Attachment, WorkerGroup
@@ -170,7 +170,7 @@ def load(record: bytes, name: str) -> PoolRecord:
 
 
 def _versions() -> tuple[str, str, int]:
-    return colocate.__version__, platform.python_version().rpartition(".")[0], _FORM
+    return __version__, platform.python_version().rpartition(".")[0], _FORM
 
 
 # -- detach

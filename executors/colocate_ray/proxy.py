@@ -19,17 +19,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar, TypeAlias
 
+import attrs
 import psutil
 
 from colocate import wire
-from colocate._protocol.message import Message, read
-from colocate._protocol.proxying import OPEN, PING, Failure, ProxyDid, ProxyDo, ProxySaid
-from colocate._protocol.requests import Request, Requests
-from colocate._system.ends import hear_of_ends
-from colocate._system.threads import Thread
 from colocate.errors import ColocateError, EngineError
-from colocate.keeper import janitor
+from colocate.keeper import Message, Request, Requests, Thread, hear_of_ends, message, read
 from colocate.worker.birth.signals import FOR_DRIVERS, LEFT, pass_over
+from colocate_ray import janitor
 
 _ENDS_WITHIN_S = 10.0
 # A proxy that has been silent for so long is asked whether it is there, and ended when it isn't.
@@ -39,6 +36,51 @@ _PARTY = "the proxy"  # who owes answers
 _LAST_WORDS_BYTES = 2000
 
 Asked: TypeAlias = Request[str, Any]
+
+PING = "ping"
+"""Answered at once, whatever else goes on; of all requests the only one that a module has no method for."""
+OPEN = "open"
+"""Comes first, and is done on the main thread."""
+
+
+@message
+class ProxyDo(Message):
+    """Do something; the body has the arguments. Answered by `ProxyDid`."""
+
+    token: int  # the request's
+    name: str  # the method
+
+
+@message
+class ProxyDid(Message):
+    """Tell what was done; the body has the result, or a `Failure`."""
+
+    token: int  # the request's
+
+
+@message
+class ProxySaid(Message):
+    """Tell something that nobody has asked for; the body has it."""
+
+
+@attrs.frozen
+class Failure:
+    """An error on its way to the driver."""
+
+    kind: type[ColocateError]
+    message: str
+    facts: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, error: BaseException, engine: str) -> Failure:
+        """Describe an error; one of a cluster's own as text, as the driver may have nothing to unpickle it with."""
+        if not isinstance(error, ColocateError):
+            error = ColocateError(f"{engine} failed: {type(error).__name__}: {error}")
+        return cls(type(error), error.message, dict(error.__dict__))
+
+    def error(self) -> ColocateError:
+        """Return the error."""
+        return self.kind(self.message, **self.facts)
 
 
 class DriverProxy:

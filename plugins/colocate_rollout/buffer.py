@@ -8,14 +8,12 @@ import threading
 from collections import deque
 from collections.abc import Iterator
 from types import TracebackType
-from typing import ClassVar, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import attrs
 
-from colocate._role.call import OnDriver
-from colocate._system.deadline import Deadline
-from colocate._system.numbers import amount_problem, limit, shown
-from colocate.errors import ClosedError, ConfigError
+from colocate import ClosedError, ConfigError
+from colocate.texts import amount_problem, limit, shown
 
 T = TypeVar("T")
 
@@ -26,7 +24,7 @@ class _Item(Generic[T]):
     version: int
 
 
-class Buffer(OnDriver, Generic[T]):
+class Buffer(Generic[T]):
     """A bounded buffer on the driver between a stream and a trainer; its methods may be called from any thread.
 
     Iterating over it takes items one by one, whatever their version, until it is closed and empty.
@@ -36,11 +34,8 @@ class Buffer(OnDriver, Generic[T]):
         max_staleness: By how many versions of weights an item may be older than the trainer.
     """
 
-    _instead: ClassVar[str] = "Pass the items that it holds"
-    _unsent: ClassVar[str] = ""
-
     def __init__(self, capacity: int, max_staleness: int = 1) -> None:
-        """Make an empty one.
+        """Make an empty buffer.
 
         Args:
             capacity: How many items it holds.
@@ -86,9 +81,9 @@ class Buffer(OnDriver, Generic[T]):
             TimeoutError: It is full, and nobody takes anything.
         """
         _check_version(version, "put")
-        deadline = Deadline(limit(timeout, "put(timeout)"))
+        within = limit(timeout, "put(timeout)")
         with self._news:
-            has_room = self._news.wait_for(lambda: self._closed or len(self._items) < self.capacity, deadline.left)
+            has_room = self._news.wait_for(lambda: self._closed or len(self._items) < self.capacity, within)
             if self._closed:
                 raise ClosedError("the buffer is closed, and takes no item any more")
             if not has_room:
@@ -106,7 +101,7 @@ class Buffer(OnDriver, Generic[T]):
             timeout: Seconds to wait for them; None for as long as it takes.
 
         Returns:
-            They; fewer than `n`, or none, only where the buffer is closed and has no more.
+            The items; fewer than `n`, or none, only where the buffer is closed and has no more.
 
         Raises:
             ConfigError: `n` is more than the buffer holds, or `version` no whole number.
@@ -119,9 +114,9 @@ class Buffer(OnDriver, Generic[T]):
             raise ConfigError(f"get({n}): the buffer holds {self.capacity} items, so that there are never as many")
         if version is not None:
             _check_version(version, "get")
-        deadline = Deadline(limit(timeout, "get(timeout)"))
+        within = limit(timeout, "get(timeout)")
         with self._news:
-            if not self._news.wait_for(lambda: self._has(n, version) or self._closed, deadline.left):
+            if not self._news.wait_for(lambda: self._has(n, version) or self._closed, within):
                 raise TimeoutError(f"{len(self._items)} of {n} items are in the buffer after {timeout} s")
             found = [self._items.popleft().value for _ in range(min(n, len(self._items)))]
             self._news.notify_all()

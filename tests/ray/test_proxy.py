@@ -15,14 +15,15 @@ from typing import Any
 import pytest
 
 from colocate.errors import ColocateError, ConfigError, EngineError
-from colocate.keeper import DriverProxy, proxy
 from colocate.testing.waiting import Processes, send, wait_until
+from colocate_ray import proxy
+from colocate_ray.proxy import DriverProxy
 
 WAIT_S = 60.0
 SIDE = """
 import os, threading
 from colocate.errors import ConfigError
-from colocate.keeper import Proxied
+from colocate_ray.proxy import Proxied
 
 class Side(Proxied):
     engine = "Toy"
@@ -143,7 +144,7 @@ def test_one_that_is_stopped(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_it_ends_with_the_driver(toy: Toy, tmp_path: Path, stopped: bool) -> None:
     """Though that is killed, and it is stopped: then its janitor ends it."""
     script = f"""
-        from colocate.keeper import DriverProxy
+        from colocate_ray.proxy import DriverProxy
         proxy = DriverProxy("toy_side", engine="Toy")
         assert proxy.open({str(tmp_path / "other")!r}, within_s={WAIT_S})
         print(proxy.pid, flush=True)

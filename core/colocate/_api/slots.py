@@ -1,0 +1,447 @@
+"""`Slots`: the slots of a pool, what is reserved in the place of lost ones, and the worker groups on them."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import attrs
+
+from colocate._api.connection import Connection
+from colocate._owned.owned import raise_together
+from colocate._protocol.versions import base_of
+from colocate._role.budget import Budget
+from colocate._signals.at_work import Section
+from colocate._system.deadline import Deadline
+from colocate._system.jobs import message_of
+from colocate._system.limits import (
+    AVOIDED_AFTER_DEATHS,
+    LOOKS_FOR_SLOTS_EVERY_S,
+    REGROWN_WITHIN_S,
+    REPLACED_EVERY_S,
+    RESTART_ENDS_WITHIN_S,
+    SLOW_EVERY_S,
+    SPARED_EVERY_S,
+    THREAD_ENDS_WITHIN_S,
+)
+from colocate._system.threads import Thread
+from colocate._worker_group.spawn import Declared
+from colocate._worker_group.worker_group import Attachment, Home, WorkerGroup
+from colocate._worker_group.workforce import Worker
+from colocate.errors import ColocateError, EngineError, PlacementError
+from colocate.executor import Place, Request, Reservation, Watchable
+from colocate.placement import where
+
+_log = logging.getLogger("colocate")
+
+
+class _Refused(Exception):
+    """Slots can't be had now."""
+
+    def __init__(self, why: PlacementError) -> None:
+        super().__init__(why.message)
+        self.why = why
+
+
+@contextlib.contextmanager
+def _refused() -> Iterator[None]:
+    """A block in which a `PlacementError` is the executor's, and is waited for."""
+    try:
+        yield
+    except PlacementError as error:
+        raise _Refused(error) from error
+
+
+class Slots(Home):
+    """The slots of a pool, and the worker groups on them.
+
+    Attributes:
+        connection: Of its runtime.
+        request: What was asked for.
+        budget: How much memory the roles of each may have.
+        reservation: What the executor has given; None before, and while lost slots are reserved anew.
+        places: Where its slots lie.
+        spares: Where those lie that take the place of lost ones, and those that are lost and aren't replaced yet.
+        taken: The worker groups on each that isn't free; replaced by another mapping when one goes.
+        regrow_timeout: Seconds to wait for slots in the place of lost ones.
+        epoch: How many drivers have commanded it.
+        attachment: How this driver has it, if it was detached once.
+        lock: Held while any of these changes.
+    """
+
+    def __init__(
+        self,
+        connection: Connection,
+        name: str,
+        request: Request,
+        budget: Budget,
+        regrow_timeout: float = REGROWN_WITHIN_S,
+        spares: int = 0,
+        least: int | None = None,
+    ) -> None:
+        super().__init__("pool", name, connection)
+        self.connection = connection
+        self.request = request
+        self.where = where(request)
+        self.budget = budget
+        self.regrow_timeout = regrow_timeout
+        self.least = request.slots if least is None else least  # with how many its groups go on
+        self.wanted = attrs.evolve(request, slots=request.slots + spares)  # what is reserved
+        self.reservation: Reservation | None = None
+        self.epoch = 1
+        self.attachment: Attachment | None = None
+        self.places: tuple[Place, ...] = ()
+        self.spares: tuple[Place, ...] = ()
+        self.taken: dict[int, tuple[WorkerGroup, ...]] = {}
+        self.lock = Section()
+        self._renewing = threading.Lock()  # held while lost slots are reserved anew, for all groups on them
+        self._regrows_until: Deadline | None = None  # when slots are lost, and others are waited for
+        self._spares_thread: threading.Thread | None = None
+        self._closing = threading.Event()
+        self._deaths: Counter[str] = Counter()  # of workers, by node
+        self.telling = threading.Lock()
+        self.join()
+
+    @property
+    def worker_groups(self) -> list[WorkerGroup]:
+        """The worker groups on the pool's slots."""
+        return list(dict.fromkeys(chain.from_iterable(list(self.taken.values()))))
+
+    def hold(self, reservation: Reservation) -> None:
+        """Take the slots, or give them back at once when it has been closed meanwhile."""
+        with self.lock:
+            if self.closed_by is None:
+                self.reservation = reservation
+                self.places = reservation.places[: self.request.slots]
+                self.spares = reservation.places[self.request.slots :]
+                if self.spares and self._spares_thread is None:
+                    keeping = Thread(target=self._keep_spares, name=f"colocate-spares-{self.name}")
+                    with contextlib.suppress(RuntimeError):  # no thread is to be had: what there is will do
+                        keeping.start()
+                        self._spares_thread = keeping
+                return
+        self._give_back(reservation)
+        self.check()
+
+    def occupy(self, indices: tuple[int, ...], declared: Declared, name: str | None, restarts: int) -> WorkerGroup:
+        """Put a group on slots that have to have room for it; nothing is started."""
+        with self.lock:
+            self.check()
+            if self.reservation is None:
+                raise self.unreserved()
+            room = self.request.groups
+            full = next((index for index in indices if len(self.taken.get(index, ())) >= room), None)
+            if full is not None:
+                holders = [repr(each.name) for each in self.taken[full]]
+                whom = f"group {holders[0]}" if room == 1 else f"groups {' and '.join(holders)}"
+                rule = "one group at a time" if room == 1 else f"{room} groups at a time (groups={room})"
+                raise ColocateError(
+                    f"slot {full} of pool {self.name!r} is taken by {whom}: it takes {rule}. Put the roles into one "
+                    f"group, close {'the other one' if room == 1 else 'one of these'}, spawn on a part "
+                    f"(pool[a:b].spawn(...)), or reserve for more: reserve(..., groups={room + 1})"
+                )
+            return self.place(indices, declared, name, restarts)
+
+    def place(
+        self, indices: Sequence[int], declared: Declared, name: str | None, restarts: int, generation: int = 0
+    ) -> WorkerGroup:
+        """Put a group on slots that have room for it; nothing is started."""
+        with self.lock:
+            self.check()  # another driver may have taken it: whoever closes it has all groups that were put here
+            with self.connection.naming:
+                name = self.connection.group_name(name)
+                places = [self.places[index] for index in indices]
+                services = self.connection.services
+                worker_group = WorkerGroup(
+                    services, self, base_of(self.epoch), indices, places, declared, name, restarts, generation
+                )
+                self.connection.worker_groups[name] = worker_group
+            for index in indices:
+                self.taken[index] = (*self.taken.get(index, ()), worker_group)
+            return worker_group
+
+    def places_for(self, worker_group: WorkerGroup) -> list[Place]:
+        """Return where a group's slots lie. If the cluster has lost some, there are others in their place.
+
+        These are spares, or are reserved: in their place, or all of the pool's anew where an executor can't do that. Of
+        groups that have lost the same slots the first does so, and the others find them. What doesn't fit, or can never
+        fit into the machines that are left, is waited for: others may come. So is a cluster that doesn't answer, unless
+        it is this driver's own or the process that was in it has ended.
+        """
+        newly = any(map(self._is_lost, worker_group.indices))  # what it was without already isn't waited for again
+        missing: ColocateError | None
+        while True:
+            with self._renewing:
+                try:
+                    missing = self._renew(worker_group)
+                except EngineError as error:
+                    if error.logs is not None or not isinstance(self.connection.services.executor, Watchable):
+                        raise
+                    missing = error
+                is_over = not newly or (self._regrows_until is not None and self._regrows_until.is_over)
+                if missing is None or (is_over and self._goes_on_with_fewer()):
+                    self._regrows_until = None
+                    worker_group.restarts.found()
+                    lost = () if missing is None else [index for index in worker_group.whole if self._is_lost(index)]
+                    worker_group.indices = [index for index in worker_group.whole if index not in lost]
+                    return [self.places[index] for index in worker_group.indices]
+                if self._regrows_until is None:
+                    self._regrows_until = Deadline(self.regrow_timeout)
+                worker_group.restarts.waits_for(missing, self.regrow_timeout)
+                if self._regrows_until.is_over:
+                    missing.add_note(f"that was tried for {self.regrow_timeout:g} s (regrow_timeout)")
+                    raise missing
+                pause_s = self._regrows_until.at_most(LOOKS_FOR_SLOTS_EVERY_S)
+            worker_group.restarts.stopped_within(pause_s)
+            worker_group.refuse_closed()
+
+    def regrow(self, worker_group: WorkerGroup) -> int:
+        """Return how many slots a group would have if it were restarted now."""
+        executor = self.connection.services.executor
+        with self._renewing:
+            missing = self.request.slots - len(self.places)
+            if not missing:
+                self._renew(worker_group)
+                return len([index for index in worker_group.whole if not self._is_lost(index)])
+            with contextlib.suppress(PlacementError):  # all are reserved anew if there are as many
+                request = attrs.evolve(self.request, slots=missing, timeout=REPLACED_EVERY_S)
+                executor.release(executor.reserve(request))
+                return self.request.slots
+            return len(self.places)
+
+    def _is_lost(self, index: int) -> bool:
+        """Whether a slot isn't held, or nothing can be launched there any more."""
+        if self.reservation is None or index >= len(self.places):
+            return True
+        return self.connection.services.executor.lost(self.places[index])
+
+    def _goes_on_with_fewer(self) -> bool:
+        """Whether there are slots for a group that may have fewer; where all were given back, reserve what there is."""
+        most = self.request.slots - 1
+        for slots in range(most, self.least - 1, -1) if self.reservation is None else ():
+            with contextlib.suppress(_Refused), _refused():
+                reserve = self.connection.services.executor.reserve
+                self.hold(reserve(attrs.evolve(self.request, slots=slots, timeout=0.0)))
+                break
+        lost = sum(map(self._is_lost, range(self.request.slots)))
+        return self.least <= self.request.slots - lost <= most
+
+    def _renew(self, worker_group: WorkerGroup) -> PlacementError | None:
+        """Have others in the place of a group's lost slots, if there are any; return why they can't be had now."""
+        # By an attempt before this one, or fewer were reserved then.
+        given_back = self.reservation is None or len(self.places) < self.request.slots
+        lost = [index for index in worker_group.whole if given_back or self._is_lost(index)]
+        for each in self.worker_groups:
+            if lost and each is not worker_group and not set(lost).isdisjoint(each.indices):
+                each.workforce.wait_lost()
+        with self.lock:
+            self.check()
+            gone = ", ".join(f"{index} on {self.places[index].node}" for index in lost if index < len(self.places))
+            if lost and self.attachment is not None:
+                raise PlacementError(
+                    f"pool {self.name!r} has lost slot {gone}; it was detached as {self.attachment.name!r}, and "
+                    "such a pool isn't reserved anew"
+                )
+            if not given_back:
+                self._avoid(worker_group)
+                lost = [index for index in lost if not self._take_spare(index)]
+        try:
+            if lost and (given_back or not self._replace([self.places[index] for index in lost])):
+                self._give_up_slots(worker_group, gone)
+                self._reserve_anew()
+        except _Refused as refused:
+            return refused.why
+        return None
+
+    def _take_spare(self, index: int, avoided: Collection[str] = ()) -> bool:
+        """Have a spare in the place of a slot, which is the spare from then on; whether there was one."""
+        lost, here = self.connection.services.executor.lost, self.places[index].node
+
+        def worse(spare: Place) -> tuple[bool, bool]:  # what lies on the machine of a lost slot may be about to be lost
+            return spare.node == here, self._deaths[spare.node] >= AVOIDED_AFTER_DEATHS
+
+        for which, spare in sorted(enumerate(self.spares), key=lambda each: worse(each[1])):
+            if spare.node not in avoided and not lost(spare):
+                places, spares = list(self.places), list(self.spares)
+                places[index], spares[which] = spare, places[index]
+                self.places, self.spares = tuple(places), tuple(spares)
+                return True
+        return False
+
+    def _avoid(self, worker_group: WorkerGroup) -> None:
+        """Have spares elsewhere in the place of a group's slots on nodes on which workers died again and again."""
+        avoided = [node for node, deaths in self._deaths.items() if deaths >= AVOIDED_AFTER_DEATHS]
+        for index in worker_group.whole if avoided and self.spares else ():
+            alone = all(each is worker_group or not each.live() for each in self.taken.get(index, ()))
+            if self.places[index].node in avoided and alone:
+                self._take_spare(index, avoided)
+
+    def died(self, node: str) -> str:
+        """Note that a worker has died on a node; return what is to be said of that node, if anything."""
+        self._deaths[node] += 1
+        deaths = self._deaths[node]
+        if deaths < AVOIDED_AFTER_DEATHS or len({place.node for place in (*self.places, *self.spares)}) == 1:
+            return ""
+        lost = self.connection.services.executor.lost
+        spared = any(place.node != node and not lost(place) for place in self.spares)
+        then = ", which is avoided: a spare takes its place" if spared else ""
+        return f"workers of pool {self.name!r} have died {deaths} times on node {node}{then}"
+
+    def _replace(self, lost: Sequence[Place], within_s: float = REPLACED_EVERY_S) -> bool:
+        """Have the executor hold others in the place of lost slots; False where it can't.
+
+        Raises:
+            _Refused: They can't be had now.
+        """
+        reservation = self.reservation
+        assert reservation is not None
+        request = attrs.evolve(self.request, slots=len(lost), timeout=within_s)
+        with _refused():
+            found = self.connection.services.executor.replace(reservation, lost, request)
+        if found is None:
+            return False
+        others = {id(before): after for before, after in zip(reservation.places, found.places, strict=True)}
+        with self.lock:
+            self.reservation = found
+            self.places = tuple(others[id(place)] for place in self.places)
+            self.spares = tuple(others[id(place)] for place in self.spares)
+        return True
+
+    def _give_up_slots(self, worker_group: WorkerGroup, gone: str) -> None:
+        """Give all slots back, of which some are lost, if nothing lives on the others."""
+        with self.lock:
+            self.check()
+            others = {each.name for each in self.worker_groups if each is not worker_group and each.live()}
+            if others:
+                raise PlacementError(
+                    f"pool {self.name!r} has lost slot {gone}; it can't be reserved anew while group "
+                    f"{', '.join(sorted(others))} lives on others of its slots"
+                )
+            reservation, self.reservation = self.reservation, None
+        if reservation is not None:
+            self.connection.services.executor.release(reservation)
+
+    def _reserve_anew(self) -> None:
+        """Reserve all slots anew, without the spares if these can't be had.
+
+        Raises:
+            _Refused: They can't be had now.
+        """
+        reserve, has_spares = self.connection.services.executor.reserve, self.wanted != self.request
+        for request in (self.wanted, self.request) if has_spares else (self.request,):
+            try:
+                with _refused():
+                    self.hold(reserve(attrs.evolve(request, timeout=REPLACED_EVERY_S)))
+                return
+            except _Refused:
+                if request is self.request:
+                    raise
+
+    def _keep_spares(self) -> None:
+        """Have others in the place of lost spares, until the pool is closed. On a thread of its own."""
+        lost, told = self.connection.services.executor.lost, ""
+        while not self._closing.wait(LOOKS_FOR_SLOTS_EVERY_S):
+            try:
+                with self._renewing, contextlib.suppress(_Refused):
+                    if self._closing.is_set():
+                        return
+                    missing = [place for place in self.spares if lost(place)]
+                    if missing and self.reservation is not None and not self._replace(missing, SPARED_EVERY_S):
+                        return
+            except ColocateError as error:  # the cluster doesn't answer, say
+                words = f"pool {self.name!r} has no spare in the place of a lost one: {message_of(error)}"
+                if not self._closing.is_set() and words != told:
+                    self.connection.services.printer.soon(partial(_log.warning, words))
+                    told = words
+                self._closing.wait(SLOW_EVERY_S)
+
+    def unreserved(self, what: str = "") -> ColocateError:
+        """The error of a use while no slots are reserved for it; `what` comes of that. Its lock is held."""
+        if any(worker_group.life.recovers for worker_group in self.worker_groups):
+            then = "which the restart of its group does: wait for that with group.wait_ready(), or reserve another pool"
+        else:
+            then = "and the restart of its group, which does that, was given up: close it, and reserve another pool"
+        return ColocateError(
+            f"pool {self.name!r} {what}has lost slots with their node and has to be reserved anew, {then}"
+        )
+
+    def vacate(self, worker_group: WorkerGroup) -> None:
+        """A group has gone: its place on its slots is free."""
+        with self.lock:
+            left = {
+                index: tuple(each for each in there if each is not worker_group) for index, there in self.taken.items()
+            }
+            self.taken = {index: there for index, there in left.items() if there}
+            self.forget(worker_group)
+        self.changed()
+
+    def beside(self, worker_group: WorkerGroup, slot: int) -> list[Worker]:
+        """Return the workers of other groups that share a slot of a group."""
+        index = worker_group.indices[slot]
+        there = [each for each in self.taken.get(index, ()) if each is not worker_group and index in each.indices]
+        return [each.workforce.workers[each.indices.index(index)] for each in there]
+
+    def others(self) -> Mapping[str, WorkerGroup]:
+        """The worker groups of its runtime, by name."""
+        return self.connection.worker_groups
+
+    def forget(self, worker_group: WorkerGroup) -> None:
+        """Free the name of a group."""
+        self.connection.forget(worker_group)
+
+    # -- from driver to driver
+
+    def goes_on(self, worker_group: WorkerGroup) -> bool:
+        """Whether a group lives on when this driver lets go of it."""
+        return self.attachment is not None and not self.attachment.own and worker_group.name in self.attachment.groups
+
+    def changed(self) -> None:
+        """Note that what drivers after this one are to know of its groups has changed."""
+        if self.attachment is not None:
+            self.attachment.changed()
+
+    def close_for(self, by: str, grace: float, force: bool) -> None:
+        """Close it on behalf of `by`."""
+        if not self.take_closing(by, force):
+            return
+        with self.lock:  # whoever has passed the check before is done: its group is a child, its slots are held
+            self._closing.set()
+        errors: list[BaseException] = []
+        try:
+            errors += self.close_children(grace)
+        finally:
+            renewed = self._renewing.acquire(timeout=RESTART_ENDS_WITHIN_S)  # what is just being replaced is held then
+            try:
+                if self.reservation is not None:
+                    self._give_back(self.reservation)
+            except Exception as error:
+                errors.append(error)
+            finally:
+                if renewed:
+                    self._renewing.release()
+                if self._spares_thread is not None:
+                    self._spares_thread.join(THREAD_ENDS_WITHIN_S)
+                self.disown()
+                self.life.end()
+        raise_together(f"pool {self.name!r} was closed, and this had gone wrong", errors)
+
+    def give_up(self, by: str) -> None:
+        """Close it at once: who was making it has been interrupted. One that was to be attached goes on."""
+        if self.attachment is not None:
+            self.attachment.own = False
+        elif self.reservation is None:
+            self.connection.services.executor.withdraw(self.request)
+        super().give_up(by)
+
+    def _give_back(self, reservation: Reservation) -> None:
+        executor: Any = self.connection.services.executor
+        if self.attachment is None or (self.attachment.own and executor.retain(reservation)):
+            executor.release(reservation)
+        else:  # it goes on: it is borrowed, or another driver has taken it while it was being closed here
+            executor.let_go(reservation)
