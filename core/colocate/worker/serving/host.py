@@ -245,7 +245,8 @@ class WorkerHost(WorkerContext):
             return None
         hosted = self.roles.get(call.role)
         if hosted is None:  # what functions run in: its key tells what their context needs
-            key = *call.role, CALLS.get(call.method)
+            slots, seed = call.role
+            key = slots, seed, CALLS.get(call.method)
             if (hosted := self.roles.get(key)) is None:
                 hosted = self.roles[key] = hosted_functions(self, *key)
         if hosted.name is None:
