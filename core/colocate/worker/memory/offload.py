@@ -368,7 +368,7 @@ class Pinned:
             part.copy_(piece, non_blocking=True)
 
     def close(self) -> None:
-        """It is given back."""
+        """Give the file's place back."""
         self._regions = []
 
     def _along(self, view: Any, start: int) -> Iterator[tuple[Any, Any]]:

@@ -684,7 +684,7 @@ class Sleeper:
         discard: Collection[str] = (),
         only: RestorePlan | None = None,
     ) -> tuple[EvictionPlan, Mapping[Key, Any]]:
-        """What of a role is to sleep, and its copies where it goes."""
+        """Return what of a role is to sleep, and its copies where it goes."""
         finish_works()
         new = [tag for tag in tags if tag not in self.asleep.tags(name)]
         if new:  # first: where memory was that it frees, somebody else's may be afterwards

@@ -506,7 +506,7 @@ class Residency:
     def _choice(
         self, shares: Shares, name: str | None, stay: Collection[str], coming: int, ahead: Sequence[str] | None
     ) -> frozenset[str] | None:
-        """Who is to make room for a role to which something comes; None where that doesn't help. See `Order.ahead`."""
+        """Return who is to make room for a role to which something comes; None where no use (`Order.ahead`)."""
         could = self._could_go(shares, stay)
         sizes = {each: self._awake(each, shares) or self._size(each, shares) for each in could}
         # What several hold counts with one of them: it goes when all do.

@@ -464,7 +464,7 @@ class Children(Scripted):
         assert starter.ask(1) == ("", 1)
         other = tmp_path / "python"
         main = "from colocate.features.children.process import main; main()"
-        runs = f"import colocate; colocate.__version__ = '0.0.1'; {main}"
+        runs = f"from colocate import _version; _version.__version__ = '0.0.1'; {main}"
         other.write_text(f'#!/bin/sh\nshift 3\nexec {PYTHON} -c "{runs}" "$@"\n')
         other.chmod(0o755)
         starter.stop()
