@@ -34,7 +34,6 @@ class Guarded:
     name: str  # what it is called
     _observer: object
     _screen: Screen
-    heard: Counter[str] = attrs.field(factory=Counter, init=False)  # how often it has been told, by hook
     hook: str | None = attrs.field(default=None, init=False)  # the hook that it is in
     stopped: bool = attrs.field(default=False, init=False)  # it is told nothing more, but for the end
 
@@ -51,24 +50,17 @@ class Guarded:
 
     def tell(self, hook: str, *args: object) -> None:
         """Tell it something, if it has the hook, and hasn't been stopped."""
-        if self.stopped:
-            return
-        if self.has(hook):
+        if self.has(hook) and not self.stopped:
             self.hook = hook
             try:
                 self._call(hook, *args)
             finally:
                 self.hook = None
-        self.heard[hook] += 1
 
     def end(self, record: RunRecord, error: BaseException | None) -> None:
         """Tell it that the run is over."""
         if self.has(_FINISHED):
             self._call(_FINISHED, record, error)
-
-    def missing(self, given: Counter[str]) -> Counter[str]:
-        """How often it would have been told, and hasn't been, by hook."""
-        return Counter({hook: number for hook, number in (given - self.heard).items() if self.has(hook)})
 
     def has(self, hook: str) -> bool:
         """Whether it wants to be told."""
@@ -92,7 +84,6 @@ class RunObservers:
     _screen: Screen
     _all: list[Guarded] = attrs.field(factory=list, init=False)
     _told: list[Guarded] = attrs.field(factory=list, init=False)
-    _given: Counter[str] = attrs.field(factory=Counter, init=False)  # how often they have been told, or were to be
 
     def __bool__(self) -> bool:
         return bool(self._told)
@@ -103,8 +94,8 @@ class RunObservers:
         return partial(self._tell, hook)
 
     def _tell(self, hook: str, *args: object) -> None:
-        self._given[hook] += 1
-        self._tell_given(hook, *args)
+        for each in self._told:
+            each.tell(hook, *args)
 
     def add(self, observe: Sequence[object]) -> None:
         """Make those that a config names: by name, as an entry of the config, or the observer itself."""
@@ -147,30 +138,30 @@ class RunObservers:
     def soon(self, driver: Driver, hook: str, *args: object) -> None:
         """Have them told something of the run, in the order of all that happens."""
         if self._told:
-            self._given[hook] += 1
-            driver.soon(partial(self._tell_given, hook, *args))
-
-    def _tell_given(self, hook: str, *args: object) -> None:
-        for each in self._told:
-            each.tell(hook, *args)
+            driver.soon(partial(self._tell, hook, *args))
 
     def settle(self, driver: Driver, directory: Path) -> None:
         """Wait until they have been told of all that has happened. Whom somebody keeps from that is named."""
         if driver.settle():
             return
-        for each in self._told:  # before counting: what they haven't been told, they won't be
-            each.stopped = True
-        waiting = driver.untold()
-        given = self._given + waiting
         slow = next((each for each in self._told if each.hook is not None), None)
+        listening = [each for each in self._told if not each.stopped]
+        for each in listening:  # before counting: what they haven't been told, they won't be
+            each.stopped = True
+        waiting = driver.untold(self._tell)
+        calls = waiting[CALL_FINISHED]
         # It keeps the runtime's thread as long as it likes, and the run has ended well.
         if slow is not None:
             driver.give_up_while(lambda: slow.hook is not None)
         in_the_way = f"{slow.name!r} hasn't returned from {slow.hook}" if slow is not None else "a callback goes on"
-        untold = [(each.name, _words(each.missing(given))) for each in self._told]
-        lines = [f"the observer {name!r} hasn't been told of {words}" for name, words in untold if words]
-        if waiting[CALL_FINISHED]:
-            lines.append(f"its report lacks {plural(waiting[CALL_FINISHED], 'call')}")
+        lines: list[str] = []
+        for each in listening:
+            if each is slow and each.hook is not None:
+                waiting[each.hook] += 1  # nor have those behind it
+            if words := _words(Counter({hook: number for hook, number in waiting.items() if each.has(hook)})):
+                lines.append(f"the observer {each.name!r} hasn't been told of {words}")
+        if calls:
+            lines.append(f"its report lacks {plural(calls, 'call')}")
         if lines:
             text = (
                 f"run {short(directory)}, {TOLD_WITHIN_S:g} s after its end: {'; '.join(lines)}, because {in_the_way}"

@@ -215,6 +215,23 @@ def test_one_that_does_not_return(
     assert "assert self.go.wait(60)" in log  # its stack
 
 
+def test_one_that_has_raised_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It isn't among those whom the slow one keeps from being told: it was to be told nothing more."""
+    monkeypatch.setattr("colocate._calls.services.TOLD_WITHIN_S", 0.1)
+    raised, stuck = Notes("logged 0"), Stuck()
+    with colocate.connect("local") as runtime:
+        with colocate.record(runtime, tmp_path / "sums", observe=[raised, stuck]) as run:
+            run.log(0, loss=1.0)
+            assert stuck.inside.wait(60)
+            run.log(1, loss=1.0)
+        stuck.go.set()
+    (warning,) = [each.getMessage() for each in caplog.records if each.name == "colocate"]
+    assert "'Notes'" not in warning
+    assert "the observer 'Stuck' hasn't been told of 2 logged steps, because" in warning
+
+
 def test_options_of_a_script(tmp_path: Path) -> None:
     """They are looked at as in a config, before anything is made with them."""
     mistakes = {"port": "9464", "adress": "::1"}
