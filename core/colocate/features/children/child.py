@@ -77,6 +77,7 @@ class Child:
         fails: Fails,
         row: Any,
         loop: EventLoop,
+        asks: int,
         ends: int,
         on_line: Callable[[Child, str], None],
         on_change: Callable[[Child], None],
@@ -92,7 +93,8 @@ class Child:
         self._row = row  # the `RowState` of a row of a call that has started it; None of others
         self._ended_at = 0.0  # in seconds of time.time()
         self._told_at = -math.inf  # when the call that runs was told last, in seconds of time.monotonic()
-        self._loop, self._ends, self._on_line, self._on_change = loop, ends, on_line, on_change
+        self._loop, self._on_line, self._on_change = loop, on_line, on_change
+        self._asks, self._ends = asks, ends  # signals: for itself, and for its supervisor
         self._popen: subprocess.Popen[bytes] | None = None  # its upper supervisor
         self._held: socket.socket | None = None  # has its port until it has that
         self._itself = self._whole = self._output = -1  # descriptors of the child, that process, and what it prints
@@ -142,7 +144,7 @@ class Child:
         """End it, and all that it has started. Its end is no failure then. Idempotent.
 
         Args:
-            grace: Seconds that it has from SIGTERM to SIGKILL.
+            grace: Seconds that it has from SIGTERM, of a function its handler of that, to SIGKILL.
         """
         grace = seconds(grace, "child.stop: grace")
         self._expected = True
@@ -152,7 +154,7 @@ class Child:
         if self._popen is None:  # whoever starts it sees that
             self._is_dead = True
         elif not self._over.is_set():
-            self._send(signal.SIGTERM)
+            self._send(self._asks)
             self._ended.wait(grace)
             self._end_all()
         if self.connection is not None:

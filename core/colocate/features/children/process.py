@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from colocate._definitions.sources import Source
 from colocate._version import __version__
 from colocate.worker.birth.imports import DriversModules
-from colocate.worker.birth.signals import FOR_DRIVERS, pass_over
+from colocate.worker.birth.signals import end_when_asked, leave_to_the_driver
 
 
 class Start(NamedTuple):
@@ -31,7 +31,8 @@ class Start(NamedTuple):
 
 def main() -> None:
     """Run the function."""
-    pass_over(FOR_DRIVERS)
+    leave_to_the_driver()
+    end_when_asked()
     fd = int(sys.argv[1])
     os.set_inheritable(fd, False)
     connection: Any = Connection(fd)

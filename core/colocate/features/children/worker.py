@@ -36,6 +36,7 @@ from colocate.features.children.messages import HasChildren
 from colocate.wire import LOOPBACK, EventLoop
 from colocate.worker.birth import supervisor
 from colocate.worker.birth.imports import own_sources
+from colocate.worker.birth.signals import ASKS
 from colocate.worker.context import WorkerContext
 from colocate.worker.hooks import OfWorker
 from colocate.worker.lane import Work
@@ -115,7 +116,8 @@ class ChildrenOfWorker(OfWorker):
                 )
             former = self._all.pop((ctx.role, own), None)
             row = state if isinstance(state := running_call.get(), RowState) else None
-            child = Child(parent, own, fails, row, loop, supervisor.ENDS, self._printed, self._changed)
+            asks = ASKS if callable(program) else signal.SIGTERM
+            child = Child(parent, own, fails, row, loop, asks, supervisor.ENDS, self._printed, self._changed)
             self._all[ctx.role, own] = child
         if row is not None:
             import asyncio  # the row has it

@@ -13,6 +13,8 @@ from collections.abc import Iterable
 _ENDING = signal.SIGINT, signal.SIGTERM  # by these whoever has forked a process ends it
 FOR_DRIVERS = signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU
 LEFT = *_ENDING, *FOR_DRIVERS
+ASKS = signal.SIGRTMIN + 1
+"""Asks what passes over SIGTERM to end. No batch system or terminal sends this one."""
 
 
 def pass_over(numbers: Iterable[int]) -> None:
@@ -28,8 +30,22 @@ def _passed_over(number: int, frame: object) -> None:
     return
 
 
+def end_when_asked() -> None:
+    """Do at `ASKS` what SIGTERM does in a process that passes over none, or what this one's own handler of it does."""
+
+    def ask(number: int, frame: object) -> None:
+        if signal.getsignal(signal.SIGTERM) is _passed_over:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    signal.signal(ASKS, ask)
+
+
 def leave_to_the_driver() -> None:
-    """Have this worker pass over them. Its forks do so, too, but for those by which they are ended."""
+    """Have this process pass over them: a worker, or a function that is its child.
+
+    Its forks do so, too, but for those by which they are ended.
+    """
     pass_over(LEFT)
 
     # What comes to a fork before the handlers are gone there would be passed over: it waits, until they are.

@@ -40,6 +40,7 @@ from colocate.testing.probes.limited import Limited
 from colocate.testing.probes.served import FOREVER, QUITS, SERVER, breaks_up, is_silent, says_up, serve
 from colocate.testing.probes.streams import number
 from colocate.testing.waiting import PATIENCE_S, Processes, send, starter_of, wait_until
+from colocate.worker.birth.signals import LEFT
 
 PYTHON = sys.executable
 
@@ -214,6 +215,18 @@ class Children(Scripted):
                 else:
                     assert starter.stop() == "stopped"
                 processes.wait()
+
+    @of_executor
+    def test_what_a_batch_system_sends_is_the_drivers(self, spawn: Spawn) -> None:
+        """A function goes on, as the worker does, for the last step and the checkpoint; it ends when it is asked."""
+        starter = starter_in(spawn({"starter": colocate.role(Starter)}, slots=1))
+        pid = starter.serve()
+        assert starter.ask(1) == ("", 1)  # it has begun
+        for sent in LEFT:  # one after the other: Python's faulthandler has a small stack for them
+            os.kill(pid, sent)
+            assert starter.ask(sent) == ("", sent)
+        assert starter.stop() == "stopped"
+        assert starter.seen()[1] == -signal.SIGTERM
 
     @of_executor
     def test_a_port_as_a_socket(self, spawn: Spawn) -> None:
