@@ -10,7 +10,7 @@ import importlib
 import json
 import re
 from collections.abc import Callable, Mapping
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from colocate.driver import atomic_folder
@@ -108,7 +108,7 @@ class Store:
             if not lists:
                 continue
             last = max(lists, key=lambda each: int(each[2]))
-            record = json.loads(self._files.cat_file(f"{self._root}/{run}/{last[0]}"))
+            record = self._record(run, last[0], int(last[2]))
             if record["name"] != name:  # demo-2 may be the first of a config called so
                 continue
             folder = RunFolder((root / run).absolute())
@@ -118,6 +118,16 @@ class Store:
                     if _is_behind(folder, record):  # another driver may have brought it just now
                         self._bring(folder, record)
             return
+
+    def _record(self, run: str, name: str, step: int) -> Mapping[str, Any]:
+        """Read the list of a checkpoint's files, which isn't trusted: it says what is written here, and where."""
+        try:
+            record: dict[str, Any] = json.loads(self._files.cat_file(f"{self._root}/{run}/{name}"))
+            if not _is_list(record, step):
+                raise ValueError("it is no list of a checkpoint's files")
+        except Exception as error:
+            raise ConfigError(f"can't go on from {self.url}/{run}: {name}: {error_text(error)}") from error
+        return record
 
     def _bring(self, folder: RunFolder, record: Mapping[str, Any]) -> None:
         try:
@@ -164,6 +174,21 @@ class Store:
             for each in (f"{name}.json", name):
                 if each in there:
                     self._files.rm(f"{self._root}/{run}/{each}", recursive=True)
+
+
+def _is_list(record: Any, step: int) -> bool:
+    """Whether that is what `put` writes: nothing of it is outside of the checkpoint, but for files of the run."""
+    match record:
+        case {"step": found, "name": str(), "files": dict(files)} if found == step:
+            paths = [PurePosixPath(name) for name in files]
+            return all(type(size) is int for size in files.values()) and all(
+                path.parts
+                and not path.is_absolute()
+                and ".." not in path.parts
+                and (path.parts[0] != _BESIDE or path.parts[1:] in [(each,) for each in OF_RUN])
+                for path in paths
+            )
+    return False
 
 
 def _is_behind(folder: RunFolder, record: Mapping[str, Any]) -> bool:

@@ -108,6 +108,35 @@ def test_whose_run_it_is(url: str, tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "there").iterdir()] == ["demo"]
 
 
+GOOD: dict[str, Any] = {"step": 2, "name": "demo", "files": {"step": 1}}
+WRONG = {
+    "cut short": json.dumps(GOOD)[:-5],
+    "no JSON": "\xff",
+    "deep": "[" * 100_000,
+    "a list": "[]",
+    "another step": json.dumps({**GOOD, "step": 1}),
+    "no name": json.dumps({"step": 2, "files": {}}),
+    "no files": json.dumps({**GOOD, "files": ["step"]}),
+    "no size": json.dumps({**GOOD, "files": {"step": "1"}}),
+    "above": json.dumps({**GOOD, "files": {"../../../../above": 1}}),
+    "elsewhere": json.dumps({**GOOD, "files": {"/tmp/elsewhere": 1}}),
+    "no file": json.dumps({**GOOD, "files": {"": 1}}),
+    "the run's lock": json.dumps({**GOOD, "files": {".run/lock.json": 1}}),
+    "below the run's": json.dumps({**GOOD, "files": {".run/config.yaml/x": 1}}),
+}
+
+
+@pytest.mark.parametrize("text", WRONG.values(), ids=list(WRONG))
+def test_a_list_of_files_that_is_none(url: str, tmp_path: Path, text: str) -> None:
+    """One that was cut short, or that somebody else has written: it is refused, and nothing is written here."""
+    store = Store(url)
+    store.put(made(tmp_path / "here", "demo", 1, 2), "demo", 2)
+    store._files.pipe_file(f"{store._root}/demo/step-000002.json", text.encode("latin-1"))
+    with pytest.raises(ConfigError, match=r"can't go on from .*/demo: step-000002\.json: "):
+        Store(url).bring("demo", tmp_path / "there")
+    assert not (tmp_path / "there").exists()
+
+
 class Counter(Role):
     """Counts, and writes in two halves."""
 
