@@ -30,7 +30,8 @@ class Notices:
     _driver: Driver
     _told: Callable[[Leaving], object]  # on the looking thread
     found: tuple[Leaving, ...] = attrs.field(default=(), init=False)
-    _saved: frozenset[str] = attrs.field(default=frozenset(), init=False)  # of whom a checkpoint has been written since
+    _count: int = attrs.field(default=0, init=False)  # how many there have been
+    _numbers: dict[str, int] = attrs.field(factory=dict, init=False)  # those of what is found, by who goes
     _over: threading.Event = attrs.field(factory=threading.Event, init=False)
 
     def __enter__(self) -> Notices:
@@ -42,13 +43,9 @@ class Notices:
         self._over.set()
 
     @property
-    def are_new(self) -> bool:
-        """Whether there is one since which no checkpoint has been written."""
-        return any(each.who not in self._saved for each in self.found)
-
-    def saved(self, found: tuple[Leaving, ...]) -> None:
-        """Hear that a checkpoint is written which was begun when these were known."""
-        self._saved = frozenset(each.who for each in found)
+    def last(self) -> int:
+        """The number of the last one of what is to go, from 1: what is saved when it is known answers those before."""
+        return max(self._numbers.values(), default=0)
 
     def _look(self) -> None:
         failed = False
@@ -67,10 +64,12 @@ class Notices:
         found = [Leaving(f"node {name}", until) for name, until in nodes.items()]
         found += [] if (end := ends_at()) is None else [Leaving("the batch job", end)]
         found = [each for each in found if each.until is None or each.until - time.time() <= NOTICE_S]
-        known, there = {each.who for each in self.found}, {each.who for each in found}
-        self._saved &= there
-        self.found = tuple(sorted(found, key=lambda each: (each.until or 0.0, each.who)))
-        for each in self.found:
-            if each.who not in known:
-                _log.warning("%s: the job is to write a checkpoint", each)
-                self._told(each)
+        found.sort(key=lambda each: (each.until or 0.0, each.who))
+        new = [each for each in found if each.who not in self._numbers]
+        numbers = {each.who: self._numbers.get(each.who, 0) for each in found}
+        numbers |= {each.who: number for number, each in enumerate(new, self._count + 1)}
+        self._count += len(new)
+        self.found, self._numbers = tuple(found), numbers
+        for each in new:
+            _log.warning("%s: the job is to write a checkpoint", each)
+            self._told(each)

@@ -94,12 +94,17 @@ class Run:
     def is_due(self, step: int, every: int = 0) -> bool:
         """Whether a checkpoint is due after a step: each `every` steps, as it is to stop, and once after each notice.
 
+        One that groups write beside their calls answers a notice; if it fails, the notice is due again.
+
         Args:
             step: The step that has been done.
             every: Steps between checkpoints; 0 for none but those.
         """
-        noticed = self._notices is not None and self._notices.are_new
-        return self.stopping or noticed or (every > 0 and step % every == 0)
+        return self.stopping or self._noticed > self._checkpoints.answers or (every > 0 and step % every == 0)
+
+    @property
+    def _noticed(self) -> int:
+        return self._notices.last if self._notices is not None else 0
 
     def log(self, step: int, **scalars: float) -> None:
         """Add a line to metrics.jsonl, and show it.
@@ -279,11 +284,8 @@ class Run:
                 f"run.checkpoint: step={step} is before the run's last checkpoint, of step {complete[-1][0]}, from "
                 "which the run would go on; steps count up"
             )
-        noticed = self._notices.found if self._notices is not None else ()
-        with self._checkpoints.write(step) as directory:
+        with self._checkpoints.write(step, self._noticed) as directory:
             yield directory
-        if self._notices is not None:
-            self._notices.saved(noticed)
 
     def _regrow(self) -> None:
         """Have groups that have gone on with fewer slots go on with all of them, if there are more since a checkpoint.

@@ -27,6 +27,7 @@ class Checkpoints:
 
     Attributes:
         times: When the states that they have were taken, of those that are complete.
+        answers: The last notice that one answers: of the last that is complete, or that is under way.
     """
 
     def __init__(
@@ -38,16 +39,21 @@ class Checkpoints:
     ) -> None:
         self._folder, self._restarts, self._written, self._bring = folder, restarts, written, bring
         self.times: list[float] = []
+        self.answers = 0
         self._taken = 0.0
         self._under_way: tuple[int, Future[None]] | None = None
         self._process = os.getpid()
 
     @contextlib.contextmanager
-    def write(self, step: int) -> Iterator[Path]:
+    def write(self, step: int, answers: int) -> Iterator[Path]:
         """A folder to write the checkpoint of a step into. It counts when the block ends well.
 
         What groups have begun to write in it is waited for on a thread, before it counts, and so is its way to where it
         is kept besides.
+
+        Args:
+            step: The step.
+            answers: The last notice that there was before it.
         """
         whole = self._whole(step)
         directory = whole.__enter__()
@@ -63,17 +69,21 @@ class Checkpoints:
         if not (begun := self._begun_in(directory)):
             whole.__exit__(None, None, None)
             if self._bring is None:
+                self.answers = answers
                 self._written(step, self._folder.of(step))
                 return
         over: Future[None] = Future()
         self._under_way = step, over
-        go_on = partial(self._go_on, step, whole, begun, over)
+        before, self.answers = self.answers, answers
+        go_on = partial(self._go_on, step, whole, begun, over, before)
         try:
             Thread(target=go_on, name=f"colocate-checkpoint-{step}").start()
         except RuntimeError:  # no thread is to be had
             go_on()
 
-    def _go_on(self, step: int, whole: AbstractContextManager[Path], begun: list[Saving], over: Future[None]) -> None:
+    def _go_on(
+        self, step: int, whole: AbstractContextManager[Path], begun: list[Saving], over: Future[None], before: int
+    ) -> None:
         """Complete a checkpoint: when groups have written what they have begun, and where it is kept besides."""
         try:
             if begun:
@@ -88,6 +98,7 @@ class Checkpoints:
                 self._bring(step)
             self._written(step, self._folder.of(step))
         except BaseException as error:
+            self.answers = before
             over.set_exception(error)
         else:
             over.set_result(None)

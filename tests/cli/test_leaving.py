@@ -75,22 +75,18 @@ def test_notices(monkeypatch: pytest.MonkeyPatch) -> None:
     notices = Notices(cluster, told.append)  # type: ignore[arg-type]
     notices._note({"n3": now + 2 * leaving.NOTICE_S})
     assert not notices.found
-    assert not notices.are_new
+    assert notices.last == 0
     n1, n2 = Leaving("node n1", now + 60), Leaving("node n2", None)
     notices._note({"n1": n1.until, "n2": None})
     assert notices.found == (n2, n1)
-    assert notices.are_new
-    known = notices.found
+    assert notices.last == 2
     n0 = Leaving("node n0", now + 30)
     notices._note({"n0": n0.until, "n1": n1.until, "n2": None})
-    notices.saved(known)  # of a checkpoint that was begun before the last one
-    assert notices.are_new
-    notices.saved(notices.found)
-    assert not notices.are_new
+    assert notices.last == 3  # whom no checkpoint answers that was begun before
     notices._note({"n1": n1.until})
-    assert not notices.are_new
+    assert notices.last == 2
     notices._note({"n1": n1.until, "n2": None})
-    assert notices.are_new
+    assert notices.last == 4
     assert told == [n2, n1, n0, n2]
     assert str(n2) == "node n2 is about to go"
 

@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -114,6 +115,33 @@ def test_what_a_group_could_not_write_is_told(runtime: Runtime, group: Colocated
     assert last.folder == folder / "step-000001" / "policy"
     role.become()
     group.checkpoint(tmp_path / "another")
+
+
+def test_a_notice_is_answered_by_a_checkpoint_that_counts(
+    runtime: Runtime, group: ColocatedGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While groups write none is due; one that they couldn't write is no answer."""
+    role = group.role("halved", Halved)
+    monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time() + 300)))
+    with colocate.record(runtime, tmp_path / "run") as run:
+        wait_until(lambda: run.leaving is not None, "it is noticed")
+        assert run.is_due(1)
+        with Gate() as gate:
+            role.become("fails", gate.address)
+            write(run, group, 1)
+            gate.wait_for(2)
+            assert not run.is_due(1)
+            gate.open()
+            wait_until(lambda: run.is_due(1), "it is due again")
+        role.become()
+        with pytest.raises(RoleError, match="the disk is full"):
+            write(run, group, 2)
+        assert run.is_due(2)
+        write(run, group, 2)
+        assert not run.is_due(2)
+        run._checkpoints.settle()
+        assert not run.is_due(2)
+        assert steps(run) == ["step-000002"]
 
 
 def test_a_block_that_fails_leaves_nothing(runtime: Runtime, group: ColocatedGroup, tmp_path: Path) -> None:
