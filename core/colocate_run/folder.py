@@ -86,6 +86,12 @@ class RunFolder:
         """Write a file, all of it or nothing."""
         write_whole(self.path / name, text)
 
+    def set_aside(self, stem: str, suffix: str) -> None:
+        """See that a file isn't there; one that is has another name from now on."""
+        path = self.path / f"{stem}{suffix}"
+        if path.exists():
+            path.rename(self.free(stem, suffix))
+
     def remove(self, name: str) -> None:
         """See that a file isn't there."""
         (self.path / name).unlink(missing_ok=True)

@@ -43,7 +43,8 @@ class Launched:
         """Run the config's job to its end.
 
         Args:
-            resume: Go on from the last complete checkpoint of a run of this name; "auto": if there is one.
+            resume: Go on from the last complete checkpoint of a run of this name; "auto": if there is one, else from
+                its start.
             quiet: Whether nothing is shown; the run's folder gets everything either way.
 
         Raises:

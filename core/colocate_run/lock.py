@@ -34,6 +34,17 @@ NAMED_WITHIN_S = 1.0
 
 _log = logging.getLogger("colocate")
 
+_files: set[int] = set()
+"""Descriptors that have a lock, or are about to: a forked child closes its copies, or it would keep the lock."""
+
+
+def _in_child() -> None:
+    while _files:
+        os.close(_files.pop())
+
+
+os.register_at_fork(after_in_child=_in_child)
+
 
 @attrs.define(eq=False)
 class FolderLock:
@@ -61,17 +72,18 @@ class FolderLock:
         while True:
             _watch(folder, path, say)
             file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            _files.add(file)
             try:
-                # By the process, not by the file as it was opened: children that were forked don't keep it.
-                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                # Not lockf: its lock ends as soon as anything in this process has read the file.
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except (BlockingIOError, PermissionError):
-                os.close(file)
+                _close(file)
                 raise _refused(folder, _named(path)) from None
             except OSError:  # a file system without locks: the beat has to do
                 pass
             if _is_there(path, file):
                 break
-            os.close(file)  # whoever had it has removed it meanwhile
+            _close(file)  # whoever had it has removed it meanwhile
         owner = {
             "host": platform.node(),
             "boot": _boot(),
@@ -108,7 +120,7 @@ class FolderLock:
             with contextlib.suppress(OSError):
                 if _is_there(self._path, self._file):
                     self._path.unlink()
-            os.close(self._file)
+            _close(self._file)
 
     def _beats(self) -> None:
         beat, failed = 0, False
@@ -145,7 +157,7 @@ def _watch(folder: Path, path: Path, say: Callable[[str], None]) -> None:
     if not found:
         return
     if found.get("boot") == _boot():
-        if _lives(found):  # to which the kernel would give its lock again, where that is this process
+        if _lives(found):  # on a file system without locks nobody else would say so
             raise _refused(folder, found)
         return
     say(f"{_name(found)} has had {folder}: looking for {WATCHED_S:g} s whether it goes on")
@@ -157,6 +169,11 @@ def _watch(folder: Path, path: Path, say: Callable[[str], None]) -> None:
             return
         if now != found:
             raise _refused(folder, now)
+
+
+def _close(file: int) -> None:
+    _files.discard(file)
+    os.close(file)
 
 
 def _named(path: Path) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from colocate_run.config.source import config_text
 from colocate_run.environment import environment, origin
 from colocate_run.folder import RunFolder
 from colocate_run.leaving import Notices
-from colocate_run.lock import LOCK, FolderLock, locked
+from colocate_run.lock import locked
 from colocate_run.log import RunLog, tail_of
 from colocate_run.observing import LEAVING, RunObservers
 from colocate_run.run import Run
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from colocate.driver import ColocatedGroup
 
 Resume: TypeAlias = Literal[False, True, "auto"]
-"""Whether a run goes on from the last complete checkpoint of its name; "auto": if there is one."""
+"""Whether a run goes on from the last complete checkpoint of its name; "auto": if there is one, else from its start."""
 
 
 @attrs.define(eq=False)
@@ -339,17 +339,18 @@ def _folder(
     root = Path("runs")
     if resume and store is not None:
         store.bring(name, root, screen.say)
-    found = _to_resume(name, root, resume, screen) if resume else None
+    found = _to_resume(name, root, resume) if resume else None
     folder = found or RunFolder.create(name, root, *([] if store is None else [store.has]))
     folder.check = stack.enter_context(locked(folder.path, screen.say)).check
-    if found is None:
+    if not (complete := folder.checkpoints()):
+        folder.set_aside("metrics", ".jsonl")  # of a try that has ended before its first checkpoint
         return folder, None, []
-    step, _ = folder.checkpoints()[-1]
+    step, _ = complete[-1]
     return folder, step, [*folder.rewind(step)]
 
 
-def _to_resume(name: str, root: Path, resume: Resume, screen: Screen) -> RunFolder | None:
-    """Return the folder to go on in; None for "auto" where there is none."""
+def _to_resume(name: str, root: Path, resume: Resume) -> RunFolder | None:
+    """Return the folder to go on in, or to begin anew in; None for "auto" where there is none."""
     task = os.environ.get("SLURM_ARRAY_TASK_ID")
     if task is not None and not re.search(rf"(?<!\d){re.escape(task)}(?!\d)", name):
         raise ConfigError(
@@ -358,11 +359,7 @@ def _to_resume(name: str, root: Path, resume: Resume, screen: Screen) -> RunFold
         )
     if resume == "auto":
         folders = RunFolder.of_name(name, root)
-        if not any(each.checkpoints() for each in folders):
-            for each in folders:  # one of them may be about to write its first
-                if (each.path / LOCK).exists():
-                    FolderLock.take(each.path, screen.say).release()
-            return None
+        return next((each for each in folders if each.checkpoints()), folders[0] if folders else None)
     return RunFolder.latest(name, root)
 
 

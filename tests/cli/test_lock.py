@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -120,6 +122,55 @@ class TestOneDriver:
             each.communicate()
 
 
+# Of another container: the driver's pid means nothing there, so that the kernel's lock alone tells.
+ELSEWHERE = """
+import sys
+from pathlib import Path
+from colocate.errors import ConfigError
+from colocate_run import lock
+
+lock._lives = lambda owner: False
+try:
+    lock.FolderLock.take(Path(sys.argv[1])).release()
+    print("taken")
+except ConfigError as error:
+    print(error)
+"""
+
+
+class TestContainers:
+    """Of one machine, each of which sees its own processes only."""
+
+    def elsewhere(self, folder: Path) -> str:
+        words = [sys.executable, "-c", ELSEWHERE, str(folder)]
+        return subprocess.run(words, capture_output=True, text=True, check=True).stdout
+
+    def test_whoever_reads_the_lock_has_it_still(self, tmp_path: Path) -> None:
+        """A job that copies its folder reads `lock.json` in the driver's own process, and so does who asks again."""
+        with locked(tmp_path, lambda text: None):
+            for ask in ((tmp_path / LOCK).read_bytes, lambda: lock._read(tmp_path / LOCK)):
+                ask()
+                assert f"is being written by the driver with pid {os.getpid()} " in self.elsewhere(tmp_path)
+        assert self.elsewhere(tmp_path) == "taken\n"
+
+    def test_a_forked_child_does_not_keep_it(self, tmp_path: Path) -> None:
+        told, tell = os.pipe()
+        mine = FolderLock.take(tmp_path)
+        child = os.fork()
+        if not child:
+            os.close(tell)
+            os.read(told, 1)
+            os._exit(0)
+        try:
+            os.close(told)
+            os.close(mine._file)  # as the kernel does when the driver is killed
+            mine._over.set()
+            assert self.elsewhere(tmp_path) == "taken\n"
+        finally:
+            os.close(tell)
+            os.waitpid(child, 0)
+
+
 class TestOtherMachines:
     """On whose file system the kernel's locks may not hold: their beat tells."""
 
@@ -195,7 +246,44 @@ class TestOtherMachines:
         assert not (folder / LOCK).exists()
 
 
+# Ends before its first checkpoint as often as it is told to, and says where it is.
+STOPPED = """
+    import os
+    import signal
+    from pathlib import Path
+
+    def job(run, by):
+        run.log(1, tries=len(list(Path().glob("try-*"))))
+        Path(f"try-{len(list(Path().glob('try-*')))}").touch()
+        if by == "SIGKILL" or by == "SIGTERM":
+            os.kill(os.getpid(), getattr(signal, by))
+        elif by == "an error":
+            raise RuntimeError("of the job's own")
+        else:
+            with run.checkpoint(1):
+                pass
+"""
+
+
 class TestAuto:
+    @pytest.mark.parametrize("by", ["SIGKILL", "SIGTERM", "an error"])
+    def test_it_begins_anew_in_the_folder_of_one_that_ended_before_its_first_checkpoint(
+        self, colocate: CommandLine, by: str
+    ) -> None:
+        """As a job that is queued again: one folder, in which the last try's numbers are, and the log of all."""
+        colocate.write("stopped.py", STOPPED)
+        colocate.write("demo.yaml", CONFIG.replace("counting:job", "stopped:job") + "\n")
+        how = ("run", "demo.yaml", "--resume=auto", "--set")
+        for _ in range(2):
+            assert colocate(*how, f"+job.with.by={by}").returncode
+        done = colocate(*how, "+job.with.by=")
+        assert done.returncode == 0, done.stderr
+        assert [path.name for path in (colocate.folder / "runs").iterdir()] == ["demo"]
+        folder = colocate.folder / "runs" / "demo"
+        assert [json.loads(line)["tries"] for line in (folder / "metrics.jsonl").read_text().splitlines()] == [2]
+        assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step-000001"]
+        assert not (folder / "error.txt").exists()
+
     def test_it_begins_where_there_is_nothing(self, counting: CommandLine) -> None:
         """Then it goes on; plain `--resume` needs a checkpoint, wherever it stands among the arguments."""
         (counting.folder / "go").touch()
