@@ -163,7 +163,7 @@ class TestContainers:
             os._exit(0)
         try:
             os.close(told)
-            os.close(mine._file)  # as the kernel does when the driver is killed
+            lock._close(mine._file)  # as the kernel does when the driver is killed
             mine._over.set()
             assert self.elsewhere(tmp_path) == "taken\n"
         finally:
