@@ -17,7 +17,9 @@ import pytest
 
 import colocate
 from colocate._plugins import strays
+from colocate.keeper import outside
 from colocate.testing.probes.faulty import Parent
+from colocate.testing.probes.plain import Echo
 from colocate.testing.waiting import Processes, send, wait_until
 from colocate.worker.birth import processes
 from colocate.worker.birth.supervisor import SUPERVISORS
@@ -200,3 +202,23 @@ def test_both_killed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
         assert not runtime.audit()
         with pytest.raises(ExceptionGroup, match="this had gone wrong"):
             group.close()
+
+
+def test_one_that_is_looked_at_is_found_without_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where many workers start slowly each is looked at: each look at all of the machine's processes took minutes."""
+
+    def all_of_them(*args: object, **kwargs: object) -> None:
+        raise AssertionError("all processes of the machine are looked at")
+
+    with colocate.connect("local", processes=True) as runtime:
+        group = runtime.reserve(2).spawn({"echo": colocate.role(Echo)})
+        expected = {child.started: child.pid for child in processes.below_this() if child.label}
+        assert len(expected) == 2
+        wanted = set(group.run(lambda ctx: os.getpid()))
+        monkeypatch.setattr(psutil, "process_iter", all_of_them)
+        monkeypatch.setattr(psutil, "pids", all_of_them)
+        monkeypatch.setattr(psutil.Process, "children", all_of_them)
+        assert {processes.worker_below(started) for started in expected} == {*expected.values()} == wanted
+        for started in expected:
+            outside.seen(started)
+        assert processes.worker_below(os.getpid()) is None  # which isn't what this process has started

@@ -23,11 +23,14 @@ def seen(started: int) -> str | None:
     The stack is read from the worker's memory by py-spy, which doesn't halt it. That takes some 30 ms, the kernel's
     leave to read the memory of one's own processes, and py-spy beside this interpreter or on the path.
     """
+    worker = processes.worker_below(started)
     try:
-        (worker,) = (child.pid for child in processes.below_this() if child.started == started)
-        stopped = psutil.Process(worker).status() == psutil.STATUS_STOPPED
-    except (ValueError, psutil.Error):  # it is gone
+        status = psutil.STATUS_ZOMBIE if worker is None else psutil.Process(worker).status()
+    except psutil.Error:
+        status = psutil.STATUS_ZOMBIE
+    if worker is None or status == psutil.STATUS_ZOMBIE:  # it is gone
         return None
+    stopped = status == psutil.STATUS_STOPPED
     lane = _lane_of(worker)
     state = "stopped by a signal" if stopped else "in C code that holds the GIL" if lane.get("owns_gil") else "silent"
     frames = [traceback.FrameSummary(each["filename"], each["line"], each["name"]) for each in lane.get("frames", ())]

@@ -17,6 +17,7 @@ from typing import Protocol
 from colocate import wire
 from colocate._system.ends import hear_of_ends
 from colocate._system.jobs import JobThread, report_exception
+from colocate._system.limits import LOOKED_AT_WITHIN_S
 from colocate._system.room import OomKills
 from colocate._system.threads import Thread
 from colocate.keeper.forks import Fork, NoFork, fork, started
@@ -34,6 +35,9 @@ _UNKNOWN = "its exit code isn't known: other code of the process that has starte
 _BY_EXEC = "a role had put another program in its place, by exec ({!r}){}; start programs with subprocess"
 
 _logger = logging.getLogger("colocate")
+
+_looks = threading.Semaphore(4)
+"""As many workers are looked at together: each by a process of its own, on a machine that is busy enough."""
 
 
 class Launcher(JobThread):
@@ -167,7 +171,13 @@ class WorkerProcess:
         def run() -> None:
             from colocate.keeper.outside import seen  # it needs more than a keeper does that is never asked
 
-            then(seen(self.pid))
+            if not _looks.acquire(timeout=LOOKED_AT_WITHIN_S):
+                then(None)
+                return
+            try:
+                then(seen(self.pid))
+            finally:
+                _looks.release()
 
         try:
             Thread(target=run, name="colocate-look").start()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import attrs
 import psutil
 
@@ -75,6 +77,23 @@ def below_this() -> list[Child]:
     return found
 
 
+def worker_below(started: int) -> int | None:
+    """Return a worker's own process, or the supervisor that has none yet; None when it has ended. Nobody else is seen.
+
+    Args:
+        started: Its upper supervisor, which this very process has started.
+    """
+    try:
+        if psutil.Process(started).ppid() != os.getpid():  # it has ended, and another one has its id
+            return None
+        for _ in range(SUPERVISORS):
+            with open(f"/proc/{started}/task/{started}/children") as file:  # the oldest is the first
+                started = int((file.read().split() or [started])[0])
+    except (psutil.Error, OSError):
+        return None
+    return started
+
+
 def program_instead_of_worker(started: int) -> str | None:
     """Return the command line of the program that has taken a worker's place by exec; None where nobody can tell one.
 
@@ -89,11 +108,11 @@ def program_instead_of_worker(started: int) -> str | None:
         return [fields[23], fields[25]]
 
     try:
-        (worker,) = (child.pid for child in below_this() if child.started == started)
-        if worker == started or layout(worker) == layout(started):
+        worker = worker_below(started)
+        if worker is None or worker == started or layout(worker) == layout(started):
             return None
         return " ".join(psutil.Process(worker).cmdline())[:_SHOWN]
-    except (ValueError, psutil.Error, OSError):  # it is gone
+    except (psutil.Error, OSError):  # it is gone
         return None
 
 
