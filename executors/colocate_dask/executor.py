@@ -370,7 +370,7 @@ class DaskExecutor(Executor, OwnProcess, MultiNode, SharedSlots):
         tls = self._connection.tls is not None
         env = {**own, **request.env}
         secret, detachable = key or self._keepers.key, key is not None
-        return far.Plan(held.id, secret, host, env, tls, request.id, detachable, request.ports, request.cut_s)
+        return far.Plan(held.id, grant.id, secret, host, env, tls, request.id, detachable, request.ports, request.cut_s)
 
     # -- freeing
 

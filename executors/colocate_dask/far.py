@@ -37,6 +37,7 @@ class Plan:
     """How to make one keeper."""
 
     reservation: str  # whose it is
+    grant: str  # the id of its slot's grant
     key: bytes = attrs.field(repr=False)  # the driver's secret
     host: str | None  # address under which other machines reach this one; None when they needn't
     env: Mapping[str, str]  # environment of its workers
@@ -49,7 +50,7 @@ class Plan:
 
 @attrs.define(eq=False)
 class _OnWorker:
-    """The keepers of one Dask worker, by reservation, and the reservations that are over."""
+    """The keepers of one Dask worker, by grant, and the grants that are over."""
 
     keepers: dict[str, Keeper] = attrs.field(factory=dict)
     over: list[str] = attrs.field(factory=list)
@@ -70,13 +71,13 @@ async def start(plans: Mapping[str, Plan], dask_worker: Any) -> str:
     """Make the keeper that is planned for this worker (`plans`: by address); return its address."""
     plan = plans[dask_worker.address]
     here = _on_workers.setdefault(dask_worker, _OnWorker())
-    for reservation in list(here.keepers):  # the scheduler has freed the slot, so nobody has a right to it
-        await end(reservation, dask_worker)
-    if plan.reservation in here.over:
+    for grant in list(here.keepers):  # the scheduler has freed the slot, so nobody has a right to it
+        await end(grant, dask_worker)
+    if plan.grant in here.over:
         raise RuntimeError(f"reservation {plan.reservation} is over: its driver has gone")
 
     def forget() -> None:
-        here.keepers.pop(plan.reservation, None)
+        here.keepers.pop(plan.grant, None)
         if plan.detachable:  # with the driver, a detached pool may have no other way to say that it is over
             dask_worker.loop.add_callback(dask_worker.log_event, TOPIC, {"over": plan.reservation})
 
@@ -92,15 +93,15 @@ async def start(plans: Mapping[str, Plan], dask_worker: Any) -> str:
         detachable=plan.detachable,
         on_end=forget,
     )
-    here.keepers[plan.reservation] = keeper
+    here.keepers[plan.grant] = keeper
     return keeper.address
 
 
-async def end(reservation: str, dask_worker: Any) -> None:
-    """End the keeper of a reservation, now or when it should come yet; returns when its worker is gone."""
+async def end(grant: str, dask_worker: Any) -> None:
+    """End the keeper of a grant, now or when it should come yet; returns when its worker is gone."""
     here = _on_workers.setdefault(dask_worker, _OnWorker())
-    here.over = [*here.over, reservation][-_REMEMBERED:]
-    if (keeper := here.keepers.pop(reservation, None)) is not None:
+    here.over = [*here.over, grant][-_REMEMBERED:]
+    if (keeper := here.keepers.pop(grant, None)) is not None:
         await _on_a_thread(keeper)
 
 

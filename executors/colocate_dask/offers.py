@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import secrets
 from collections.abc import Mapping, Sequence
 
 import attrs
@@ -108,6 +109,8 @@ class Grant:
     worker: str  # address of its Dask worker
     host: str  # address of its machine
     gpus: tuple[str, ...] = ()  # its GPUs, as `CUDA_VISIBLE_DEVICES` names them
+    # its own: a reservation that gives a worker back, as one that has been lost, may be given the same one again
+    id: str = attrs.field(factory=lambda: secrets.token_hex(8))
 
 
 @attrs.frozen

@@ -460,7 +460,7 @@ class Reservations(SchedulerPlugin):
     async def _end(self, hold: _Hold) -> None:
         """Free one worker, after what ran there has gone."""
         worker = hold.grant.worker
-        ending = undocumented.call(self._scheduler, worker, far.end, hold.reservation, within_s=_ANSWER_S)
+        ending = undocumented.call(self._scheduler, worker, far.end, hold.grant.id, within_s=_ANSWER_S)
         try:
             if await _ends_or_is_away(self._background(ending), worker):
                 # Its keeper takes its driver for gone, and ends what runs there; nobody gets it until it answers.

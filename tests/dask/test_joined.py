@@ -17,6 +17,7 @@ import distributed
 import psutil
 import pytest
 from distributed import Status
+from tests.chaos import sockets
 from tests.closing import ended
 from tests.dask.conftest import planted, running, script
 
@@ -385,3 +386,17 @@ def test_workers_that_retire(tmp_path: Path) -> None:
                 client.run_on_scheduler(retire, host="127.0.0.2")
                 wait_until(lambda: run.leaving != first, "so is the other")
             assert run.leaving == Leaving("node 127.0.0.2", None)
+
+
+def test_a_lost_slot_may_be_had_again(tmp_path: Path) -> None:
+    """The Dask worker goes on, and is the only one: a group whose keeper was lost is restarted there."""
+    with running([{"host": "127.0.0.1", "nthreads": 1}]) as address, colocate.connect("dask", address=address) as own:
+        pool = own.reserve(1, cpus=0, regrow_timeout=PATIENCE_S)
+        group = pool.spawn({"lasting": colocate.role(Lasting)}, on_failure="restart")
+        lasting = group.role("lasting", Lasting)
+        assert lasting.add() == [1]
+        group.checkpoint(tmp_path / "here", tag=1)
+        sockets.drop("keeper", own, group, 0)
+        wait_until(lambda: group.generation == 1, "it is restarted")
+        assert group.wait_ready(PATIENCE_S) == 1
+        assert lasting.add() == [2]
