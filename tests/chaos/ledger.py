@@ -62,9 +62,10 @@ class Tally:
 
 @attrs.define(eq=False)
 class Ledger:
-    """The file. All methods may be called from any thread."""
+    """The file, or a part of it, which begins anew by itself. All methods may be called from any thread."""
 
     path: Path | None = None
+    part: str = ""
     code: str = attrs.field(factory=digest)
     commit: str = attrs.field(factory=commit)
     tallies: dict[str, dict[str, Tally]] = attrs.field(factory=dict)
@@ -72,10 +73,11 @@ class Ledger:
     lock: threading.RLock = attrs.field(factory=threading.RLock)
 
     @classmethod
-    def open(cls, path: Path, of_any_code: bool = False) -> Ledger:
+    def open(cls, path: Path, of_any_code: bool = False, part: str = "") -> Ledger:
         """Continue a file, if it is of this very code; or look at one."""
-        ledger = cls(path)
+        ledger = cls(path, part)
         data = json.loads(path.read_text()) if path.exists() else {}
+        data = data.get(part, {}) if part else data
         if data and (of_any_code or data["code"] == ledger.code):
             ledger.code, ledger.commit, ledger.problems = data["code"], data["commit"], data["problems"]
             for executor, kinds in data["executors"].items():
@@ -104,17 +106,31 @@ class Ledger:
             return
         with self.lock:
             new = self.path.with_name(f"{self.path.name}.{os.getpid()}")
-            new.write_text(self._text())
+            data = json.loads(self.path.read_text()) if self.path.exists() else {}
+            new.write_text(self._text(data) + "\n")
             new.replace(self.path)
 
-    def _text(self) -> str:
-        """JSON with a line for each kind of fault on each executor, so that a change can be read."""
-        executors = ",\n".join(
-            f"  {json.dumps(name)}: {{\n"
-            + ",\n".join(f"   {json.dumps(kind)}: {json.dumps(attrs.asdict(kinds[kind]))}" for kind in sorted(kinds))
-            + "\n  }"
-            for name, kinds in sorted(self.tallies.items())
-        )
-        head = f' "code": {json.dumps(self.code)},\n "commit": {json.dumps(self.commit)}'
-        problems = ",\n".join(f"  {json.dumps(problem)}" for problem in self.problems)
-        return f'{{\n{head},\n "executors": {{\n{executors}\n }},\n "problems": [\n{problems}\n ]\n}}\n'
+    def _text(self, data: dict[str, Any]) -> str:
+        """What the file has, with this in its place."""
+        tallies = {
+            name: {kind: attrs.asdict(each) for kind, each in kinds.items()} for name, kinds in self.tallies.items()
+        }
+        mine = {"code": self.code, "commit": self.commit, "executors": tallies, "problems": self.problems}
+        return _shown({**data, self.part: mine} if self.part else {**data, **mine})
+
+
+def _shown(data: dict[str, Any]) -> str:
+    """JSON with a line for each kind of fault on each executor, so that a change can be read."""
+    executors = ",\n".join(
+        f"  {json.dumps(name)}: {{\n"
+        + ",\n".join(f"   {json.dumps(kind)}: {json.dumps(kinds[kind])}" for kind in sorted(kinds))
+        + "\n  }"
+        for name, kinds in sorted(data.get("executors", {}).items())
+    )
+    fields = [f" {json.dumps(name)}: {json.dumps(data[name])}" for name in ("code", "commit") if name in data]
+    fields.append(f' "executors": {{\n{executors}\n }}')
+    problems = ",\n".join(f"  {json.dumps(problem)}" for problem in data.get("problems", []))
+    fields.append(f' "problems": [\n{problems}\n ]')
+    known = ("code", "commit", "executors", "problems")
+    fields += [f" {json.dumps(name)}: {_shown(part)}" for name, part in data.items() if name not in known]
+    return "{\n" + ",\n".join(fields) + "\n}"

@@ -15,6 +15,7 @@ SPARSE = {  # what Dask's workers do by themselves keeps small machines busy
     "DASK_DISTRIBUTED__WORKER__PROFILE__ENABLED": "False",
     "DASK_DISTRIBUTED__ADMIN__TICK__INTERVAL": "500ms",
 }
+_JOINS_S = 180.0
 _COUNTS_RAYS = "import ray; ray.init(address='auto', logging_level='ERROR', log_to_driver=False); {}"
 _COUNTS_RAYS = _COUNTS_RAYS.format("print(sum(node['Alive'] for node in ray.nodes()))")
 _COUNTS_DASKS = """
@@ -65,6 +66,7 @@ def ray_on(
     head_cpus: int = 0,
     later: int = 0,
     options: Sequence[str] = (),
+    own: Callable[[Machine], Sequence[str]] = lambda machine: (),
     env: Mapping[str, str] = {},
 ) -> OnMachines:
     """Start a Ray: its head on n0, a node on each of the others but for the last ones, which join later."""
@@ -72,8 +74,8 @@ def ray_on(
     small = ["--object-store-memory=100000000", "--disable-usage-stats", *options]
 
     def join(machine: Machine) -> None:
-        own = [f"--address={head.address}:6379", f"--node-ip-address={machine.address}", f"--num-cpus={cpus}"]
-        machine.run("ray", "start", *own, *small, env=env)
+        where = [f"--address={head.address}:6379", f"--node-ip-address={machine.address}", f"--num-cpus={cpus}"]
+        machine.run("ray", "start", *where, *small, *own(machine), env=env, timeout=_JOINS_S)
 
     books = ["--head", "--port=6379", f"--node-ip-address={head.address}", f"--num-cpus={head_cpus}"]
     head.run("ray", "start", *books, "--include-dashboard=false", *small, env=env)
@@ -92,6 +94,7 @@ def dask_on(
     workers: int = 1,
     later: int = 0,
     options: Sequence[str] = (),
+    own: Callable[[Machine], Sequence[str]] = lambda machine: (),
     scheduler: Sequence[str] = (),
     env: Mapping[str, str] = {},
 ) -> OnMachines:
@@ -104,7 +107,7 @@ def dask_on(
     def join(machine: Machine) -> None:
         command = ["dask", "worker", address, "--host", machine.address, "--nworkers", str(workers), "--nthreads", "2"]
         more = ["--no-dashboard", "--memory-limit", "2GB", "--local-directory", "/tmp", *options]
-        machine.start(*command, *more, log=machines.state / f"{machine.name}.log", env={**SPARSE, **env})
+        machine.start(*command, *more, *own(machine), log=machines.state / f"{machine.name}.log", env={**SPARSE, **env})
 
     def count() -> int:
         done = head.run("python", "-c", _COUNTS_DASKS.format(address), check=False)

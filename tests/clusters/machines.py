@@ -18,7 +18,7 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -220,6 +220,7 @@ class Machines:
         state: A folder that goes with them.
         shared: A folder in there which all of them see under this name, as they see this machine's disk. Each has a
             /tmp, /run and /dev/shm of its own.
+        verbs: What `ask` has done to one: cut, heal, kill, boot, and what a test adds.
     """
 
     def __init__(self, count: int) -> None:
@@ -227,6 +228,12 @@ class Machines:
         self.shared = self.state / "shared"
         self._machines = [Machine(f"n{i}", f"{NETWORK}.{10 + i}", self) for i in range(count)]
         self.started: list[subprocess.Popen[str]] = []
+        self.verbs: dict[str, Callable[[Machine], object]] = {
+            "cut": Machine.cut,
+            "heal": Machine.heal,
+            "kill": Machine.kill,
+            "boot": Machine.boot,
+        }
         self._stack = contextlib.ExitStack()
 
     def __getitem__(self, number: int) -> Machine:
@@ -292,9 +299,9 @@ class Machines:
         return {**kept, **ray, **asks, **(more or {})}
 
     def do(self, verb: str, name: str) -> None:
-        """Do to a machine what a driver asks for, by `ask`: cut, heal, kill, boot."""
+        """Do to a machine what a driver asks for, by `ask`: one of `verbs`."""
         (machine,) = (each for each in self if each.name == name)
-        {"cut": machine.cut, "heal": machine.heal, "kill": machine.kill, "boot": machine.boot}[verb]()
+        self.verbs[verb](machine)
 
     @contextlib.contextmanager
     def _answering(self) -> Iterator[None]:
@@ -302,21 +309,28 @@ class Machines:
         listener.bind(str(self.state / "asked"))
         listener.listen()
 
+        def obey(made: socket.socket) -> None:
+            with made, made.makefile("rw") as file:
+                trouble = ""
+                try:
+                    self.do(*json.loads(file.readline()))
+                except Exception as error:
+                    trouble = repr(error)
+                with contextlib.suppress(OSError):
+                    file.write(json.dumps(trouble) + "\n")
+                    file.flush()
+
         def answer() -> None:
+            obeying: list[threading.Thread] = []
             while True:
                 try:
                     made, _ = listener.accept()
                 except OSError:  # it is over
-                    return
-                with made, made.makefile("rw") as file:
-                    trouble = ""
-                    try:
-                        self.do(*json.loads(file.readline()))
-                    except Exception as error:
-                        trouble = repr(error)
-                    with contextlib.suppress(OSError):
-                        file.write(json.dumps(trouble) + "\n")
-                        file.flush()
+                    break
+                obeying.append(threading.Thread(target=obey, args=(made,)))
+                obeying[-1].start()
+            for each in obeying:
+                each.join()
 
         thread = threading.Thread(target=answer, daemon=True)
         thread.start()
