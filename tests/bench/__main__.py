@@ -20,6 +20,7 @@ PARTS = (
     "background",
     "weights",
     "scale",
+    "slots",
     "memory",
     "ledger",
     "sleep",
