@@ -7,6 +7,7 @@ long.
 from __future__ import annotations
 
 import faulthandler
+import importlib
 import json
 import os
 import random
@@ -115,7 +116,7 @@ class Playing:
         try:
             group = pool.spawn(
                 {"kept": colocate.role(Kept, plan.writes_s)},
-                on_failure=on_failure,  # type: ignore[arg-type]
+                on_failure=on_failure,
                 restarts=5,
                 timeout=2 * SOON_S,
             )
@@ -177,9 +178,9 @@ class Playing:
             saving.result(SOON_S)
             self._complete = max(self._saved)
 
-    def moment(self) -> list[tuple[Callable[[], Any], list[int]]]:
+    def moment(self) -> list[tuple[Callable[..., Any], list[int]]]:
         """Begin what is under way when it is struck: how each thing ends, and the calls that it is to see."""
-        begun: list[tuple[Callable[[], Any], list[int]]] = []
+        begun: list[tuple[Callable[..., Any], list[int]]] = []
         match self.plan.moment:
             case "call":
                 call = self.begin(1.0)
@@ -348,24 +349,24 @@ class Playing:
         ask("boot", machine)
         ask("join", machine)
 
-    def probe(self) -> tuple[Callable[[], Any], list[int]]:
+    def probe(self) -> tuple[Callable[..., Any], list[int]]:
         try:
             call = self.begin()
         except ColocateError as error:
             told = error  # it knows already
 
-            def fail() -> Any:
+            def fail(timeout: float) -> Any:
                 raise told
 
             return fail, []
         return call.result, list(self._since)
 
-    def settle(self, begun: Sequence[tuple[Callable[[], Any], list[int]]]) -> list[ColocateError]:
+    def settle(self, begun: Sequence[tuple[Callable[..., Any], list[int]]]) -> list[ColocateError]:
         """Wait for what was begun; the errors."""
         errors: list[ColocateError] = []
         for result, idents in begun:
             try:
-                value = result(SOON_S + 3 * CUT_S) if getattr(result, "__self__", None) is not None else result()
+                value = result(SOON_S + 3 * CUT_S)
             except ColocateError as error:
                 errors.append(error)
                 if self.error_ms is None:
@@ -430,14 +431,14 @@ def drain(runtime: Runtime, machine: str) -> None:
             client.run_on_scheduler(retire, host=ip)
         return
     import ray
-    from ray._raylet import GcsClient
-    from ray.core.generated.autoscaler_pb2 import DrainNodeReason
 
-    nodes: list[dict[str, Any]] = ray.nodes()
+    of_nodes: Any = ray.nodes
+    nodes: list[dict[str, Any]] = of_nodes()
     (ident,) = (each["NodeID"] for each in nodes if each["Alive"] and each["NodeManagerAddress"] == ip)
-    reason = DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
-    deadline = int(1000 * (time.time() + 300))
-    accepted, why = GcsClient(address=sys.argv[2]).drain_node(ident, reason, "spot", deadline)
+    raylet: Any = importlib.import_module("ray._raylet")  # neither has types
+    drains: Any = importlib.import_module("ray.core.generated.autoscaler_pb2").DrainNodeReason
+    reason, deadline = drains.Value("DRAIN_NODE_REASON_PREEMPTION"), int(1000 * (time.time() + 300))
+    accepted, why = raylet.GcsClient(address=sys.argv[2]).drain_node(ident, reason, "spot", deadline)
     assert accepted, why
 
 

@@ -106,13 +106,14 @@ def main() -> int:
 
 
 def _seeds(engine: str, ledger: Ledger, kinds: Sequence[str], count: int) -> list[int]:
-    """The next ones of each kind, in turns, until there are so many."""
+    """The next ones of each kind, until there are so many."""
     found: list[int] = []
     for kind in kinds:
         tally, first = ledger.tally(engine, kind), KINDS.index(kind)
         after = first if tally.last is None else tally.last + len(KINDS)
         found += [after + len(KINDS) * number for number in range(max(0, count - tally.tried))]
-    return sorted(found)
+    random.Random(0).shuffle(found)  # each lane gets some of each kind
+    return found
 
 
 def play(engine: str, ledger: Ledger, seeds: Sequence[int], options: Any) -> None:

@@ -16,6 +16,7 @@ SPARSE = {  # what Dask's workers do by themselves keeps small machines busy
     "DASK_DISTRIBUTED__ADMIN__TICK__INTERVAL": "500ms",
 }
 _JOINS_S = 180.0
+_TOGETHER = 2  # so many machines start an engine's node at once
 _COUNTS_RAYS = "import ray; ray.init(address='auto', logging_level='ERROR', log_to_driver=False); {}"
 _COUNTS_RAYS = _COUNTS_RAYS.format("print(sum(node['Alive'] for node in ray.nodes()))")
 _COUNTS_DASKS = """
@@ -122,6 +123,6 @@ def dask_on(
 def _each(nodes: Sequence[Machine], join: Callable[[Machine], object]) -> None:
     from concurrent.futures import ThreadPoolExecutor
 
-    with ThreadPoolExecutor(max(1, len(nodes))) as threads:
+    with ThreadPoolExecutor(_TOGETHER) as threads:
         for _ in threads.map(join, nodes):
             pass

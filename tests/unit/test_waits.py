@@ -40,6 +40,7 @@ KNOWN = {
     "placement": "slots that somebody gives back",
     "wire.event_loop": "the end of an event loop's thread",
     "wire.lane": "what is sent, to have gone out",
+    "keeper.process": "the end of other looks at workers, for a moment",
     "keeper.keeper": "its own end, by another thread, and that of workers; the first bytes of a connection",
     "keeper.slots": "the connection to a keeper, and its end",
     "wire.arriving": "bytes that arrive in a memory file, by who passes them on",

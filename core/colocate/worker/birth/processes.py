@@ -87,8 +87,8 @@ def worker_below(started: int) -> int | None:
         if psutil.Process(started).ppid() != os.getpid():  # it has ended, and another one has its id
             return None
         for _ in range(SUPERVISORS):
-            with open(f"/proc/{started}/task/{started}/children") as file:  # the oldest is the first
-                started = int((file.read().split() or [started])[0])
+            with open(f"/proc/{started}/task/{started}/children") as file:
+                started = next(map(int, file.read().split()), started)  # the oldest is the first
     except (psutil.Error, OSError):
         return None
     return started
