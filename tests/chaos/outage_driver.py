@@ -381,7 +381,9 @@ class Playing:
         for error in errors:
             if isinstance(error, WorkerDied) and error.rank == rank:
                 continue
-            if isinstance(error, RoleError) and "peer" in str(error):  # a worker had asked that one for rows
+            if isinstance(error, RoleError) and f"can't be had from worker {rank} " in str(
+                error
+            ):  # it has asked for rows
                 continue
             self.wrong.append(f"rank {rank} is lost, and the error is {type(error).__name__}: {error}"[:1000])
 
@@ -430,15 +432,14 @@ def drain(runtime: Runtime, machine: str) -> None:
         with distributed.Client(sys.argv[2], set_as_default=False) as client:  # type: ignore[no-untyped-call]
             client.run_on_scheduler(retire, host=ip)
         return
-    import ray
-
-    of_nodes: Any = ray.nodes
-    nodes: list[dict[str, Any]] = of_nodes()
-    (ident,) = (each["NodeID"] for each in nodes if each["Alive"] and each["NodeManagerAddress"] == ip)
     raylet: Any = importlib.import_module("ray._raylet")  # neither has types
     drains: Any = importlib.import_module("ray.core.generated.autoscaler_pb2").DrainNodeReason
     reason, deadline = drains.Value("DRAIN_NODE_REASON_PREEMPTION"), int(1000 * (time.time() + 300))
-    accepted, why = raylet.GcsClient(address=sys.argv[2]).drain_node(ident, reason, "spot", deadline)
+    client: Any = raylet.GcsClient(address=sys.argv[2])
+    nodes: list[Any] = list(client.get_all_node_info().values())
+    alive = importlib.import_module("ray.core.generated.gcs_pb2").GcsNodeInfo.ALIVE
+    (ident,) = (each.node_id.hex() for each in nodes if each.state == alive and each.node_manager_address == ip)
+    accepted, why = client.drain_node(ident, reason, "spot", deadline)
     assert accepted, why
 
 
