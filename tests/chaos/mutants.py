@@ -134,7 +134,7 @@ def unmissed_child() -> None:
 
 def unpaused_role() -> None:
     """A role that is paused goes on."""
-    from colocate._calls.pauses import Pauses
+    from colocate.features.pausing.pauses import Pauses
 
     _replace(Pauses, "pause", lambda self, role, how, timeout: None)
 

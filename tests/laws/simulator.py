@@ -20,11 +20,12 @@ import attrs
 
 from colocate._calls.cancel import Cancellations
 from colocate._calls.order import CallOrder
-from colocate._calls.pauses import Pauses
 from colocate._calls.pending import PendingCall
 from colocate._protocol import from_worker, to_worker
 from colocate._protocol.requests import Request
 from colocate.errors import CallCancelled, CallTimeout, ColocateError, WorkerDied
+from colocate.features.pausing.messages import GoOn, Pause, PauseAfter, Paused, Pausing
+from colocate.features.pausing.pauses import Pauses
 from colocate.worker import lane_order
 from colocate.worker.lane_order import LaneOrder
 from colocate.worker.serving.scope import Scope
@@ -299,12 +300,12 @@ class Rank:
             self.outbox.append(from_worker.CanWithdraw(message.token, can))
         elif isinstance(message, to_worker.Decided):
             lane.queue.append(lane_order.Decided(message.token, message.seq if message.drop else None))
-        elif isinstance(message, to_worker.Pause):
-            self.outbox.append(from_worker.Pausing(message.token, lane.order.pause(message.token)))
-        elif isinstance(message, to_worker.PauseAfter):
-            rests = partial(self.outbox.append, from_worker.Paused(message.token))
+        elif isinstance(message, Pause):
+            self.outbox.append(Pausing(message.token, lane.order.pause(message.token)))
+        elif isinstance(message, PauseAfter):
+            rests = partial(self.outbox.append, Paused(message.token))
             lane.queue.append(lane_order.Pause(message.number, message.last, message.keeps, rests))
-        elif isinstance(message, to_worker.GoOn):
+        elif isinstance(message, GoOn):
             lane.queue.append(lane_order.GoOn(message.number))
         elif isinstance(message, to_worker.AskStack):
             running = tuple(seq for each in self.lanes.values() for seq in each.order.running)
@@ -568,7 +569,7 @@ class World:
             order.renewed(slot, message, None)
         elif isinstance(message, from_worker.CanWithdraw):
             self.cancellations.answered(slot, message)
-        elif isinstance(message, from_worker.Pausing | from_worker.Paused):
+        elif isinstance(message, Pausing | Paused):
             self.pauses.answered(slot, message)
         elif isinstance(message, from_worker.Stack):
             order.stacks.answered(slot, message)

@@ -139,8 +139,6 @@ def _worker(worker_group: WorkerGroup, worker: Worker, measured: GroupMemory | N
             held = next((each for each in found.roles if each.role == name), None)
             role |= {"bytes": 0 if held is None else held.total}
             role |= {"asleep": held.asleep} if held is not None and held.asleep else {}
-        if worker_group.is_paused(name):
-            role["paused"] = True
         sizes = {} if found is None else found.children.get(name, {})
         below: list[dict[str, Any]] = []
         for part in worker_group.parts.values():

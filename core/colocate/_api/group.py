@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Concatenate, Literal, NoReturn, ParamSpec, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Concatenate, Literal, NoReturn, ParamSpec, TypeVar, cast, overload
 
 from colocate._api.graph import Held, shown
 from colocate._api.memory import GroupMemory, memory
@@ -20,7 +20,7 @@ from colocate._signals.off_main import off_main
 from colocate._system.deadline import Deadline
 from colocate._system.limits import LEDGERS_WITHIN_S
 from colocate._system.numbers import limit
-from colocate._views import checkpoint, functions, pausing, resizing, sleeping
+from colocate._views import checkpoint, functions, resizing, sleeping
 from colocate._views.pipeline import pipeline
 from colocate._views.sending import recording
 from colocate._views.view import RoleView
@@ -361,7 +361,7 @@ class ColocatedGroup(Held[WorkerGroup], node=WorkerGroup, by="pool.spawn"):
             ColocateError: Another thread has resumed the role, or paused it anew, before it did nothing.
         """
         limited = limit(timeout, "pause(timeout)", positive=True)
-        pausing.pause(self._node, role, how, limited)
+        cast("Any", self._node.part("pausing")).pause(role, how, limited)  # of features/pausing
 
     def resume(self, role: str) -> None:
         """Have a background role go on after `pause`; one that isn't paused does so anyway.
@@ -372,7 +372,7 @@ class ColocatedGroup(Held[WorkerGroup], node=WorkerGroup, by="pool.spawn"):
         Raises:
             ConfigError: There is no such background role.
         """
-        pausing.resume(self._node, role)
+        cast("Any", self._node.part("pausing")).resume(role)
 
     def resize(self, timeout: float | None = None) -> int:
         """Go on with as many slots as there are now, where the pool may have fewer and had lost some.

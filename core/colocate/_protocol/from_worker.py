@@ -149,21 +149,6 @@ class CanWithdraw(Message):
 
 
 @message
-class Pausing(Message):
-    """Tell that the worker begins no further call of a background role."""
-
-    token: int  # the question's number
-    begun: int  # the last that it has begun
-
-
-@message
-class Paused(Message):
-    """A background role does nothing any more."""
-
-    token: int  # the question's number
-
-
-@message
 class Stack(Message):
     """What its lanes do."""
 

@@ -207,33 +207,6 @@ class Resume(Message):
 
 
 @message
-class Pause(Message):
-    """Begin no further call of a background role; answered by `Pausing`, and followed by `PauseAfter` or `GoOn`."""
-
-    token: int  # the question's number, and the pause's
-    lane: str  # the role
-
-
-@message
-class PauseAfter(Message):
-    """Begin no call of a background role after the last that any rank has begun; `Paused` follows at rest."""
-
-    token: int  # the question's number
-    lane: str  # the role
-    number: int  # the pause's
-    last: int  # that call
-    keeps: bool  # whether calls that run may stop at their pause points
-
-
-@message
-class GoOn(Message):
-    """A pause is over, and so are those before it."""
-
-    lane: str  # the role
-    number: int  # the pause's
-
-
-@message
 class Unwanted(Message):
     """Nobody waits for a call any more: it ends as soon as it can (`ctx.cancelled`; what it awaits is cancelled)."""
 

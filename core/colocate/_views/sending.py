@@ -457,8 +457,8 @@ class Messages:
             slots = [slot for _, slots in self._frames for slot in slots]
             worker_group.published.before(slots, (body for draft in drafts for body in draft.bodies))
             for draft in drafts:
-                if draft.call.is_for_all:
-                    worker_group.pauses.refuse(draft.call)
+                for part in worker_group.parts.values():
+                    part.sends(draft.call)
                 order.enter(draft.call)
             for call, put in zip(self._calls, self._puts, strict=True):
                 put(call.seq)

@@ -6,8 +6,10 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+from colocate._calls.pending import PendingCall
 from colocate._protocol.message import Message
 from colocate._worker_group.workforce import Worker
+from colocate.errors import ColocateError
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
@@ -32,6 +34,22 @@ class OfGroup:
 
     def restored(self) -> None:
         """Hear that its roles were restored from a checkpoint."""
+
+    def failed(self, error: ColocateError) -> None:
+        """Hear that its workers are ended, as it has failed or is closed: nobody waits for their answers any more."""
+
+    # -- its calls
+
+    def is_paused(self, role: str) -> bool:
+        """Return whether calls of a role wait until somebody has it go on."""
+        return False
+
+    def sends(self, call: PendingCall) -> None:
+        """Refuse a call that is about to be sent. The order's lock is held.
+
+        Raises:
+            ColocateError: Why it can't.
+        """
 
     # -- what its workers say
 

@@ -15,7 +15,6 @@ import attrs
 from colocate import features
 from colocate._calls.cancel import Cancellations
 from colocate._calls.order import CallOrder
-from colocate._calls.pauses import Pauses
 from colocate._calls.pending import Link, PendingCall
 from colocate._calls.records import MoveRecord
 from colocate._calls.services import Services
@@ -353,7 +352,8 @@ class WorkerGroup(Link):
         self.restarts = Restarts(self, restarts)
         # Which roles may have memory that sleeps
         self.sleepers = Sleepers(self.roles if home.attachment is not None else ())
-        self.parts: dict[str, OfGroup] = {}  # the halves of features that are there, by the names of these
+        self._making = threading.Lock()  # held while a half of a feature is made
+        self.parts: Mapping[str, OfGroup] = {}  # the halves of features that are there, by the names of these
         for spec in declared.specs.values():
             for feature in features.of_options(spec):
                 self.part(feature)
@@ -370,7 +370,6 @@ class WorkerGroup(Link):
         self.workforce = Workforce(self, *parts, self._heard, self._greet)
         self.ledgers = Ledgers(self)
         self.saves = Saves(self)
-        self.pauses = Pauses(self.order)
 
     # -- what its calls and parts need
 
@@ -392,7 +391,7 @@ class WorkerGroup(Link):
 
     def is_paused(self, role: str) -> bool:
         """Return whether a background role is paused."""
-        return self.pauses.is_paused(role)
+        return any(part.is_paused(role) for part in self.parts.values())
 
     def unsettled(self) -> Sequence[PendingCall]:
         """Return the calls that were sent and aren't done."""
@@ -431,8 +430,9 @@ class WorkerGroup(Link):
             CapabilityError: There is no such feature here.
         """
         if name not in self.parts:
-            made = features.of_group(name)(self)
-            return self.parts.setdefault(name, made)
+            with self._making:
+                if name not in self.parts:  # anew: others may go through those that are there
+                    self.parts = {**self.parts, name: features.of_group(name)(self)}
         return self.parts[name]
 
     def teller(self) -> Callable[[int, Message], None]:
@@ -507,8 +507,6 @@ class WorkerGroup(Link):
                 self.services.tell("colocate_memory_moved", record)
             case from_worker.CanWithdraw():
                 self.cancellations.answered(slot, message)
-            case from_worker.Pausing() | from_worker.Paused():
-                self.pauses.answered(slot, message)
             case from_worker.Fetched():
                 self.residents.answered(slot, message, body)
             case from_worker.Ask():
@@ -588,7 +586,8 @@ class WorkerGroup(Link):
         if (saving := self.restarts.saving) is not None and not saving.done():
             saving.is_void = True
         self.saves.fail(told)
-        self.pauses.fail(told)
+        for part in self.parts.values():
+            part.failed(told)
         self.workforce.kill()
         if told is not error:
             self.restarts.go(error)
@@ -767,4 +766,5 @@ class WorkerGroup(Link):
         self.residents.fail(error)
         self.ledgers.fail(error)
         self.saves.fail(error)
-        self.pauses.fail(error)
+        for part in self.parts.values():
+            part.failed(error)

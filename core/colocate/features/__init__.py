@@ -35,6 +35,11 @@ FEATURES = {
     "weights": Feature(
         "driver:WeightsOfGroup", "worker:WeightsOfWorker", calls=("the sync of weights",), options=("weights",)
     ),
+    "pausing": Feature(
+        "driver:PausingOfGroup",
+        "worker:PausingOfWorker",
+        messages=("Pause", "PauseAfter", "GoOn", "Pausing", "Paused"),
+    ),
     "children": Feature("driver:ChildrenOfGroup", "worker:ChildrenOfWorker", messages=("HasChildren",)),
 }
 CALLS = {said: name for name, feature in FEATURES.items() for said in feature.calls}

@@ -10,6 +10,7 @@ from collections.abc import Collection, Mapping
 from types import MappingProxyType
 from typing import Any, ClassVar
 
+from colocate._protocol.message import Message
 from colocate._role.context import Context, RowState
 from colocate._role.method_spec import MethodSpec
 from colocate.worker.serving.role_instance import RoleInstance
@@ -30,6 +31,10 @@ class OfWorker:
 
     def __init__(self, worker_context: Any) -> None:
         """Args: worker_context: The worker (`WorkerContext`)."""
+
+    def heard(self, message: Message, body: Any) -> None:
+        """Take one of the feature's messages. On the receiving thread: nothing waits here, nor runs role code."""
+        raise AssertionError(message)
 
     # -- roles
 

@@ -28,7 +28,7 @@ from colocate._values.codec import Codec
 from colocate._values.leaving import describe
 from colocate.errors import ColocateError
 from colocate.executor import Boot
-from colocate.features import CALLS
+from colocate.features import CALLS, of_message
 from colocate.wire import Arriving, Turns
 from colocate.worker.background import Background, Standing
 from colocate.worker.birth.imports import importing
@@ -193,13 +193,6 @@ class WorkerHost(WorkerContext):
                 if not decided.drop:
                     self._named(decided.lane).cancel(decided.seq, decided.seq)
                 self._named(decided.lane).decide(decided.token, decided.seq if decided.drop else None)
-            case to_worker.Pause() as asked:
-                self.say(from_worker.Pausing(asked.token, self._named(asked.lane).pause(asked.token)))
-            case to_worker.PauseAfter() as asked:
-                rests = partial(self.say, from_worker.Paused(asked.token))
-                self._named(asked.lane).pause_after(asked.number, asked.last, asked.keeps, rests)
-            case to_worker.GoOn() as message:
-                self._named(message.lane).go_on(message.number)
             case to_worker.AskStack() as asked:
                 running = tuple(seq for lane in self.lanes for seq in _runs(lane))
                 self.say(from_worker.Stack(asked.token, self.stack(), running))
@@ -224,8 +217,10 @@ class WorkerHost(WorkerContext):
                     self._questions.refused(answer.token, ColocateError(answer.error))
             case to_worker.Close() as message:
                 self.close(message.reason)
-            case unknown:
-                raise AssertionError(unknown)
+            case message:
+                feature = of_message(type(message).__name__)
+                assert feature is not None, message
+                self.part(feature).heard(message, body)
 
     def _works_of(self, message: to_worker.Call | to_worker.Batch, body: Any) -> Sequence[Work]:
         """Return what the lane has to do for calls."""

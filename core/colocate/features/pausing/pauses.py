@@ -10,11 +10,10 @@ import attrs
 
 from colocate._calls.order import CallOrder
 from colocate._calls.pending import PendingCall
-from colocate._protocol.from_worker import Paused, Pausing
 from colocate._protocol.requests import Request, Requests
-from colocate._protocol.to_worker import GoOn, Pause, PauseAfter
 from colocate._system.deadline import Deadline
 from colocate.errors import ColocateError, RoleError
+from colocate.features.pausing.messages import GoOn, Pause, PauseAfter, Paused, Pausing
 
 
 @attrs.define(eq=False)

@@ -1,0 +1,1 @@
+"""Background roles that stop and go on: `group.pause`, `group.resume`. The page: docs/background.md."""

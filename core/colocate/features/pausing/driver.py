@@ -1,0 +1,99 @@
+"""`group.pause` and `group.resume`: background roles stop between two calls, or amid one, and go on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from colocate._calls.pending import PendingCall, half_read
+from colocate._protocol.message import Message
+from colocate._signals.at_work import refuse_to_wait
+from colocate._signals.off_main import off_main
+from colocate._system.nearest import did_you_mean
+from colocate._views.sending import refuse_inside
+from colocate._worker_group.hooks import OfGroup
+from colocate._worker_group.worker_group import WorkerGroup
+from colocate._worker_group.workforce import Worker
+from colocate.errors import ColocateError, ConfigError
+from colocate.features.pausing.messages import Paused, Pausing
+from colocate.features.pausing.pauses import Pauses
+
+_HOW = ("wait", "keep", "abort")
+
+
+class PausingOfGroup(OfGroup):
+    """The pauses of a group's background roles; a generation of workers has its own."""
+
+    def __init__(self, worker_group: WorkerGroup) -> None:
+        self._worker_group = worker_group
+        self._pauses = Pauses(worker_group.order)
+
+    def renewed(self) -> None:
+        """Forget all: none of the new workers is paused."""
+        self._pauses = Pauses(self._worker_group.order)
+
+    def failed(self, error: ColocateError) -> None:
+        """Have nobody wait for a rank any more."""
+        self._pauses.fail(error)
+
+    def heard(self, worker: Worker, message: Message, body: Any) -> None:
+        """Hear that a rank pauses, or rests."""
+        assert isinstance(message, Pausing | Paused)
+        self._pauses.answered(worker.slot, message)
+
+    def is_paused(self, role: str) -> bool:
+        """Return whether a role is, or is about to be."""
+        return self._pauses.is_paused(role)
+
+    def sends(self, call: PendingCall) -> None:
+        """Refuse a call for all roles that would wait for what a pause holds up."""
+        if call.is_for_all:
+            self._pauses.refuse(call)
+
+    def shown(self, role: str) -> Mapping[str, bool]:
+        """Return that a role is paused, if so."""
+        return {"paused": True} if self.is_paused(role) else {}
+
+    def pause(self, role: str, how: str, timeout: float | None) -> None:
+        """Pause a background role; see `ColocatedGroup.pause`."""
+        pause(self._worker_group, self._pauses, role, how, timeout)
+
+    def resume(self, role: str) -> None:
+        """Have a background role go on; see `ColocatedGroup.resume`."""
+        resume(self._worker_group, self._pauses, role)
+
+
+def pause(worker_group: WorkerGroup, pauses: Pauses, role: str, how: str, timeout: float | None) -> None:
+    """Pause a background role, after a look whether that can be."""
+    _check(worker_group, role, "pause")
+    if how not in _HOW:
+        raise ConfigError(f"group.pause(how={how!r}): it is 'wait', 'keep' or 'abort'{did_you_mean(str(how), _HOW)}")
+    if how == "wait" and half_read:
+        ends = PendingCall(f"pause of role {role!r}", role, "pause", worker_group.roles[role].slots)
+        ends.link, ends.lane = worker_group, role
+        ends.refuse_behind_stream()
+    off_main(lambda: pauses.pause(role, how, timeout))
+
+
+def resume(worker_group: WorkerGroup, pauses: Pauses, role: str) -> None:
+    """Have a background role go on, after a look whether that can be."""
+    _check(worker_group, role, "resume")
+    off_main(lambda: pauses.resume(role))
+
+
+def _check(worker_group: WorkerGroup, role: str, what: str) -> None:
+    worker_group.check()
+    refuse_to_wait(f"{what} of role {role!r}")
+    refuse_inside(what, worker_group.name)
+    if role in worker_group.background:
+        return
+    if role in worker_group.roles:
+        raise ConfigError(
+            f"group.{what}({role!r}): of group {worker_group.name!r} this is no background role, so that nothing of it "
+            "goes on beside other calls: what can be paused was declared with .on(background=True)"
+        )
+    known = ", ".join(worker_group.background) or "none"
+    raise ConfigError(
+        f"group.{what}({role!r}): group {worker_group.name!r} has no such role; its background roles: {known}"
+        f"{did_you_mean(str(role), worker_group.background)}"
+    )

@@ -1,0 +1,32 @@
+"""Pauses, the worker's half: the lanes of background roles begin nothing after the last call, and say so at rest."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from colocate._protocol.message import Message
+from colocate.features.pausing.messages import GoOn, Pause, PauseAfter, Paused, Pausing
+from colocate.worker.context import WorkerContext
+from colocate.worker.hooks import OfWorker
+
+
+class PausingOfWorker(OfWorker):
+    """Hands what the driver says on to the lanes, which know what a pause is (`lane_order`)."""
+
+    def __init__(self, worker_context: WorkerContext) -> None:
+        self._worker_context = worker_context
+
+    def heard(self, message: Message, body: Any) -> None:
+        """Pause a lane, or have it go on."""
+        context = self._worker_context
+        match message:
+            case Pause():
+                context.say(Pausing(message.token, context.lane_for(message.lane).pause(message.token)))
+            case PauseAfter():
+                rests = partial(context.say, Paused(message.token))
+                context.lane_for(message.lane).pause_after(message.number, message.last, message.keeps, rests)
+            case GoOn():
+                context.lane_for(message.lane).go_on(message.number)
+            case _:
+                raise AssertionError(message)
