@@ -19,7 +19,7 @@ import colocate
 from colocate import Pool, Runtime
 from colocate.errors import CapabilityError, ClosedError, ColocateError, ConfigError
 from colocate.executor import Detachable
-from colocate.testing.executors._base import needs, of_executor
+from colocate.testing.executors._base import needs, needs_feature, of_executor
 from colocate.testing.executors.drivers import Driver, Scripted, Scripts
 from colocate.testing.gate import Gate
 from colocate.testing.probes.background import Beside
@@ -248,6 +248,7 @@ class Detaching(DetachedCase):
 
     @needs(Detachable)
     @of_executor
+    @needs_feature("pausing")
     def test_background_roles_go_on(self, runtime: Runtime, name: str) -> None:
         """For the next driver they have lanes of their own as well, and no pause of the last one's."""
         roles = {"train": colocate.role(Beside), "roll": colocate.role(Beside).on(background=True)}

@@ -9,7 +9,7 @@ import pytest
 
 import colocate
 from colocate.errors import RoleError
-from colocate.testing.executors._base import ExecutorCase, Spawn, of_executor, smoke
+from colocate.testing.executors._base import ExecutorCase, Spawn, needs_feature, of_executor, smoke
 from colocate.testing.gate import Gate
 from colocate.testing.probes.left import Leaves, Server
 from colocate.testing.waiting import PATIENCE_S, wait_until
@@ -20,6 +20,7 @@ class LeftInLoops(ExecutorCase):
 
     @smoke
     @pytest.mark.parametrize("background", [False, True])
+    @needs_feature("pausing")
     def test_a_task_goes_on_between_calls(self, spawn: Spawn, background: bool) -> None:
         """Whatever method has left it; also after a failed call, and while its lane is paused."""
         group = spawn({"leaves": colocate.role(Leaves).on(background=background)})
