@@ -29,6 +29,7 @@ LONGEST = (
     "conformance/test_dask.py",
     "conformance/test_ray.py",
     "ppo/",
+    "clusters/",
     "ray/",
     "laws/",
     "conformance/",
