@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from colocate._system.jobs import JobThread
+from colocate._system.threads import Thread
 from colocate.testing.probes.starved import without_threads
 from colocate.testing.waiting import PATIENCE_S
 
@@ -80,6 +81,30 @@ def test_jobs_after_the_end(faults: list[BaseException]) -> None:
     assert unused.close()
     unused.soon(lambda: ran.append("unused"))
     assert ran[-1] == "unused"
+
+
+def test_closed_while_another_thread_starts_it(faults: list[BaseException], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who doesn't wait hears that it hasn't ended; who does hears of the end, before which the job has run."""
+    jobs = JobThread("test-jobs", faults.append)
+    amid, go_on = threading.Event(), threading.Event()
+    begin = Thread.start
+
+    def start(thread: Thread) -> None:
+        amid.set()
+        assert go_on.wait(PATIENCE_S)
+        begin(thread)
+
+    ran: list[str] = []
+    starter = threading.Thread(target=jobs.soon, args=(lambda: ran.append("job"),))
+    with monkeypatch.context() as slow:
+        slow.setattr(Thread, "start", start)
+        starter.start()
+        assert amid.wait(PATIENCE_S)
+        assert not jobs.close(0.0)
+        go_on.set()
+        assert jobs.close()
+        starter.join()
+    assert ran == ["job"]
 
 
 @pytest.mark.parametrize("dies", [False, True])

@@ -202,7 +202,7 @@ def test_a_keeper_that_does_not_answer(kept: Kept, keepers: Keepers, monkeypatch
         go_on.set()
     assert (found.id, found.doubt) == ("w", "its keeper hasn't answered within 0.05 s")
     assert kept.slot._requests._open == {}
-    monkeypatch.undo()
+    monkeypatch.setattr("colocate.keeper.slots.LISTED_WITHIN_S", WAIT_S)
     (found,) = keepers.running()
     assert (found.id, found.doubt) == ("w", "")
     assert found.pid is not None

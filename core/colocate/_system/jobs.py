@@ -19,6 +19,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import TypeVar
 
 import attrs
@@ -123,14 +124,23 @@ class JobThread:
 
         What that keeps waiting is run once it has. On the thread itself this returns at once.
         """
+        last: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._closing = True
-        self._jobs.put(None)
+        self._jobs.put(partial(last.put, None))
         try:
             self._unstarted.pop()
-        except IndexError:
-            if not self.is_current and not (self._ended and not self._thread.is_alive()):  # else it was never started
-                self._thread.join(THREAD_ENDS_WITHIN_S if within_s is None else within_s)
-            return not self._thread.is_alive() or self.is_current
+        except IndexError:  # it has begun, or somebody else is just starting it, or it never will, having been closed
+            if self._ended:
+                self._run_what_is_left()
+            if self.is_current or (self._ended and not self._thread.is_alive()):
+                return True
+            within_s = THREAD_ENDS_WITHIN_S if within_s is None else within_s
+            try:
+                last.get(timeout=within_s)
+            except queue.Empty:
+                return False
+            self._thread.join(within_s)
+            return not self._thread.is_alive()
         self._finish()
         return True
 
