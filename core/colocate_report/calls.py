@@ -164,8 +164,7 @@ class CallLog:
             slot = self._slot(record.group, record.role, record.rank)
             span = Span(record.group, slot, record.role, record.kind, record.start, record.end, record.why)
             self._spans.append(span)
-            if not record.ahead:  # else it ran beside another role, and held up none
-                self._busy.append((span, record.start, Move.IN_CALL if record.in_call else Move.ALONE))
+            self._busy.append((span, record.start, Move.IN_CALL if record.in_call else Move.ALONE))
             times, nbytes = self._moved.get((record.group, record.role), (0, 0))
             self._moved[record.group, record.role] = times + 1, nbytes + record.nbytes
             self._naps.note(record)

@@ -47,10 +47,9 @@ class RoleUse:
     # seconds that it wasn't asleep as a whole, all ranks added up; None where no role has slept
     awake: float | None = None
     # seconds in which it slept and woke and nothing was computed on the slot. They are part of what is busy: of
-    # its own, and of the roles for which it made room. Not those in which a call waited for the rest of what had
-    # begun to move ahead of its turn
+    # its own, and of the roles for which it made room
     moving: float = 0.0
-    moves: int = 0  # how often it slept and woke, on all ranks; also ahead of a turn, while something else was computed
+    moves: int = 0  # how often it slept and woke, on all ranks
 
 
 @attrs.frozen

@@ -125,7 +125,6 @@ class Trace:
             change = record.nbytes if record.kind == "sleep" else -record.nbytes
             asleep[record.role] = max(0, asleep.get(record.role, 0) + change)
             args: dict[str, Any] = {"rank": record.rank, "bytes": record.nbytes, "why": record.why}
-            args["ahead of its turn"] = record.ahead
             if record.kept_awake:
                 args["kept awake"] = dict(record.kept_awake)
             name = f"{record.role} {record.kind}"

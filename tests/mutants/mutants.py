@@ -329,7 +329,7 @@ MUTANTS: dict[str, tuple[Mutant, ...]] = {
             _TURNS,
             "key=lambda role: (-places.get(role, len(ahead)), role)",
             "key=lambda role: (places.get(role, len(ahead)), role)",
-            _on_processes("test_the_next_role_comes_while_one_runs"),
+            _on_processes("test_who_makes_room"),
         ),
         Mutant(
             "fails-and-wakes",

@@ -58,19 +58,19 @@ def test_how_long_a_role_is_awake() -> None:
 
 
 def test_moves_are_told() -> None:
-    """Each is a span of its slot, and no call. One that a call waits for is a part of it; one ahead holds up nobody."""
+    """Each is a span of its slot, and no call. One that a call waits for is a part of it."""
     calls = CallLog(lambda group, role, rank: rank + 1)
     calls.colocate_memory_moved(move("actor", 0, 11.0, 12.0, True))
     calls.colocate_memory_moved(attrs.evolve(move("critic", 0, 12.0, 14.0, False, "wake"), in_call=True))
-    calls.colocate_memory_moved(attrs.evolve(move("actor", 0, 13.0, 16.0, False, "wake"), ahead=True))
+    calls.colocate_memory_moved(move("actor", 0, 14.0, 16.0, False, "wake"))
     assert [(each.slot, each.role, each.method, each.start, each.end, each.why) for each in calls.spans()] == [
         (1, "actor", "sleep", 11.0, 12.0, "asked for"),
         (1, "critic", "wake", 12.0, 14.0, "asked for"),
-        (1, "actor", "wake", 13.0, 16.0, "asked for"),
+        (1, "actor", "wake", 14.0, 16.0, "asked for"),
     ]
     assert calls.totals() == ()
     assert {use.role: (use.busy, use.moving, use.moves, use.moved) for use in calls.contention()} == {
-        "actor": (1.0, 1.0, 2, 16),
+        "actor": (3.0, 3.0, 2, 16),
         "critic": (0.0, 2.0, 1, 8),
     }
 

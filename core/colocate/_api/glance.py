@@ -27,8 +27,8 @@ class Recent(RecentSpans[tuple[str, str, int]]):
             self.add((record.group, record.role, rank), start, end)
 
     def colocate_memory_moved(self, record: MoveRecord) -> None:
-        """A sleep or a wake is busy, too, but for one beside a call, or as a part of it."""
-        if not (record.ahead or record.in_call):
+        """A sleep or a wake is busy, too, but for one that is a part of a call."""
+        if not record.in_call:
             self.add((record.group, record.role, record.rank), record.start, record.end)
 
 

@@ -149,8 +149,8 @@ class Pool(Held[Slots], node=Slots, by="runtime.reserve"):
             host_memory: How much of the host's, with what sleeps.
             residency: "swap": roles take turns. Where `device_memory` needs it, who isn't called sleeps, and wakes for
                 its call. For slots that are processes.
-            step: The roles in the order in which they are called, again and again, as in `("actor", "critic")`: then
-                turns are planned from the first one on. By default that is found from the calls.
+            step: The roles in the order in which they are called, again and again, as in `("actor", "critic")`: whose
+                next turn is farthest makes room then. By default who was called longest ago does.
             env: Environment variables of its workers, on top of the pool's (`Runtime.reserve`).
 
         Raises:

@@ -155,7 +155,6 @@ class MoveRecord:
         end: When it was done.
         asleep: Whether all of it sleeps now, and not only a part.
         why: What for, to be read: "asked for", "room for role 'critic'", "needed by actor.step" ...
-        ahead: Whether that was done ahead of a role's turn, while another one ran.
         in_call: Whether a call waited for that: it is a part of its time.
         kept_awake: The bytes that were to sleep, too, and stay in memory, by why, as in `RoleMemory`.
     """
@@ -169,7 +168,6 @@ class MoveRecord:
     end: float
     asleep: bool
     why: str
-    ahead: bool = False
     in_call: bool = False
     kept_awake: Mapping[str, int] = attrs.field(factory=dict)
 

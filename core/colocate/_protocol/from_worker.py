@@ -267,7 +267,6 @@ class Moved(Message):
     end: float  # when it was done
     whole: bool  # whether all of it sleeps now
     why: str  # what for
-    ahead: bool = False  # whether that was done ahead of a role's turn, beside what another one ran
     in_call: bool = False  # whether a call waited for that
     kept_awake: Mapping[str, int] = attrs.field(factory=dict)  # the bytes that were to go, too, and stay, by why
 

@@ -502,7 +502,7 @@ class WorkerGroup(Link):
                 rank = self.roles[message.role].slots.index(slot)
                 kind = "sleep" if message.asleep else "wake"
                 told = message.nbytes, message.start, message.end, message.whole, message.why
-                how = message.ahead, message.in_call, message.kept_awake
+                how = message.in_call, message.kept_awake
                 record = MoveRecord(self.name, message.role, rank, kind, *told, *how)
                 self.services.tell("colocate_memory_moved", record)
             case from_worker.CanWithdraw():

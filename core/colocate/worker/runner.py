@@ -137,8 +137,7 @@ class Runner:
         try:
             if worker_context.residency.takes_turns:
                 worker_context.residency.enter(call.seq, role, spec)
-            # Not where others run beside it, nor where memory of other roles comes and goes meanwhile.
-            if self._device.is_gpu and not (spec.is_async or worker_context.residency.is_moving):
+            if self._device.is_gpu and not spec.is_async:  # not where others run beside it
                 work.allocated = self._device.begin()
             if worker_context.sleeper.asleep.roles:
                 worker_context.sleeper.check(role, spec)

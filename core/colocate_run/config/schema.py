@@ -134,7 +134,8 @@ class GroupConfig:
         device_memory: How much of each slot's device's memory its roles may hold together, in bytes or as "40GiB".
         host_memory: How much of the host's, with what sleeps.
         residency: `swap` for roles that take turns: who isn't called sleeps, so that `device_memory` is kept.
-        step: The roles in the order in which they are called again and again; found from the calls by default.
+        step: The roles in the order in which they are called again and again; by default who was called longest ago
+            makes room.
         env: Environment variables of its workers, on top of the pool's.
     """
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +15,10 @@ from colocate.errors import (
 )
 from colocate.executor import OwnProcess
 from colocate.testing.executors._base import ExecutorCase, Spawn, needs
-from colocate.testing.gate import Gate
 from colocate.testing.probes.sleepers import Dozing, Watching
-from colocate.testing.waiting import PATIENCE_S, wait_until
+from colocate.testing.waiting import wait_until
 
 _MIB = 2**20
-STEP = ["one", "two", "one", "three"]
 
 
 @needs(OwnProcess)
@@ -67,60 +63,22 @@ class TakingTurns(ExecutorCase):
         assert {record.group for record in records} == {turns.name}
         reasons = {(record.kind, record.role, record.why) for record in records}
         assert {each for each in reasons if each[0] == "wake"} <= {
-            *(("wake", name, f"needed by {name}.train") for name in ("one", "two", "three")),
-            *(("wake", name, "its turn is next") for name in ("one", "two", "three")),
+            ("wake", name, f"needed by {name}.train") for name in ("one", "two", "three")
         }
         assert {why for kind, _, why in reasons if kind == "sleep"} <= {
             f"room for role '{name}'" for name in ("one", "two", "three")
         }
 
-    @pytest.fixture
-    def four(self, spawn: Spawn, runtime: Runtime) -> tuple[ColocatedGroup, list[colocate.MoveRecord]]:
-        """Three models of 4 MiB, where there is room for two, after a few steps; and what has moved since then."""
+    def test_who_makes_room(self, spawn: Spawn) -> None:
+        """Whose next turn is farthest, where the order of a step was said; else who was called longest ago."""
         pytest.importorskip("torch")
         roles: dict[str, RoleSpec[Any]] = {name: colocate.role(Dozing, 1) for name in ("one", "two", "three")}
-        group = spawn(roles, slots=1, residency="swap", device_memory="9MiB")
-        records: list[colocate.MoveRecord] = []
-
-        class Mover:
-            def colocate_memory_moved(self, record: colocate.MoveRecord) -> None:
-                records.append(record)
-
-        runtime.observe(Mover())
-        for name in STEP * 3:
-            group.role(name, Dozing).train()
-        told = threading.Event()
-        runtime._node.services.dispatcher.soon(told.set)  # all that has moved was told before the last step was
-        assert told.wait(PATIENCE_S)
-        records.clear()
-        return group, records
-
-    def test_the_next_role_comes_while_one_runs(
-        self, four: tuple[ColocatedGroup, list[colocate.MoveRecord]], spawn: Spawn
-    ) -> None:
-        """Where another one than that makes room for it; nothing else is different, and no more is copied."""
-        group, records = four
-        free = spawn({name: colocate.role(Dozing, 1) for name in ("one", "two", "three")}, slots=1)
-        for name in STEP * 3:
-            free.role(name, Dozing).train()
-        for _ in range(2):
-            for name, following in zip(STEP, [*STEP[1:], STEP[0]], strict=True):
-                expected = free.role(name, Dozing).train()
-                if name != "one":
-                    assert group.role(name, Dozing).train() == expected
-                    continue
-                with Gate() as gate:
-                    call = group.role(name, Dozing).train_at.submit(gate.address)
-                    gate.wait_for(1)
-                    wait_until(partial(_is_awake, records, following), "the next one is there")
-                    (slot,) = group.memory().slots
-                    assert sum(role.total for role in slot.roles) <= 9 * _MIB
-                    assert {role.role for role in slot.roles if not role.asleep} == {name, following}
-                    records.clear()
-                assert call.result(PATIENCE_S) == expected
-        assert _moved(records) == []  # two and three were there already when they were called
-        for name in ("one", "two", "three"):
-            assert group.role(name, Dozing).digest() == free.role(name, Dozing).digest()
+        for step, gone, stays in (([*roles], "one", "three"), (None, "three", "one")):
+            group = spawn(roles, slots=1, residency="swap", device_memory="9MiB", step=step)  # there is room for two
+            for name in (*roles, "one", "two"):
+                group.role(name, Dozing).train()
+            assert group.role(gone, Dozing).asleep() == [["weights", "grads", "optimizer", "cache"]]
+            assert group.role(stays, Dozing).asleep() == [[]]
 
     def test_room_for_what_nobody_knows(self, spawn: Spawn) -> None:
         """Before a role is constructed, and before a method of its runs for the first time, all others make room."""
@@ -143,8 +101,7 @@ class TakingTurns(ExecutorCase):
         for these in (names[:1], names):
             roles = {name: colocate.role(Dozing, mib) for name in these}  # of twice that each: weights, and a cache
             group = spawn(roles, slots=1, residency="swap", device_memory=f"{2 * mib + 16}MiB")
-            # All that they have: of parts two would fit, and the next one's would come ahead of its turn.
-            group.sleep("one")  # as it goes, it is in the file, too
+            group.sleep("one")  # all that it has
             found = [group.role(name, Dozing).digest() for name in these * 2]
             assert found[: len(these)] == found[len(these) :]
             most += group.run(most_in_memory)
@@ -204,14 +161,6 @@ class TakingTurns(ExecutorCase):
         with pytest.raises(MemoryBudgetError, match=r"after two\.train, 8 MiB"):
             group.role("two", Dozing).train()
         assert group.role("one", Dozing).train()
-
-
-def _moved(records: list[colocate.MoveRecord]) -> list[tuple[str, str]]:
-    return [(record.kind, record.role) for record in records]
-
-
-def _is_awake(records: list[colocate.MoveRecord], role: str) -> bool:
-    return ("wake", role) in _moved(records)
 
 
 def most_in_memory(ctx: Context) -> int:

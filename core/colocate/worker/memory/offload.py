@@ -171,10 +171,10 @@ class Offload:
         """Whether a storage, which has its memory, is in the same place after it was away."""
         return any(isinstance(each, Mapped) and each.has(storage) for each in self._backings)
 
-    def put_away(self, copies: Mapping[Key, _Copy], gives_back: bool = True) -> int:
+    def put_away(self, copies: Mapping[Key, _Copy]) -> int:
         """Take the memory from storages whose contents are elsewhere; return the bytes that the device keeps of it.
 
-        With `gives_back` others get that memory, for which the device waits until nothing is computed.
+        Others get that memory, for which the device waits until nothing is computed.
 
         Raises:
             RuntimeError: It can't be taken from one of them: all have theirs again.
@@ -187,8 +187,7 @@ class Offload:
             self.bring_back(new)
             self.let_go(new)
             raise
-        if gives_back:
-            self._give_back()
+        self._give_back()
         return left
 
     def bring_back(self, keys: Collection[Key]) -> None:

@@ -4,106 +4,68 @@ Each worker decides for itself, on the lane: where a role's memory is makes no d
 needn't agree. Before a call, who isn't needed makes room, and the role is woken; after it, where it has come to hold
 more, others make room again.
 
-Whose next turn is farthest makes room. The order in which a step calls its roles is the same again and again, so it is
-known what is needed next (Belady 1966); where it isn't known, who was called longest ago goes.
-
-The next role's memory comes while the present one computes: what moves is found and noted on the lane, and a thread
-does the copying. Whoever needs to know that it is done waits for it (`settle`). What can't be done so is as it was, and
-is done, or fails, when its turn comes.
+Whose next turn is farthest makes room (Belady 1966), where somebody has said in which order a step calls its roles;
+else who was called longest ago.
 """
 
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from functools import partial
-from itertools import chain, islice, repeat
 from types import MappingProxyType
 from typing import Any
 
 import attrs
 
-from colocate._devices.cuda_driver import beside_captures
 from colocate._protocol import from_worker
 from colocate._protocol.consequence import Consequence
 from colocate._protocol.ledger import TAGS, Purpose
-from colocate._role import torch_works
 from colocate._role.budget import Limit
 from colocate._role.context import running_call
 from colocate._role.method_spec import MethodSpec
-from colocate._system.jobs import JobThread, error_text, report_exception
+from colocate._system.jobs import error_text
 from colocate._system.numbers import size_text
-from colocate.errors import ColocateError, MemoryBudgetError, SleepingError
+from colocate.errors import MemoryBudgetError, SleepingError
 from colocate.worker.memory.context import Worker, named
 from colocate.worker.memory.ledger import Accounts, Shares
-from colocate.worker.memory.sleep import EvictionPlan, RestorePlan, Sleeper, lacks_room, reason
+from colocate.worker.memory.sleep import RestorePlan, Sleeper, lacks_room, reason
 from colocate.worker.serving.role_instance import RoleInstance
 
-_SHORTEST = 2
-_LONGEST = 64
-"""Turns of a step at most; what comes again after more isn't looked for."""
 _ALL = tuple(TAGS)
 _TOLD_BY_THEMSELVES = ("sleep", "wake")
 """Functions that tell what has moved, and are no calls of anybody's."""
 
 
 class Order:
-    """The order in which roles are called, as far as it is known.
-
-    What has been gone through twice is a step. What is done again and again inside of a step looks like one, too: the
-    one counts that explains most of what was called last.
-    """
+    """The order in which roles are called: that of a step, where it was declared, and of their last calls."""
 
     def __init__(self, declared: Sequence[str] = ()) -> None:
-        """Args: declared: The roles of a step, where somebody has said that."""
+        """Args: declared: The roles of a step."""
         found = [role for before, role in zip((None, *declared), declared, strict=False) if role != before]
         self._step = found[:-1] if len(found) > 1 and found[0] == found[-1] else found
-        self._declared = bool(declared)
-        self._place: int | None = None  # of the turn that is on
-        self._past: list[str] = []
-        self._runs: list[int] = []  # how many of the last turns are like those of so many before, from the shortest on
+        self._place = -1  # of the turn that is on
+        self._past: dict[str, None] = {}  # the roles that were called, the last one last
 
-    def begins(self, role: str) -> bool:
-        """Return whether a role's turn begins as it is called."""
-        past = self._past
-        if past and past[-1] == role:
-            return False
-        before = islice(reversed(past), _SHORTEST - 1, _LONGEST)
-        together = zip(before, chain(self._runs, repeat(0)), strict=False)
-        self._runs = [run + 1 if each == role else 0 for each, run in together]
-        past.append(role)
-        del past[: -2 * _LONGEST]
-        alike = self._find_place()
-        twice = [(run, -length) for length, run in enumerate(self._runs, _SHORTEST) if run >= length]
-        if not self._declared and twice and max(twice)[0] > alike:
-            length = -max(twice)[1]
-            self._step, self._place = past[-length:], length - 1
-        return True
+    def begins(self, role: str) -> None:
+        """A role is called: its turn is on."""
+        if next(reversed(self._past), None) != role:
+            self._past.pop(role, None)
+            self._past[role] = None
+            if role in self._step:
+                self._place = (self._place + 1 + self._ahead().index(role)) % len(self._step)
 
-    def ahead(self) -> Sequence[str] | None:
-        """Return the turns of one step from the one that is on; None where they aren't known."""
-        return None if self._place is None else [*self._step[self._place :], *self._step[: self._place]]
-
-    def by_need(self, roles: Iterable[str], ahead: Sequence[str] | None) -> list[str]:
-        """Return roles, the one that is needed last first; see `ahead`."""
-        if ahead is not None:
+    def by_need(self, roles: Iterable[str]) -> list[str]:
+        """Return roles, the one that is needed last first."""
+        if ahead := self._ahead():
             places = {role: place for place, role in reversed([*enumerate(ahead)])}
             return sorted(roles, key=lambda role: (-places.get(role, len(ahead)), role))
         last = {role: place for place, role in enumerate(self._past)}
         return sorted(roles, key=lambda role: (last.get(role, -1), role))
 
-    def _find_place(self) -> int:
-        """Have the turn that is on be where most of those before it are alike in the step; return how many are."""
-        step, past = self._step, self._past
-
-        def alike(at: int) -> int:
-            pairs = zip(reversed(past), (step[(at - back) % len(step)] for back in range(len(past))), strict=True)
-            return next((number for number, (one, other) in enumerate(pairs) if one != other), len(past))
-
-        self._place = max((at for at, role in enumerate(step) if role == past[-1]), key=alike, default=None)
-        return 0 if self._place is None else alike(self._place)
+    def _ahead(self) -> Sequence[str]:
+        """The turns of one step behind the one that is on, which is the last of them."""
+        return [*self._step[self._place + 1 :], *self._step[: self._place + 1]]
 
 
 def until_it_fits(victims: Iterable[str], sizes: Mapping[str, int], excess: int) -> frozenset[str] | None:
@@ -132,39 +94,11 @@ class _Use:
 
     Attributes:
         awake: The roles that are to stay awake.
-        reach: Those that it may use, also such as need nothing awake; nobody, of functions and of what is no call.
         is_call: Whether it is somebody's call.
     """
 
     awake: frozenset[str] = frozenset()
-    reach: frozenset[str] = frozenset()
     is_call: bool = False
-
-
-@attrs.define(eq=False)
-class _Moves:
-    """What moves beside the lane.
-
-    Attributes:
-        going: What goes first, by role.
-        name: Whose memory comes then.
-        coming: That.
-        gone: The roles whose memory has gone.
-        has_come: Whether it has.
-        is_over: Whether nothing more is done.
-    """
-
-    going: Mapping[str, EvictionPlan]
-    name: str
-    coming: RestorePlan
-    gone: set[str] = attrs.field(factory=set)
-    has_come: bool = False
-    is_over: threading.Event = attrs.field(factory=threading.Event)
-
-    @property
-    def roles(self) -> set[str]:
-        """The roles of which memory moves."""
-        return {self.name, *self.going}
 
 
 class Residency:
@@ -186,9 +120,6 @@ class Residency:
         self._peaks: dict[str, int] = {}  # what roles have had at most
         self._uses: dict[object, _Use] = {}  # calls by their numbers, other uses of a role by its name
         self._known: set[tuple[str, str]] = set()  # the methods that have run, by role
-        self._wanted: dict[str, Sequence[str]] = {}  # what of roles their turns have begun with
-        self._moves: _Moves | None = None
-        self._thread = JobThread(f"colocate-prefetch-{worker_context.boot.worker}", lambda error: report_exception())
 
     def begin(self) -> None:
         """The budgets are known."""
@@ -217,26 +148,20 @@ class Residency:
         name = role.name
         if name is None:
             return
-        use.reach = self._with_siblings(name)
-        if self._moves is not None and use.reach & self._moves.roles:
-            self.settle()  # also where it needs nothing awake: it may write there, or let go of it
         if spec.awake == ():
             return
-        self.settle()
         tags = _ALL if spec.awake is None else spec.awake
         if self._declared:  # roles that live on other slots have no turn here
             self._order = Order([each for each in self._declared if each in self._worker_context.roles])
             self._declared = ()
-        if self._order.begins(name):
-            self._wanted[name] = tags
-        use.awake, why = use.reach, f"needed by {role.label(spec.name)}"
+        self._order.begins(name)
+        use.awake, why = self._with_siblings(name), f"needed by {role.label(spec.name)}"
         if (name, spec.name) not in self._known:  # it may leave gradients, and an optimizer's state
             self._known.add((name, spec.name))
             self._clear(name)
         for each in sorted(use.awake - {name}):
             self._awaken(each, _ALL, why)
         self._awaken(name, tags, why)
-        self._look_ahead(name)
 
     def leave(self, seq: int) -> None:
         """A call has ended."""
@@ -250,8 +175,6 @@ class Residency:
         for use in list(self._uses.values()):
             use.awake |= {name}
         with self._worker_context.setting.amid():
-            if self._moves is not None and name in self._moves.roles:
-                self.settle()
             if self._sleeper.asleep.tags(name):
                 self._worker_context.device.forget()
             call = running_call.get()
@@ -267,7 +190,6 @@ class Residency:
         """
         name = role.name
         assert name is not None
-        self.settle()
         with self._holding(name):
             slept: RestorePlan | None = None
             if self.takes_turns:
@@ -291,7 +213,6 @@ class Residency:
 
     def make_room(self, name: str) -> None:
         """A role is about to be woken: have others make room, as far as they can."""
-        self.settle()
         if self.takes_turns:
             with contextlib.suppress(MemoryBudgetError):  # the wake finds that, too, and tells all ranks of it
                 self._make_room(name, self._sleeper.size(name, _ALL))
@@ -300,7 +221,6 @@ class Residency:
         """A role has run, or been constructed: raise when all have more than they may, and nobody can make room."""
         if not self._accounts.budgets:
             return
-        self.settle()
         self._accounts.changed(role)
         shares = self._accounts.shares(more)
         if self.takes_turns:
@@ -308,100 +228,6 @@ class Residency:
                 self._peaks[role] = max(self._peaks.get(role, 0), self._size(role, shares))
             shares = self._have_others_go(shares, role, 0, lambda shares: self._over(shares, role), more)
         self._accounts.judge(role, what, shares)
-
-    # -- ahead of a turn
-
-    @property
-    def is_moving(self) -> bool:
-        """Whether memory moves beside what runs, or has and isn't settled yet."""
-        return self._moves is not None
-
-    def settle(self) -> None:
-        """Wait until what is moved ahead of time is where it is to be from now on."""
-        moves, asleep = self._moves, self._sleeper.asleep
-        if moves is None:
-            return
-        moves.is_over.wait()
-        self._moves = None
-        for each in moves.going.keys() - moves.gone:
-            asleep.remove(each, moves.going[each])
-        if moves.has_come:
-            self._sleeper.offload.let_go(moves.coming.pieces)
-        else:
-            asleep.add(moves.name, moves.coming)
-        for each in moves.roles:
-            self._accounts.moved(each)
-
-    def close(self) -> None:
-        """The worker ends."""
-        if self._moves is not None:
-            self._moves.is_over.wait()
-        self._thread.close()
-
-    def _look_ahead(self, name: str) -> None:
-        """While a role runs, have the next one come, where there is room for both and nothing more is copied so."""
-        ahead, runs, tasks = self._order.ahead(), self._worker_context.roles[name], self._worker_context.lane.tasks
-        if self._moves is not None or ahead is None or len(ahead) < 2 or ahead[0] != name:
-            return
-        # What a role has left there may write into its memory whenever something is awaited.
-        if tasks is not None and tasks.has_others():
-            return
-        # What it lets go of meanwhile torch gives to others who compute on the usual stream, as what has come to it was
-        # made there: they wait for that stream, and not for its own.
-        if runs.setting.is_aside(runs.settings) or torch_works.pending():
-            return
-        follows = ahead[1]
-        asleep = [tag for tag in self._sleeper.asleep.tags(follows) if tag in self._wanted.get(follows, ())]
-        if not asleep:
-            return
-        coming, shares = self._sleeper.asleep.coming(follows, asleep), self._accounts.shares()
-        victims = self._choice(shares, follows, {follows}, coming.on_device, [*ahead[1:], name])
-        # No code of theirs has to run for it. What keeps its addresses goes when the device has done all that it had
-        # to, for which must not be waited while somebody captures a graph.
-        in_use = self._in_use().union(*(use.reach for use in self._uses.values()))
-        if victims is None or any(
-            each in in_use or self._is_told(each) or self._worker_context.roles[each].keeps_addresses
-            for each in (follows, *victims)
-        ):
-            return
-        less = sum(self._awake(each, shares) for each in victims)
-        if self._over(shares, name) - less + coming.on_device + self._growth(name, shares) > 0:
-            return
-        try:
-            going = {each: self._sleeper.going(each, _ALL) for each in victims}
-        except ColocateError:  # its turn will tell it
-            return
-        try:
-            self._thread.start()
-        except RuntimeError:  # none can be started: memory moves when its turn comes
-            return
-        for each, its in going.items():
-            self._sleeper.asleep.add(each, its)
-        self._sleeper.asleep.remove(follows, coming)
-        moves = self._moves = _Moves(going, follows, coming)
-        self._thread.soon(partial(self._move, moves))
-        for each in moves.roles:
-            self._accounts.changed(each)
-
-    def _move(self, moves: _Moves) -> None:
-        """On the thread."""
-        room, offload = f"room for role {moves.name!r}", self._sleeper.offload
-        try:
-            with beside_captures(self._worker_context.boot.device):
-                for name, going in moves.going.items():
-                    start = time.time()
-                    offload.put_away(offload.write(going.storages, going.emptied), gives_back=False)
-                    moves.gone.add(name)
-                    kept = self._sleeper.asleep.kept_awake(name)
-                    self._tell(name, True, going.size, start, True, room, kept, ahead=True)
-                start = time.time()
-                offload.bring_back(moves.coming.pieces)
-                moves.has_come = True
-                self._tell(moves.name, False, moves.coming.size, start, False, "its turn is next", ahead=True)
-        except (OSError, MemoryError, ValueError):
-            pass  # there is no room, or it can't be read: whoever needs it finds that, and tells it
-        finally:
-            moves.is_over.set()
 
     # -- how
 
@@ -430,15 +256,12 @@ class Residency:
         return frozenset(found)
 
     def _awaken(self, name: str, tags: Sequence[str], why: str) -> None:
-        if not set(tags).isdisjoint(self._sleeper.asleep.tags(name)):
-            self.settle()
         self._make_room(name, self._sleeper.size(name, tags))
         if asleep := [tag for tag in self._sleeper.asleep.tags(name) if tag in tags]:
             self._wake(name, asleep, why)
 
     def _clear(self, name: str) -> None:
         """Have all others of whom nothing is needed make room, as far as they can."""
-        self.settle()
         with contextlib.suppress(MemoryBudgetError):  # it may not be needed; when it is, that is told
             self._have_others_go(self._accounts.shares(), name, 0, lambda shares: 1)
 
@@ -493,8 +316,7 @@ class Residency:
         Who sleeps may have come to hold something since, or have it to itself only now: nobody else helps any more. Nor
         does it count who has what another one has, too, where that begins elsewhere (a part of an array).
         """
-        ahead = self._order.ahead()
-        victims = self._choice(shares, name, stay, coming, ahead if ahead is not None and ahead[0] == name else None)
+        victims = self._choice(shares, name, stay, coming)
         if victims := frozenset(self._could_go(shares, stay)) if victims is None else victims:
             return victims
         others = [each for each in named(self._worker_context) if each not in stay]
@@ -503,16 +325,14 @@ class Residency:
         asleep = self._sleeper.asleep
         return [each for each in others if len(asleep.tags(each)) < len(TAGS) and not self._is_told(each)]
 
-    def _choice(
-        self, shares: Shares, name: str | None, stay: Collection[str], coming: int, ahead: Sequence[str] | None
-    ) -> frozenset[str] | None:
-        """Return who is to make room for a role to which something comes; None where no use (`Order.ahead`)."""
+    def _choice(self, shares: Shares, name: str | None, stay: Collection[str], coming: int) -> frozenset[str] | None:
+        """Return who is to make room for a role to which something comes; None where that doesn't help."""
         could = self._could_go(shares, stay)
         sizes = {each: self._awake(each, shares) or self._size(each, shares) for each in could}
         # What several hold counts with one of them: it goes when all do.
         excess = self._over(shares, name) + coming + (self._growth(name, shares) if name is not None else 0)
         excess += sum(sizes[each] - self._awake(each, shares) for each in could)
-        return until_it_fits(self._order.by_need(could, ahead), sizes, excess) if could else frozenset()
+        return until_it_fits(self._order.by_need(could), sizes, excess) if could else frozenset()
 
     def _could_go(self, shares: Shares, stay: Collection[str]) -> list[str]:
         """Return who can make room. What several hold counts with one, and stays as long as another one is awake."""
@@ -574,7 +394,6 @@ class Residency:
         self, name: str, why: str, failing: str, tags: Sequence[str] = _ALL, only: RestorePlan | None = None
     ) -> None:
         """See `Sleeper.sleep_alone`. `why`: what for; `failing`: what is wrong with the role if it can't."""
-        self.settle()
         start, before = time.time(), self._sleeper.asleep.tags(name)
         try:
             nbytes = self._sleeper.sleep_alone(name, tags, only)
@@ -598,8 +417,7 @@ class Residency:
         whole: bool,
         why: str,
         kept: Mapping[str, int] = MappingProxyType({}),
-        ahead: bool = False,
     ) -> None:
-        in_call = not ahead and any(use.is_call for use in self._uses.values())
-        told = name, asleep, nbytes, start, time.time(), whole, why, ahead, in_call, dict(kept)
+        in_call = any(use.is_call for use in self._uses.values())
+        told = name, asleep, nbytes, start, time.time(), whole, why, in_call, dict(kept)
         self._worker_context.say(from_worker.Moved(*told))

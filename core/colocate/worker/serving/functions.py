@@ -66,7 +66,6 @@ class Functions:
     @method
     def sleep(self, role: str, tags: Sequence[str], discard: Sequence[str], why: str) -> Outcome:
         """Put memory of a role to sleep, and why."""
-        self._worker_context.residency.settle()
         start, before, had = time.time(), self._worker_context.sleeper.asleep.tags(role), self._asleep(role)
         outcome = self._worker_context.sleeper.sleep(role, tags, discard, current_slots())
         more = self._asleep(role) - had  # as a wake will tell, also where the device keeps some of them

@@ -353,7 +353,6 @@ class WorkerHost(WorkerContext):
         for part in self.parts.values():
             part.close()
         self.groups.close()
-        self.residency.close()
         for thread in (self._transfer, self._ledgers, self._snapshots):
             thread.close(0.0)
         self.saver.close()

@@ -44,23 +44,6 @@ class Tasks:
     def __len__(self) -> int:
         return len(self._running)
 
-    def has_others(self) -> bool:
-        """Whether role code has made some itself, or callbacks: they run whenever a call awaits something.
-
-        Between calls.
-        """
-        if self._has_other_tasks():
-            return True
-        # What the loop will call, as far as it is known: asyncio's own loops have no other way to tell.
-        selector = getattr(self._loop, "_selector", None)
-        watched = [] if selector is None else [each for key in selector.get_map().values() for each in key.data]
-        for handle in (*getattr(self._loop, "_ready", ()), *getattr(self._loop, "_scheduled", ()), *watched):
-            callback = getattr(handle, "_callback", None)  # None once it is cancelled
-            made_in = getattr(callback, "__module__", None) or type(callback).__module__
-            if callback is not None and made_in.partition(".")[0] not in ("asyncio", "_asyncio"):
-                return True  # the others are asyncio's, and end what tasks wait for
-        return False
-
     def go_on(self) -> bool:
         """Whether role code has left something that goes on between calls, a server or a connection among it."""
         loop: Any = self._loop

@@ -101,11 +101,6 @@ class Setting:
             own,
         )
 
-    def is_aside(self, settings: Settings | None) -> bool:
-        """Whether who has these computes on a stream of its own."""
-        stream = None if settings is None else settings.stream
-        return stream is not None and stream != (self.base.stream or self._stream)
-
     def have(self, wanted: Settings) -> None:
         """Make them so."""
         own, wide = wanted.own, self.process_wide
