@@ -6,108 +6,72 @@ import abc
 import operator
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from types import MappingProxyType
-from typing import Any, TypeAlias
+from typing import Any
 
 from colocate import features
-from colocate._protocol import from_worker, questions
-from colocate._protocol.consequence import Consequence
+from colocate._protocol import from_worker
 from colocate._protocol.ledger import TAGS
 from colocate._protocol.message import Message
-from colocate._protocol.requests import Requests
 from colocate._protocol.uses import Peers
-from colocate._role.context import Context, RowState, running_call
+from colocate._role.context import Context, RowState
 from colocate._system.recent import RecentSpans
 from colocate._values.codec import Codec
 from colocate._values.leaving import gpu_is_used
 from colocate.errors import ConfigError, SerializationError
 from colocate.executor import Boot
 from colocate.worker.background import Background
-from colocate.worker.device import Device
+from colocate.worker.base import Send, Worker
 from colocate.worker.hooks import OfWorker
 from colocate.worker.inlet import Inlet
 from colocate.worker.lane import Lane
-from colocate.worker.memory.context import ProcessMemory
 from colocate.worker.memory.ledger import Accounts
 from colocate.worker.memory.sleep import Sleeper
 from colocate.worker.memory.turns import Residency
-from colocate.worker.residents.store import Store
 from colocate.worker.serving.definitions import Definitions
-from colocate.worker.serving.role_instance import RoleInstance
 from colocate.worker.serving.saver import Saver
-from colocate.worker.serving.scope import Scope
 from colocate.worker.torch_groups.groups import ProcessGroups
-from colocate.worker.torch_groups.settings import Setting
-
-Send: TypeAlias = Callable[[Any, Any], None]
-"""Of a head, or within one process of the message itself, and the body."""
-_OF_CODE = (questions.Missing, questions.Source, questions.Compare)
 
 
-class WorkerContext(abc.ABC):
+class WorkerContext(Worker):
     """What the parts of a worker share: its roles, what they keep, and what they ask the driver.
 
     Attributes:
-        boot: Who it is.
         codec: How values travel.
-        in_process: Whether the other workers are threads of this process.
-        store: What it keeps.
-        roles: Those of its slot, by what messages call them.
-        instances: The same by name, as their contexts know each other.
-        scope: Which calls may wait for others.
+        instances: Its roles by name, as their contexts know each other.
         groups: The process groups of its roles.
-        device: What its slot computes on.
-        setting: What makes torch's settings.
         sleeper: What of its roles' memory sleeps.
         accounts: What they have, and may have.
         residency: Who is awake, where they take turns.
-        spill_dir: Where that goes; None for where there is room.
         definitions: What it and its driver know of each other's classes and functions.
         saver: Writes checkpoints beside the calls.
-        lane: Where role code runs, but for that of background roles.
         background: Those of their lanes, by role.
         peers: How it gets at other workers' residents.
-        process: What its process has besides; None where that is the driver's.
         recent: When its roles were busy; None where nobody but the driver asks, who knows.
         inlets: What is said of rows that end one by one, by their calls, as long as these are there.
-        parts: The halves of features that are there, by the names of these.
         begins: Of these halves `begins`, where they have one of their own; `reaches`, `ends`, `blames` likewise.
     """
 
-    lane: Lane
     peers: Peers
-    process: ProcessMemory | None = None
-    spill_dir: str | None = None
     recent: RecentSpans[str] | None = None
-    parts: Mapping[str, OfWorker] = MappingProxyType({})
     begins: tuple[Callable[..., None], ...] = ()
     reaches: tuple[Callable[..., None], ...] = ()
     ends: tuple[Callable[..., None], ...] = ()
     blames: tuple[Callable[..., BaseException], ...] = ()
 
     def __init__(self, boot: Boot, codec: Codec, send: Send, in_process: bool) -> None:
-        self.boot = boot
+        super().__init__(boot, send, in_process)
         self.codec = codec
-        self._send = send
         self._making = threading.RLock()  # held while a half of a feature is made
-        self.in_process = in_process
         self.background: dict[str, Background] = {}
-        self.scope = Scope(self._lane_of)
-        self.store = Store(boot.strict, self.scope, boot.device)
-        self.roles: dict[Any, RoleInstance] = {}
         self.instances: dict[str, object] = {}
-        self.device = Device(boot.device, in_process)
-        self.setting = Setting(boot.device, in_process, self.device.leaves)
         self.groups = ProcessGroups(self, in_process, boot.group, boot.slot, boot.host, boot.device, boot.ports)
         self.sleeper = Sleeper(self)
         self.accounts = Accounts(self, self.sleeper)
         self.residency = Residency(self, self.sleeper, self.accounts)
         self.definitions = Definitions(self.ask, self.say, in_process)
         self.saver = Saver(boot.worker, self.device, codec, self.definitions, self.say)
-        self._questions: Requests[None, Any] = Requests()
-        self.scope.ends(lambda concerns, reason: self._questions.fail_those(concerns, lambda: Consequence(reason)))
         self.scope.ends(self.groups.end_waits)
         self.scope.ends(self._end_peers)
         self.inlets: weakref.WeakValueDictionary[int, Inlet] = weakref.WeakValueDictionary()
@@ -194,19 +158,6 @@ class WorkerContext(abc.ABC):
                 inlet.end(reason)
                 inlet.lane.do(inlet.wake)
 
-    def why_not(self) -> str | None:
-        """Why the call that asks mustn't wait for another worker; None when it may."""
-        return self.scope.why(self.asking())
-
-    def asking(self) -> int | None:
-        """The number of the call that asks; a thread that a role has started asks for the one that runs."""
-        state = running_call.get()
-        return state.seq if state is not None else max(list(self.lane.running), default=None)
-
-    def say(self, message: Message, body: Any = None) -> None:
-        """Tell the driver something; in order, from any thread."""
-        self._send(message if self.in_process else message.head(), body)
-
     def say_result(self, message: Message, body: Any, label: str) -> None:
         """Tell the driver something with what a method has returned.
 
@@ -219,29 +170,6 @@ class WorkerContext(abc.ABC):
             raise SerializationError(
                 f"the result of {label} can't be sent: {error.strerror or error}", argument="result"
             ) from error
-
-    def ask(self, question: Message, apart: bool = False) -> Any:
-        """Ask the driver something and wait; ColocateError says its refusal, or what broke the wait.
-
-        Args:
-            question: The question.
-            apart: It isn't asked for any call: only the end of the worker breaks the wait.
-        """
-        seq = -1 if apart else self.asking()
-        if seq == 0 and isinstance(question, _OF_CODE):
-            seq = -1  # roles are constructed also when another rank's can't be, which has no part in this answer
-        request = self._questions.open([None], seq or 0)
-        reason = self.scope.why(seq)
-        if reason is not None:
-            self._questions.drop(request)
-            raise Consequence(reason)
-        self.lane.waits()  # a `__del__` may ask, at any time
-        self.say(from_worker.Ask(request.token, question))
-        return request.result()[0]
-
-    def tell(self, question: Message) -> None:
-        """Tell the driver something by a question, the answer to which isn't waited for. From any thread."""
-        self.say(from_worker.Ask(self._questions.open([None], -1).token, question))
 
     def packed(self, result: Any, label: str, wait: bool = False) -> Any:
         """Return a role's result as it travels; a SerializationError names the method. `wait`: see `tell`."""

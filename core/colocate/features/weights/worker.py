@@ -34,9 +34,9 @@ from colocate.errors import ColocateError, ConfigError, RoleError, SleepingError
 from colocate.features.weights.messages import BUCKETS, SYNC, Synced, SyncPlan
 from colocate.features.weights.weights import Received, Weights, WeightSpec, WeightSync, awake_for, described
 from colocate.wire import Area
+from colocate.worker.base import beside
 from colocate.worker.context import WorkerContext
 from colocate.worker.hooks import OfWorker
-from colocate.worker.memory.context import beside
 from colocate.worker.memory.holdings import Objects, WeakStorage, held_by
 from colocate.worker.serving.failure import LOOKING
 from colocate.worker.serving.handlers import calls_role_code

@@ -20,7 +20,7 @@ from colocate._role.budget import NO_BUDGETS, Budgets, Limit
 from colocate._system.numbers import size_text
 from colocate.errors import MemoryBudgetError, RoleError
 from colocate.gpus import in_use
-from colocate.worker.memory.context import Worker, beside, named
+from colocate.worker.base import Worker, beside, named
 from colocate.worker.memory.holdings import Holdings, Storages, gradients_of, held_by, lie_in, search
 from colocate.worker.memory.sleep import Sleeper
 from colocate.worker.memory.vmm import absent

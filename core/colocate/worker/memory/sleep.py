@@ -27,7 +27,7 @@ from colocate._system.numbers import size_text
 from colocate._system.room import free_memory
 from colocate._system.tracebacks import frames_of_users, told
 from colocate.errors import ColocateError, ConfigError, SleepingError
-from colocate.worker.memory.context import Worker, beside, named
+from colocate.worker.base import Worker, beside, named
 from colocate.worker.memory.holdings import (
     Holdings,
     Objects,

@@ -27,7 +27,7 @@ from colocate._role.method_spec import MethodSpec
 from colocate._system.jobs import error_text
 from colocate._system.numbers import size_text
 from colocate.errors import MemoryBudgetError, SleepingError
-from colocate.worker.memory.context import Worker, named
+from colocate.worker.base import Worker, named
 from colocate.worker.memory.ledger import Accounts, Shares
 from colocate.worker.memory.sleep import RestorePlan, Sleeper, lacks_room, reason
 from colocate.worker.serving.role_instance import RoleInstance

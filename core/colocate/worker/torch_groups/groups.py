@@ -27,8 +27,9 @@ from colocate._system.nearest import did_you_mean
 from colocate._system.threads import Thread
 from colocate.errors import CapabilityError, ConfigError
 from colocate.gpus import backend_for, number_of
+from colocate.worker.base import Worker
 from colocate.worker.serving.failure import LOOKING
-from colocate.worker.torch_groups.making import DefaultGroup, Made, Making, Together, Worker
+from colocate.worker.torch_groups.making import DefaultGroup, Made, Making, Together
 from colocate.worker.torch_groups.waits import destroy_later, guard, transferring
 
 if TYPE_CHECKING:

@@ -14,12 +14,11 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent import futures
 from concurrent.futures import Future, InvalidStateError
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import attrs
 
 from colocate._protocol.consequence import Consequence, Unmade
-from colocate._protocol.message import Message
 from colocate._protocol.questions import Meet
 from colocate._role import torch_books, torch_groups
 from colocate._role.torch_groups import Plan
@@ -28,24 +27,13 @@ from colocate._system.jobs import error_text, message_of
 from colocate._system.limits import GROUPS_CONNECT_WITHIN_S
 from colocate._system.threads import Thread
 from colocate.errors import ColocateError, ConfigError
+from colocate.worker.base import Worker
 from colocate.worker.torch_groups.waits import destroy_later
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 _OF_PEERS = RuntimeError, NotMade, Consequence  # a lost connection is a RuntimeError of torch's
-
-
-class Worker(Protocol):
-    """What groups need of the worker that they are of; see `WorkerContext`."""
-
-    def ask(self, question: Message, apart: bool = False) -> Any: ...  # noqa: D102
-
-    def tell(self, question: Message) -> None: ...  # noqa: D102
-
-    def asking(self) -> int | None: ...  # noqa: D102
-
-    def why_not(self) -> str | None: ...  # noqa: D102
 
 
 @attrs.define(eq=False)
