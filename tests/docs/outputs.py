@@ -8,6 +8,7 @@ import re
 NODE = "laptop"  # what pages call the machine
 
 _VARIES = (
+    (re.compile(r"^\[colocate\] group '[^']*' starts: .*\n", re.MULTILINE), ""),  # where the machine takes long for it
     (re.compile(r"\bpid \d+"), "pid N"),
     (re.compile(r"\bdriver \d+"), "driver N"),  # its pid
     (re.compile(r"\b\d{4}-\d\d-\d\d \d\d:\d\d:\d\d"), "DATE"),
