@@ -108,7 +108,7 @@ class Reservations(SchedulerPlugin):
                 offers = self._offers(wanted, version)
                 if (chosen := choose([offer for offer in offers if not offer.taken], wanted)) is not None:
                     if doubtful := {offer.worker for offer in chosen} - heard:
-                        heard |= await self._ask(doubtful, _DOUBT_S)
+                        heard |= await self._ask(doubtful, _DOUBT_S if doubtful <= self._facts.keys() else _ANSWER_S)
                         continue
                     return [self._hold(wanted, offer) for offer in chosen]
                 never = choose(offers, wanted) is None and not self._grows(wanted)
@@ -307,7 +307,8 @@ class Reservations(SchedulerPlugin):
         busy = [
             worker
             for worker in free
-            if any((offer := self._offer(worker, each.share)).taken and offer.suits(each) for each in waiting)
+            if not undocumented.is_starting(self._scheduler.workers[worker])
+            and any((offer := self._offer(worker, each.share)).taken and offer.suits(each) for each in waiting)
         ]
         target = len(self._holds) + len(busy) + sum(wanted.slots for wanted in waiting)
         if self._holds and not free and undocumented.has_tasks_to_place(self._scheduler):

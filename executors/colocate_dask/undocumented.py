@@ -102,6 +102,11 @@ def has_tasks_to_place(scheduler: Any) -> bool:
     return bool(scheduler.queued or scheduler.unrunnable)
 
 
+def is_starting(state: Any) -> bool:
+    """Whether a worker has come, and has yet to say that it may be given tasks."""
+    return bool(state.status.name == "init")
+
+
 def is_running(state: Any) -> bool:
     """Whether a worker is given tasks."""
     return bool(state.status.name == "running")

@@ -92,6 +92,31 @@ def test_adaptive(tell: Tell, runtime: Runtime, client: Any) -> None:
     wait_until(lambda: workers(client) == 0, "those that were freed go")
 
 
+def test_workers_that_are_just_starting(tell: Tell, runtime: Runtime, client: Any) -> None:
+    """They are some of those that are waited for; one that is paused isn't."""
+
+    def targets(dask_scheduler: Any) -> dict[str, int]:
+        from distributed import Status
+
+        from colocate_dask import reservations
+        from colocate_dask.offers import Wanted
+
+        table = reservations._table(dask_scheduler)
+        (worker,) = dask_scheduler.workers.values()
+        table._waiting["one"] = Wanted("one", "nobody", "", 2, grow=True)
+        found = {}
+        for status in (Status.init, Status.running, Status.paused):
+            worker.status = status
+            found[status.name] = table._target(0)
+        worker.status = Status.running
+        del table._waiting["one"]
+        return found
+
+    tell("scale 1")
+    client.wait_for_workers(1)
+    assert client.run_on_scheduler(targets) == {"init": 2, "running": 2, "paused": 3}
+
+
 def test_more_than_an_adaptive_cluster_has(tell: Tell, runtime: Runtime, client: Any) -> None:
     """The error says what the cluster was asked for; a pool that doesn't want to wait for it is refused at once."""
     tell("adapt 1")

@@ -29,7 +29,7 @@ def test_scheduler() -> None:
     ]
     assert {"msg", "workers", "nanny"} <= parameters(Scheduler.broadcast)
     assert {"topic", "msg"} <= parameters(Scheduler.log_event)
-    assert {"paused", "running"} <= {status.name for status in Status}
+    assert {"init", "paused", "running"} <= {status.name for status in Status}
     assert "if self._active_graph_updates > 0:" in inspect.getsource(Scheduler.check_idle)
     assert '"action": "worker-status-change"' in inspect.getsource(Scheduler.handle_worker_status_change)
 
