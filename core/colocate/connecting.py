@@ -50,7 +50,7 @@ def connect(
             never.
         collective_timeout: Seconds after which torch gives up an operation of a process group that colocate makes.
         spill_dir: A folder on a disk of the workers' machines, where memory of roles that sleep lies (`group.sleep`);
-            None for the folder of temporary files, or `/var/tmp`.
+            None for the folder of temporary files, or `/var/tmp`. On threads, where no role sleeps, it is refused.
         ports: The first and the last of the TCP ports that colocate may listen on, as "20000-20100", on every machine;
             None for any that are free. Ray, Dask, gloo and NCCL have ports of their own.
         cut_s: Seconds in which nothing may be heard of another machine until what runs there is given up; None for 15,
@@ -65,6 +65,7 @@ def connect(
     Raises:
         PluginError: There is no such executor, or it can't be imported.
         ConfigError: It has no such option, or the option can't be that.
+        CapabilityError: The executor lacks what was asked.
     """
     refuse_while_importing(f"connect({executor!r})")
     fold_uncaught()
