@@ -171,6 +171,7 @@ docs: $(SITE)  ## the site of docs/, in build/site; fails on a warning, a dead l
 check: install $(SITE)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python -m tests.ceiling
 	$(BIN)/python -m tests.checkers
 	$(BIN)/python -m pytest -q tests/docs/test_site.py tests/typing
 
