@@ -10,6 +10,8 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -21,7 +23,7 @@ from colocate.keeper import outside
 from colocate.testing.probes.faulty import Parent
 from colocate.testing.probes.plain import Echo
 from colocate.testing.waiting import Processes, send, wait_until
-from colocate.worker.birth import processes
+from colocate.worker.birth import processes, supervisor
 from colocate.worker.birth.supervisor import SUPERVISORS
 
 # A starter: it starts a worker of the test's own, says its pids from the top, and waits.
@@ -222,3 +224,29 @@ def test_one_that_is_looked_at_is_found_without_the_others(monkeypatch: pytest.M
         for started in expected:
             outside.seen(started)
         assert processes.worker_below(os.getpid()) is None  # which isn't what this process has started
+
+
+@pytest.mark.parametrize("has_files", [True, False])
+def test_what_is_below_is_found(monkeypatch: pytest.MonkeyPatch, has_files: bool) -> None:
+    """Also what threads have started; where the kernel lists children, without a look at the machine's others."""
+    listed, exists = os.listdir, os.path.exists
+
+    def listdir(path: str) -> list[str]:
+        assert path != "/proc" or not has_files, "all processes of the machine are looked at"
+        return listed(path)
+
+    monkeypatch.setattr(os, "listdir", listdir)
+    monkeypatch.setattr(os.path, "exists", lambda path: exists(path) and (has_files or "children" not in str(path)))
+    command = ["sh", "-c", "sleep 1000 & echo $!; wait"]
+    with ThreadPoolExecutor(1) as thread:
+        started = thread.submit(partial(subprocess.Popen, command, stdout=subprocess.PIPE, text=True)).result()
+        with started, subprocess.Popen(["true"]) as ended:
+            os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)  # it is there, and runs nothing
+            assert started.stdout is not None
+            sleeps = int(started.stdout.readline())
+            found = supervisor.below(os.getpid())
+            assert {started.pid, sleeps} <= {*found}
+            assert found.index(started.pid) < found.index(sleeps)
+            assert ended.pid not in found
+            assert supervisor.below(sleeps) == []
+            os.kill(sleeps, signal.SIGKILL)

@@ -225,21 +225,52 @@ class _Supervisor:
 
 
 def below(top: int) -> list[int]:
-    """Return all descendants of a process that run, the nearest first."""
+    """Return all descendants of a process that run, the nearest first.
+
+    Where many workers end at once, each of their supervisors asks: nobody looks through all processes of the machine.
+    """
+    if not os.path.exists(f"/proc/self/task/{os.getpid()}/children"):
+        return _below_by_parents(top)  # this kernel has none of these files
+    found = [top]
+    for pid in found:  # which grows
+        found += [child for child in _children_of(pid) if _parent_of(child) is not None]
+    return found[1:]
+
+
+def _children_of(pid: int) -> list[int]:
+    found: list[int] = []
+    try:
+        tasks = os.listdir(f"/proc/{pid}/task")
+    except OSError:  # it is gone
+        return found
+    for task in tasks:  # a child is that of the thread which has forked it
+        try:
+            with open(f"/proc/{pid}/task/{task}/children") as file:
+                found += map(int, file.read().split())
+        except OSError:
+            continue
+    return found
+
+
+def _below_by_parents(top: int) -> list[int]:
     children: dict[int, list[int]] = {}
     for entry in os.listdir("/proc"):
-        if entry.isdigit():
-            try:
-                with open(f"/proc/{entry}/stat", "rb") as file:
-                    state, parent = file.read().rpartition(b")")[2].split()[:2]  # a name may have any other character
-            except (OSError, ValueError):  # it is gone
-                continue
-            if state not in (b"Z", b"X"):  # what has ended has no children
-                children.setdefault(int(parent), []).append(int(entry))
+        if entry.isdigit() and (parent := _parent_of(int(entry))) is not None:
+            children.setdefault(parent, []).append(int(entry))
     found = children.get(top, [])
     for pid in found:  # which grows
         found += children.get(pid, ())
     return found
+
+
+def _parent_of(pid: int) -> int | None:
+    """Return the parent of a process that runs; None of another one: what has ended has no children."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            state, parent = file.read().rpartition(b")")[2].split()[:2]  # a name may have any other character
+    except (OSError, ValueError):  # it is gone
+        return None
+    return None if state in (b"Z", b"X") else int(parent)
 
 
 def _flags(pid: int | str) -> int:
