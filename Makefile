@@ -191,6 +191,7 @@ COUNT ?= 250
 MINUTES ?= 60
 chaos: install  ## random programs under random faults, until there are COUNT of each kind; continues docs/chaos.json; then each fault by itself, timed
 	$(BIN)/python -m tests.chaos --count $(COUNT) --minutes $(MINUTES)
+	$(BIN)/python -m tests.chaos.outages --count $(COUNT) --minutes $(MINUTES)
 	$(BIN)/python -m tests.bench faults
 
 mutants: install  ## slips in a copy of core, each of which its test has to find; a quarter of an hour

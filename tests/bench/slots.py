@@ -1,7 +1,7 @@
 """What many slots of one machine cost with workers behind them: reserve, spawn, call and close, at some sizes each.
 
 The part `scale` counts the driver's work without workers, for more slots than a machine has room for. Each size has a
-driver of its own: `python -m tests.bench.slots EXECUTOR SLOTS`. A slot of Ray's, its actor and worker, takes 100 MB.
+driver of its own: `python -m tests.bench.slots EXECUTOR SLOTS`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from colocate.testing.probes.plain import Echo
 
 _PART = "many slots of one machine"
 _OPTIONS: dict[str, dict[str, Any]] = {"threads": {}, "processes": {"processes": True}, "ray": {}, "dask": {}}
-_SIZES = {"threads": (16, 64, 256), "processes": (8, 32, 128), "ray": (4, 16, 32), "dask": (4, 16, 32)}
+_SIZES = {"threads": (16, 64, 256), "processes": (8, 32, 128), "ray": (16, 64, 256), "dask": (4, 16, 32)}
 _CALLS = 30
 
 T = TypeVar("T")

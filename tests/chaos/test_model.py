@@ -191,3 +191,16 @@ def test_ledger(tmp_path: Any) -> None:
     assert again.problems == ledger.problems
     path.write_text(path.read_text().replace(ledger.code, "0" * 16))
     assert Ledger.open(path).tallies == {}
+
+
+def test_a_part_of_the_ledger_begins_anew_by_itself(tmp_path: Any) -> None:
+    """It leaves the rest as it is, and the other way round."""
+    path = tmp_path / "chaos.json"
+    whole, part = Ledger(path, code="a"), Ledger(path, "outages", code="b")
+    whole.tally("ray", "kill").tried = 3
+    part.tally("dask", "cut").tried = 2
+    for each in (whole, part, whole):
+        each.save()
+    assert Ledger.open(path, of_any_code=True).tally("ray", "kill").tried == 3
+    assert Ledger.open(path, of_any_code=True, part="outages").tally("dask", "cut").tried == 2
+    assert Ledger.open(path, part="outages").tally("dask", "cut").tried == 0  # of another code
