@@ -435,11 +435,11 @@ def drain(runtime: Runtime, machine: str) -> None:
     raylet: Any = importlib.import_module("ray._raylet")  # neither has types
     drains: Any = importlib.import_module("ray.core.generated.autoscaler_pb2").DrainNodeReason
     reason, deadline = drains.Value("DRAIN_NODE_REASON_PREEMPTION"), int(1000 * (time.time() + 300))
-    client: Any = raylet.GcsClient(address=sys.argv[2])
-    nodes: list[Any] = list(client.get_all_node_info().values())
+    books: Any = raylet.GcsClient(address=sys.argv[2])
+    nodes: list[Any] = list(books.get_all_node_info().values())
     alive = importlib.import_module("ray.core.generated.gcs_pb2").GcsNodeInfo.ALIVE
     (ident,) = (each.node_id.hex() for each in nodes if each.state == alive and each.node_manager_address == ip)
-    accepted, why = client.drain_node(ident, reason, "spot", deadline)
+    accepted, why = books.drain_node(ident, reason, "spot", deadline)
     assert accepted, why
 
 
