@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -46,10 +47,6 @@ from colocate._system.recent import merged as merged
 from colocate._system.room import SpillFile as SpillFile
 from colocate._system.room import free_memory as free_memory
 from colocate._system.threads import Thread as Thread
-from colocate._views import resizing
-from colocate._worker_group.saved import found_in as found_in
-from colocate._worker_group.saving import Saving as Saving
-from colocate._worker_group.worker_group import Restarts as Restarts
 from colocate.worker.serving.functions import SLEEP as SLEEP
 from colocate.worker.serving.functions import WAKE as WAKE
 
@@ -58,6 +55,23 @@ if TYPE_CHECKING:
     from colocate._api.pool import Pool as Pool
     from colocate.errors import ColocateError
     from colocate.executor import Executor
+    from colocate.features.checkpoints.driver import CheckpointsOfGroup as CheckpointsOfGroup
+    from colocate.features.checkpoints.saved import found_in as found_in
+    from colocate.features.checkpoints.saving import Saving as Saving
+
+_OF_FEATURES = {
+    "CheckpointsOfGroup": "checkpoints.driver",
+    "Saving": "checkpoints.saving",
+    "found_in": "checkpoints.saved",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _OF_FEATURES:
+        raise AttributeError(f"module 'colocate.driver' has no attribute {name!r}")
+    value = getattr(import_module(f"colocate.features.{_OF_FEATURES[name]}"), name)
+    globals()[name] = value
+    return value
 
 
 class Place(NamedTuple):
@@ -168,19 +182,24 @@ def is_runtime(thing: object) -> bool:
     return isinstance(thing, Held) and isinstance(thing._node, Connection)
 
 
-def restarts_of(group: ColocatedGroup) -> Restarts:
-    """Return what is known of a group's restarts and of the checkpoints that these begin from."""
-    return group._node.restarts
+def checkpoints_of(group: ColocatedGroup) -> CheckpointsOfGroup:
+    """Return what is known of a group's checkpoints, from which its restarts go on."""
+    from colocate.features.checkpoints.driver import checkpoints_of as found
+
+    return found(group._node)
 
 
 def regrow(group: ColocatedGroup) -> ColocateError | None:
     """Begin to restart a group that has fewer slots than it may, if there are more for it; return what it is told."""
+    from colocate.features.checkpoints.driver import begin_resize, has_more
+
     node = group._node
 
     def begin() -> ColocateError | None:
-        return resizing.begin(node) if resizing.has_more(node) else None
+        return begin_resize(node) if has_more(node) else None
 
-    return off_main(begin) if node.size < len(node.whole) and node.restarts.checkpoint is not None else None
+    is_short = node.size < len(node.whole) and checkpoints_of(group).checkpoint is not None
+    return off_main(begin) if is_short else None
 
 
 def fail(group: ColocatedGroup, error: ColocateError) -> None:

@@ -17,14 +17,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from colocate._role.context import Context, context
 from colocate._role.on_mesh import is_on_mesh, of_fsdp
-from colocate._role.saved_state import host_copy as host_copy
-from colocate._role.saved_state import save_state as save_state
 from colocate.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
 
+    from colocate.features.checkpoints.state import host_copy as host_copy
+    from colocate.features.checkpoints.state import save_state as save_state
     from colocate.features.children.weights import receive_weights as receive_weights
     from colocate.features.children.weights import send_weights as send_weights
     from colocate.features.weights.modules import NamedWeights as NamedWeights
@@ -36,6 +36,8 @@ _KNOWN = ("2.11", "2.12", "2.13", "2.14")
 """Versions of torch in which models are renewed in place: `make versions` runs the suite's renewals there."""
 _OF_FEATURES = {
     "NamedWeights": "weights.modules",
+    "host_copy": "checkpoints.state",
+    "save_state": "checkpoints.state",
     "load_weights": "weights.modules",
     "named_weights": "weights.modules",
     "receive_weights": "children.weights",

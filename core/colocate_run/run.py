@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from colocate.driver import Driver, Restarts, fail, found_in, regrow, restarts_of
+from colocate.driver import CheckpointsOfGroup, Driver, checkpoints_of, fail, found_in, regrow
 from colocate.errors import ClosedError, ColocateError, GroupRestarted
 from colocate.texts import error_text, shown
 from colocate_report.record import Leaving, LogRecord, Row, RunRecord, scalars_of
@@ -70,7 +70,7 @@ class Run:
 
     def __attrs_post_init__(self) -> None:
         bring = None if self._store is None else partial(self._store.put, self._folder, self.name)
-        self._checkpoints = Checkpoints(self._folder, self._restarts, self._complete, bring)
+        self._checkpoints = Checkpoints(self._folder, self._of_groups, self._complete, bring)
         self._goes_on_from(self.resumed)
 
     def __repr__(self) -> str:
@@ -219,9 +219,9 @@ class Run:
             group = self.groups.get(name)
             if group is None or not group.alive:  # which the job makes itself, or has closed
                 continue
-            restarts = restarts_of(group)
-            last = restarts.checkpoint
-            if name != back or last is None or last.folder != folder or not restarts.is_current:
+            known = checkpoints_of(group)
+            last = known.checkpoint
+            if name != back or last is None or last.folder != folder or not known.is_current:
                 self._screen.say(f"restoring group {name} from {folder.relative_to(self.directory)}")
                 with self.timed("restore"):
                     group.restore(folder)
@@ -234,7 +234,7 @@ class Run:
         began = time.perf_counter()
         self._checkpoints.settle_quietly(self._screen.say)
         complete = self._folder.checkpoints()
-        final = [name for name, group in self.groups.items() if group.alive and not restarts_of(group).limit]
+        final = [name for name, group in self.groups.items() if group.alive and not checkpoints_of(group).restarts]
         if not complete and final:
             restarted.add_note(
                 "there is no checkpoint of the run yet, so the job would begin anew, with all groups as constructed; "
@@ -248,7 +248,7 @@ class Run:
             if not complete and group.name != restarted.group:
                 fail(group, restarted)  # it has come as far as the other: all begin anew, or none can
             group.wait_ready()
-            if not complete and not restarts_of(group).is_current:  # it came back from one that is lost
+            if not complete and not checkpoints_of(group).is_current:  # it came back from one that is lost
                 fail(group, restarted)
                 group.wait_ready()
         step = self.rewind()
@@ -312,14 +312,14 @@ class Run:
         if self._observers:
             self._observers.soon(Driver(self.runtime), "colocate_run_checkpointed", step, directory)
 
-    def _restarts(self) -> list[Restarts]:
-        """Return the restarts of all groups, of the job's own too."""
-        return [restarts_of(group) for group in self.runtime.groups.values()]
+    def _of_groups(self) -> list[CheckpointsOfGroup]:
+        """Return the checkpoints of all groups, of the job's own too."""
+        return [checkpoints_of(group) for group in self.runtime.groups.values()]
 
     def _warn_of_others(self, directory: Path) -> None:
         """Say once which groups the job has had saved elsewhere: the run goes on from its checkpoint alone."""
         for name, group in self.groups.items():
-            last = restarts_of(group).written
+            last = checkpoints_of(group).written
             if last is not None and name not in self._warned and not last.folder.is_relative_to(directory):
                 self._warned.add(name)
                 self._screen.say(

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 
-from colocate.driver import Restarts, Saving, Thread
+from colocate.driver import CheckpointsOfGroup, Saving, Thread
 from colocate.texts import error_text
 from colocate_run.folder import RunFolder
 
@@ -21,7 +21,7 @@ class Checkpoints:
 
     Args:
         folder: The run's.
-        restarts: Returns what is known of all groups' checkpoints.
+        groups: Returns what is known of all groups' checkpoints.
         written: Is told of each that is complete: its step, and where it lies.
         bring: Brings one to where it is kept besides, by its step; None for nowhere.
 
@@ -33,11 +33,11 @@ class Checkpoints:
     def __init__(
         self,
         folder: RunFolder,
-        restarts: Callable[[], list[Restarts]],
+        groups: Callable[[], list[CheckpointsOfGroup]],
         written: Callable[[int, Path], object],
         bring: Callable[[int], object] | None,
     ) -> None:
-        self._folder, self._restarts, self._written, self._bring = folder, restarts, written, bring
+        self._folder, self._groups, self._written, self._bring = folder, groups, written, bring
         self.times: list[float] = []
         self.answers = 0
         self._taken = 0.0
@@ -127,22 +127,22 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def _whole(self, step: int) -> Iterator[Path]:
-        before = {each: each.checkpoint for each in self._restarts()}
+        before = {each: each.checkpoint for each in self._groups()}
         directory: Path | None = None
         try:
             with self._folder.checkpoint(step) as directory:
                 yield directory
         except BaseException:
             if directory is not None:
-                for each in self._restarts():
+                for each in self._groups():
                     each.lost(directory, before.get(each))
             raise
         self.times.append(self._taken)
-        for each in self._restarts():
+        for each in self._groups():
             each.moved(directory, self._folder.of(step))
             each.progressed()
 
     def _begun_in(self, directory: Path) -> list[Saving]:
         """Return what groups write there, or have failed to, and nobody was told."""
-        begun = [each.saving for each in self._restarts()]
+        begun = [each.saving for each in self._groups()]
         return [each for each in begun if each is not None and each.is_open and each.folder.is_relative_to(directory)]

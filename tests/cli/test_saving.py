@@ -16,7 +16,7 @@ import pytest
 import colocate
 from colocate import ColocatedGroup, Runtime
 from colocate.config import load_config
-from colocate.driver import restarts_of
+from colocate.driver import checkpoints_of
 from colocate.errors import ForkedError, RoleError
 from colocate.testing.gate import Gate
 from colocate.testing.probes.halves import Halved
@@ -86,7 +86,7 @@ def test_the_job_goes_on_while_groups_write(runtime: Runtime, group: ColocatedGr
         ("policy", step, True) for step in (1, 2, 3)
     ]
     assert all(record.start < record.taken < record.end for record in told.groups)
-    last = restarts_of(group).checkpoint
+    last = checkpoints_of(group).checkpoint
     assert last is not None
     assert last.folder == run.directory / "checkpoints" / "step-000003" / "policy"
     group.restore(last.folder)
@@ -110,7 +110,7 @@ def test_what_a_group_could_not_write_is_told(runtime: Runtime, group: Colocated
         job()
     folder = tmp_path / "run" / "checkpoints"
     assert [path.name for path in folder.iterdir()] == ["step-000001"]
-    last = restarts_of(group).checkpoint
+    last = checkpoints_of(group).checkpoint
     assert last is not None
     assert last.folder == folder / "step-000001" / "policy"
     role.become()
@@ -186,7 +186,7 @@ def test_a_fork_while_groups_write(runtime: Runtime, group: ColocatedGroup, tmp_
             with colocate.record(runtime, tmp_path / "run") as run:
                 group.role("halved", Halved).become(gate=gate.address)
                 write(run, group, 1)
-                saving = restarts_of(group).saving
+                saving = checkpoints_of(group).saving
                 assert saving is not None
                 gate.wait_for(2)
                 if child := os.fork():

@@ -41,13 +41,13 @@ from colocate.testing.executors import (  # noqa: E402
     Failures,
     RandomNumbers,
     Residents,
-    SavingBeside,
     Sharing,
     Streams,
     TensorResidents,
 )
 from colocate.testing.executors.renewals import alone  # noqa: E402
 from colocate.testing.executors.sleeping import SleepingAmidSteps  # noqa: E402
+from colocate.testing.features.checkpoints.saving import SavingBeside  # noqa: E402
 from colocate.testing.features.children.suite import Children  # noqa: E402
 from colocate.testing.features.weights.suite import WeightSyncs, WeightSyncsBetween  # noqa: E402
 from colocate.testing.probes.sleepers import Dozing  # noqa: E402

@@ -260,15 +260,15 @@ MUTANTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "forgotten-tag",
             "`wait_ready` tells the tag of the checkpoint that a restarted group goes on from.",
-            "core/colocate/_worker_group/worker_group.py",
-            "self.restored = None if checkpoint is None else checkpoint.tag",
-            "self.restored = self.restored if checkpoint is None else None",
+            "core/colocate/features/checkpoints/driver.py",
+            "self._restored = None if checkpoint is None else checkpoint.tag",
+            "self._restored = self._restored if checkpoint is None else None",
             _on_processes("test_it_goes_on_from_its_checkpoint"),
         ),
         Mutant(
             "uncopied-state",
             "What a role writes beside its calls is what it had between two of them.",
-            f"{_WORKER}/serving/saver.py",
+            "core/colocate/features/checkpoints/saver.py",
             "for name in read.changed()]",
             "for name in read.changed() and ()]",
             _on_threads("test_state_that_was_not_copied[False]"),
@@ -276,7 +276,7 @@ MUTANTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "written-by-one",
             "What a `save` does after a second `yield` runs when all ranks have written.",
-            "core/colocate/_worker_group/saving.py",
+            "core/colocate/features/checkpoints/saving.py",
             "while any(told.more for told in self._ask(dict.fromkeys(self._slots), folder)):",
             "if any(told.more for told in self._ask(dict.fromkeys(self._slots), folder)):",
             _on_threads("test_other_halves[False]"),
@@ -360,7 +360,7 @@ MUTANTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "any-checkpoint",
             "A group comes back from its own checkpoint, and not from one that has taken its place.",
-            f"{_WORKER}/serving/checkpoint.py",
+            "core/colocate/features/checkpoints/files.py",
             "return identity_of(_record(place)) == identity",
             'return identity_of(_record(place)) != ""',
             "tests/found/test_found.py::test_found[restore_mixed.py-processes]",

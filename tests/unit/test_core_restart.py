@@ -15,10 +15,10 @@ import colocate
 from colocate import ColocatedGroup, Runtime
 from colocate._calls.pending import PendingCall
 from colocate._signals.at_work import waited_for
-from colocate._views import checkpoint
 from colocate._worker_group.worker_group import WorkerGroup
 from colocate.errors import ClosedError, ColocateError, EngineError, GroupRestarted, PlacementError
 from colocate.executor import Request, Reservation, Watchable
+from colocate.features.checkpoints import driver as checkpoint
 from colocate.testing.probes.lasting import Lasting
 from colocate.testing.probes.rows import Rows
 from colocate.testing.waiting import PATIENCE_S, wait_until

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import re
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,16 @@ from colocate._protocol import commands, from_worker, message, parts, questions,
 from colocate._protocol.ledger import Ledger
 from colocate._protocol.message import Message, read
 from colocate._role.budget import Budgets, Limit
+from colocate.features import FEATURES
+from colocate.features.checkpoints import messages as of_checkpoints
 from colocate_ray import terms
 
 CORE = Path(message.__file__).parents[1]
 EXECUTORS = CORE.parents[1] / "executors"
+OF_FEATURES = [import_module(f"colocate.features.{name}.messages") for name, each in FEATURES.items() if each.messages]
 KINDS = [
     kind
-    for module in (to_worker, from_worker, questions, parts, commands, terms)
+    for module in (to_worker, from_worker, questions, parts, commands, terms, *OF_FEATURES)
     for kind in vars(module).values()
     if isinstance(kind, type) and issubclass(kind, Message) and kind.__module__ == module.__name__
 ]
@@ -37,7 +41,7 @@ NESTED = {
         *({"used": 5}, {"role.method": 7}),
     ),
     (from_worker.Fetched, "failure"): from_worker.Failure("type", "text", "trace", True, False, None, "an argument"),
-    (from_worker.Saved, "failure"): from_worker.Failure("type", "text", "trace", True, False, "role", None),
+    (of_checkpoints.Saved, "failure"): from_worker.Failure("type", "text", "trace", True, False, "role", None),
     (from_worker.Ask, "question"): questions.Missing(7),
 }
 

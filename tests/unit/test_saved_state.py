@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from colocate import Role
+from colocate.features.checkpoints.read_later import ReadLater, variables
 from colocate.torch import host_copy, save_state
-from colocate.worker.serving.read_later import ReadLater, variables
 
 
 def test_a_copy_has_nothing_of_the_state() -> None:

@@ -33,7 +33,6 @@ from colocate._system.lines import at, caller, origin
 from colocate._system.numbers import FOREVER_S, duration_problem
 from colocate._system.threads import Thread
 from colocate._version import __version__
-from colocate._worker_group.saved import Checkpoint, Tag
 from colocate._worker_group.spawn import Declared
 from colocate._worker_group.worker_group import Attachment, WorkerGroup
 from colocate.errors import BorrowedError, ColocateError, ConfigError, EngineError
@@ -59,8 +58,6 @@ class GroupRecord:
         line: The line that made it.
         created: When.
         restarts: How often it is rebuilt at most.
-        checkpoint: What it is rebuilt from, if there is something.
-        restored: The tag of what its roles were restored from.
         script: The process whose script the workers have, as ids have it.
         modules: The modules that its workers have got from a driver: file and digest, by name.
         until_woken: The tags of memory that calls leave asleep, by role.
@@ -75,8 +72,6 @@ class GroupRecord:
     line: tuple[str, int]
     created: float
     restarts: int
-    checkpoint: Checkpoint | None
-    restored: Tag
     script: int
     modules: dict[str, tuple[str, str]]
     until_woken: dict[str, list[str]]
@@ -134,8 +129,6 @@ def _lease(pool: Slots, groups: Sequence[WorkerGroup], name: str, ttl: float) ->
                 group.line,
                 group.created,
                 restarts.limit,
-                restarts.checkpoint,
-                restarts.restored,
                 group.published.script,
                 dict(group.published.given.contents),
                 group.sleepers.until_woken,
@@ -234,8 +227,8 @@ def _close_all(pool: Slots, by: str) -> list[WorkerGroup]:
             group.check()
             if group.life.state is not State.READY:
                 raise ColocateError(f"group {group.name!r} can't be detached while it is {group.state}")
-            if (saving := group.restarts.saving) is not None and not saving.done():
-                raise ColocateError(f"group {group.name!r} can't be detached while {saving.label} is being written")
+            if (label := next(filter(None, (part.under_way() for part in group.parts.values())), None)) is not None:
+                raise ColocateError(f"group {group.name!r} can't be detached while {label} is being written")
             if pending := list(group.order.pending.values()):
                 raise ColocateError(
                     f"group {group.name!r} can't be detached while calls are pending ({len(pending)}, the first is "
@@ -318,7 +311,6 @@ def _taken(pool: Slots, record: GroupRecord) -> WorkerGroup:
         )
     group = pool.place(record.slots, record.declared(), record.name, record.restarts, record.generation)
     group.seed, group.line, group.created = record.seed, record.line, record.created
-    group.restarts.checkpoint, group.restarts.restored = record.checkpoint, record.restored
     group.published.follows(record.script, record.modules)
     for role, tags in record.until_woken.items():
         group.sleepers.mark(role, tags, until_woken=True)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, Literal, NoReturn, ParamSpec
 from colocate._api.graph import Held, shown
 from colocate._api.memory import GroupMemory, memory
 from colocate._display import table
-from colocate._role.call import Call
+from colocate._role.call import Call, Underway
 from colocate._role.context import Context
 from colocate._role.method import Discardable, Tag
 from colocate._role.role import RoleInfo, written_class
@@ -20,7 +20,7 @@ from colocate._signals.off_main import off_main
 from colocate._system.deadline import Deadline
 from colocate._system.limits import LEDGERS_WITHIN_S
 from colocate._system.numbers import limit
-from colocate._views import checkpoint, functions, resizing, sleeping
+from colocate._views import functions, sleeping
 from colocate._views.pipeline import pipeline
 from colocate._views.sending import recording
 from colocate._views.view import RoleView
@@ -221,11 +221,14 @@ class ColocatedGroup(Held[WorkerGroup], node=WorkerGroup, by="pool.spawn"):
         if (found := recording(self._node)) is not None:
             found.refuse_call("checkpoint")
         refuse_to_wait(f"the checkpoint of group {self.name!r}")
+        checkpoints: Any = self._node.part("checkpoints")
         folder = Path(directory)
         tag = folder.name if tag is None else tag
         if wait:
-            return off_main(lambda: checkpoint.write(self._node, folder, tag))
-        return Call(off_main(lambda: checkpoint.begin(self._node, folder, tag)))
+            off_main(lambda: checkpoints.write(folder, tag))
+            return None
+        begun: Underway = off_main(lambda: checkpoints.begin(folder, tag))
+        return Call(begun)
 
     def restore(self, directory: str | os.PathLike[str]) -> str | int | float | None:
         """Have every role that was saved in a checkpoint go on from it, between the group's calls.
@@ -251,7 +254,9 @@ class ColocatedGroup(Held[WorkerGroup], node=WorkerGroup, by="pool.spawn"):
             found.refuse_call("restore")
         refuse_to_wait(f"the restore of group {self.name!r}")
         folder = Path(directory)
-        return off_main(lambda: checkpoint.restore(self._node, folder))
+        tag: str | int | float | None
+        tag = off_main(lambda: cast("Any", self._node.part("checkpoints")).restore(folder))
+        return tag
 
     def memory(self, timeout: float | None = LEDGERS_WITHIN_S) -> GroupMemory:
         """Return what the memory of its workers is used for, by role and kind; each byte counts once.
@@ -397,7 +402,8 @@ class ColocatedGroup(Held[WorkerGroup], node=WorkerGroup, by="pool.spawn"):
             found.refuse_call("resize")
         limited = limit(timeout, "resize(timeout)")
         refuse_to_wait(f"the resize of group {self.name!r}")
-        return off_main(lambda: resizing.resize(node, limited))
+        size: int = off_main(lambda: cast("Any", node.part("checkpoints")).resize(limited))
+        return size
 
     def wait_ready(self, timeout: float | None = None) -> str | int | float | None:
         """Wait until it can be called; after a restart calls are refused until somebody has.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, overload
+from typing import Any, Literal, cast, overload
 
 import attrs
 
@@ -210,7 +210,9 @@ class Pool(Held[Slots], node=Slots, by="runtime.reserve"):
         def start() -> WorkerGroup:
             worker_group = making.made(node.occupy(indices, declared, name, restarts if on_failure == "restart" else 0))
             try:
-                worker_group.start(timeout, None if restore is None else Path(restore))
+                if restore is not None:
+                    cast("Any", worker_group.part("checkpoints")).begins_at(Path(restore))
+                worker_group.start(timeout)
             except BaseException as error:
                 worker_group.close_after(error, "its failed start", 0.0)
                 raise

@@ -205,28 +205,6 @@ class Fetched(Message):
 
 
 @message
-class Saved(Message):
-    """What roles had to write of a checkpoint is written, or its files were looked at. Body: the exception, if any."""
-
-    token: int  # the question's number
-    more: bool  # whether there is more to write when all ranks have come as far
-    open: Sequence[str]  # files that are open there to be written
-    digests: Mapping[str, str]  # of those that were looked at, by name
-    failure: Failure | None  # what it has failed of
-
-    def head(self) -> Head:
-        """Return what travels of it."""
-        *others, failure = values(self)
-        return "Saved", *others, None if failure is None else values(failure)
-
-    @classmethod
-    def of(cls, *values: Any) -> Saved:
-        """As `Message.of`."""
-        token, more, open_ones, digests, failure = values
-        return cls(token, more, open_ones, digests, None if failure is None else Failure(*failure))
-
-
-@message
 class Address(Message):
     """Where other workers reach it."""
 

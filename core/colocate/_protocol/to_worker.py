@@ -61,14 +61,13 @@ class Build(Message):
     collective_timeout: float  # how long an operation of a process group may take, in seconds
     spill_dir: str | None  # the folder in which memory that sleeps lies; None for one of the usual ones
     budgets: Budgets  # how much memory they may have
-    # The folder of the checkpoint that they go on from, and which one that is; None for none
-    restored: Sequence[str] | None
+    parts: Mapping[str, Any]  # what features say of how they begin, by feature (`OfGroup.starts`)
     background: Sequence[str] = ()  # the roles that have a lane of their own
 
     def head(self) -> Head:
         """Return what travels of it."""
-        kind, *before, budgets, restored, background = super().head()
-        return kind, *before, budgets.plain(), restored, background
+        kind, *before, budgets, parts, background = super().head()
+        return kind, *before, budgets.plain(), parts, background
 
     @classmethod
     def of(cls, *values: Any) -> Build:
@@ -249,15 +248,6 @@ class AskLedger(Message):
     """Say what the worker's memory is used for; answered by `LedgerTold`."""
 
     token: int  # the question's number
-
-
-@message
-class AskSaved(Message):
-    """Write what roles have taken for a checkpoint, or look at its files; answered by `Saved`."""
-
-    token: int  # the question's number
-    directory: str = ""  # the checkpoint's folder
-    names: Sequence[str] | None = None  # the files to look at, in the folder; None: write
 
 
 @message

@@ -29,6 +29,22 @@ class OfGroup:
         """Return, at each start, what the workers' halves are told of roles that are built, by role."""
         return NOTHING
 
+    def starts(self) -> Any:
+        """Return, at each start when the workers run, what their halves are told of how roles begin; None for nothing.
+
+        Raises:
+            ColocateError: The group can't begin so.
+        """
+        return None
+
+    def source(self) -> str | None:
+        """Return what its roles are as of after a restart, as "its checkpoint 3"; None: not known to this feature."""
+        return None
+
+    def tag(self) -> str | int | float | None:
+        """Return what somebody has called what its roles were restored from; None for nothing."""
+        return None
+
     def renewed(self) -> None:
         """Hear that the group is rebuilt: its workers are new ones."""
 
@@ -37,6 +53,14 @@ class OfGroup:
 
     def failed(self, error: ColocateError) -> None:
         """Hear that its workers are ended, as it has failed or is closed: nobody waits for their answers any more."""
+
+    def ending(self, grace: float) -> Sequence[BaseException]:
+        """End in so many seconds what goes on beside its calls, before its workers end; return what went wrong."""
+        return ()
+
+    def under_way(self) -> str | None:
+        """Return what goes on beside its calls, for which it can't change its driver; None for nothing."""
+        return None
 
     # -- its calls
 

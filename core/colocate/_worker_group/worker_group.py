@@ -7,7 +7,6 @@ import copy
 import logging
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import attrs
@@ -29,7 +28,7 @@ from colocate._role.method_spec import MethodSpec
 from colocate._role.role import RoleInfo
 from colocate._system.deadline import Deadline
 from colocate._system.jobs import error_text, message_of, report_exception
-from colocate._system.limits import AFTER_FORCE_S, BACKOFF_S, LONGEST_BACKOFF_S, RESTART_ENDS_WITHIN_S
+from colocate._system.limits import BACKOFF_S, LONGEST_BACKOFF_S, RESTART_ENDS_WITHIN_S
 from colocate._system.numbers import FOREVER_S
 from colocate._system.threads import Thread
 from colocate._values.mesh import Ranks
@@ -37,8 +36,6 @@ from colocate._worker_group.hooks import OfGroup
 from colocate._worker_group.ledgers import Ledgers
 from colocate._worker_group.passing import ways
 from colocate._worker_group.published import Published, Questions, Tell
-from colocate._worker_group.saved import Checkpoint, Tag
-from colocate._worker_group.saving import Saves, Saving
 from colocate._worker_group.sleepers import Sleepers
 from colocate._worker_group.spawn import Declared, resize, warn_of_rebound
 from colocate._worker_group.workforce import Worker, Workforce
@@ -116,13 +113,6 @@ class Restarts:
 
     def __init__(self, group: WorkerGroup, limit: int) -> None:
         self.limit = limit  # how many there may be without a checkpoint in between; 0: the first failure is the last
-        self.checkpoint: Checkpoint | None = None  # the last one; None as long as there is none
-        self.restored: Tag = None  # the tag of the one that the roles were restored from
-        self._began: str | None = None  # which one that was
-        self.written: Checkpoint | None = None  # the last one that was made since; None for none
-        # Held by whoever writes a checkpoint: they get their names in the order in which their states were
-        self.writing = threading.Lock()
-        self.saving: Saving | None = None  # the last one that was written beside calls, and perhaps is yet
         self._group = group
         self._used = 0
         self._missing: ColocateError | None = None  # why slots in place of lost ones can't be had yet
@@ -137,8 +127,8 @@ class Restarts:
         if overcome is not None:
             raise overcome.with_traceback(None)
 
-    def wait(self, timeout: float | None, notes: bool = True) -> Tag:
-        """Wait until the group can be called again; the tag of the checkpoint that its roles were restored from.
+    def wait(self, timeout: float | None, notes: bool = True) -> str | int | float | None:
+        """Wait until the group can be called again; return the tag of what its roles were restored from.
 
         Args:
             timeout: Seconds to wait at most; None for ever.
@@ -163,42 +153,7 @@ class Restarts:
                     raise copy.copy(failure)
                 if notes:
                     group.life.noted()
-                return self.restored
-
-    def committed(self, checkpoint: Checkpoint) -> None:
-        """Note a new checkpoint: what comes after it is a new attempt."""
-        self.checkpoint = self.written = checkpoint
-        self.progressed()
-
-    def began_from(self, checkpoint: Checkpoint | None) -> None:
-        """Note that the roles are as a checkpoint has them, or as constructed."""
-        self.checkpoint = checkpoint
-        self.restored = None if checkpoint is None else checkpoint.tag
-        self._began = None if checkpoint is None else checkpoint.identity
-        self.written = None
-
-    @property
-    def is_current(self) -> bool:
-        """Whether roles began from the last checkpoint. One that they began from may have been lost since."""
-        return self._began == (None if self.checkpoint is None else self.checkpoint.identity)
-
-    def moved(self, before: Path, after: Path) -> None:
-        """Note that a folder which the last checkpoint may lie in has another name."""
-        if self.checkpoint is not None and self.checkpoint.folder.is_relative_to(before):
-            folder = after / self.checkpoint.folder.relative_to(before)
-            self.checkpoint = self.written = attrs.evolve(self.checkpoint, folder=folder)
-
-    def lost(self, folder: Path, before: Checkpoint | None) -> None:
-        """Note that what was made in a folder is gone; before that there was another checkpoint, or none."""
-        if self.checkpoint is not None and self.checkpoint.folder.is_relative_to(folder):
-            self.checkpoint, self.written = before, None
-
-    def raise_unasked(self) -> None:
-        """Raise what the last one has failed of that was written beside calls, unless somebody was told."""
-        saving, self.saving = self.saving, None
-        if saving is not None and (error := saving.untold()) is not None:
-            error.add_note(f"that was {saving.label} of group {self._group.name!r}; another one wasn't begun")
-            raise error
+                return group.tag()
 
     def progressed(self) -> None:
         """Note something new to go on from: what fails from now on has its own number of attempts."""
@@ -213,12 +168,12 @@ class Restarts:
         """
         if self._used >= self.limit:
             return cause
-        name, checkpoint = self._group.name, self.checkpoint
+        name, found_source = self._group.name, self._group.roles_source()
         more = ("detail", "running") if isinstance(cause, WorkerDied) else ()
         keys = [key for key in (*ColocateError.__annotations__, *more) if not key.startswith("_")]
         facts: dict[str, Any] = {key: getattr(cause, key) for key in keys}
         blamed = f"\n{words}" if (words := self._blame([cause])) else ""
-        source = "as constructed" if checkpoint is None else f"as of its checkpoint {checkpoint.tag!r}"
+        source = "as constructed" if found_source is None else f"as of {found_source}"
         found = GroupRestarted(
             f"{cause.message}{blamed}\ngroup {name!r} is being restarted; its calls are refused until "
             f"group.wait_ready() has returned, with roles {source}",
@@ -296,7 +251,7 @@ class Restarts:
             return None
         if self._stopping.wait(min(BACKOFF_S * (2 ** (self._used - 1) - 1), LONGEST_BACKOFF_S)):
             return None
-        checkpoint = self.checkpoint
+        found_source = group.roles_source()
         try:
             group.rebuild()
         except ClosedError as error:  # just now: whoever closes it ends the workers, here or there
@@ -307,7 +262,7 @@ class Restarts:
             if isinstance(error, RoleStartError) and (words := self._blame(error.errors.values())):
                 error.add_note(words)
             return error
-        source = "anew" if checkpoint is None else f"from its checkpoint {checkpoint.tag!r}"
+        source = "anew" if found_source is None else f"from {found_source}"
         whole = len(group.whole)
         fewer = f", with {group.size} of {whole} slots" if group.size != whole else ""
         self._log(f"group {group.name!r} was restarted {source}{fewer} (generation {group.generation})")
@@ -369,7 +324,6 @@ class WorkerGroup(Link):
         parts = self.order, self.cancellations, self.home.request, places
         self.workforce = Workforce(self, *parts, self._heard, self._greet)
         self.ledgers = Ledgers(self)
-        self.saves = Saves(self)
 
     # -- what its calls and parts need
 
@@ -494,8 +448,6 @@ class WorkerGroup(Link):
                     for name, of_roles in message.ledger.told.items():
                         self.part(name).told(of_roles)
                 self.ledgers.answered(worker, message)
-            case from_worker.Saved():
-                self.saves.answered(worker, message, body)
             case from_worker.Holds():
                 self._share(worker, message.roles)
             case from_worker.Moved():
@@ -583,9 +535,6 @@ class WorkerGroup(Link):
             self.order.fail_all(told)
         self.residents.fail(told)
         self.ledgers.fail(told)
-        if (saving := self.restarts.saving) is not None and not saving.done():
-            saving.is_void = True
-        self.saves.fail(told)
         for part in self.parts.values():
             part.failed(told)
         self.workforce.kill()
@@ -606,8 +555,8 @@ class WorkerGroup(Link):
 
     # -- its start
 
-    def start(self, timeout: float | None, restore: Path | None) -> None:
-        """Start its workers, with roles as constructed or as a checkpoint has them.
+    def start(self, timeout: float | None) -> None:
+        """Start its workers.
 
         Raises:
             RoleStartError: They don't start; everything is ended.
@@ -615,27 +564,18 @@ class WorkerGroup(Link):
         self._start_timeout = timeout
         if not self.services.executor.in_process:
             warn_of_rebound(self.declared, self.name, self.line)
-        if restore is None:
-            self._start(lambda: None)
-            return
-        folder = restore.absolute()
-        Checkpoint.read(folder, self.roles)  # what is wrong with it is told before anything is started
+        self._start()
 
-        def latest() -> Checkpoint:
-            return Checkpoint.read(folder, self.roles)
-
-        self._start(latest)
-
-    def _start(self, checkpoint: Callable[[], Checkpoint | None]) -> None:
-        def found() -> Checkpoint | None:
-            self.restarts.began_from(checkpoint())
-            return self.restarts.checkpoint
+    def _start(self) -> None:
+        def starts() -> dict[str, Any]:
+            found = {name: part.starts() for name, part in self.parts.items()}
+            return {name: plain for name, plain in found.items() if plain is not None}
 
         parts: dict[str, dict[str, Any]] = {}
         for feature, part in self.parts.items():
             for role, plain in part.builds().items():
                 parts.setdefault(role, {})[feature] = plain
-        self.workforce.start(self.declared, self.seed, self._start_timeout, found, parts)
+        self.workforce.start(self.declared, self.seed, self._start_timeout, starts, parts)
         self.workforce.ready()
         self.home.changed()
 
@@ -663,19 +603,20 @@ class WorkerGroup(Link):
             self.order.renew()
             self.published.renew()
             self.sleepers.renew()
+            self._begin(places)
             for part in self.parts.values():
                 part.renewed()
-            self._begin(places)
             if (failure := self.life.told()) is not None:
                 self.residents.renew(failure)
-        self._start(self._last_checkpoint)
+        self._start()
 
-    def _last_checkpoint(self) -> Checkpoint | None:
-        """Return that which a restart goes on from; it may be of another number of ranks."""
-        found = self.restarts.checkpoint
-        if found is not None and self.may_resize:
-            Checkpoint.read(found.folder, self.roles)  # says so where roles can't be restored from that
-        return found
+    def roles_source(self) -> str | None:
+        """Return what its roles are as of after a restart; None: as they are constructed."""
+        return next((found for part in self.parts.values() if (found := part.source()) is not None), None)
+
+    def tag(self) -> str | int | float | None:
+        """Return the tag of what its roles were restored from; None where they are as constructed."""
+        return next((found for part in self.parts.values() if (found := part.tag()) is not None), None)
 
     # -- its end
 
@@ -702,7 +643,7 @@ class WorkerGroup(Link):
                 self._tell_state(State.CLOSING)
             self.restarts.stop()
             self.residents.break_borrows()
-            errors = self._end_saving(grace)
+            errors = [error for part in self.parts.values() for error in part.ending(grace)]
             errors += self.workforce.end(grace)
             self.restarts.join()
         finally:
@@ -716,36 +657,12 @@ class WorkerGroup(Link):
         self.services.tell("colocate_group_closed", self.name)
         raise_together(f"group {self.name!r} was closed, and this had gone wrong", errors)
 
-    def _end_saving(self, grace: float) -> list[BaseException]:
-        """Wait for a checkpoint that is written beside the calls, within the grace; what nobody was told of it."""
-        saving = self.restarts.saving
-        if saving is None:
-            return []
-        if not saving.done():
-            deadline = Deadline(grace)
-            if self.life.failure is None:
-                self.send(self.live(), to_worker.Stop())  # calls that run are told that nobody waits for them
-            self.workforce.wind_down(grace, deadline)
-            saving._then(lambda _: self.workforce.stages.wake())
-            self.workforce.stages.wait(lambda: self.hurried or saving.done(), self.workforce.overdue)
-            late = ClosedError(
-                f"{saving.label} of group {self.name!r} wasn't all written {grace:g} s after the group was closed by "
-                f"{self.closed_by}: it is void, and an earlier one stays. Wait for its result() before, or give "
-                "close(grace=...) as long as it takes",
-                closed_by=self.closed_by,
-            )
-            self.saves.fail(late)
-            if not saving.wait(AFTER_FORCE_S):  # what writes to a disk hears of it later
-                return [late]
-        error = saving.untold()
-        return [] if error is None else [error]
-
     def _let_go(self, by: str) -> None:
         """Let go of it where it goes on in a borrowed pool: what this driver has in it ends."""
         if not self.take_closing(by):
             return
         self.residents.break_borrows()
-        failed = self._end_saving(0.0)
+        failed = [error for part in self.parts.values() for error in part.ending(0.0)]
         failed += self.residents.unseen()
         self.leave()
         raise_together(f"group {self.name!r} was closed, and this had gone wrong", failed)
@@ -765,6 +682,5 @@ class WorkerGroup(Link):
         self.unasked.tell()
         self.residents.fail(error)
         self.ledgers.fail(error)
-        self.saves.fail(error)
         for part in self.parts.values():
             part.failed(error)

@@ -26,7 +26,6 @@ from colocate._protocol.requests import Requests
 from colocate._system.deadline import NEVER, Deadline
 from colocate._system.jobs import Timer
 from colocate._system.limits import AFTER_END_S, AFTER_FORCE_S, AFTER_KILL_S, IDLE_S, LOOKS_FOR_S, STACKS_WITHIN_S
-from colocate._worker_group.saved import Checkpoint
 from colocate._worker_group.spawn import Declared, builds, start_error
 from colocate.errors import ColocateError, EngineError, WorkerDied
 from colocate.executor import Boot, Detachable, Exit, Host, Place, Request
@@ -276,12 +275,17 @@ class Workforce:
         declared: Declared,
         seed: int,
         timeout: float | None,
-        checkpoint: Callable[[], Checkpoint | None],
+        starts: Callable[[], Mapping[str, Any]],
         parts: Mapping[str, Mapping[str, Any]],
     ) -> None:
-        """Start the workers and construct the roles, which then go on from what `checkpoint` finds.
+        """Start the workers and construct the roles.
 
-        `parts`: what features say of roles, by role and feature.
+        Args:
+            declared: The roles.
+            seed: What their generators are derived from.
+            timeout: Seconds that this may take; None for any.
+            starts: Returns what features say of how the roles begin, by feature, when the workers run.
+            parts: What features say of roles, by role and feature.
 
         Raises:
             RoleStartError: A worker didn't start, or a role wasn't constructed; everything is ended.
@@ -314,8 +318,6 @@ class Workforce:
         if not self._built:
             live = link.live()
             nodes = [worker.boot.node for worker in self.workers]
-            found = checkpoint()
-            restored = None if found is None else (str(found.folder), found.identity)
             build = to_worker.Build(
                 link.generation,
                 len(self.workers),
@@ -324,7 +326,7 @@ class Workforce:
                 link.services.collective_timeout,
                 link.services.spill_dir,
                 declared.budgets,
-                restored,
+                starts(),
                 declared.background,
             )
             link.send(live, build, body)

@@ -35,6 +35,12 @@ FEATURES = {
     "weights": Feature(
         "driver:WeightsOfGroup", "worker:WeightsOfWorker", calls=("the sync of weights",), options=("weights",)
     ),
+    "checkpoints": Feature(
+        "driver:CheckpointsOfGroup",
+        "worker:CheckpointsOfWorker",
+        calls=("the checkpoint", "the restore"),
+        messages=("AskSaved", "Saved"),
+    ),
     "pausing": Feature(
         "driver:PausingOfGroup",
         "worker:PausingOfWorker",

@@ -30,7 +30,6 @@ from colocate.worker.memory.ledger import Accounts
 from colocate.worker.memory.sleep import Sleeper
 from colocate.worker.memory.turns import Residency
 from colocate.worker.serving.definitions import Definitions
-from colocate.worker.serving.saver import Saver
 from colocate.worker.torch_groups.groups import ProcessGroups
 
 
@@ -45,7 +44,6 @@ class WorkerContext(Worker):
         accounts: What they have, and may have.
         residency: Who is awake, where they take turns.
         definitions: What it and its driver know of each other's classes and functions.
-        saver: Writes checkpoints beside the calls.
         background: Those of their lanes, by role.
         peers: How it gets at other workers' residents.
         recent: When its roles were busy; None where nobody but the driver asks, who knows.
@@ -71,7 +69,6 @@ class WorkerContext(Worker):
         self.accounts = Accounts(self, self.sleeper)
         self.residency = Residency(self, self.sleeper, self.accounts)
         self.definitions = Definitions(self.ask, self.say, in_process)
-        self.saver = Saver(boot.worker, self.device, codec, self.definitions, self.say)
         self.scope.ends(self.groups.end_waits)
         self.scope.ends(self._end_peers)
         self.inlets: weakref.WeakValueDictionary[int, Inlet] = weakref.WeakValueDictionary()

@@ -41,6 +41,9 @@ class OfWorker:
     def built(self, role: RoleInstance, plain: Any) -> None:
         """Hear that a role was constructed; `plain` is what the group's half said of it (`OfGroup.builds`)."""
 
+    def starts(self, role: RoleInstance, plain: Any) -> None:
+        """Have a role begin as the group's half says (`OfGroup.starts`), when all of its worker are constructed."""
+
     def closed(self, role: str) -> None:
         """Hear that a role has closed: end what it has of this feature."""
 

@@ -31,7 +31,7 @@ from colocate.worker.lane import Work
 from colocate.worker.results import counts, rows_to_join, without_padding
 from colocate.worker.serving import failure
 from colocate.worker.serving.build import RoleBuild, construct
-from colocate.worker.serving.functions import OF_WORKERS, restore
+from colocate.worker.serving.functions import OF_WORKERS
 from colocate.worker.serving.handlers import calls_role_code, put_off, raise_put_off
 from colocate.worker.serving.role_instance import RoleInstance
 from colocate.worker.torch_groups.settings import OwnSettings, Steps, own_block
@@ -102,11 +102,12 @@ class Runner:
             places = [spec.concurrency for spec in role.methods.values() if spec.is_async]
             worker_context.lane_for(build.name).have_places(max(places, default=0))
             role.shares_numbers = worker_context.in_process and len(builds) > 1
-        if message.restored is not None:
+        for name, plain in message.parts.items():
+            part = worker_context.part(name)
             for role in list(worker_context.roles.values()):
                 try:
                     with self._role_code:
-                        restore(worker_context, role, *message.restored)
+                        part.starts(role, plain)
                 except BaseException as error:
                     self._failed(0, None, role.name, error)
                     return False

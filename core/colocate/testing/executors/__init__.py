@@ -41,8 +41,7 @@ from colocate.testing.executors.process_groups import CutProcessGroups, ProcessG
 from colocate.testing.executors.reading import Reading
 from colocate.testing.executors.renewals import Renewals
 from colocate.testing.executors.residents import KeptFailures, Residents
-from colocate.testing.executors.restarting import Checkpoints, Restarting
-from colocate.testing.executors.saving import SavingBeside
+from colocate.testing.executors.restarting import Restarting
 from colocate.testing.executors.sharing import Sharing, SharingDetached
 from colocate.testing.executors.sleeping import Sleeping, SleepingAmidSteps, SleepingBeside
 from colocate.testing.executors.startup import Printing, Startup, Templates
@@ -97,8 +96,6 @@ class ExecutorSuite(
     Templates,
     Deaths,
     Restarting,
-    Checkpoints,
-    SavingBeside,
     Ownership,
     Borrows,
     Forks,
@@ -150,7 +147,6 @@ __all__ = [
     "Budgets",
     "Calls",
     "Cancelling",
-    "Checkpoints",
     "Closing",
     "Contexts",
     "Converging",
@@ -190,7 +186,6 @@ __all__ = [
     "Renewals",
     "Residents",
     "Restarting",
-    "SavingBeside",
     "Serialization",
     "Sharing",
     "SharingDetached",

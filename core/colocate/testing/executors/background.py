@@ -66,6 +66,7 @@ class Background(ExecutorCase):
                 assert len(goes_on.result(PATIENCE_S)) == 2
 
     @needs_feature("weights")
+    @needs_feature("checkpoints")
     def test_what_concerns_all_roles(self, two_lanes: ColocatedGroup, tmp_path: Path) -> None:
         """A sync and a checkpoint come behind what was sent before, and before what was sent after."""
         pytest.importorskip("torch")

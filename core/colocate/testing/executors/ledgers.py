@@ -19,7 +19,7 @@ from colocate._system.deadline import Deadline
 from colocate._system.numbers import size_text
 from colocate.errors import CapabilityError, ConfigError, MemoryBudgetError, RoleError, RoleStartError, SleepingError
 from colocate.executor import OwnProcess
-from colocate.testing.executors._base import ExecutorCase, Spawn, needs
+from colocate.testing.executors._base import ExecutorCase, Spawn, needs, needs_feature
 from colocate.testing.gate import Gate
 from colocate.testing.probes.holders import Declaring, Holding, Training, Watched
 from colocate.testing.probes.plain import Echo, Ported
@@ -262,6 +262,7 @@ class Budgets(ExecutorCase):
         assert actor.train()
 
     @needs(OwnProcess)
+    @needs_feature("checkpoints")
     def test_a_checkpoint_wakes_one_role_at_a_time(self, spawn: Spawn, tmp_path: Any) -> None:
         """There is no room for all roles together, which is why they sleep."""
         pytest.importorskip("torch")

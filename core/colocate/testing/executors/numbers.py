@@ -16,7 +16,7 @@ import colocate
 from colocate import ColocatedGroup, RoleSpec
 from colocate.errors import GroupRestarted, RoleError
 from colocate.executor import OwnProcess
-from colocate.testing.executors._base import Spawn, needs, of_executor, smoke
+from colocate.testing.executors._base import Spawn, needs, needs_feature, of_executor, smoke
 from colocate.testing.executors.tensors import TensorCase
 from colocate.testing.probes.lasting import Lasting
 from colocate.testing.probes.numbers import Numbers, Switching, draw, draw_there, seed_there
@@ -106,6 +106,7 @@ class RandomNumbers(TensorCase):
             group.role("after", Numbers).seed(42)
 
     @needs(OwnProcess)
+    @needs_feature("checkpoints")
     def test_checkpoints_keep_them(self, torch: Any, tmp_path: Path) -> None:
         """What goes on from a checkpoint draws what the uninterrupted run does."""
         roles = {**NEIGHBOURS, "one": colocate.role(Numbers)}
@@ -125,6 +126,7 @@ class RandomNumbers(TensorCase):
 
     @needs(OwnProcess)
     @of_executor
+    @needs_feature("checkpoints")
     def test_restarts(self, torch: Any, spawn: Spawn, tmp_path: Path) -> None:
         """After a restart a role draws others than before; what a checkpoint has goes on there."""
         roles: dict[str, RoleSpec[Any]] = {"lasting": colocate.role(Lasting), "one": colocate.role(Numbers)}

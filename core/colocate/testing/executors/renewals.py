@@ -13,7 +13,7 @@ import colocate
 from colocate import ColocatedGroup
 from colocate.errors import GroupRestarted, RenewalError, RoleError
 from colocate.executor import OwnProcess
-from colocate.testing.executors._base import ExecutorCase, Spawn, needs
+from colocate.testing.executors._base import ExecutorCase, Spawn, needs, needs_feature
 from colocate.testing.gate import Gate
 from colocate.testing.probes.trainers import (
     EVERYWHERE,
@@ -123,6 +123,7 @@ class Renewals(ExecutorCase):
         assert group.state == "failed"
 
     @needs(OwnProcess)
+    @needs_feature("checkpoints")
     def test_from_a_checkpoint(self, spawn: Spawn, tmp_path: Path) -> None:
         """A group that restarts goes on from its checkpoint, as if nothing had happened since."""
         pytest.importorskip("torch")

@@ -16,7 +16,7 @@ import colocate
 from colocate import ColocatedGroup, Resident
 from colocate._system.lines import caller
 from colocate.errors import ClosedError, ColocateError, RoleError
-from colocate.testing.executors._base import ExecutorCase, Spawn, of_executor, smoke
+from colocate.testing.executors._base import ExecutorCase, Spawn, needs_feature, of_executor, smoke
 from colocate.testing.gate import Gate
 from colocate.testing.probes.faulty import Faulty
 from colocate.testing.probes.lasting import Lasting
@@ -315,6 +315,7 @@ class KeptFailures(ExecutorCase):
             group.close()
         assert [type(error) for error in caught.value.exceptions] == [RoleError]
 
+    @needs_feature("checkpoints")
     def test_a_failure_that_was_dropped_voids_a_checkpoint(self, spawn: Spawn, tmp_path: Path) -> None:
         """Nothing is saved as if all had gone well, also when it fails just before the roles save themselves."""
         group = spawn({"faulty": colocate.role(Faulty), "lasting": colocate.role(Lasting)}, slots=1)

@@ -21,7 +21,7 @@ from colocate.errors import (
     SleepingError,
 )
 from colocate.executor import OwnProcess
-from colocate.testing.executors._base import ExecutorCase, Spawn, needs, of_executor
+from colocate.testing.executors._base import ExecutorCase, Spawn, needs, needs_feature, of_executor
 from colocate.testing.executors.renewals import alone
 from colocate.testing.gate import Gate
 from colocate.testing.probes.sleepers import Dozing, Sharing, digest_of
@@ -106,6 +106,7 @@ class Sleeping(Dozers):
         kept.wait()
         assert actor.asleep() == [[]] * 2
 
+    @needs_feature("checkpoints")
     def test_a_call_that_fails_of_sleep(self, dozing: ColocatedGroup, tmp_path: Path) -> None:
         """Where that was asked for a call doesn't wake what it needs; a checkpoint does, and it sleeps again then."""
         actor = dozing.role("actor", Dozing)
@@ -129,6 +130,7 @@ class Sleeping(Dozers):
         with pytest.raises(ConfigError, match=r"on_call='fial'.*did you mean 'fail'"):
             dozing.sleep("actor", on_call="fial")  # type: ignore[arg-type]
 
+    @needs_feature("checkpoints")
     def test_discard(self, dozing: ColocatedGroup, tmp_path: Path) -> None:
         """What nobody needs comes back as zeros, in place, and all else as it was; what is there later isn't lost."""
         actor = dozing.role("actor", Dozing)
@@ -305,6 +307,7 @@ class SleepingBeside(Dozers):
         other.share("actor")
         assert dozing.run(_reach) == [_MIBS * _MIB] * 2
 
+    @needs_feature("checkpoints")
     def test_checkpoint_of_a_sleeping_role(self, dozing: ColocatedGroup, tmp_path: Path) -> None:
         """A role is awake as it is saved; then as much of it sleeps as before, and what has come since stays awake."""
         actor = dozing.role("actor", Dozing)

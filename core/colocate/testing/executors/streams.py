@@ -30,7 +30,7 @@ from colocate.errors import (
     WorkerDied,
 )
 from colocate.executor import OwnProcess
-from colocate.testing.executors._base import ExecutorCase, Shared, Spawn, needs, of_executor
+from colocate.testing.executors._base import ExecutorCase, Shared, Spawn, needs, needs_feature, of_executor
 from colocate.testing.gate import Gate
 from colocate.testing.probes.plain import Log
 from colocate.testing.probes.streams import MANY, PLACES, Playing, StartsAgain, Yielding, number
@@ -197,6 +197,7 @@ class Streams(RowsCase):
             logs = playing.logged()
         assert not {event for log in logs for event, row in log if row not in range(OUT + 1)}
 
+    @needs_feature("checkpoints")
     def test_who_waits_behind_a_half_read_stream(
         self, playing: Playing, streaming: ColocatedGroup, tmp_path: Path
     ) -> None:
@@ -593,6 +594,7 @@ class Streams(RowsCase):
             with pytest.raises(ClosedError, match=r"was closed by"):
                 list(stream)
 
+    @needs_feature("checkpoints")
     def test_draws(self, playing: Playing, spawn: Spawn, tmp_path: Path) -> None:
         """Rows draw the same on whatever ranks; each row, each call and what follows a checkpoint others."""
         pytest.importorskip("torch")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import time
 from collections.abc import Mapping, Sequence
-from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -20,7 +19,6 @@ from colocate.features import CALLS
 from colocate.worker.context import WorkerContext
 from colocate.worker.memory.sleep import Outcome
 from colocate.worker.process_wide import own_of
-from colocate.worker.serving import checkpoint
 from colocate.worker.serving.build import Shipped, context_in
 from colocate.worker.serving.handlers import calls_role_code
 from colocate.worker.serving.role_instance import RoleInstance
@@ -38,30 +36,6 @@ class Functions:
         """Run a function with the worker's context; one that is async is run to its end."""
         result = function.load()(current(), *args, **kwargs)
         return awaited(result) if inspect.iscoroutine(result) else result
-
-    @method
-    def save(self, directory: str, wait: bool) -> bool:
-        """Have the roles take their states, and write them if that is waited for; return whether there is more to do.
-
-        That is left to be asked for.
-        """
-        worker_context = self._worker_context
-        worker_context.saver.leave(())  # what is left of an earlier one, which came to nothing, takes memory
-        awake, strict = partial(worker_context.residency.awake, why="to be saved"), worker_context.store.strict
-        left = checkpoint.save(self._roles(), directory, awake, wait, strict, worker_context.parts)
-        if left:
-            worker_context.device.end("the checkpoint")  # copies on the device are read on another thread then
-        worker_context.saver.leave(left)
-        return bool(left)
-
-    @method
-    def restore(self, directory: str, identity: str) -> None:
-        """Have the roles go on from a checkpoint."""
-        for role in self._roles():
-            restore(self._worker_context, role, directory, identity)
-
-    def _roles(self) -> list[RoleInstance]:
-        return [role for role in self._worker_context.roles.values() if role.name is not None]
 
     @method
     def sleep(self, role: str, tags: Sequence[str], discard: Sequence[str], why: str) -> Outcome:
@@ -105,14 +79,6 @@ class Functions:
         )
 
 
-def restore(worker_context: WorkerContext, role: RoleInstance, directory: str, identity: str) -> None:
-    """Have a role go on from a checkpoint, within the memory that it may have."""
-    with worker_context.residency.awake(role, "to be restored"):
-        checkpoint.restore(worker_context, role, directory, identity)
-        worker_context.device.end(f"{role.name}.restore")
-    worker_context.residency.check(role.name, f"restoring role {role.name!r}")
-
-
 def current_slots() -> int:
     """How many slots the group has, whose function this is."""
     ctx = current()
@@ -121,12 +87,10 @@ def current_slots() -> int:
 
 
 # What calls say: no name of a function can be the same.
-CHECKPOINT, RESTORE, SLEEP, WAKE = _OWN = "the checkpoint", "the restore", "the sleep", "the wake"
+SLEEP, WAKE = _OWN = "the sleep", "the wake"
 OF_WORKERS = frozenset((*_OWN, *CALLS))
 _METHODS = {
     "run": "run",
-    CHECKPOINT: "save",
-    RESTORE: "restore",
     SLEEP: "sleep",
     WAKE: "wake",
 }

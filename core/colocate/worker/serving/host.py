@@ -202,8 +202,6 @@ class WorkerHost(WorkerContext):
                     self._ledgers.soon(partial(self._tell_ledger, asked.token))
                 except RuntimeError as error:  # no thread is to be had
                     self.say(from_worker.LedgerTold(asked.token, None, "", error_text(error)))
-            case to_worker.AskSaved() as asked:
-                self.saver.asked(asked)
             case to_worker.Fetch() as asked:
                 self._transfer.soon(partial(self._fetch, asked))
             case to_worker.Listen():
@@ -356,7 +354,6 @@ class WorkerHost(WorkerContext):
         self.groups.close()
         for thread in (self._transfer, self._ledgers, self._snapshots):
             thread.close(0.0)
-        self.saver.close()
         self.peers.close()
         tell_imports()  # what values needed, too
         self.ended = True

@@ -14,8 +14,8 @@ from colocate._role.role import RoleInfo
 from colocate._system.files import json_of
 from colocate._values.dispatch import Broadcast
 from colocate.errors import ConfigError, Mistake
-from colocate.worker.serving.checkpoint import OWN, RECORD, hook, identity_of, read, takes_ranks
-from colocate.worker.serving.contents import changed_sizes, refusal
+from colocate.features.checkpoints.contents import changed_sizes, refusal
+from colocate.features.checkpoints.files import OWN, RECORD, hook, identity_of, read, takes_ranks
 
 Tag: TypeAlias = str | int | float | None
 

@@ -10,13 +10,13 @@ from typing import Any
 
 from colocate._calls.failures import failure_error
 from colocate._calls.pending import Link, PendingCall
-from colocate._protocol import from_worker, to_worker
 from colocate._protocol.requests import Requests
 from colocate._role.call import Underway
 from colocate._system.deadline import NEVER
-from colocate._worker_group.saved import Tag
 from colocate._worker_group.workforce import Worker
 from colocate.errors import ColocateError, ForkedError
+from colocate.features.checkpoints.messages import AskSaved, Saved
+from colocate.features.checkpoints.saved import Tag
 
 
 class Saves:
@@ -26,7 +26,7 @@ class Saves:
         self._link = link
         self._tell = link.teller()
         self._slots = range(link.size)
-        self._requests: Requests[int, from_worker.Saved] = Requests(link.base)
+        self._requests: Requests[int, Saved] = Requests(link.base)
         self._error: ColocateError | None = None
 
     def finish(self, folder: Path) -> None:
@@ -50,13 +50,13 @@ class Saves:
         digests = {name: digest for told in found for name, digest in told.digests.items()}
         return [name for told in found for name in told.open], digests
 
-    def _ask(self, shares: Mapping[int, Sequence[str] | None], folder: Path) -> list[from_worker.Saved]:
+    def _ask(self, shares: Mapping[int, Sequence[str] | None], folder: Path) -> list[Saved]:
         def ask(slot: int, token: int) -> None:
-            self._tell(slot, to_worker.AskSaved(token, str(folder), shares[slot]))
+            self._tell(slot, AskSaved(token, str(folder), shares[slot]))
 
         return self._requests.ask(self._slots, ask, NEVER, lambda owing: owing)
 
-    def answered(self, worker: Worker, told: from_worker.Saved, body: Any) -> None:
+    def answered(self, worker: Worker, told: Saved, body: Any) -> None:
         """Take a worker's answer."""
         if told.failure is None:
             self._requests.answered(told.token, worker.slot, told)

@@ -20,13 +20,13 @@ from colocate._role.method import RoleMethod
 from colocate._system.files import json_of, places
 from colocate.errors import ColocateError
 from colocate.features import FEATURES
+from colocate.features.checkpoints.contents import refuse_changed
+from colocate.features.checkpoints.saver import SecondHalf
 from colocate.worker.context import WorkerContext
 from colocate.worker.hooks import OfWorker
-from colocate.worker.serving.contents import refuse_changed
 from colocate.worker.serving.failure import note
 from colocate.worker.serving.over import is_future
 from colocate.worker.serving.role_instance import RoleInstance
-from colocate.worker.serving.saver import SecondHalf
 
 RECORD = "checkpoint.json"  # in the folder of one that is complete
 OWN = ".colocate"

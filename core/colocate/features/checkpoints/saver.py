@@ -13,18 +13,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from colocate._protocol import from_worker, to_worker
 from colocate._protocol.message import Message
 from colocate._role.context import reset_current, second_halves, set_current
 from colocate._system.jobs import JobThread, report_exception
 from colocate._values.codec import Codec
+from colocate.features.checkpoints.contents import being_written, digests_of
+from colocate.features.checkpoints.messages import AskSaved, Saved
+from colocate.features.checkpoints.read_later import ReadLater
 from colocate.worker.device import Device
 from colocate.worker.serving import failure
-from colocate.worker.serving.contents import being_written, digests_of
 from colocate.worker.serving.definitions import Definitions
 from colocate.worker.serving.handlers import calls_role_code
 from colocate.worker.serving.over import going_on, wait_until_over
-from colocate.worker.serving.read_later import ReadLater
 from colocate.worker.serving.role_instance import RoleInstance
 
 SAVE = "save"
@@ -137,7 +137,7 @@ class Saver:
         for half in former:
             self._thread.soon(half.drop)
 
-    def asked(self, message: to_worker.AskSaved) -> None:
+    def asked(self, message: AskSaved) -> None:
         """Do what the driver asks for, soon. On the receiving thread."""
         try:
             self._thread.soon(partial(self._do, message))
@@ -148,7 +148,7 @@ class Saver:
         """End, without waiting for what is under way."""
         self._thread.close(0.0)
 
-    def _do(self, asked: to_worker.AskSaved) -> None:
+    def _do(self, asked: AskSaved) -> None:
         open_ones: Sequence[str] = ()
         digests: Mapping[str, str] = {}
         left: list[SecondHalf] = []
@@ -170,8 +170,8 @@ class Saver:
                 half.drop()
         else:
             self._left += later
-            self._say(from_worker.Saved(asked.token, bool(later), open_ones, digests, None), None)
+            self._say(Saved(asked.token, bool(later), open_ones, digests, None), None)
 
-    def _refuse(self, asked: to_worker.AskSaved, error: BaseException, role: str | None) -> None:
+    def _refuse(self, asked: AskSaved, error: BaseException, role: str | None) -> None:
         told, body = failure.failed(error, self._codec, self._definitions, role, False)
-        self._say(from_worker.Saved(asked.token, False, (), {}, told), body)
+        self._say(Saved(asked.token, False, (), {}, told), body)

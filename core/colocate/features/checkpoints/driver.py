@@ -1,0 +1,464 @@
+"""Checkpoints of a group: what its roles' `save` has written, whole or not there, and going on from that."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+import time
+import uuid
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn, cast
+
+import attrs
+
+from colocate._calls.pending import PendingCall
+from colocate._calls.records import CheckpointRecord
+from colocate._protocol import to_worker
+from colocate._protocol.message import Message
+from colocate._role.role import RoleInfo
+from colocate._system.deadline import Deadline
+from colocate._system.files import atomic_folder, nobody_renames
+from colocate._system.limits import AFTER_FORCE_S
+from colocate._system.numbers import FOREVER_S, shown
+from colocate._system.threads import Thread
+from colocate._values.dispatch import plan
+from colocate._version import __version__
+from colocate._views.sending import everyone, ready, refuse_inside, start
+from colocate._worker_group.hooks import OfGroup
+from colocate._worker_group.worker_group import WorkerGroup
+from colocate._worker_group.workforce import Worker
+from colocate.errors import ClosedError, ColocateError, ConfigError, RoleError
+from colocate.features.checkpoints.contents import sizes_of
+from colocate.features.checkpoints.files import RECORD
+from colocate.features.checkpoints.messages import CHECKPOINT, RESTORE, Saved
+from colocate.features.checkpoints.saved import Checkpoint, Tag, does_nothing, refuse_others, savable, takes_other_ranks
+from colocate.features.checkpoints.saving import Saves, Saving
+from colocate.features.checkpoints.worker import CheckpointsOfWorker
+
+
+class CheckpointsOfGroup(OfGroup):
+    """What a driver knows of a group's checkpoints, and of the one that is under way.
+
+    Attributes:
+        checkpoint: The last one, from which a restart goes on; None as long as there is none.
+        written: The last one that was made since the roles began; None for none.
+        saving: The last one that was written beside calls, and perhaps is yet.
+        saves: What the workers of this generation are asked.
+        writing: Held by whoever writes one: they get their names in the order in which their states were taken.
+    """
+
+    def __init__(self, worker_group: WorkerGroup) -> None:
+        self._worker_group = worker_group
+        self.checkpoint: Checkpoint | None = None
+        self.written: Checkpoint | None = None
+        self.saving: Saving | None = None
+        self.saves = Saves(worker_group)
+        self.writing = threading.Lock()
+        self._restored: Tag = None  # the tag of the one that the roles were restored from
+        self._began: str | None = None  # which one that was
+        self._first: Path | None = None  # the folder that the group begins at, until it has
+
+    # -- hooks
+
+    def starts(self) -> tuple[str, str] | None:
+        """Return folder and identity of the checkpoint that the roles go on from, which is looked at once more."""
+        group, found = self._worker_group, self.checkpoint
+        if self._first is not None:
+            found, self._first = Checkpoint.read(self._first, group.roles), None
+        elif found is not None and group.may_resize:
+            Checkpoint.read(found.folder, group.roles)  # says so where roles can't be restored from that
+        self.began_from(found)
+        return None if found is None else (str(found.folder), found.identity)
+
+    def source(self) -> str | None:
+        """Return the last checkpoint, as it is told."""
+        return None if self.checkpoint is None else f"its checkpoint {self.checkpoint.tag!r}"
+
+    def tag(self) -> Tag:
+        """Return the tag of the checkpoint that the roles were restored from."""
+        return self._restored
+
+    def renewed(self) -> None:
+        """Ask the new workers from now on."""
+        self.saves = Saves(self._worker_group)
+
+    def failed(self, error: ColocateError) -> None:
+        """Have a checkpoint that is under way be void."""
+        if self._worker_group.closed_by is None and self.saving is not None and not self.saving.done():
+            self.saving.is_void = True
+        self.saves.fail(error)
+
+    def heard(self, worker: Worker, message: Message, body: Any) -> None:
+        """Take a worker's answer."""
+        assert isinstance(message, Saved)
+        self.saves.answered(worker, message, body)
+
+    def under_way(self) -> str | None:
+        """Return the checkpoint that is being written."""
+        return None if self.saving is None or self.saving.done() else self.saving.label
+
+    def ending(self, grace: float) -> Sequence[BaseException]:
+        """Wait for a checkpoint that is written beside the calls, within the grace; return what nobody was told of."""
+        saving, group = self.saving, self._worker_group
+        if saving is None:
+            return []
+        if not saving.done():
+            deadline = Deadline(grace)
+            if group.life.failure is None:
+                group.send(group.live(), to_worker.Stop())  # calls that run are told that nobody waits for them
+            group.workforce.wind_down(grace, deadline)
+            saving._then(lambda _: group.workforce.stages.wake())
+            group.workforce.stages.wait(lambda: group.hurried or saving.done(), group.workforce.overdue)
+            late = ClosedError(
+                f"{saving.label} of group {group.name!r} wasn't all written {grace:g} s after the group was closed by "
+                f"{group.closed_by}: it is void, and an earlier one stays. Wait for its result() before, or give "
+                "close(grace=...) as long as it takes",
+                closed_by=group.closed_by,
+            )
+            self.saves.fail(late)
+            if not saving.wait(AFTER_FORCE_S):  # what writes to a disk hears of it later
+                return [late]
+        error = saving.untold()
+        return [] if error is None else [error]
+
+    def kept(self) -> tuple[Checkpoint | None, Tag] | None:
+        """Return what a restart goes on from, and what the roles were restored from."""
+        return None if self.checkpoint is None and self._restored is None else (self.checkpoint, self._restored)
+
+    def take(self, kept: tuple[Checkpoint | None, Tag]) -> None:
+        """Take up what a restart goes on from."""
+        self.checkpoint, self._restored = kept
+
+    # -- what is known
+
+    def begins_at(self, folder: Path) -> None:
+        """Have the group begin as a checkpoint has it.
+
+        Raises:
+            ConfigError: There is none for this group.
+        """
+        Checkpoint.read(folder.absolute(), self._worker_group.roles)  # told before anything is started
+        self._first = folder.absolute()
+
+    def committed(self, checkpoint: Checkpoint) -> None:
+        """Note a new checkpoint: what comes after it is a new attempt."""
+        self.checkpoint = self.written = checkpoint
+        self._worker_group.restarts.progressed()
+
+    def progressed(self) -> None:
+        """Note something new to go on from: what fails from now on has its own number of attempts."""
+        self._worker_group.restarts.progressed()
+
+    def began_from(self, checkpoint: Checkpoint | None) -> None:
+        """Note that the roles are as a checkpoint has them, or as constructed."""
+        self.checkpoint = checkpoint
+        self._restored = None if checkpoint is None else checkpoint.tag
+        self._began = None if checkpoint is None else checkpoint.identity
+        self.written = None
+
+    @property
+    def restarts(self) -> int:
+        """How often the group is rebuilt at most without a new checkpoint in between; 0: not at all."""
+        return self._worker_group.restarts.limit
+
+    @property
+    def is_current(self) -> bool:
+        """Whether roles began from the last checkpoint. One that they began from may have been lost since."""
+        return self._began == (None if self.checkpoint is None else self.checkpoint.identity)
+
+    def moved(self, before: Path, after: Path) -> None:
+        """Note that a folder which the last checkpoint may lie in has another name."""
+        if self.checkpoint is not None and self.checkpoint.folder.is_relative_to(before):
+            folder = after / self.checkpoint.folder.relative_to(before)
+            self.checkpoint = self.written = attrs.evolve(self.checkpoint, folder=folder)
+
+    def lost(self, folder: Path, before: Checkpoint | None) -> None:
+        """Note that what was made in a folder is gone; before that there was another checkpoint, or none."""
+        if self.checkpoint is not None and self.checkpoint.folder.is_relative_to(folder):
+            self.checkpoint, self.written = before, None
+
+    def raise_unasked(self) -> None:
+        """Raise what the last one has failed of that was written beside calls, unless somebody was told."""
+        saving, self.saving = self.saving, None
+        if saving is not None and (error := saving.untold()) is not None:
+            error.add_note(f"that was {saving.label} of group {self._worker_group.name!r}; another one wasn't begun")
+            raise error
+
+    # -- for users
+
+    def write(self, folder: Path, tag: Tag) -> None:
+        """See `ColocatedGroup.checkpoint`."""
+        write(self._worker_group, folder, tag)
+
+    def begin(self, folder: Path, tag: Tag) -> Saving:
+        """See `ColocatedGroup.checkpoint`, with `wait=False`."""
+        return begin(self._worker_group, folder, tag)
+
+    def restore(self, folder: Path) -> Tag:
+        """See `ColocatedGroup.restore`."""
+        return restore(self._worker_group, folder)
+
+    def resize(self, timeout: float | None) -> int:
+        """See `ColocatedGroup.resize`."""
+        return resize(self._worker_group, timeout)
+
+
+def checkpoints_of(worker_group: WorkerGroup) -> CheckpointsOfGroup:
+    """Return what is known of a group's checkpoints."""
+    return cast("CheckpointsOfGroup", worker_group.part("checkpoints"))
+
+
+def write(worker_group: WorkerGroup, folder: Path, tag: Tag) -> None:
+    """Have every role of a group save itself, between its calls; a restart goes on from that.
+
+    Raises:
+        ConfigError: A role has only one of `save` and `restore`, or none has them; or the folder is something else's,
+            or the tag nothing to write down.
+        RoleError: A `save` raised, or what it has returned failed, or not all is written when both are over; or a
+            kept call before it has failed, whose resident nobody has used or can use any more; or the checkpoint before
+            has failed, and nobody was told. There is no checkpoint then, and an earlier one stays.
+    """
+    with _begun(worker_group, folder, tag, wait=True) as complete:
+        complete()
+    worker_group.home.changed()
+
+
+def begin(worker_group: WorkerGroup, folder: Path, tag: Tag) -> Saving:
+    """As `write`, but roles have only taken their states when this returns: the rest goes on beside the calls."""
+    saving = Saving(worker_group, tag, folder.absolute())
+    begun = _begun(worker_group, folder, tag, wait=False)
+    complete = begun.__enter__()
+    try:
+        checkpoints_of(worker_group).saving = saving
+        name = f"colocate-checkpoint-{worker_group.name}"
+        Thread(target=_go_on, args=(worker_group, saving, begun, complete), name=name).start()
+    except BaseException as error:  # no thread is to be had
+        checkpoints_of(worker_group).saving = None
+        begun.__exit__(type(error), error, error.__traceback__)
+        raise
+    return saving
+
+
+def _go_on(
+    worker_group: WorkerGroup,
+    saving: Saving,
+    begun: contextlib.AbstractContextManager[object],
+    complete: Callable[[], None],
+) -> None:
+    """Complete a checkpoint, on a thread of its own. Who waits for it is told last."""
+    try:
+        try:
+            complete()
+        except BaseException as error:
+            begun.__exit__(type(error), error, error.__traceback__)
+            raise
+        begun.__exit__(None, None, None)
+        worker_group.home.changed()
+    except BaseException as error:
+        saving._fail(error)
+    else:
+        saving._settle(None)
+
+
+@contextlib.contextmanager
+def _begun(worker_group: WorkerGroup, folder: Path, tag: Tag, wait: bool) -> Iterator[Callable[[], None]]:
+    """A block in which a checkpoint is to be completed, by what it is given, and behind which it counts.
+
+    All roles have taken their states when it is entered. It may be left on another thread.
+    """
+    if not isinstance(tag, str | int | float):
+        raise ConfigError(f"checkpoint(tag) must be text, a number or None, not {shown(tag)}")
+    saved = savable(worker_group.roles)
+    refuse_inside("checkpoint", worker_group.name)
+    folder = folder.resolve() if folder.name in ("", "..") else folder.absolute()  # it gets its name by a rename
+    found = Checkpoint(folder, tag, uuid.uuid4().hex)
+    with checkpoints_of(worker_group).writing:  # as long as it is under way
+        checkpoints_of(worker_group).raise_unasked()
+        _refuse_forgotten(worker_group)
+        with nobody_renames(folder):
+            refuse_others(folder, saved)
+        worker_group.residents.raise_untold()
+        generation, saves = worker_group.generation, checkpoints_of(worker_group).saves
+        with atomic_folder(folder, _committing(worker_group, found, saved, saves, wait)) as part:
+            began = time.time()
+            for name in saved:
+                (part / name).mkdir()
+            is_left = any(_submit(worker_group, part, wait=wait).result())
+            taken = time.time()
+            worker_group.residents.raise_untold()
+
+            files: dict[str, tuple[int, str]] = {}
+
+            def complete() -> None:
+                if is_left:
+                    saves.finish(part)
+                _refuse_fixed(worker_group, part, saved)
+                files.update(_looked_at(worker_group.name, saves, part, saved))
+                record = {
+                    "id": found.identity,
+                    "tag": tag,
+                    "group": worker_group.name,
+                    "generation": generation,
+                    "roles": {
+                        name: {"class": info.cls.__qualname__, "ranks": len(info.slots)} for name, info in saved.items()
+                    },
+                    "files": files,
+                    "colocate": __version__,
+                }
+                (part / RECORD).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+
+            yield complete
+        nbytes = sum(size for size, _ in files.values())
+        told = CheckpointRecord(worker_group.name, tag, folder, nbytes, began, taken, time.time())
+        worker_group.services.tell("colocate_group_checkpointed", told)
+
+
+def _refuse_fixed(worker_group: WorkerGroup, part: Path, saved: Mapping[str, RoleInfo]) -> None:
+    """Refuse what only as many ranks could go on from, where a restart may have another number of them.
+
+    Raises:
+        RoleError: It is such.
+    """
+    for name, info in saved.items() if worker_group.may_resize else ():
+        if not takes_other_ranks(info.cls, part / name) and not does_nothing(info.cls):
+            raise RoleError(
+                f"group {worker_group.name!r} may have {worker_group.home.least} to {len(worker_group.whole)} slots, "
+                f"and what {name}.save() writes can be restored by {len(info.slots)} ranks alone: write it by "
+                "torch.distributed.checkpoint, or have restore(directory, ranks), which is told how many have saved",
+                group=worker_group.name,
+                role=name,
+                method="save",
+            )
+
+
+def _looked_at(group: str, saves: Saves, part: Path, saved: Mapping[str, RoleInfo]) -> dict[str, tuple[int, str]]:
+    """Return the files that a group has written, with size and digest, as its workers see them.
+
+    Raises:
+        RoleError: Something isn't there yet, or is being written.
+    """
+
+    def refuse(name: str, why: str) -> NoReturn:
+        role = name.partition("/")[0]
+        raise RoleError(
+            f"the checkpoint of group {group!r} isn't all written, though {role}.save() is over on all "
+            f"ranks: {why}. What it writes on a thread or in a process of its own, it has to wait for or to return (a "
+            "future, a thread, what dcp.async_save returns); nothing counts, and an earlier checkpoint stays",
+            group=group,
+            role=role,
+            method="save",
+        )
+
+    before = sizes_of(part)
+    for name, info in saved.items():
+        if not (does_nothing(info.cls) or any(each.startswith(f"{name}/") for each in before)):
+            refuse(name, "there is no file in its folder. (A role without a state has no save() and restore().)")
+    for name in before:
+        if name.endswith(".distcp") and f"{name.rpartition('/')[0]}/.metadata" not in before:
+            refuse(name, f"torch.distributed.checkpoint has written {name}, and no .metadata beside it")
+    being_written, digests = saves.look(part, [*before])
+    for name in being_written:
+        refuse(name, f"{name} is open there, to be written")
+    after = sizes_of(part)
+    for name in sorted({name for name, _ in before.items() ^ after.items()}):
+        refuse(name, f"{name} has changed since")
+    return {name: (size, digests[name]) for name, (size, _) in after.items()}
+
+
+def restore(worker_group: WorkerGroup, folder: Path) -> Tag:
+    """Have the roles of a group go on from a checkpoint, between its calls; a restart goes on from that, too.
+
+    Raises:
+        ConfigError: There is none for this group.
+        RoleError: A `restore` raised, or another checkpoint took the place of this one meanwhile. Some roles may be as
+            they were, others not.
+    """
+    refuse_inside("restore", worker_group.name)
+    with checkpoints_of(worker_group).writing:
+        found, generation = Checkpoint.read(folder.absolute(), worker_group.roles), worker_group.generation
+        _submit(worker_group, found.folder, RESTORE, identity=found.identity).result()
+        with worker_group.order.lock:
+            worker_group.check()
+            if worker_group.generation != generation:
+                raise ColocateError(
+                    f"group {worker_group.name!r} was restarted while {found.tag!r} was restored: that is void"
+                )
+            checkpoints_of(worker_group).began_from(found)
+            for part in worker_group.parts.values():
+                part.restored()
+    worker_group.home.changed()
+    return found.tag
+
+
+def _refuse_forgotten(worker_group: WorkerGroup) -> None:
+    """A run goes on, and has a checkpoint of this group, which nobody has restored: what is saved now is another's."""
+    left = worker_group.services.resumed.get(worker_group.name)
+    if left is not None and checkpoints_of(worker_group).checkpoint is None:
+        raise ConfigError(
+            f"group {worker_group.name!r} has begun anew, though the run was resumed and has a checkpoint of it in "
+            f"{left}: call group.restore(folder) with that folder (it lies in run.resumed), or pass "
+            "spawn(restore=folder). A group that is meant to begin anew needs another name"
+        )
+
+
+@contextlib.contextmanager
+def _committing(
+    worker_group: WorkerGroup, checkpoint: Checkpoint, saved: Collection[str], saves: Saves, wait: bool
+) -> Iterator[None]:
+    """A failed group is restored from the last checkpoint before: nothing may take its folder's name then.
+
+    One that was written beside the calls counts also when the group is closing, as long as that waits for it.
+    """
+    with worker_group.order.lock:
+        if wait or worker_group.alive:
+            worker_group.check()
+        saves.check()  # of the workers that have written it: the group may have been restarted since
+        refuse_others(checkpoint.folder, saved)  # it may have been filled meanwhile
+        yield
+        checkpoints_of(worker_group).committed(checkpoint)
+
+
+def _submit(worker_group: WorkerGroup, folder: Path, what: str = CHECKPOINT, **more: Any) -> PendingCall:
+    role, spec = everyone(worker_group), CheckpointsOfWorker.calls[what]
+    planned = plan(spec.dispatch, {"directory": str(folder), **more}, role.ranks)
+    call = PendingCall(what, "", what, role.slots)
+    return start(ready(worker_group, call, role, spec, planned, [], FOREVER_S))  # large ones take long
+
+
+def resize(worker_group: WorkerGroup, timeout: float | None) -> int:
+    """Restart a group from its last checkpoint, if there are more slots for it now; return how many it has.
+
+    Raises:
+        ConfigError: It isn't restarted, or has no checkpoint.
+        ColocateError: Calls are pending.
+        TimeoutError: It isn't ready yet.
+    """
+    name, restarts, checkpoints = worker_group.name, worker_group.restarts, checkpoints_of(worker_group)
+    if not restarts.limit:
+        raise ConfigError(f"group {name!r} can't be resized: that is a restart, and it has on_failure='fail'")
+    if has_more(worker_group):
+        if checkpoints.checkpoint is None:
+            raise ConfigError(f"group {name!r} can't be resized: there is no checkpoint to go on from; make one before")
+        with checkpoints.writing:  # none is under way
+            if pending := worker_group.unsettled():
+                labels = ", ".join(dict.fromkeys(call.label for call in pending))
+                raise ColocateError(f"group {name!r} can't be resized while calls are pending: {labels}")
+            begin_resize(worker_group)
+        restarts.wait(timeout)
+    return worker_group.size
+
+
+def has_more(worker_group: WorkerGroup) -> bool:
+    """Whether there are more slots for a group than it has. Lost ones are reserved again for that."""
+    has = worker_group.size
+    return has < len(worker_group.whole) and worker_group.home.regrow(worker_group) > has
+
+
+def begin_resize(worker_group: WorkerGroup) -> ColocateError | None:
+    """Begin to restart a group with all slots that there are for it; return what whoever calls it is told."""
+    worker_group.restarts.progressed()  # it is no try
+    name = worker_group.name
+    worker_group.fail(ColocateError(f"group {name!r} is resized: there are more slots for it", group=name))
+    return worker_group.life.told()
