@@ -38,7 +38,7 @@ from colocate._worker_group.worker_group import Attachment, WorkerGroup
 from colocate.errors import BorrowedError, ColocateError, ConfigError, EngineError
 from colocate.executor import Detachable, Lease, Request, Reservation
 
-_FORM = 10  # goes up when what is pickled in a record has moved or changed, and the version of colocate hasn't
+_FORM = 11  # goes up when what is pickled in a record has moved or changed, and the version of colocate hasn't
 _AGAIN_S = 0.5
 
 # -- the record
