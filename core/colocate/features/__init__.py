@@ -7,6 +7,7 @@ The kernel names none of them. Without its folder and its row here the rest runs
 
 from __future__ import annotations
 
+import threading
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -50,6 +51,9 @@ FEATURES = {
 }
 CALLS = {said: name for name, feature in FEATURES.items() for said in feature.calls}
 """The features behind calls on whole workers, by what these say."""
+importing: set[int] = set()
+"""The threads that import a feature now. What that needs is installed with colocate: nobody asks the driver for it, as
+a worker imports a feature where it receives, and would wait for itself."""
 _BY_MESSAGE = {kind: name for name, feature in FEATURES.items() for kind in feature.messages}
 _BY_OPTION = {option: name for name, feature in FEATURES.items() for option in feature.options}
 
@@ -76,7 +80,7 @@ def of_message(kind: str) -> str | None:
     """Import the messages of the feature that has one of this kind, and return its name; None where none has."""
     name = _BY_MESSAGE.get(kind)
     if name is not None:
-        import_module(f"{__name__}.{name}.messages")
+        _imported(name, "messages")
     return name
 
 
@@ -106,4 +110,13 @@ def _row(name: str) -> Feature:
 
 def _half(name: str, where: str) -> Any:
     module, _, cls = where.partition(":")
-    return getattr(import_module(f"{__name__}.{name}.{module}"), cls)
+    return getattr(_imported(name, module), cls)
+
+
+def _imported(name: str, module: str) -> Any:
+    thread = threading.get_ident()
+    importing.add(thread)
+    try:
+        return import_module(f"{__name__}.{name}.{module}")
+    finally:
+        importing.discard(thread)

@@ -51,7 +51,7 @@ def needs_feature(name: str) -> Callable[[F], F]:
     """Mark a test of something else that uses a feature: where that isn't there, it is skipped with its name."""
 
     def mark(test: F) -> F:
-        test.__dict__["feature"] = name
+        test.__dict__["features"] = (*test.__dict__.get("features", ()), name)
         return test
 
     return mark
@@ -196,9 +196,9 @@ class ExecutorCase:
         capability = getattr(request.function, "capability", None)
         if capability is not None and not isinstance(runtime._node.services.executor, capability):
             pytest.skip(f"executor {runtime.name!r} lacks {capability.__name__}")
-        feature = getattr(request.function, "feature", None)
-        if feature is not None and feature not in FEATURES:
-            pytest.skip(f"feature {feature!r} isn't here")
+        for feature in getattr(request.function, "features", ()):
+            if feature not in FEATURES:
+                pytest.skip(f"feature {feature!r} isn't here")
 
     @pytest.fixture(scope="class")
     @classmethod

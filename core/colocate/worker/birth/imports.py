@@ -17,6 +17,7 @@ from pathlib import Path
 from types import CodeType, FrameType, ModuleType
 from typing import Any
 
+from colocate import features
 from colocate._definitions import ids
 from colocate._definitions.sources import Refused, Source, digest, in_the_way, is_shipped_with_python
 from colocate._system.jobs import message_of
@@ -126,8 +127,9 @@ class DriversModules:
         self._found = {name: found for name, found in self._found.items() if name in sys.modules}
 
     def _may_ask(self) -> bool:
-        """Not in a child that a role has forked, and not on the thread that would have to receive the answer."""
-        return os.getpid() == self._pid and threading.get_ident() != self.receiver
+        """Not in a child that a role has forked, nor on a thread that would have to receive the answer."""
+        thread = threading.get_ident()
+        return os.getpid() == self._pid and thread != self.receiver and thread not in features.importing
 
 
 @contextlib.contextmanager

@@ -23,7 +23,7 @@ from colocate.errors import (
     WorkerDied,
 )
 from colocate.executor import OwnProcess
-from colocate.testing.executors._base import ExecutorCase, Spawn, needs, of_executor
+from colocate.testing.executors._base import ExecutorCase, Spawn, needs, needs_feature, of_executor
 from colocate.testing.features.weights.probes import (
     Asker,
     Declared,
@@ -132,6 +132,7 @@ class WeightSyncs(ExecutorCase):
         taker.fail(1, None)
         assert colocate.sync_weights(giver, taker).version == 1
 
+    @needs_feature("checkpoints")
     def test_who_may_not_use_stale_weights(self, spawn: Spawn, tmp_path: Path) -> None:
         """Neither another sync, nor a role of the same worker, nor a group that goes on from their checkpoint."""
         pytest.importorskip("torch")
@@ -156,6 +157,7 @@ class WeightSyncs(ExecutorCase):
             other.role("taker", Taker).generate()
         assert colocate.sync_weights(other.role("giver", Giver), other.role("taker", Taker)).version == 2
 
+    @needs_feature("checkpoints")
     def test_weights_both_ways_after_a_restore(self, spawn: Spawn, tmp_path: Path) -> None:
         """A role that has got weights gives them on as they were restored, unless these were half of others."""
         pytest.importorskip("torch")
@@ -186,6 +188,7 @@ class WeightSyncs(ExecutorCase):
             with pytest.raises(StaleWeightsError, match="where it was stale: a sync of one to it has failed"):
                 colocate.sync_weights(other, one)
 
+    @needs_feature("checkpoints")
     def test_weights_that_nothing_restored(self, spawn: Spawn, tmp_path: Path) -> None:
         """A role without a checkpoint gives on what it has, and in a new group nothing: that is its constructor's."""
         pytest.importorskip("torch")
