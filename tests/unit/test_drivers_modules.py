@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from colocate import features
 from colocate._definitions.sources import Source
 from colocate._protocol.from_worker import Failure
 from colocate.worker.birth.imports import DriversModules
@@ -107,3 +108,17 @@ def test_the_receiver_may_need_importlibs_lock(driver: DriversModules, monkeypat
     monkeypatch.setattr(driver, "_ask", ask)
     assert len(imported().READS) == 3
     assert driver.find_spec(NAME, None) is not None  # by itself, without that lock
+
+
+def test_what_features_need_nobody_asks_for() -> None:
+    """A lane that receives by itself imports a feature there: it would wait for its own answer."""
+    asked: list[str] = []
+    finder = DriversModules(lambda name: asked.append(name) or {})  # type: ignore[func-returns-value]
+    features.importing.add(threading.get_ident())
+    try:
+        assert finder.find_spec("pytest", None) is not None
+        assert asked == []
+    finally:
+        features.importing.discard(threading.get_ident())
+    assert finder.find_spec("pytest", None) is not None
+    assert asked == ["pytest"]
