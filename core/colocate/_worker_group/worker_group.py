@@ -307,8 +307,7 @@ class WorkerGroup(Link):
         self.restarts = Restarts(self, restarts)
         # Which roles may have memory that sleeps
         self.sleepers = Sleepers(self.roles if home.attachment is not None else ())
-        self._making = threading.Lock()  # held while a half of a feature is made
-        self.parts: Mapping[str, OfGroup] = {}  # the halves of features that are there, by the names of these
+        self._parts: dict[str, OfGroup] = {}  # the halves of features that are there, by the names of these
         for spec in declared.specs.values():
             for feature in features.of_options(spec):
                 self.part(feature)
@@ -383,11 +382,15 @@ class WorkerGroup(Link):
         Raises:
             CapabilityError: There is no such feature here.
         """
-        if name not in self.parts:
-            with self._making:
-                if name not in self.parts:  # anew: others may go through those that are there
-                    self.parts = {**self.parts, name: features.of_group(name)(self)}
-        return self.parts[name]
+        found = self._parts.get(name)
+        if found is None:  # without a lock, as the main thread may ask: of two that are made one counts
+            found = self._parts.setdefault(name, features.of_group(name)(self))
+        return found
+
+    @property
+    def parts(self) -> Mapping[str, OfGroup]:
+        """The halves of features that are there now, by the names of these."""
+        return self._parts.copy()
 
     def teller(self) -> Callable[[int, Message], None]:
         """Return what sends a message to one worker of this generation, if it runs."""
