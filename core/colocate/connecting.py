@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import attrs
 
 from colocate._plugins.plugins import find_executor
-from colocate._signals.at_work import waited_for
-from colocate._signals.off_main import off_main
+from colocate._signals.deferred import run_deferred
+from colocate._signals.in_framework import waited_for
 from colocate._system.nearest import nearest
 from colocate._system.tracebacks import fold_uncaught, without_own_frames
 from colocate.errors import ColocateError, ConfigError
@@ -70,7 +70,7 @@ def connect(
     refuse_while_importing(f"connect({executor!r})")
     fold_uncaught()
     cls = find_executor(executor)
-    off_main(lambda: cls.foresee(options))
+    run_deferred(lambda: cls.foresee(options))
     from colocate._api.runtime import begin
 
     with _suggesting(connect, cls):

@@ -31,7 +31,7 @@ from colocate._plugins.strays import of_this_machine as of_this_machine
 from colocate._protocol.commands import Seen as Seen
 from colocate._protocol.message import read as read
 from colocate._protocol.requests import Requests as Requests
-from colocate._signals.off_main import off_main as off_main
+from colocate._signals.deferred import run_deferred as run_deferred
 from colocate._system.deadline import Deadline as Deadline
 from colocate._system.files import GrowingFile as GrowingFile
 from colocate._system.files import atomic_folder as atomic_folder
@@ -136,7 +136,7 @@ class Driver:
 
     def places_of(self, group: str) -> list[Place]:
         """Return where the workers of a group run; nothing of one that is long gone."""
-        worker_group = self._node.crew_of(group)
+        worker_group = self._node.worker_group_of(group)
         workers = () if worker_group is None else worker_group.workforce.workers
         return [Place(each.slot, each.boot.node, each.boot.device) for each in workers]
 
@@ -199,7 +199,7 @@ def regrow(group: ColocatedGroup) -> ColocateError | None:
         return begin_resize(node) if has_more(node) else None
 
     is_short = node.size < len(node.whole) and checkpoints_of(group).checkpoint is not None
-    return off_main(begin) if is_short else None
+    return run_deferred(begin) if is_short else None
 
 
 def fail(group: ColocatedGroup, error: ColocateError) -> None:

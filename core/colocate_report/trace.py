@@ -23,7 +23,7 @@ from colocate.driver import (
     Held,
     MoveRecord,
     TransferRecord,
-    off_main,
+    run_deferred,
 )
 from colocate.errors import ColocateError
 
@@ -90,7 +90,7 @@ class Trace:
         try:
             self._driver.settle()
         finally:
-            off_main(self._end, waits_s=None, in_any_case=True)
+            run_deferred(self._end, waits_s=None, in_any_case=True)
 
     def _is_at(self, path: Path) -> bool:
         file = self._file

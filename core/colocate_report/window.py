@@ -31,9 +31,9 @@ from colocate.driver import (
     Requests,
     Seen,
     Thread,
-    off_main,
     read,
     report_exception,
+    run_deferred,
 )
 from colocate.errors import ClosedError, ColocateError, EngineError
 from colocate.executor import Watchable, Window
@@ -75,7 +75,7 @@ class ClusterWindow:
     def close(self) -> None:
         """Nobody looks any more."""
         if os.getpid() == self._process:  # a child's is its parent's
-            off_main(self._close)
+            run_deferred(self._close)
 
     def _close(self) -> None:
         self._executor.retract(self._window)
@@ -165,7 +165,7 @@ def window(runtime: Runtime, name: str) -> Iterator[None]:
         if isinstance(executor, Watchable):
             new = partial(ClusterWindow, executor, name, f"{platform.node()}/{job.id}", scene.seen, driver.ports)
             try:
-                windows.callback(off_main(new).close)
+                windows.callback(run_deferred(new).close)
             except (OSError, ColocateError) as error:
                 _log.warning("others of the cluster can't look at job %s: %s", name, error)
         yield

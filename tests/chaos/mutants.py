@@ -97,11 +97,11 @@ def lost_byte() -> None:
 
 def unkept_budget() -> None:
     """Roles that take turns are woken, and none makes room."""
-    from colocate.worker.memory.turns import Residency
+    from colocate.worker.memory.turns import TurnScheduler
 
-    _replace(Residency, "_make_room", lambda self, name, coming: None)
-    _replace(Residency, "_clear", lambda self, name: None)
-    _replace(Residency, "check", lambda self, role, what, more=None: None)
+    _replace(TurnScheduler, "_make_room", lambda self, name, coming: None)
+    _replace(TurnScheduler, "_clear", lambda self, name: None)
+    _replace(TurnScheduler, "check", lambda self, role, what, more=None: None)
 
 
 def half_synced() -> None:

@@ -19,7 +19,7 @@ from tests.chaos.records import Played, Sent
 
 import colocate
 from colocate._role.rows import RowStream
-from colocate._signals.off_main import off_main
+from colocate._signals.deferred import run_deferred
 from colocate._views.sleeping import start_sleep, start_wake
 
 LONG_S = float(os.environ.get("COLOCATE_CHAOS_LONG_S", "30"))
@@ -284,7 +284,7 @@ class Steps:
         sent.expected = moved
 
         def later(view: Any, ident: int) -> colocate.Call[Any]:
-            return colocate.Call(off_main(lambda: move(group._node, role, None, timeout)))
+            return colocate.Call(run_deferred(lambda: move(group._node, role, None, timeout)))
 
         self.submit(played, sent, later)
         return sent

@@ -30,7 +30,7 @@ import psutil
 import colocate
 from colocate import ColocatedGroup, Role, Runtime, method
 from colocate._api.connection import live
-from colocate._signals.off_main import COURIER
+from colocate._signals.deferred import COURIER
 from colocate._system.lines import is_own_code
 
 HANGS_AFTER_S = 30.0

@@ -14,7 +14,7 @@ import pytest
 import colocate
 from colocate import ColocatedGroup, Runtime
 from colocate._calls.pending import PendingCall
-from colocate._signals.at_work import waited_for
+from colocate._signals.in_framework import waited_for
 from colocate._worker_group.worker_group import WorkerGroup
 from colocate.errors import ClosedError, ColocateError, EngineError, GroupRestarted, PlacementError
 from colocate.executor import Request, Reservation, Watchable

@@ -60,16 +60,18 @@ def test_it_is_the_same_for_all(ranks: list[Any], pool: ThreadPoolExecutor) -> N
     """Whoever comes, and withdraws, when."""
     seen = set()
     for number in range(200):
-        board = f"board {number}"
+        rendezvous_key = f"rendezvous_key {number}"
         turns = [(rank, False) for rank in range(RANKS)]
         turns += [(rank, True) for rank in random.Random(number).sample(range(RANKS), number % RANKS)]
         random.Random(number).shuffle(turns)
-        leaving = [pool.submit(withdraw, ranks[rank][1], board) for rank, leaves in turns[:1] if leaves]
-        come = [pool.submit(all_make, ranks[rank][0], board, rank, RANKS) for rank, leaves in turns if not leaves]
-        leaving += [pool.submit(withdraw, ranks[rank][1], board) for rank, leaves in turns[1:] if leaves]
+        leaving = [pool.submit(withdraw, ranks[rank][1], rendezvous_key) for rank, leaves in turns[:1] if leaves]
+        come = [
+            pool.submit(all_make, ranks[rank][0], rendezvous_key, rank, RANKS) for rank, leaves in turns if not leaves
+        ]
+        leaving += [pool.submit(withdraw, ranks[rank][1], rendezvous_key) for rank, leaves in turns[1:] if leaves]
         (made,) = {each.result(PATIENCE_S) for each in come}
         if made:
-            have = [pool.submit(all_have, ranks[rank][0], board, rank, RANKS, 60.0) for rank in range(RANKS)]
+            have = [pool.submit(all_have, ranks[rank][0], rendezvous_key, rank, RANKS, 60.0) for rank in range(RANKS)]
             assert all(each.result(PATIENCE_S) for each in have)
         assert all(each.result(PATIENCE_S) == made for each in leaving)
         seen.add(made)
@@ -91,7 +93,9 @@ def test_back_when_it_is_made(ends: bool, monkeypatch: pytest.MonkeyPatch, pool:
         end.wait(PATIENCE_S)
         made.append(making.unfinished())
 
-    plan: Any = SimpleNamespace(name="policy/actor/*", board="board", index=0, slots=(0, 1), timeout_s=60.0, make=make)
+    plan: Any = SimpleNamespace(
+        name="policy/actor/*", rendezvous_key="rendezvous_key", index=0, slots=(0, 1), timeout_s=60.0, make=make
+    )
     lane = pool.submit(making.have, Together("actor/*", plan, ("127.0.0.1", 1), {}))
     assert begun.wait(PATIENCE_S)
     making.end_waits(lambda seq: seq >= SEQ, "a call has failed")

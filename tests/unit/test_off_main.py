@@ -10,7 +10,7 @@ import threading
 
 import pytest
 
-from colocate._signals.off_main import COURIER, hand_over, off_main
+from colocate._signals.deferred import COURIER, defer, run_deferred
 from colocate.testing.waiting import wait_until
 
 PATIENCE_S = 10.0
@@ -37,7 +37,7 @@ def test_interruption_waits_for_what_undoes_the_work() -> None:
 
     threading.Thread(target=interrupt).start()
     with pytest.raises(KeyboardInterrupt):
-        off_main(work, undo, PATIENCE_S)
+        run_deferred(work, undo, PATIENCE_S)
     assert undone.is_set()
 
 
@@ -55,7 +55,7 @@ def test_those_that_work_at_once_end() -> None:
         goes_on.wait(PATIENCE_S)
 
     names: list[str] = []
-    done = [hand_over(each) for each in (start, *[work] * 30)]
+    done = [defer(each) for each in (start, *[work] * 30)]
     wait_until(lambda: names and len(_couriers()) > 30, "all work at once")
     goes_on.set()
     assert all(each.wait(PATIENCE_S) for each in done if each is not None)
@@ -73,7 +73,7 @@ def test_interpreter_exit() -> None:
     code = """
         import time
         import colocate
-        from colocate._signals.off_main import hand_over
+        from colocate._signals.deferred import defer
 
         class Owner:
             def __init__(self):
@@ -88,7 +88,7 @@ def test_interpreter_exit() -> None:
             print("done", flush=True)
 
         owner = Owner()
-        hand_over(late)
+        defer(late)
     """
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=60)
     assert (done.stdout, done.stderr, done.returncode) == ("done\nclosed\n", "", 0)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from colocate._signals.off_main import off_main
+from colocate._signals.deferred import run_deferred
 from colocate._system.tracebacks import NotRebuilt, rebuilding
 
 
@@ -51,7 +51,7 @@ def test_of_a_handler(handler: Any) -> None:
 def test_of_the_value() -> None:
     """Whichever thread unpacks, and whatever it is."""
     for error in (SystemExit("the value's"), ValueError("the value's")):
-        for run in (lambda work: work(), off_main):
+        for run in (lambda work: work(), run_deferred):
             with pytest.raises(NotRebuilt, match=r"it can't be rebuilt: .*the value's") as caught:
                 run(partial(of_a_class, error))
             assert caught.value.why is error

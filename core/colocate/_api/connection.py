@@ -17,8 +17,8 @@ from colocate._calls.services import Services
 from colocate._owned.dispatcher import Dispatcher
 from colocate._owned.owned import Owned, raise_together
 from colocate._plugins.needs import require
-from colocate._signals import off_main
-from colocate._signals.at_work import DISPATCHER
+from colocate._signals import deferred
+from colocate._signals.in_framework import DISPATCHER
 from colocate._system.jobs import JobThread, error_text, report_exception
 from colocate._system.limits import SETTLES_AT_EXIT_S
 from colocate._system.lines import at
@@ -118,13 +118,13 @@ class Connection(Owned):
 
             self.services.dispatcher.soon(nobody_is_told)
 
-    def crew_of(self, group: str) -> WorkerGroup | None:
+    def worker_group_of(self, group: str) -> WorkerGroup | None:
         """Return the worker group of a name; None when it is long gone."""
         return self.worker_groups.get(group) or self._gone.get(group)
 
     def slot_of(self, group: str, role: str, rank: int) -> int:
         """The slot of a rank of a role, as far as it is known: of a group that is long gone, the rank."""
-        worker_group = self.crew_of(group)
+        worker_group = self.worker_group_of(group)
         info = None if worker_group is None else worker_group.roles.get(role)
         return rank if info is None else info.slots[rank]
 
@@ -184,4 +184,4 @@ def _close_what_is_left() -> None:
                 connection.close_here("interpreter exit", 2.0, True)
         except BaseException as error:
             sys.excepthook(type(error), error, error.__traceback__)
-    off_main.settle(SETTLES_AT_EXIT_S)
+    deferred.settle(SETTLES_AT_EXIT_S)

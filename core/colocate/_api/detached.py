@@ -28,7 +28,7 @@ from colocate._definitions.bundles import pack_whole, unpack_whole
 from colocate._owned.owned import State, raise_together
 from colocate._role.budget import Budget
 from colocate._role.role import RoleInfo, check_role
-from colocate._signals.off_main import off_main
+from colocate._signals.deferred import run_deferred
 from colocate._system.lines import at, caller, origin
 from colocate._system.numbers import FOREVER_S, duration_problem
 from colocate._system.threads import Thread
@@ -370,7 +370,7 @@ def lost(pool: Slots, by: str) -> None:
 def close_detached(connection: Connection, name: str, force: bool) -> None:
     """End a detached pool, whoever made it; `force` takes it from a driver that is attached."""
     file, number = caller()
-    off_main(lambda: _close(connection, name, force, f"pool.close() at {file}:{number}"))
+    run_deferred(lambda: _close(connection, name, force, f"pool.close() at {file}:{number}"))
 
 
 def _close(connection: Connection, name: str, force: bool, by: str) -> None:

@@ -14,7 +14,7 @@ from colocate._api.memory import GroupMemory
 from colocate._api.memory import memory as memory_of
 from colocate._owned.owned import Owned
 from colocate._role.call import OnDriver
-from colocate._signals.off_main import off_main
+from colocate._signals.deferred import run_deferred
 from colocate._system.deadline import Deadline
 from colocate._system.jobs import error_text
 from colocate._system.limits import LEDGERS_WITHIN_S
@@ -49,7 +49,7 @@ class Graph:
         if not memory:
             return _node(self._root, {})
         deadline = Deadline(LEDGERS_WITHIN_S)
-        return _node(self._root, off_main(lambda: _measured(self._root, deadline)))
+        return _node(self._root, run_deferred(lambda: _measured(self._root, deadline)))
 
     def render(self, format: str = "tree", memory: bool = False) -> str:
         """The graph as text.

@@ -15,8 +15,8 @@ from colocate._role.call import Call, Underway
 from colocate._role.context import Context
 from colocate._role.method import Discardable, Tag
 from colocate._role.role import RoleInfo, written_class
-from colocate._signals.at_work import refuse_to_wait
-from colocate._signals.off_main import off_main
+from colocate._signals.deferred import run_deferred
+from colocate._signals.in_framework import refuse_to_wait
 from colocate._system.deadline import Deadline
 from colocate._system.limits import LEDGERS_WITHIN_S
 from colocate._system.numbers import limit
@@ -225,9 +225,9 @@ class ColocatedGroup(Held[WorkerGroup], node=WorkerGroup, by="pool.spawn"):
         folder = Path(directory)
         tag = folder.name if tag is None else tag
         if wait:
-            off_main(lambda: checkpoints.write(folder, tag))
+            run_deferred(lambda: checkpoints.write(folder, tag))
             return None
-        begun: Underway = off_main(lambda: checkpoints.begin(folder, tag))
+        begun: Underway = run_deferred(lambda: checkpoints.begin(folder, tag))
         return Call(begun)
 
     def restore(self, directory: str | os.PathLike[str]) -> str | int | float | None:
@@ -255,7 +255,7 @@ class ColocatedGroup(Held[WorkerGroup], node=WorkerGroup, by="pool.spawn"):
         refuse_to_wait(f"the restore of group {self.name!r}")
         folder = Path(directory)
         tag: str | int | float | None
-        tag = off_main(lambda: cast("Any", self._node.part("checkpoints")).restore(folder))
+        tag = run_deferred(lambda: cast("Any", self._node.part("checkpoints")).restore(folder))
         return tag
 
     def memory(self, timeout: float | None = LEDGERS_WITHIN_S) -> GroupMemory:
@@ -276,7 +276,7 @@ class ColocatedGroup(Held[WorkerGroup], node=WorkerGroup, by="pool.spawn"):
         self._node.check()
         limited = limit(timeout, "memory(timeout)")
         refuse_to_wait(f"the memory of group {self.name!r}")
-        return off_main(lambda: memory(self._node, Deadline(limited)))
+        return run_deferred(lambda: memory(self._node, Deadline(limited)))
 
     def sleep(
         self,
@@ -402,7 +402,7 @@ class ColocatedGroup(Held[WorkerGroup], node=WorkerGroup, by="pool.spawn"):
             found.refuse_call("resize")
         limited = limit(timeout, "resize(timeout)")
         refuse_to_wait(f"the resize of group {self.name!r}")
-        size: int = off_main(lambda: cast("Any", node.part("checkpoints")).resize(limited))
+        size: int = run_deferred(lambda: cast("Any", node.part("checkpoints")).resize(limited))
         return size
 
     def wait_ready(self, timeout: float | None = None) -> str | int | float | None:
@@ -420,7 +420,7 @@ class ColocatedGroup(Held[WorkerGroup], node=WorkerGroup, by="pool.spawn"):
         """
         limited = limit(timeout, "wait_ready(timeout)")
         refuse_to_wait(f"wait_ready of group {self.name!r}")
-        return off_main(lambda: self._node.restarts.wait(limited))
+        return run_deferred(lambda: self._node.restarts.wait(limited))
 
     def close(self, grace: float = 10.0, force: bool = False) -> None:
         """Close it: new calls are refused, running ones have `grace` seconds, then its workers are ended.

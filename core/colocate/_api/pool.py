@@ -16,8 +16,8 @@ from colocate._owned.owned import Making
 from colocate._plugins.needs import check_alone, check_needs
 from colocate._role.budget import Budget, budgets
 from colocate._role.role import RoleSpec
-from colocate._signals.at_work import refuse_to_wait
-from colocate._signals.off_main import off_main
+from colocate._signals.deferred import run_deferred
+from colocate._signals.in_framework import refuse_to_wait
 from colocate._system.numbers import amount_problem, limit, name_problem, shown, variable_problem
 from colocate._system.tracebacks import without_own_frames
 from colocate._worker_group.spawn import declare, refuse_fixed
@@ -241,7 +241,7 @@ class Pool(Held[Slots], node=Slots, by="runtime.reserve"):
         refuse_to_wait(f"detaching {self._node.kind} {self.name!r}")
         from colocate._api import detached  # which nothing else of core needs
 
-        off_main(lambda: detached.detach(self._node, name, ttl))
+        run_deferred(lambda: detached.detach(self._node, name, ttl))
 
     def close(self, grace: float = 10.0, force: bool = False) -> None:
         """Close its groups, the newest first, and give its slots back. One that is attached without `own=True` goes on.

@@ -18,8 +18,8 @@ from colocate._calls.records import check_observer
 from colocate._owned.owned import Making
 from colocate._plugins.needs import require
 from colocate._role.budget import NO_BUDGET, Budget
-from colocate._signals.at_work import refuse_to_wait
-from colocate._signals.off_main import off_main
+from colocate._signals.deferred import run_deferred
+from colocate._signals.in_framework import refuse_to_wait
 from colocate._signatures import options_of, path_text
 from colocate._system.limits import REGROWN_WITHIN_S
 from colocate._system.lines import at, caller
@@ -304,7 +304,9 @@ class Runtime(Held[Connection], node=Connection, by="colocate.connect"):
         self._node.check()
         self._node.require(Detachable, "list detached pools")
         refuse_to_wait("detached()")
-        return off_main(lambda: [dict(each) for each in cast("Detachable", self._node.services.executor).published()])
+        return run_deferred(
+            lambda: [dict(each) for each in cast("Detachable", self._node.services.executor).published()]
+        )
 
     def audit(self) -> Audit:
         """Compare the graph with what the cluster really runs and holds; false when they agree.
@@ -315,7 +317,7 @@ class Runtime(Held[Connection], node=Connection, by="colocate.connect"):
         """
         self._node.check()
         refuse_to_wait("audit()")
-        return off_main(lambda: audit(self._node))
+        return run_deferred(lambda: audit(self._node))
 
     def close(self, grace: float = 10.0, force: bool = False) -> None:
         """Close its pools, the newest first, and disconnect.

@@ -17,7 +17,7 @@ from colocate._api.connection import Connection
 from colocate._owned.owned import raise_together
 from colocate._protocol.versions import base_of
 from colocate._role.budget import Budget
-from colocate._signals.at_work import Section
+from colocate._signals.in_framework import Section
 from colocate._system.deadline import Deadline
 from colocate._system.jobs import message_of
 from colocate._system.limits import (
@@ -32,7 +32,7 @@ from colocate._system.limits import (
 )
 from colocate._system.threads import Thread
 from colocate._worker_group.spawn import Declared
-from colocate._worker_group.worker_group import Attachment, Home, WorkerGroup
+from colocate._worker_group.worker_group import Attachment, GroupOwner, WorkerGroup
 from colocate._worker_group.workforce import Worker
 from colocate.errors import ColocateError, EngineError, PlacementError
 from colocate.executor import Place, Request, Reservation, Watchable
@@ -58,7 +58,7 @@ def _refused() -> Iterator[None]:
         raise _Refused(error) from error
 
 
-class Slots(Home):
+class Slots(GroupOwner):
     """The slots of a pool, and the worker groups on them.
 
     Attributes:

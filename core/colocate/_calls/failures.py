@@ -9,7 +9,7 @@ from typing import Any
 from colocate._calls.pending import Link, PendingCall
 from colocate._protocol.consequence import OWN_WORDS, Consequence, Poisoned, Unmade
 from colocate._protocol.from_worker import Failure
-from colocate._signals.off_main import off_main
+from colocate._signals.deferred import run_deferred
 from colocate._system.jobs import OUR_FAULT, error_text
 from colocate._system.limits import RENEWED_WITHIN_S
 from colocate._system.lines import with_cells
@@ -77,7 +77,7 @@ def failure_error(
     )
     error._follows = follows
     if not follows:  # unpickled later, not on this thread, which reads all connections
-        error._unpickle = lambda: off_main(lambda: _original(link, body, kind, text))
+        error._unpickle = lambda: run_deferred(lambda: _original(link, body, kind, text))
     return error
 
 
@@ -193,7 +193,7 @@ def renew_error(link: Link, slot: int, failure: Failure, body: Any, cause: Coloc
         node=link.node(slot),
         remote_traceback=with_cells(failure.traceback),
     )
-    error.__cause__ = off_main(lambda: _original(link, body, kind, text))
+    error.__cause__ = run_deferred(lambda: _original(link, body, kind, text))
     return error
 
 
@@ -220,8 +220,8 @@ def holders_error(link: Link, slot: int, names: Sequence[str], cause: ColocateEr
 def torn_error(link: Link, call: PendingCall, updates: Mapping[int, int], cause: ColocateError | None) -> RenewalError:
     """The error of a group whose ranks have gone different numbers of updates of what they share."""
     each = ", ".join(
-        f"rank {call.rank_of(slot)} {halves // 2}{' and a part of one' if halves % 2 else ''}"
-        for slot, halves in updates.items()
+        f"rank {call.rank_of(slot)} {step_events // 2}{' and a part of one' if step_events % 2 else ''}"
+        for slot, step_events in updates.items()
     )
     error = RenewalError(
         f"group {link.name!r} failed: its ranks have no common state any more. In {call.label}, which failed, their "

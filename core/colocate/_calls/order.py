@@ -38,8 +38,8 @@ from colocate._protocol import from_worker, to_worker
 from colocate._protocol.consequence import CAUSE_MAY_COME_LATE
 from colocate._signals import at_once
 from colocate._signals.at_once import Gate
-from colocate._signals.at_work import Section
-from colocate._signals.off_main import hand_over
+from colocate._signals.deferred import defer
+from colocate._signals.in_framework import Section
 from colocate._system.jobs import Timer
 from colocate._system.limits import ALIVE_WITHIN_S, RENEWED_WITHIN_S
 from colocate.errors import ColocateError
@@ -80,7 +80,7 @@ class _Hold:
         later = [call for call, _, _ in self.later]
         for call in (*self.failures, *later, *(self.suspected or ())[:1]):
             updates = {slot: call.updates.get(slot, 0) for slot in call.targets}
-            if len(set(updates.values())) > 1 or any(halves % 2 for halves in updates.values()):
+            if len(set(updates.values())) > 1 or any(step_events % 2 for step_events in updates.values()):
                 return call, updates
         return None
 
@@ -172,9 +172,9 @@ class CallOrder:
         except BaseException as error:
             mend = partial(self._mend, calls, posting, error)
             try:
-                hand_over(mend)
+                defer(mend)
             except BaseException:  # before it was, perhaps
-                hand_over(mend)
+                defer(mend)
                 raise
             trace = error.__traceback__
             if not isinstance(error, OSError) or (trace is not None and trace.tb_next is not None):

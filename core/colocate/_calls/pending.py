@@ -18,7 +18,7 @@ from colocate._protocol.taken import Taken
 from colocate._role.call import Call, Underway
 from colocate._role.method_spec import MethodSpec
 from colocate._role.role import RoleInfo
-from colocate._signals.off_main import off_main, settle
+from colocate._signals.deferred import run_deferred, settle
 from colocate._system.jobs import Timer, error_text
 from colocate._system.lines import at, shown
 from colocate._system.tracebacks import NotRebuilt, rebuilding
@@ -200,7 +200,7 @@ class PendingCall(Underway):
         self._check_fork()
         self._check_unsent()
         link = self.link
-        return link is not None and not self.done() and off_main(lambda: link.cancel(self))
+        return link is not None and not self.done() and run_deferred(lambda: link.cancel(self))
 
     def _wait(self, timeout: float | None) -> None:
         if self.pipeline is not None:
@@ -318,7 +318,7 @@ class PendingCall(Underway):
         self._check_fork()
         self._callbacks.append((callback, own))
         if self.done():
-            off_main(self._run_callbacks)
+            run_deferred(self._run_callbacks)
 
     def _dispatch(self, callback: Callable[[Any], object], own: bool) -> None:
         if self.link is None:

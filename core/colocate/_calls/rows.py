@@ -19,7 +19,7 @@ from colocate._calls.pending import Link, PendingCall, result_of
 from colocate._definitions.packed import packed_bytes
 from colocate._protocol import from_worker, to_worker
 from colocate._role.rows import OnError
-from colocate._signals.at_work import Section
+from colocate._signals.in_framework import Section
 from colocate._system.jobs import error_text
 from colocate._system.numbers import plural
 from colocate.errors import CallCancelled, ClosedError, ColocateError, SerializationError

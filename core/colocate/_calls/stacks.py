@@ -11,7 +11,7 @@ from colocate._calls.pending import Link
 from colocate._protocol.from_worker import Stack
 from colocate._protocol.requests import Request, Requests
 from colocate._protocol.to_worker import AskStack
-from colocate._signals.at_work import Section
+from colocate._signals.in_framework import Section
 from colocate._system.jobs import JobThread
 from colocate._system.limits import SILENT_AFTER_S, STACKS_WITHIN_S
 

@@ -236,7 +236,7 @@ def in_the_way(name: str, here: str, there: str) -> str:
     )
 
 
-class Given:
+class ShippedModules:
     """What the workers of one group have got of the driver's modules.
 
     The driver may import such a module later, or once more: either makes it news, which calls look at once.
@@ -302,7 +302,7 @@ class _Imports:
                 given.news.add(name)
 
 
-_all: weakref.WeakValueDictionary[int, Given] = weakref.WeakValueDictionary()
+_all: weakref.WeakValueDictionary[int, ShippedModules] = weakref.WeakValueDictionary()
 _IMPORTS: Any = _Imports()
 
 

@@ -13,8 +13,8 @@ from colocate import _display as html
 from colocate._calls.pending import PendingCall, result_of
 from colocate._protocol.uses import Item, Origin, Own, Part, Pick, Rows, Source, Use
 from colocate._role.call import INSTEAD_OF_RESIDENT, OnDriver, Resident, ResidentSpec
-from colocate._signals.at_work import refuse_to_wait
-from colocate._signals.off_main import off_main
+from colocate._signals.deferred import run_deferred
+from colocate._signals.in_framework import refuse_to_wait
 from colocate._system.lines import at
 from colocate._system.numbers import FOREVER_S, limit, size_text
 from colocate._values import batch
@@ -237,7 +237,7 @@ class KeptResident(Resident[T_co]):
         link = self._residents.link
         if link.forked:
             link.check()
-        off_main(lambda: self._residents.release(self._kept, "free()"), waits_s=None)
+        run_deferred(lambda: self._residents.release(self._kept, "free()"), waits_s=None)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -28,7 +28,7 @@ from colocate._protocol import from_worker, to_worker
 from colocate._protocol.message import Message
 from colocate._protocol.requests import Requests
 from colocate._protocol.uses import Source
-from colocate._signals.off_main import off_main
+from colocate._signals.deferred import run_deferred
 from colocate._system.deadline import Deadline
 from colocate._system.here import Here
 from colocate._system.jobs import error_text
@@ -288,10 +288,10 @@ class Residents:
                 if silent:
                     self.leave(scope)
             except BaseException:  # of a signal's handler
-                off_main(lambda: self.leave(scope), in_any_case=True)
+                run_deferred(lambda: self.leave(scope), in_any_case=True)
                 raise
             if not silent:
-                errors = off_main(lambda: self._take_untold(scope), in_any_case=True)
+                errors = run_deferred(lambda: self._take_untold(scope), in_any_case=True)
         self._raise(errors)
 
     def leave(self, scope: Scope) -> None:
@@ -492,7 +492,7 @@ class Residents:
                 link.services.tell("colocate_result_fetched", record)
             return bodies
 
-        return off_main(get)
+        return run_deferred(get)
 
     def answered(self, slot: int, fetched: from_worker.Fetched, body: Any) -> None:
         """Take the part that a worker has sent."""

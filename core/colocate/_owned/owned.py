@@ -19,8 +19,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
 from colocate._role.call import OnDriver
-from colocate._signals.at_work import refuse_to_wait
-from colocate._signals.off_main import off_main
+from colocate._signals.deferred import run_deferred
+from colocate._signals.in_framework import refuse_to_wait
 from colocate._system.deadline import Deadline
 from colocate._system.limits import GIVEN_UP_WITHIN_S, LEAST_GRACE_S
 from colocate._system.lines import caller, origin
@@ -226,7 +226,7 @@ class Making(Generic[N]):
     def run(self, work: Callable[[], N], name: Callable[[N], H]) -> H:
         """Do the work, which says `made`, and wait for it; what users hold of the node is made there, too."""
         refuse_to_wait(self._what)
-        return off_main(lambda: name(work()), self.give_up, GIVEN_UP_WITHIN_S)
+        return run_deferred(lambda: name(work()), self.give_up, GIVEN_UP_WITHIN_S)
 
 
 class Owned(OnDriver):
@@ -388,7 +388,7 @@ class Owned(OnDriver):
                 wrong.append(error)
 
         try:
-            off_main(close, self.hurry, None, in_any_case=True)
+            run_deferred(close, self.hurry, None, in_any_case=True)
         except BaseException as interruption:
             for error in wrong:
                 for each in error.exceptions if isinstance(error, BaseExceptionGroup) else (error,):

@@ -56,7 +56,7 @@ class HeardAll(Message):
 class Meet(Message):
     """Wait for the other ranks, and have what one of them has brought."""
 
-    board: str  # what they meet for
+    rendezvous_key: str  # what they meet for
     members: int  # how many they are
     value: Any  # what this one brings; None for nothing
     joins: bool  # whether those that don't come by themselves are told to (`Join`)

@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Callable, Iterable
 from typing import Generic, TypeVar
 
-from colocate._signals.off_main import Flag
+from colocate._signals.deferred import Flag
 from colocate._system.deadline import NEVER, Deadline
 from colocate.errors import ColocateError
 

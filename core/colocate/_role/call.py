@@ -15,8 +15,8 @@ from typing import Any, ClassVar, Generic, NoReturn, Self, TypeAlias, TypeVar
 import attrs
 
 from colocate._signals.arrivals import Arrivals
-from colocate._signals.at_work import refuse_to_wait
-from colocate._signals.off_main import SLICE_S, Flag, on_main
+from colocate._signals.deferred import SLICE_S, Flag, on_main
+from colocate._signals.in_framework import refuse_to_wait
 from colocate._system.deadline import Deadline
 from colocate._system.numbers import limit
 from colocate._system.tracebacks import is_of_handler

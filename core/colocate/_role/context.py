@@ -35,7 +35,7 @@ class CallState:
     seq: int
     valid_rows: int | None = attrs.field(default=None, kw_only=True)
     cancelled: bool = attrs.field(default=False, kw_only=True)
-    halves: int = attrs.field(default=0, init=False)  # beginnings and ends of updates of weights in it
+    step_events: int = attrs.field(default=0, init=False)  # beginnings and ends of updates of weights in it
     shares: bool = attrs.field(default=False, init=False)  # whether they are of weights that ranks share
     # What its role has begun of operations of process groups is this and what the worker's groups count.
     before: int = attrs.field(default=0, init=False)

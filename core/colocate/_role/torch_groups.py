@@ -42,7 +42,7 @@ class Plan:
     """What a group is made from, and how."""
 
     name: str  # what torch calls it: the same after it was renewed
-    board: str  # what its ranks meet under: another one each time
+    rendezvous_key: str  # what its ranks meet under: another one each time
     slots: Sequence[int]  # those of its ranks, in order; in the default group, to torch a slot's number is the rank
     index: int  # which of them this is
     is_default: bool  # whether it is torch's default group
@@ -60,7 +60,9 @@ class Plan:
         group = self._connect(store)
         # Who went on, and cut it, would end the making of others, and those wait for each other without end.
         try:
-            made = len(self.slots) == 1 or all_have(store, self.board, self.index, len(self.slots), self.timeout_s)
+            made = len(self.slots) == 1 or all_have(
+                store, self.rendezvous_key, self.index, len(self.slots), self.timeout_s
+            )
         except BaseException:
             del group  # the traceback would keep it
             forget(self.name)
@@ -90,7 +92,7 @@ class Plan:
                 self.index,
                 list(self.slots) if self.lies_in_default else [],
                 dist.Backend(backend),
-                dist.PrefixStore(self.board, store),  # type: ignore[attr-defined]
+                dist.PrefixStore(self.rendezvous_key, store),  # type: ignore[attr-defined]
                 group_name=c10d.GroupName(self.name),
                 timeout=datetime.timedelta(seconds=self.timeout_s),
                 device_id=bound,

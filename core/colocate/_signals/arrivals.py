@@ -15,7 +15,7 @@ from functools import partial
 from itertools import starmap
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from colocate._signals.off_main import SLICE_S
+from colocate._signals.deferred import SLICE_S
 
 if TYPE_CHECKING:
     import asyncio

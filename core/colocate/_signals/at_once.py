@@ -5,9 +5,9 @@ call, one after the other, have none in between: `map` and `compress` call them,
 `deque.extend` drives all of that. What such steps must not do is to run Python code: each function is one in C, and
 none makes an object that the garbage collector tracks, as collecting runs users' `__del__`.
 
-So the main thread, which may hold no lock (`off_main`), changes shared state by itself, and whoever looks at that sees
-all of the steps, or none. A thread that holds a lock isn't kept waiting by these steps either: what mustn't come amid
-its work looks at a gate (`Gate`), as one of the steps.
+So the main thread, which may hold no lock (`run_deferred`), changes shared state by itself, and whoever looks at that
+sees all of the steps, or none. A thread that holds a lock isn't kept waiting by these steps either: what mustn't come
+amid its work looks at a gate (`Gate`), as one of the steps.
 """
 
 from __future__ import annotations

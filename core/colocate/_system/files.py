@@ -20,7 +20,7 @@ from typing import Any
 
 import psutil
 
-from colocate._signals.off_main import off_main
+from colocate._signals.deferred import run_deferred
 
 _MOST_JSON = 2**26  # bytes of a file
 _numbers = itertools.count(1)
@@ -39,16 +39,16 @@ def atomic_folder(final: Path, naming: AbstractContextManager[object] | None = N
         naming: Is entered while the folder gets its name; when that raises, it gets none.
     """
     final.parent.mkdir(parents=True, exist_ok=True)
-    off_main(lambda: _tidy(final))
+    run_deferred(lambda: _tidy(final))
     part = _beside(".part-", final, f"-{os.getpid()}-{next(_numbers)}@{socket.gethostname()}")
     part.mkdir()
     try:
         yield part
         for path in [*part.rglob("*"), part]:  # on the disk before the name says that it is complete
             _sync(path)
-        off_main(lambda: _name(part, final, naming))
+        run_deferred(lambda: _name(part, final, naming))
     finally:
-        off_main(lambda: _discard(part))  # half a folder, or what was replaced
+        run_deferred(lambda: _discard(part))  # half a folder, or what was replaced
     _sync(final.parent)
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextvars import ContextVar
 from types import CodeType
 
-from colocate._signals.off_main import frames
+from colocate._signals.deferred import frames
 from colocate.errors import ConfigError
 
 _CORE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))

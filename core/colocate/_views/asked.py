@@ -13,7 +13,7 @@ from colocate._kept.handles import Consumer, Reference
 from colocate._role.method_spec import MethodSpec
 from colocate._role.role import RoleInfo
 from colocate._role.rows import OnError
-from colocate._signals.off_main import off_main
+from colocate._signals.deferred import run_deferred
 from colocate._values.dispatch import plan
 from colocate._views.references import with_references
 from colocate._views.sending import Messages, ready, send_rows
@@ -95,5 +95,5 @@ class Asked:
         if worker_group.services.observers and not worker_group.services.executor.in_process:
             call.sent += sum(packed_bytes(self.bodies[row]) for row in rows) if spec.rows is not None else 0
         messages = Messages((draft,))
-        off_main(lambda: send_rows(messages, call.begin, is_again), call.withdraw, waits_s=None)
+        run_deferred(lambda: send_rows(messages, call.begin, is_again), call.withdraw, waits_s=None)
         return call

@@ -9,7 +9,7 @@ from typing import Any
 from colocate._calls.pending import PendingCall
 from colocate._definitions.names import path_of
 from colocate._kept.handles import Consumer, Reference
-from colocate._signals.at_work import refuse_to_wait
+from colocate._signals.in_framework import refuse_to_wait
 from colocate._values.dispatch import plan
 from colocate._values.nesting import no_end
 from colocate._views.references import with_references

@@ -14,7 +14,7 @@ from functools import partial
 from colocate._calls.failures import never_sent
 from colocate._owned.owned import forks
 from colocate._protocol.bundle import Memory
-from colocate._signals.off_main import off_main
+from colocate._signals.deferred import run_deferred
 from colocate._system.here import Here
 from colocate._system.lines import caller
 from colocate._views.sending import OPEN, Draft, Messages, send, watch
@@ -123,14 +123,14 @@ class Pipeline:
                 for draft in lot:
                     draft.call.submitted = time.time()
                 if any(map(_has_failed, lot)) or not messages.post():
-                    off_main(partial(_send, messages), waits_s=None)
+                    run_deferred(partial(_send, messages), waits_s=None)
                 for draft in lot:
                     if draft.kept is not None:
                         worker_group.residents.flush_later()
                     draft.kept = draft.pin = None
         except BaseException as error:
             failure = error
-            off_main(lambda: self._give_up(failure), waits_s=None, in_any_case=True)
+            run_deferred(lambda: self._give_up(failure), waits_s=None, in_any_case=True)
             raise
 
     def _give_up(self, error: BaseException) -> None:
@@ -209,7 +209,7 @@ def pipeline(worker_group: WorkerGroup) -> Iterator[None]:
         if found.open and not found.forked:  # nothing of it has been sent
             found.open = False
             failure = error
-            off_main(lambda: found.forget(0, failure), waits_s=None)
+            run_deferred(lambda: found.forget(0, failure), waits_s=None)
         raise
     finally:
         OPEN.set(None)
@@ -224,6 +224,6 @@ def _nested(outer: Pipeline, worker_group: WorkerGroup) -> Iterator[None]:
     except BaseException as error:
         if not outer.forked:
             failure = error
-            off_main(lambda: outer.forget(start, failure), waits_s=None)
+            run_deferred(lambda: outer.forget(start, failure), waits_s=None)
             outer.worker_groups[:] = known
         raise

@@ -12,7 +12,7 @@ from colocate._role.call import Call, OnDriver, Resident
 from colocate._role.method_spec import MethodSpec
 from colocate._role.role import RoleInfo
 from colocate._role.rows import OnError, RowStream, check_row_options, no_keep
-from colocate._signals.at_work import refuse_to_wait
+from colocate._signals.in_framework import refuse_to_wait
 from colocate._system.numbers import limit
 from colocate._values.batch import each_row, resolve
 from colocate._values.dispatch import chosen_ranks

@@ -29,8 +29,8 @@ from colocate._role import context
 from colocate._role.method import TAGS
 from colocate._role.method_spec import MethodSpec
 from colocate._role.role import RoleInfo
-from colocate._signals.at_work import at_work
-from colocate._signals.off_main import hand_over, off_main, on_main
+from colocate._signals.deferred import defer, on_main, run_deferred
+from colocate._signals.in_framework import in_framework
 from colocate._system.lines import place
 from colocate._system.numbers import FOREVER_S
 from colocate._values.dispatch import Plan, plan
@@ -42,7 +42,7 @@ from colocate._worker_group.workforce import Worker
 from colocate.errors import ColocateError, PipelineError
 from colocate.wire import HOLE
 from colocate.worker.memory.sleep import Outcome
-from colocate.worker.serving.functions import OF_WORKERS, SPECS, WAKE, Functions
+from colocate.worker.serving.functions import GROUP_WIDE_CALLS, SPECS, WAKE, Functions
 
 
 class Recorder(Unsent, Protocol):
@@ -173,7 +173,7 @@ def _place(worker_group: WorkerGroup, call: PendingCall) -> None:
     if call.role in worker_group.background:
         call.lane = call.role
     if not call.role:
-        call.is_for_all = call.method in OF_WORKERS
+        call.is_for_all = call.method in GROUP_WIDE_CALLS
 
 
 def settled(worker_group: WorkerGroup, call: PendingCall, error: BaseException | None) -> None:
@@ -214,10 +214,10 @@ def submit(draft: Draft) -> PendingCall:
     """Send a call to its ranks."""
     if draft.pipeline is not None:
         draft.pipeline.add(draft)
-    elif at_work():
+    elif in_framework():
         _send_soon(draft)
     elif not (messages := Messages((draft,))).post():
-        off_main(lambda: _send(messages), waits_s=None)
+        run_deferred(lambda: _send(messages), waits_s=None)
     return draft.call
 
 
@@ -237,7 +237,7 @@ def start(draft: Draft) -> PendingCall:
             except BaseException as error:
                 draft.worker_group.order.drop(draft.call, error)
 
-        hand_over(send_or_fail)
+        defer(send_or_fail)
     return draft.call
 
 
@@ -253,14 +253,14 @@ def keep(draft: Draft) -> KeptResident[Any]:
     draft.kept = kept = resident._kept
     if draft.pipeline is not None:
         draft.pipeline.add(draft)
-    elif at_work():
+    elif in_framework():
         _send_soon(draft)
     else:
         residents.add(kept)
         residents.flush_later()
         try:
             if not (messages := Messages((draft,))).post():
-                off_main(lambda: _send(messages), waits_s=None)
+                run_deferred(lambda: _send(messages), waits_s=None)
         except BaseException as error:  # of a signal's handler, perhaps; if it is the call's, it is told here
             if call.seq < 0 or error is call._error:
                 residents.forget_unsent(kept)

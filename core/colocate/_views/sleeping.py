@@ -9,7 +9,7 @@ from typing import Any
 from colocate._calls.pending import PendingCall
 from colocate._plugins.needs import require
 from colocate._role.method import DISCARDABLE, TAGS
-from colocate._signals.at_work import refuse_to_wait
+from colocate._signals.in_framework import refuse_to_wait
 from colocate._system.nearest import did_you_mean
 from colocate._system.numbers import FOREVER_S
 from colocate._values.dispatch import plan

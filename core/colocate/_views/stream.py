@@ -21,8 +21,8 @@ from colocate._calls.pending import PendingCall, half_read
 from colocate._calls.rows import RowsCall, left_out
 from colocate._role.rows import RowStream
 from colocate._signals.arrivals import Arrivals
-from colocate._signals.at_work import refuse_to_wait
-from colocate._signals.off_main import off_main, who_waits
+from colocate._signals.deferred import run_deferred, who_waits
+from colocate._signals.in_framework import refuse_to_wait
 from colocate._system.numbers import plural
 from colocate._system.tracebacks import is_of_handler
 from colocate._views.asked import Asked
@@ -114,7 +114,7 @@ class Stream(RowStream[Any]):
                 elif (found := self._taken(mine)) is not None:
                     return found
                 elif mine:
-                    off_main(partial(self._see_to_end, mine[0][0]), in_any_case=True)
+                    run_deferred(partial(self._see_to_end, mine[0][0]), in_any_case=True)
                     mine.clear()
             raise end
         except BaseException as error:

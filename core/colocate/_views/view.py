@@ -14,7 +14,7 @@ from colocate._role.call import Call, OnDriver, Resident
 from colocate._role.method_spec import MethodSpec
 from colocate._role.role import RoleInfo, no_such_method
 from colocate._role.rows import no_such_attribute
-from colocate._signals.at_work import at_work, refuse_to_wait
+from colocate._signals.in_framework import in_framework, refuse_to_wait
 from colocate._system.numbers import limit
 from colocate._values.dispatch import Broadcast, chosen_ranks, plan
 from colocate._values.nesting import no_end
@@ -165,7 +165,7 @@ class ViewCall(OnDriver):
         if how is start:
             if OPEN.get() is not None and (pipeline := recording(worker_group)) is not None:
                 pipeline.refuse_call(label, "use .submit(...) or .keep(...), or ")
-            if at_work():
+            if in_framework():
                 refuse_to_wait(label)
         if role.ranks is not self._of:
             self._look()

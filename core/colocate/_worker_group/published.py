@@ -20,10 +20,10 @@ from colocate._definitions import ids, making, sources
 from colocate._definitions.bundles import Bundle, ReceivedDefinitions, Table
 from colocate._definitions.ids import Definition, Need
 from colocate._definitions.names import script_names
-from colocate._definitions.sources import Given
+from colocate._definitions.sources import ShippedModules
 from colocate._protocol import from_worker, questions, to_worker
 from colocate._protocol.message import Message
-from colocate._signals.at_work import Section
+from colocate._signals.in_framework import Section
 from colocate._system.jobs import error_text
 from colocate._system.threads import Thread
 from colocate._worker_group.workforce import Worker
@@ -48,7 +48,7 @@ class Published:
         self._warned: set[str] = set()
         self._calls, self._due = 0, 0.0
         self.script = ids.this_process()  # the process whose script the workers have, as ids have it
-        self.given = Given(link.name)  # the modules that they have got
+        self.given = ShippedModules(link.name)  # the modules that they have got
 
     def follows(self, script: int, modules: Mapping[str, tuple[str, str]]) -> None:
         """Note that the workers have all they know from a driver before this one.
@@ -56,7 +56,7 @@ class Published:
         Raises:
             ColocateError: One of them is another one here.
         """
-        self.given = Given(self._link.name, modules)
+        self.given = ShippedModules(self._link.name, modules)
         self.script = script
         if script != ids.this_process():
             for worker in self._workers():
@@ -64,7 +64,7 @@ class Published:
 
     def renew(self) -> None:
         """Begin anew: the workers are new ones, which get script and modules as they are now."""
-        self.given = Given(self._link.name)
+        self.given = ShippedModules(self._link.name)
         self.script = ids.this_process()
         self._sent.clear()
 
@@ -242,7 +242,7 @@ class Questions:
         Nobody comes any more once the call has failed: then the hold ends the wait in the worker.
         """
         with self._order.lock:
-            meeting = self._meetings.setdefault(asked.board, _Meeting())
+            meeting = self._meetings.setdefault(asked.rendezvous_key, _Meeting())
             if asked.joins and not meeting.slots:
                 self._order.link.send([each for each in self._order.link.live() if each != slot], to_worker.Join())
             meeting.there.append(tell)
@@ -255,7 +255,7 @@ class Questions:
                     told(meeting.value, meeting.refusal)
                 meeting.there.clear()
             if len(meeting.slots) == asked.members:
-                del self._meetings[asked.board]
+                del self._meetings[asked.rendezvous_key]
 
     def _aligned(self, asked: questions.Aligned, tell: Tell) -> None:
         """Tell which of a call's other residents have the partition of the first, once all of them are made."""

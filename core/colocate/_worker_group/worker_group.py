@@ -58,7 +58,7 @@ class Attachment:
     lock: threading.Lock = attrs.field(factory=threading.Lock)  # what its keepers are told is told in order
 
 
-class Home(Owned, abc.ABC):
+class GroupOwner(Owned, abc.ABC):
     """What a worker group needs of the pool whose slots it has."""
 
     request: Request
@@ -278,7 +278,7 @@ class WorkerGroup(Link):
     def __init__(
         self,
         services: Services,
-        home: Home,
+        home: GroupOwner,
         base: int,
         indices: Sequence[int],
         places: Sequence[Place],

@@ -18,7 +18,7 @@ import psutil
 
 from colocate._owned.owned import Owned
 from colocate._role import torch_groups
-from colocate._signals.off_main import COURIER
+from colocate._signals.deferred import COURIER
 from colocate._system.lines import at
 from colocate._worker_group.worker_group import WorkerGroup
 from colocate.keeper import forks

@@ -24,11 +24,11 @@ from colocate.executor import Boot
 from colocate.worker.background import Background
 from colocate.worker.base import Send, Worker
 from colocate.worker.hooks import OfWorker
-from colocate.worker.inlet import Inlet
 from colocate.worker.lane import Lane
 from colocate.worker.memory.ledger import Accounts
 from colocate.worker.memory.sleep import Sleeper
-from colocate.worker.memory.turns import Residency
+from colocate.worker.memory.turns import TurnScheduler
+from colocate.worker.row_queue import RowQueue
 from colocate.worker.serving.definitions import Definitions
 from colocate.worker.torch_groups.groups import ProcessGroups
 
@@ -47,7 +47,7 @@ class WorkerContext(Worker):
         background: Those of their lanes, by role.
         peers: How it gets at other workers' residents.
         recent: When its roles were busy; None where nobody but the driver asks, who knows.
-        inlets: What is said of rows that end one by one, by their calls, as long as these are there.
+        row_queues: What is said of rows that end one by one, by their calls, as long as these are there.
         begins: Of these halves `begins`, where they have one of their own; `reaches`, `ends`, `blames` likewise.
     """
 
@@ -67,11 +67,11 @@ class WorkerContext(Worker):
         self.groups = ProcessGroups(self, in_process, boot.group, boot.slot, boot.host, boot.device, boot.ports)
         self.sleeper = Sleeper(self)
         self.accounts = Accounts(self, self.sleeper)
-        self.residency = Residency(self, self.sleeper, self.accounts)
+        self.residency = TurnScheduler(self, self.sleeper, self.accounts)
         self.definitions = Definitions(self.ask, self.say, in_process)
         self.scope.ends(self.groups.end_waits)
         self.scope.ends(self._end_peers)
-        self.inlets: weakref.WeakValueDictionary[int, Inlet] = weakref.WeakValueDictionary()
+        self.row_queues: weakref.WeakValueDictionary[int, RowQueue] = weakref.WeakValueDictionary()
         self.scope.ends(self._end_inlets)
 
     def part(self, name: str) -> OfWorker:
@@ -141,7 +141,9 @@ class WorkerContext(Worker):
         for name, each in self.background.items():
             if (work := each.lane.running.get(seq)) is not None and not work.stands:
                 return name
-            if (inlet := self.inlets.get(seq)) is not None and inlet.lane is each.lane:  # it may not have begun
+            if (
+                row_queue := self.row_queues.get(seq)
+            ) is not None and row_queue.lane is each.lane:  # it may not have begun
                 return name
         return ""
 
@@ -150,10 +152,10 @@ class WorkerContext(Worker):
             self.peers.abort(reason)
 
     def _end_inlets(self, concerns: Callable[[int], bool], reason: str) -> None:
-        for number, inlet in list(self.inlets.items()):
+        for number, row_queue in list(self.row_queues.items()):
             if concerns(number):
-                inlet.end(reason)
-                inlet.lane.do(inlet.wake)
+                row_queue.end(reason)
+                row_queue.lane.do(row_queue.wake)
 
     def say_result(self, message: Message, body: Any, label: str) -> None:
         """Tell the driver something with what a method has returned.

@@ -55,15 +55,15 @@ class Work(CallState):
     cuts: int = attrs.field(default=0, init=False)  # how often process groups had been cut before it
     given_up: bool = attrs.field(default=False, init=False)  # its await was cancelled here, for want of who waits
     allocated: int | None = attrs.field(default=None, init=False)  # see `Device.begin`
-    lots: int = attrs.field(default=0, init=False)  # how many lots of definitions came before it
+    bundles_seen: int = attrs.field(default=0, init=False)  # how many bundles of definitions came before it
     began: float = attrs.field(default=0.0, init=False)  # when, in seconds of time.time()
     taken: Sequence[Taken] | None = attrs.field(default=None, init=False)  # what it has got of residents so far
     used: Sequence[int] = attrs.field(default=(), init=False)  # the residents that it was given
     watches: Mapping[str, Watch] = attrs.field(factory=dict, init=False)  # its arguments, where writes are noticed
     raised: BaseException | None = attrs.field(default=None, init=False)  # by a handler while an async method awaited
-    strands: int = attrs.field(default=1, init=False)  # how many things go on in it: itself, and its rows
+    active_tasks: int = attrs.field(default=1, init=False)  # how many things go on in it: itself, and its rows
     kept: int = attrs.field(default=0, init=False)  # how many of them are at a pause point
-    inlet: Any = attrs.field(default=None, init=False)  # by which its rows come and go, if they do so one by one
+    row_queue: Any = attrs.field(default=None, init=False)  # by which its rows come and go, if they do so one by one
 
     def drop(self) -> None:
         """Hear that it will never begin: it counts among the calls of its method all the same, as on other ranks."""
@@ -420,7 +420,7 @@ class Lane:
     async def rest(self, work: Work, until: asyncio.Future[None] | None = None) -> None:
         """Wait at a pause point of an async call, until the lane has heard something, or until what is given is done.
 
-        A call rests when all that goes on in it does (`Work.strands`).
+        A call rests when all that goes on in it does (`Work.active_tasks`).
         """
         assert self.tasks is not None
         with self.resting(work):
@@ -439,7 +439,7 @@ class Lane:
 
     def _rests(self, work: Work, by: int) -> None:
         work.kept += by
-        self._order.resting = sum(0 < each.kept >= each.strands for each in self.running.values())
+        self._order.resting = sum(0 < each.kept >= each.active_tasks for each in self.running.values())
 
     def stand(self, is_over: Callable[[], bool]) -> None:
         """Stand still amid a call until something is over; who ends that has the lane `look_around`."""

@@ -23,9 +23,9 @@ from colocate.worker.background import Background
 from colocate.worker.birth.ending import RoleCode
 from colocate.worker.context import WorkerContext
 from colocate.worker.device import Device
-from colocate.worker.inlet import Inlet
 from colocate.worker.lane import Work
 from colocate.worker.results import sources_of
+from colocate.worker.row_queue import RowQueue
 from colocate.worker.serving import failure
 from colocate.worker.serving.handlers import calls_role_code
 from colocate.worker.serving.role_instance import RoleInstance
@@ -58,17 +58,19 @@ class RowTasks:
 
     def runs(self, work: Work, role: RoleInstance, spec: MethodSpec) -> Callable[[object, dict[str, Any]], Any]:
         """Return what runs a call, given the role and the arguments, in the place of the method itself."""
-        if work.inlet is not None:
-            work.inlet.begin(self._worker_context.scope, work.seq)
+        if work.row_queue is not None:
+            work.row_queue.begin(self._worker_context.scope, work.seq)
 
         def run(instance: object, arguments: dict[str, Any]) -> Any:
-            if work.inlet is not None:
+            if work.row_queue is not None:
                 # First: it may be withdrawn at this moment, or was before.
-                work.inlet.is_alone = spec.rows is not None or len(sources_of(spec, role.ctx)) == role.ctx.world_size
-                work.cancelled = work.cancelled or (work.inlet.withdrawn and work.inlet.is_alone)
+                work.row_queue.is_alone = (
+                    spec.rows is not None or len(sources_of(spec, role.ctx)) == role.ctx.world_size
+                )
+                work.cancelled = work.cancelled or (work.row_queue.withdrawn and work.row_queue.is_alone)
             if spec.rows is not None:
                 return self._play(work, role, spec, arguments)
-            if work.inlet is None:  # they are kept
+            if work.row_queue is None:  # they are kept
                 return (_all_async if spec.is_async else _all)(work, spec, instance, arguments)
             items, yielded = spec.call(instance, arguments), Yielded(work.label, work.valid_rows or 0)
             if spec.is_async:
@@ -80,30 +82,30 @@ class RowTasks:
     # -- rows that the driver gives
 
     async def _play(self, work: Work, role: RoleInstance, spec: MethodSpec, arguments: dict[str, Any]) -> None:
-        inlet: Inlet = work.inlet
+        row_queue: RowQueue = work.row_queue
         try:
             while True:
-                inlet.check()
+                row_queue.check()
                 keeps = self._background is not None and self._background.keeps()
-                while inlet.rows and not (keeps or inlet.withdrawn or inlet.stopped):
-                    row, body = inlet.rows.popleft()
+                while row_queue.rows and not (keeps or row_queue.withdrawn or row_queue.stopped):
+                    row, body = row_queue.rows.popleft()
                     state = RowState(work.seq, row=row, of=work)
                     task = asyncio.ensure_future(self._row(work, role, spec, arguments, state, body))
-                    inlet.running[state] = task
-                    work.strands += 1
+                    row_queue.running[state] = task
+                    work.active_tasks += 1
                     task.add_done_callback(partial(self._over, work, role, state))
-                if inlet.withdrawn:
-                    inlet.cancel()
-                over = inlet.stopped or inlet.withdrawn or (inlet.no_more and not inlet.rows)
-                if over and not inlet.running:
+                if row_queue.withdrawn:
+                    row_queue.cancel()
+                over = row_queue.stopped or row_queue.withdrawn or (row_queue.no_more and not row_queue.rows)
+                if over and not row_queue.running:
                     return
                 await self._news(work)
         finally:  # a call ends when its rows have
-            inlet.cancel()
-            while inlet.running:
+            row_queue.cancel()
+            while row_queue.running:
                 with contextlib.suppress(asyncio.CancelledError):
-                    await asyncio.wait([*inlet.running.values()])
-            inlet.rows.clear()
+                    await asyncio.wait([*row_queue.running.values()])
+            row_queue.rows.clear()
 
     @calls_role_code
     async def _row(
@@ -133,7 +135,7 @@ class RowTasks:
             self._tell_failure(work, role, state, error)
 
     def _tell_failure(self, work: Work, role: RoleInstance, state: RowState, error: BaseException) -> None:
-        if not work.inlet.is_wanted(state):
+        if not work.row_queue.is_wanted(state):
             return
         worker_context = self._worker_context
         error = worker_context.blamed(error, role.name, state)
@@ -147,8 +149,8 @@ class RowTasks:
     def _over(self, work: Work, role: RoleInstance, state: RowState, task: asyncio.Task[None]) -> None:
         if task.cancelled():  # before its first step, as none of its steps lets that out
             self._tell_failure(work, role, state, state.raised or asyncio.CancelledError())
-        work.strands -= 1
-        work.inlet.over(state)
+        work.active_tasks -= 1
+        work.row_queue.over(state)
 
     def _tell(self, work: Work, row: int, result: Any) -> None:
         worker_context, label = self._worker_context, work.label
@@ -162,9 +164,9 @@ class RowTasks:
     async def _news(self, work: Work) -> None:
         """Wait for something new; meanwhile the call itself is at a pause point."""
         if self._background is None:
-            await work.inlet.news()
+            await work.row_queue.news()
         else:
-            await self._background.lane.rest(work, work.inlet.news())
+            await self._background.lane.rest(work, work.row_queue.news())
 
     # -- rows that a method yields
 
@@ -172,31 +174,33 @@ class RowTasks:
     # mustn't leave the steps that they take together.
 
     @staticmethod
-    def _is_over(inlet: Inlet, is_alone: bool) -> Callable[[], bool]:
-        return lambda: inlet.stopped or inlet.ended is not None or (inlet.withdrawn and is_alone)
+    def _is_over(row_queue: RowQueue, is_alone: bool) -> Callable[[], bool]:
+        return lambda: row_queue.stopped or row_queue.ended is not None or (row_queue.withdrawn and is_alone)
 
     @calls_role_code
     def _hear(self, work: Work, role: RoleInstance, spec: MethodSpec, items: Iterator[Any], yielded: Yielded) -> None:
-        inlet: Inlet = work.inlet
-        tells, is_alone = role.ctx.rank in sources_of(spec, role.ctx), inlet.is_alone
+        row_queue: RowQueue = work.row_queue
+        tells, is_alone = role.ctx.rank in sources_of(spec, role.ctx), row_queue.is_alone
         try:
             while True:
                 if self._background is not None:
-                    is_over = self._is_over(inlet, is_alone)
-                    self._background.rest(work, lambda: bool(inlet.credit) or not tells or not yielded.left, is_over)
-                elif tells and yielded.left and not inlet.credit:
+                    is_over = self._is_over(row_queue, is_alone)
+                    self._background.rest(
+                        work, lambda: bool(row_queue.credit) or not tells or not yielded.left, is_over
+                    )
+                elif tells and yielded.left and not row_queue.credit:
                     self._worker_context.lane.waits()
-                    inlet.wait()
-                inlet.check()
-                if inlet.stopped or (inlet.withdrawn and is_alone):
+                    row_queue.wait()
+                row_queue.check()
+                if row_queue.stopped or (row_queue.withdrawn and is_alone):
                     return
                 try:
                     item = next(items)
                 except StopIteration:
                     break
                 row, value = yielded.take(item)
-                if tells and not inlet.withdrawn:
-                    inlet.credit -= 1
+                if tells and not row_queue.withdrawn:
+                    row_queue.credit -= 1
                     self._tell(work, row, value)
                 del item, value
         finally:
@@ -208,33 +212,33 @@ class RowTasks:
     async def _hear_async(
         self, work: Work, role: RoleInstance, spec: MethodSpec, items: AsyncIterator[Any], yielded: Yielded
     ) -> None:
-        inlet: Inlet = work.inlet
-        tells, is_alone = role.ctx.rank in sources_of(spec, role.ctx), inlet.is_alone
+        row_queue: RowQueue = work.row_queue
+        tells, is_alone = role.ctx.rank in sources_of(spec, role.ctx), row_queue.is_alone
         try:
             while True:
-                is_over = self._is_over(inlet, is_alone)
-                while (tells and yielded.left and not inlet.may_go_on) or (
+                is_over = self._is_over(row_queue, is_alone)
+                while (tells and yielded.left and not row_queue.may_go_on) or (
                     self._background is not None and self._background.keeps() and not is_over()
                 ):
                     await self._news(work)
-                inlet.check()
-                if inlet.stopped or (inlet.withdrawn and is_alone):
+                row_queue.check()
+                if row_queue.stopped or (row_queue.withdrawn and is_alone):
                     return
-                inlet.awaiting = waiting = asyncio.current_task() if is_alone else None
+                row_queue.awaiting = waiting = asyncio.current_task() if is_alone else None
                 try:
                     item = await anext(items)
                 except StopAsyncIteration:
                     break
                 except asyncio.CancelledError:
-                    if waiting is None or inlet.awaiting is not None or work.raised is not None:
+                    if waiting is None or row_queue.awaiting is not None or work.raised is not None:
                         raise
                     waiting.uncancel()  # nobody reads what comes
                     return
                 finally:
-                    inlet.awaiting = None
+                    row_queue.awaiting = None
                 row, value = yielded.take(item)
-                if tells and not inlet.withdrawn:
-                    inlet.credit -= 1
+                if tells and not row_queue.withdrawn:
+                    row_queue.credit -= 1
                     self._tell(work, row, value)
                 del item, value
         finally:

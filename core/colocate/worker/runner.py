@@ -31,7 +31,7 @@ from colocate.worker.lane import Work
 from colocate.worker.results import counts, rows_to_join, without_padding
 from colocate.worker.serving import failure
 from colocate.worker.serving.build import RoleBuild, construct
-from colocate.worker.serving.functions import OF_WORKERS
+from colocate.worker.serving.functions import GROUP_WIDE_CALLS
 from colocate.worker.serving.handlers import calls_role_code, put_off, raise_put_off
 from colocate.worker.serving.role_instance import RoleInstance
 from colocate.worker.torch_groups.settings import OwnSettings, Steps, own_block
@@ -87,7 +87,7 @@ class Runner:
                 continue
             work.label = f"{build.name}.__init__"
             try:
-                worker_context.definitions.load(work.lots)
+                worker_context.definitions.load(work.bundles_seen)
                 self._lane.have_loop()
                 before = worker_context.device.begin()
                 with worker_context.residency.constructing(build.name), self._role_code:
@@ -145,8 +145,8 @@ class Runner:
             if worker_context.begins and not spec.revives:
                 for begins in worker_context.begins:
                     begins(role, spec.awake, work.label)
-            if work.lots:
-                worker_context.definitions.load(work.lots)
+            if work.bundles_seen:
+                worker_context.definitions.load(work.bundles_seen)
             resolver = self._resolver(call, work) if call.uses else None
             arguments = {} if body is None else self._arguments(body, resolver, role, spec)
             if worker_context.store.strict:
@@ -329,7 +329,7 @@ class Runner:
                 result = without_padding(result, work.rows, work.valid_rows, label)
             if result is not returned and device.is_gpu:
                 device.end(label)  # with what was copied of it
-            is_of_worker = call.method in OF_WORKERS
+            is_of_worker = call.method in GROUP_WIDE_CALLS
             if is_of_worker:  # what changes there is no resident, and they have looked whether there is room
                 worker_context.accounts.changed(None)
                 worker_context.accounts.tell()
@@ -339,7 +339,7 @@ class Runner:
                 if worker_context.accounts.budgets.limits:
                     worker_context.residency.check(role.name, label, None if call.keep is None else {label: result})
             operations = torch_books.count() if self._counts else 0
-            valid, halves = work.valid_rows, _updates(work, operations) if self._counts else 0
+            valid, step_events = work.valid_rows, _updates(work, operations) if self._counts else 0
             if operations != work.operations:
                 role.operations = max(role.operations, work.before + operations)
                 if worker_context.groups.cuts != work.cuts:
@@ -354,7 +354,7 @@ class Runner:
             if call.keep is not None:
                 rows = rows_to_join(result, spec, role.ctx)
                 kept = worker_context.store.put(call.keep, result, label, valid, rows), rows
-            done = from_worker.Done(call.seq, valid, start, time.time(), kept, halves, taken)
+            done = from_worker.Done(call.seq, valid, start, time.time(), kept, step_events, taken)
             if not spec.is_async:
                 self._lane.ends_soon()
             if body is None:
@@ -420,7 +420,7 @@ class Runner:
                 failure.note(error, worker_context.accounts.told())
         self._lane.waits()
         begun, operations = self._count(), worker_context.groups.operations() if self._is_main else {}
-        halves = _updates(work, begun) if work is not None and self._counts else 0
+        step_events = _updates(work, begun) if work is not None and self._counts else 0
         # Models of one rank only are in the middle of a step, too, though it has begun nothing that anybody counts.
         amid = (
             self._is_main
@@ -437,7 +437,9 @@ class Runner:
             end = time.time()
             start = end if work is None else work.began
             lane = "" if self._is_main or role is None else role
-            worker_context.say(from_worker.Failed(seq, told, operations, halves, amid, start, end, taken, lane), body)
+            worker_context.say(
+                from_worker.Failed(seq, told, operations, step_events, amid, start, end, taken, lane), body
+            )
         if keep is not None:  # who uses it fails of that in turn, and is to be heard of later than this
             worker_context.store.fail(keep, f"{told.type}: {told.text}")
         # Not before it is told: what the device has to do may wait for other ranks, which hear of it by that.
@@ -456,7 +458,7 @@ _CURE = "a role method changes neither its arguments nor what it has returned: c
 
 def _updates(work: Work, operations: int) -> int:
     """Beginnings and ends of updates in a call, of weights that the ranks share."""
-    return work.halves if work.shares or operations != work.operations else 0
+    return work.step_events if work.shares or operations != work.operations else 0
 
 
 def _written(label: str, maker: str, key: int) -> RoleError:

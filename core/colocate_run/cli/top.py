@@ -12,7 +12,7 @@ from rich.console import Group
 from rich.live import Live
 from rich.text import Text
 
-from colocate.driver import RECENT_S, Driver, off_main
+from colocate.driver import RECENT_S, Driver, run_deferred
 from colocate.errors import ConfigError, EngineError
 from colocate.executor import Detachable, Executor, Watchable, Window
 from colocate.texts import did_you_mean, plural, size_text
@@ -66,9 +66,9 @@ def _show_job(name: str | None, cluster: Cluster, once: bool, every: float, json
         driver = Driver(runtime)
         driver.require(Watchable, "say which jobs run on its cluster")
         executor = driver.executor
-        found = [_there(window, executor) for window in off_main(cast("Watchable", executor).windows)]
+        found = [_there(window, executor) for window in run_deferred(cast("Watchable", executor).windows)]
         if isinstance(executor, Detachable):
-            found += [_detached(str(pool["name"]), executor) for pool in off_main(executor.published)]
+            found += [_detached(str(pool["name"]), executor) for pool in run_deferred(executor.published)]
         _show(_chosen(name, found, "on this cluster"), once, every, json)
 
 
@@ -87,7 +87,7 @@ def _there(window: Window, executor: Executor) -> Sight:
                 raise
             return None  # it has ended
 
-    return Sight(window.name, (window.id, window.id.split("/")[1]), partial(off_main, seen))
+    return Sight(window.name, (window.id, window.id.split("/")[1]), partial(run_deferred, seen))
 
 
 def _detached(name: str, executor: Detachable) -> Sight:
@@ -99,7 +99,7 @@ def _detached(name: str, executor: Detachable) -> Sight:
                 raise
             return None  # it has ended
 
-    return Sight(name, (f"pool/{name}",), partial(off_main, seen))
+    return Sight(name, (f"pool/{name}",), partial(run_deferred, seen))
 
 
 def _as_a_job(pool: Mapping[str, Any]) -> dict[str, Any]:

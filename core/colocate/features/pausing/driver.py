@@ -7,8 +7,8 @@ from typing import Any
 
 from colocate._calls.pending import PendingCall, half_read
 from colocate._protocol.message import Message
-from colocate._signals.at_work import refuse_to_wait
-from colocate._signals.off_main import off_main
+from colocate._signals.deferred import run_deferred
+from colocate._signals.in_framework import refuse_to_wait
 from colocate._system.nearest import did_you_mean
 from colocate._views.sending import refuse_inside
 from colocate._worker_group.hooks import OfGroup
@@ -72,13 +72,13 @@ def pause(worker_group: WorkerGroup, pauses: Pauses, role: str, how: str, timeou
         ends = PendingCall(f"pause of role {role!r}", role, "pause", worker_group.roles[role].slots)
         ends.link, ends.lane = worker_group, role
         ends.refuse_behind_stream()
-    off_main(lambda: pauses.pause(role, how, timeout))
+    run_deferred(lambda: pauses.pause(role, how, timeout))
 
 
 def resume(worker_group: WorkerGroup, pauses: Pauses, role: str) -> None:
     """Have a background role go on, after a look whether that can be."""
     _check(worker_group, role, "resume")
-    off_main(lambda: pauses.resume(role))
+    run_deferred(lambda: pauses.resume(role))
 
 
 def _check(worker_group: WorkerGroup, role: str, what: str) -> None:

@@ -22,8 +22,8 @@ from colocate._protocol.uses import Origin, Source
 from colocate._role.call import Call
 from colocate._role.method import RoleMethod
 from colocate._role.role import RoleInfo
-from colocate._signals.at_work import at_work, refuse_to_wait
-from colocate._signals.off_main import off_main
+from colocate._signals.deferred import run_deferred
+from colocate._signals.in_framework import in_framework, refuse_to_wait
 from colocate._system.nearest import did_you_mean
 from colocate._system.numbers import FOREVER_S, limit, parse_bytes
 from colocate._values.collect import Gather
@@ -350,10 +350,10 @@ def _send_both(gives: Draft, takes: Draft) -> None:
             for draft in (gives, takes):
                 send_now(draft)
 
-    if at_work():
+    if in_framework():
         takes.worker_group.services.timers.soon(send)
     else:
-        off_main(send, waits_s=None)
+        run_deferred(send, waits_s=None)
 
 
 def _fail_too(other: Draft, call: PendingCall) -> None:

@@ -474,8 +474,8 @@ class WeightsOfWorker(OfWorker):
         if members > 1:
             call = running_call.get()
             assert call is not None
-            board = f"weights {call.seq} {self._worker_context.lane.resumed}"
-            self._worker_context.ask(questions.Meet(board, members, None, False, None))
+            rendezvous_key = f"weights {call.seq} {self._worker_context.lane.resumed}"
+            self._worker_context.ask(questions.Meet(rendezvous_key, members, None, False, None))
 
 
 WeightsOfWorker.calls = {SYNC: WeightsOfWorker.__dict__["sync"].spec}

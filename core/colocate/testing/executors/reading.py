@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import colocate
-from colocate._signals.off_main import settle
+from colocate._signals.deferred import settle
 from colocate.errors import CallTimeout, ClosedError, RoleError
 from colocate.executor import OwnProcess
 from colocate.testing.executors._base import Spawn, needs

@@ -18,7 +18,7 @@ import threading
 from types import TracebackType
 from typing import Any, NoReturn
 
-from colocate._signals.at_work import begin_users, end_users
+from colocate._signals.in_framework import begin_users, end_users
 from colocate.wire import track
 
 

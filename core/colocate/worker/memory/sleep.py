@@ -668,8 +668,8 @@ class Sleeper:
         call = running_call.get()
         assert call is not None
         try:
-            board = f"sleep {call.seq} {self._worker_context.lane.resumed}"
-            self._worker_context.ask(questions.Meet(board, members, None, False, refusal))
+            rendezvous_key = f"sleep {call.seq} {self._worker_context.lane.resumed}"
+            self._worker_context.ask(questions.Meet(rendezvous_key, members, None, False, refusal))
         except Consequence as error:
             raise PutBack(error.message) from error
         except ColocateError as error:

@@ -101,7 +101,7 @@ class _Use:
     is_call: bool = False
 
 
-class Residency:
+class TurnScheduler:
     """Has the roles of a worker be awake when they are called, and keeps all of them within the budget.
 
     Attributes:

@@ -88,7 +88,7 @@ def current_slots() -> int:
 
 # What calls say: no name of a function can be the same.
 SLEEP, WAKE = _OWN = "the sleep", "the wake"
-OF_WORKERS = frozenset((*_OWN, *CALLS))
+GROUP_WIDE_CALLS = frozenset((*_OWN, *CALLS))
 _METHODS = {
     "run": "run",
     SLEEP: "sleep",

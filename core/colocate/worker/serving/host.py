@@ -35,13 +35,13 @@ from colocate.worker.base import Send
 from colocate.worker.birth.imports import importing
 from colocate.worker.birth.template import tell_imports
 from colocate.worker.context import WorkerContext
-from colocate.worker.inlet import Inlet
 from colocate.worker.lane import Lane, Work
 from colocate.worker.memory.ledger import LookError
 from colocate.worker.residents.store import Entry
+from colocate.worker.row_queue import RowQueue
 from colocate.worker.runner import Runner
 from colocate.worker.serving import failure
-from colocate.worker.serving.functions import OF_WORKERS, hosted_functions
+from colocate.worker.serving.functions import GROUP_WIDE_CALLS, hosted_functions
 
 _ROWS_TOLD = 4  # of a call's rows that run, where stacks are asked for
 LANE = "colocate-lane-"  # on `local` threads names of lanes begin with it, and go on with the id of their worker
@@ -124,11 +124,11 @@ class WorkerHost(WorkerContext):
                     if (called := self._work_of(call, its_body)) is not None:
                         self.lane_for(call.role).put(called)
             case to_worker.Row() | to_worker.NoMoreRows() | to_worker.ReadRows() as message:
-                if (inlet := self.inlets.get(message.seq)) is not None:  # otherwise the call has failed here
-                    inlet.tell(message, body)
-                    if inlet.withdrawn and inlet.is_alone:
-                        inlet.lane.cancel(message.seq, message.seq)
-                    inlet.lane.do(inlet.wake)
+                if (row_queue := self.row_queues.get(message.seq)) is not None:  # otherwise the call has failed here
+                    row_queue.tell(message, body)
+                    if row_queue.withdrawn and row_queue.is_alone:
+                        row_queue.lane.cancel(message.seq, message.seq)
+                    row_queue.lane.do(row_queue.wake)
             case to_worker.Free() as message:
                 self.store.free(message.keys)
                 if self.accounts.count_others:
@@ -154,7 +154,7 @@ class WorkerHost(WorkerContext):
                     found.runner = Runner(self, self.broken, found)
                     self.background[name] = found
                 work = Work(0, self._runner.build, "build", message, body)
-                work.lots = self.definitions.received.count
+                work.bundles_seen = self.definitions.received.count
                 self.lane.put(work)
             case to_worker.Hold() as hold:
                 self.say(from_worker.Alive(hold.number, hold.lane))
@@ -177,16 +177,16 @@ class WorkerHost(WorkerContext):
                     role.take_back(resume.withdrawn)
                 self._named(resume.lane).resume(resume.number, frozenset(resume.withdrawn))
             case to_worker.Unwanted() as message:
-                if (inlet := self.inlets.get(message.seq)) is not None:
-                    inlet.end("nobody waits for it any more")
+                if (row_queue := self.row_queues.get(message.seq)) is not None:
+                    row_queue.end("nobody waits for it any more")
                 for lane in self.lanes:
                     lane.give_up(message.seq, message.seq)
             case to_worker.Stop():
                 for lane in self.lanes:
                     lane.stop()
-                for inlet in list(self.inlets.values()):
-                    inlet.stop()
-                    inlet.lane.do(inlet.wake)
+                for row_queue in list(self.row_queues.values()):
+                    row_queue.stop()
+                    row_queue.lane.do(row_queue.wake)
             case to_worker.Withdraw() as asked:
                 can = self._named(asked.lane).hold_up(asked.token, asked.seq)
                 self.say(from_worker.CanWithdraw(asked.token, can))
@@ -252,10 +252,10 @@ class WorkerHost(WorkerContext):
         work.role = hosted
         if self.background:
             self._place(work, call)
-        work.lots = self.definitions.received.count
+        work.bundles_seen = self.definitions.received.count
         if spec.streams and call.keep is None:
             work.concurrency = min(concurrency, 1)
-            work.inlet = self.inlets[call.seq] = Inlet(self.lane_for(call.role))
+            work.row_queue = self.row_queues[call.seq] = RowQueue(self.lane_for(call.role))
         if call.keep is not None:
             if not is_expected:
                 self.store.expect(call.keep)
@@ -272,7 +272,7 @@ class WorkerHost(WorkerContext):
         """Have a call run on its role's lane; where it concerns all roles, the other lanes stand still meanwhile."""
         if (found := self.background.get(call.role)) is not None:
             work.run = found.runner.call
-        elif call.method in OF_WORKERS:
+        elif call.method in GROUP_WIDE_CALLS:
             standing = Standing(call.seq, work.label, self.lanes[1:], self._stands, self.scope)
             work.run, work.on_drop = partial(self._alone, standing), standing.end
 
@@ -401,7 +401,7 @@ def _awaited(work: Work, frames: Sequence[FrameType]) -> Sequence[tuple[str, Seq
     """Where a call waits that awaits something, and its frames: those of its rows, of which the first are told."""
     from colocate.worker.serving.tasks import frames_of  # it has asyncio, which only those import that await something
 
-    rows = [] if work.inlet is None else list(work.inlet.running.items())[:_ROWS_TOLD]
+    rows = [] if work.row_queue is None else list(work.row_queue.running.items())[:_ROWS_TOLD]
     found = [(f"{work.label}, row {state.row}", frames_of(task.get_coro())) for state, task in rows]
     return [each for each in found if each[1]] or [(work.label, frames)]
 

@@ -95,9 +95,11 @@ class ProcessGroups:
             self._asked[ctx.role, axis] = None
             if not self._in_process:
                 self.default.have()
-            board = f"{ctx.group}/{self.default.generation}/{self._epoch}/{name}"
+            rendezvous_key = f"{ctx.group}/{self.default.generation}/{self._epoch}/{name}"
             whole = f"{ctx.group}/{name}"
-            plan = Plan(whole, board, slots, index, False, not self._in_process, self._device, self.default.timeout_s)
+            plan = Plan(
+                whole, rendezvous_key, slots, index, False, not self._in_process, self._device, self.default.timeout_s
+            )
             if len(slots) == 1:
                 self._made[name] = Made(plan.make(torch_groups.hash_store()))
             else:

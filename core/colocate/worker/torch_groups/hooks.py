@@ -88,13 +88,13 @@ def count_updates(last: Callable[[], CallState | None], operations: Callable[[],
     def before(optimizer: Any, *_: Any) -> None:
         call = running_call.get() or last()
         if call is not None:
-            call.halves += 1
+            call.step_events += 1
             call.shares = call.shares or call.before + operations() != begun.get(optimizer, 0)
 
     def after(optimizer: Any, *_: Any) -> None:
         call = running_call.get() or last()
         if call is not None:
-            call.halves += 1
+            call.step_events += 1
             begun[optimizer] = call.before + operations()
 
     register_optimizer_step_pre_hook(before)

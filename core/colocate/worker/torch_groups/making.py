@@ -78,11 +78,11 @@ class Making:
         self._worker = worker
         self._lock = threading.Lock()
         self._unfinished: list[str] = []
-        self._running: dict[str, Future[None]] = {}  # by board; each ends with what is made there
+        self._running: dict[str, Future[None]] = {}  # by rendezvous_key; each ends with what is made there
         self._waiting: set[_Wait] = set()
         self._left: list[Future[None]] = []
         self._gives_up: Future[None] = Future()
-        self._failed: dict[str, str] = {}  # why, by board, on which no other rank makes one any more either
+        self._failed: dict[str, str] = {}  # why, by rendezvous_key, on which no other rank makes one any more either
         self.failed_in = -1
 
     @contextlib.contextmanager
@@ -108,14 +108,14 @@ class Making:
             Consequence: The lane has left, or another rank has.
             Exception: It couldn't be made.
         """
-        board = group.plan.board
+        rendezvous_key = group.plan.rendezvous_key
         with self._lock:
             if group.key in group.kept:  # what has made it is over just now
                 return
-            if (why := self._failed.get(board)) is not None:  # and the role has gone on all the same
+            if (why := self._failed.get(rendezvous_key)) is not None:  # and the role has gone on all the same
                 raise ConnectionError(f"process group {group.plan.name!r} could not be made before: {why}")
-            begins = board not in self._running
-            over = self._running.setdefault(board, Future())
+            begins = rendezvous_key not in self._running
+            over = self._running.setdefault(rendezvous_key, Future())
         self.wait_for(over, group, begins)
 
     def wait_for(self, over: Future[None], group: Together | None = None, begins: bool = False) -> None:
@@ -159,14 +159,14 @@ class Making:
         plan, store = group.plan, None
         try:
             store = torch_groups.connect_store(group.address, plan.timeout_s)
-            if not all_make(store, plan.board, plan.index, len(plan.slots)):
+            if not all_make(store, plan.rendezvous_key, plan.index, len(plan.slots)):
                 raise Unmade(f"another rank doesn't make the process group {plan.name!r}")
             with self.half_made(plan.name):
                 group.kept[group.key] = Made(plan.make(store))  # nothing else may refer to it
         except Exception as error:
             self._is_over(group, over, error)
             if store is not None:  # not before: a peer that is told fails, and would have this rank called back
-                can_not(store, plan.board)
+                can_not(store, plan.rendezvous_key)
         else:
             self._is_over(group, over, None)
         finally:
@@ -175,7 +175,7 @@ class Making:
     def _withdraw(self, group: Together, over: Future[None]) -> None:
         try:
             store = torch_groups.connect_store(group.address, GROUPS_CONNECT_WITHIN_S)
-            made = withdraw(store, group.plan.board)
+            made = withdraw(store, group.plan.rendezvous_key)
         except RuntimeError as error:  # the store is gone, and so is who waits there
             self._is_over(group, over, error)
         else:
@@ -183,12 +183,12 @@ class Making:
                 self._is_over(group, over, Consequence("it was left"))
 
     def _is_over(self, group: Together, over: Future[None], error: Exception | None) -> None:
-        board = group.plan.board
+        rendezvous_key = group.plan.rendezvous_key
         with self._lock:
-            if self._running.get(board) is over:
-                del self._running[board]
+            if self._running.get(rendezvous_key) is over:
+                del self._running[rendezvous_key]
                 if error is not None and not isinstance(error, Consequence):
-                    self._failed[board] = error_text(error)
+                    self._failed[rendezvous_key] = error_text(error)
         with contextlib.suppress(InvalidStateError):  # it was left, and is known never to be made
             over.set_exception(error) if error is not None else over.set_result(None)
 
@@ -246,7 +246,7 @@ class _Default:
     The store goes on when the group is renewed; slot 0 serves it as long as it keeps it.
     """
 
-    board: str  # what the slots meet under
+    rendezvous_key: str  # what the slots meet under
     asked: int | None  # the call that it was begun for; None for another slot's
     made: Future[None] = attrs.field(factory=Future)  # ends with it
     address: tuple[str, int] | None = None  # where its store listens
@@ -376,8 +376,8 @@ class DefaultGroup:
         return f"{self._group}/{self.generation}/{self._epoch}/default"
 
     def _make(self, default: _Default, former: _Default | None) -> None:
-        board = default.board
-        plan = Plan(self.name, board, range(self.slots), self._slot, True, False, self._device, self.timeout_s)
+        rendezvous_key = default.rendezvous_key
+        plan = Plan(self.name, rendezvous_key, range(self.slots), self._slot, True, False, self._device, self.timeout_s)
         store, have_met = None, self.slots == 1
         try:
             if former is not None:
@@ -406,9 +406,9 @@ class DefaultGroup:
             default.made.set_exception(error)
             # Not before: a slot that is told fails, and with that this one would be called back.
             if self.slots > 1 and not isinstance(error, Consequence | NotMade):  # the others would wait for it
-                self._refuse(board, error)
+                self._refuse(rendezvous_key, error)
             if store is not None:
-                can_not(store, board)
+                can_not(store, rendezvous_key)
         else:
             default.made.set_result(None)
 
@@ -418,14 +418,14 @@ class DefaultGroup:
             default.store, default.address = torch_groups.serve_store(self._host, self._ports)
         mine = default.address if self._slot == 0 else None
         try:
-            host, port = self._worker.ask(Meet(default.board, self.slots, mine, True, None), apart=True)
+            host, port = self._worker.ask(Meet(default.rendezvous_key, self.slots, mine, True, None), apart=True)
         except Consequence:
             raise
         except ColocateError as error:  # a slot that can't take part
             raise NotMade(str(error)) from None
         return host, port
 
-    def _refuse(self, board: str, error: BaseException) -> None:
+    def _refuse(self, rendezvous_key: str, error: BaseException) -> None:
         """Tell the other slots why this one can't take part. It isn't waited for: there is no answer but that."""
         why = f"slot {self._slot} can't take part in the default group: {message_of(error)}"
-        self._worker.tell(Meet(board, self.slots, None, True, why))
+        self._worker.tell(Meet(rendezvous_key, self.slots, None, True, why))

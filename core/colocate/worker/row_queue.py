@@ -1,4 +1,4 @@
-"""`Inlet`: what a driver says of the rows of a call that end one by one, on its way to the lane."""
+"""`RowQueue`: what a driver says of the rows of a call that end one by one, on its way to the lane."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from colocate.worker.lane import Lane
 
 
-class Inlet:
+class RowQueue:
     """What is said of the rows of one call, between the thread that receives it and the lane.
 
     Attributes:

@@ -52,7 +52,7 @@ class Section:
         _here.sections -= 1
 
 
-def at_work() -> bool:
+def in_framework() -> bool:
     """Return whether this thread is the framework's, or in a section."""
     return bool(_here.sections)
 

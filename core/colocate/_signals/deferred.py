@@ -10,7 +10,7 @@ itself, where it needs no lock for that: it sends calls, in steps that nothing c
 records those in a pipeline's block, by one append; it leaves a scope where nothing has failed. Whoever is interrupted
 in any of these has the rest done by another thread.
 
-On all other threads `off_main` runs its work here and now: no signal comes there. Nor does one come amid colocate's
+On all other threads `run_deferred` runs its work here and now: no signal comes there. Nor does one come amid colocate's
 own code in a worker process, whose main thread is the lane (`worker/serving/handlers.py`).
 """
 
@@ -236,7 +236,7 @@ def who_waits() -> threading.Thread:
     return threading.current_thread() if getattr(_here, "frame", None) is None else threading.main_thread()
 
 
-def off_main(
+def run_deferred(
     work: Callable[[], T],
     interrupted: Callable[[], object] | None = None,
     waits_s: float | None = 0.0,
@@ -269,7 +269,7 @@ def off_main(
             _couriers.put(job)  # once more, perhaps: only one of them counts
         if in_any_case or not _couriers.withdraw(job):
             until = None if waits_s is None else time.monotonic() + waits_s
-            for done in (None if interrupted is None else hand_over(interrupted), job.done):
+            for done in (None if interrupted is None else defer(interrupted), job.done):
                 if done is not None:
                     done.wait(None if until is None else until - time.monotonic())
         raise
@@ -280,7 +280,7 @@ def off_main(
         del error  # its traceback has this frame
 
 
-def hand_over(work: Callable[[], object]) -> Flag | None:
+def defer(work: Callable[[], object]) -> Flag | None:
     """Have some work done on a thread that isn't the main one, without waiting. What it raises is reported.
 
     Returns:
