@@ -54,7 +54,11 @@ def run(feature: str, *options: str) -> tuple[int, str]:
         paths = ":".join(str(folder / each) for each in PACKAGES)
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-rfEs", *options, *TESTS]
         found = subprocess.run(
-            ["env", f"PYTHONPATH={paths}", *command], cwd=folder, capture_output=True, text=True, check=False
+            ["env", "-u", "TMPDIR", f"PYTHONPATH={paths}", *command],
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            check=False,
         )
         return found.returncode, found.stdout + found.stderr
 

@@ -8,6 +8,7 @@ What takes a client runs in drivers, the rest in the scheduler. The documented r
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -60,6 +61,8 @@ async def takes_connections(address: str, within_s: float) -> bool:
     except OSError:  # TimeoutError is one
         return False
     writer.close()
+    with contextlib.suppress(OSError):  # a reset by the other side
+        await writer.wait_closed()  # so that no socket is left when this is over
     return True
 
 
