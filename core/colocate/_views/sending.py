@@ -457,7 +457,7 @@ class Messages:
             slots = [slot for _, slots in self._frames for slot in slots]
             worker_group.published.before(slots, (body for draft in drafts for body in draft.bodies))
             for draft in drafts:
-                for part in worker_group.parts.values():
+                for part in worker_group.parts.values() if draft.call.is_for_all else ():
                     part.sends(draft.call)
                 order.enter(draft.call)
             for call, put in zip(self._calls, self._puts, strict=True):

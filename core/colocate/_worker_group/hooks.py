@@ -69,7 +69,7 @@ class OfGroup:
         return False
 
     def sends(self, call: PendingCall) -> None:
-        """Refuse a call that is about to be sent. The order's lock is held.
+        """Refuse a call on whole workers that is about to be sent. The order's lock is held.
 
         Raises:
             ColocateError: Why it can't.

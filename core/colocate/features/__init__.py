@@ -85,11 +85,7 @@ def of_message(kind: str) -> str | None:
 
 
 def of_options(options: Any) -> list[str]:
-    """Return the features behind the options that a role has.
-
-    Raises:
-        CapabilityError: One isn't here.
-    """
+    """Return the features behind the options that a role has."""
     return [_BY_OPTION[option] for option in _BY_OPTION if getattr(options, option) is not None]
 
 

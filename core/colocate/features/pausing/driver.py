@@ -47,8 +47,7 @@ class PausingOfGroup(OfGroup):
 
     def sends(self, call: PendingCall) -> None:
         """Refuse a call for all roles that would wait for what a pause holds up."""
-        if call.is_for_all:
-            self._pauses.refuse(call)
+        self._pauses.refuse(call)
 
     def shown(self, role: str) -> Mapping[str, bool]:
         """Return that a role is paused, if so."""
