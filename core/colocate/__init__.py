@@ -36,10 +36,10 @@ if TYPE_CHECKING:
         CapabilityError,
         ChildDied,
         ClosedError,
+        ClusterError,
         ColocateError,
         ConfigError,
         DispatchError,
-        EngineError,
         ForkedError,
         GroupRestarted,
         MemoryBudgetError,
@@ -91,7 +91,7 @@ _HOMES = {
     "features.weights.weights": "WeightSync Weights",
     "errors": (
         "BorrowedError CallCancelled CallTimeout CapabilityError ChildDied ClosedError ColocateError ConfigError "
-        "DispatchError EngineError ForkedError GroupRestarted MemoryBudgetError PipelineError PlacementError "
+        "DispatchError ClusterError ForkedError GroupRestarted MemoryBudgetError PipelineError PlacementError "
         "PlacementTimeout PluginError RenewalError RoleError RoleStartError SerializationError SleepingError "
         "StaleWeightsError WorkerDied"
     ),
@@ -122,6 +122,7 @@ __all__ = [
     "Child",
     "ChildDied",
     "ClosedError",
+    "ClusterError",
     "Collect",
     "ColocateError",
     "ColocatedGroup",
@@ -130,7 +131,6 @@ __all__ = [
     "Context",
     "Dispatch",
     "DispatchError",
-    "EngineError",
     "FetchRecord",
     "First",
     "ForkedError",

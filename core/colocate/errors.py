@@ -194,7 +194,7 @@ class PlacementError(ColocateError, RuntimeError):
         return "\n".join([self.message, *_table(self.nodes)])
 
 
-class EngineError(ColocateError, ConnectionError):
+class ClusterError(ColocateError, ConnectionError):
     """The cluster can't be reached, doesn't let this driver in, or has been lost.
 
     Attributes:

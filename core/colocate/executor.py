@@ -309,7 +309,7 @@ class Executor(abc.ABC):
         Raises:
             PlacementError: It can never fit (at once).
             PlacementTimeout: It doesn't fit now; nothing stays pending.
-            EngineError: The cluster doesn't answer, or is gone.
+            ClusterError: The cluster doesn't answer, or is gone.
             ConfigError: The cluster has no word for what is wanted.
         """
 
@@ -356,7 +356,7 @@ class Executor(abc.ABC):
 
         Raises:
             PlacementError: They can't be had now; nothing has changed.
-            EngineError: The cluster doesn't answer, or is gone.
+            ClusterError: The cluster doesn't answer, or is gone.
         """
         return None
 
@@ -482,7 +482,7 @@ class Watchable(abc.ABC):
         """Have it found, until it is retracted, or this driver is gone in whatever way.
 
         Raises:
-            EngineError: The cluster doesn't confirm it.
+            ClusterError: The cluster doesn't confirm it.
         """
 
     @abc.abstractmethod
@@ -546,7 +546,7 @@ class Detachable(abc.ABC):
 
         Raises:
             ConfigError: Another pool has that name.
-            EngineError: The cluster doesn't confirm it.
+            ClusterError: The cluster doesn't confirm it.
         """
 
     @abc.abstractmethod
@@ -559,7 +559,7 @@ class Detachable(abc.ABC):
 
         Raises:
             ConfigError: There is no such pool.
-            EngineError: It is gone.
+            ClusterError: It is gone.
         """
 
     @abc.abstractmethod
@@ -575,7 +575,7 @@ class Detachable(abc.ABC):
         Raises:
             ConfigError: There is no such pool.
             BorrowedError: Another driver has it.
-            EngineError: It is gone.
+            ClusterError: It is gone.
         """
 
     @abc.abstractmethod
@@ -584,7 +584,7 @@ class Detachable(abc.ABC):
 
         Raises:
             ConfigError: There is no such pool.
-            EngineError: The cluster can't either.
+            ClusterError: The cluster can't either.
         """
 
     @abc.abstractmethod

@@ -35,7 +35,7 @@ from colocate.driver import (
     report_exception,
     run_deferred,
 )
-from colocate.errors import ClosedError, ColocateError, EngineError
+from colocate.errors import ClosedError, ClusterError, ColocateError
 from colocate.executor import Watchable, Window
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ def look_at(window: Window, executor: Watchable) -> Mapping[str, Any]:
         looks.answered(asked.token, None, seen.facts)
 
     def closed(reason: str) -> None:
-        looks.fail_all(EngineError(f"it has just ended ({reason})"))
+        looks.fail_all(ClusterError(f"it has just ended ({reason})"))
 
     deadline = Deadline(PATIENCE_S)
     try:
@@ -117,7 +117,7 @@ def look_at(window: Window, executor: Watchable) -> Mapping[str, Any]:
     except TimeoutError as error:
         raise TimeoutError(f"job {window.name!r} ({window.id}) doesn't answer: {error}") from None
     except OSError as error:
-        raise EngineError(f"job {window.name!r} ({window.id}) can't be reached from here: {error}") from error
+        raise ClusterError(f"job {window.name!r} ({window.id}) can't be reached from here: {error}") from error
     event_loop = wire.EventLoop("look")
     try:
         event_loop.attach(sock, told, closed)

@@ -17,7 +17,7 @@ import attrs
 
 import colocate_report
 from colocate.driver import LEDGERS_WITHIN_S, Deadline, Driver, GroupMemory, is_runtime
-from colocate.errors import ColocateError, ConfigError, EngineError, GroupRestarted
+from colocate.errors import ClusterError, ColocateError, ConfigError, GroupRestarted
 from colocate.plugins import find_job
 from colocate.signatures import arguments_of
 from colocate.texts import error_text, told
@@ -161,7 +161,7 @@ def _in_its_folder(
         log.write(text)
         try:
             folder.write("error.txt", text)
-            for name, logged in ((isinstance(error, EngineError) and error.logs) or {}).items():
+            for name, logged in ((isinstance(error, ClusterError) and error.logs) or {}).items():
                 folder.write(f"engine-{name}", logged)
         except OSError as other:
             error.add_note(f"it could not be written to {folder.path / 'error.txt'}: {other}")

@@ -16,7 +16,7 @@ from typing import Any
 
 from distributed import Client, Security
 
-from colocate.errors import ConfigError, EngineError
+from colocate.errors import ClusterError, ConfigError
 from colocate.wire import Tls, track
 from colocate_dask import far, reservations, undocumented
 from colocate_dask.loop import LoopThread
@@ -81,7 +81,7 @@ class Connection:
         """Call one of the client's methods, for a bounded time.
 
         Raises:
-            EngineError: The scheduler doesn't answer in time, or is gone.
+            ClusterError: The scheduler doesn't answer in time, or is gone.
         """
         return self._asked(partial(getattr(self._client, method), *args, **kwargs), within_s)
 
@@ -94,13 +94,13 @@ class Connection:
                 undocumented.close_surplus(self._client)
 
         if (lost := self._lost()) is not None:
-            raise EngineError(lost)
+            raise ClusterError(lost)
         try:
             return self._loop.run(ask(), within_s)
         except TimeoutError as error:  # also where it was lost meanwhile, and Dask has tried to connect again
-            raise EngineError(self._lost() or f"the Dask scheduler at {self.address} didn't answer in time") from error
+            raise ClusterError(self._lost() or f"the Dask scheduler at {self.address} didn't answer in time") from error
         except OSError as error:
-            raise EngineError(f"the Dask scheduler at {self.address} is gone: {error}") from error
+            raise ClusterError(f"the Dask scheduler at {self.address} is gone: {error}") from error
 
     def _lost(self) -> str | None:
         """Return what to say of the connection where it isn't there, as far as Dask's client has noticed."""
@@ -116,12 +116,12 @@ class Connection:
         """Connect anew, if the scheduler has been away for so long that Dask's client has given it up.
 
         Raises:
-            EngineError: It is still away.
+            ClusterError: It is still away.
         """
         with self._renewing:
             if self._client.status == "closed" and not self._closed:
                 if not self._loop.run(undocumented.takes_connections(self.address, _CONNECTS_WITHIN_S)):
-                    raise EngineError(f"no Dask scheduler takes connections at {self.address}: is it still there?")
+                    raise ClusterError(f"no Dask scheduler takes connections at {self.address}: is it still there?")
                 self._client = _connected(self._loop, self.address, self._security, self._timeout)
 
     async def _introduce(self) -> None:
@@ -146,7 +146,7 @@ class Connection:
         """Run a function in the scheduler, and wait while it shows that it is alive: each second, in `pong_s`.
 
         Raises:
-            EngineError: It doesn't answer in time, or is stopped, stuck or gone: which is known at once where nobody
+            ClusterError: It doesn't answer in time, or is stopped, stuck or gone: which is known at once where nobody
                 takes a connection.
         """
         return self._asked(partial(self._while_it_lives, pong_s, function, *args), within_s)
@@ -202,7 +202,7 @@ class Connection:
         except (ConnectionError, TimeoutError):
             raise
         except Exception as error:  # whatever it raised when it looked for colocate
-            raise EngineError(
+            raise ClusterError(
                 f"the Dask scheduler at {self.address} can't use colocate ({type(error).__name__}: {error}); "
                 f"install colocate {self.version.colocate} where the scheduler and the workers run, "
                 "and leave distributed.scheduler.pickle on"
@@ -230,10 +230,10 @@ def check_versions(here: Facts, there: Facts, who: str) -> None:
     """Compare versions.
 
     Raises:
-        EngineError: They differ.
+        ClusterError: They differ.
     """
     if (words := there.unlike(here)) is not None:
-        raise EngineError(f"{who} {words}")
+        raise ClusterError(f"{who} {words}")
 
 
 def _connected(loop: LoopThread, address: Any, security: Security | None, timeout: float) -> Any:
@@ -266,7 +266,7 @@ def _connected(loop: LoopThread, address: Any, security: Security | None, timeou
         if "ssl_context" not in str(error):
             raise
         text = f"{address} needs certificates: connect('dask', address=..., security=Security(tls_ca_file=..., ...))"
-        raise EngineError(text) from error
+        raise ClusterError(text) from error
     except RuntimeError as error:
         if "encryption required" not in str(error):
             raise
@@ -278,7 +278,7 @@ def _connected(loop: LoopThread, address: Any, security: Security | None, timeou
         raise ConfigError(f"connect('dask', security=...): {_missing_files(security)}") from error
     except (OSError, ImportError) as error:  # TimeoutError is an OSError
         words = str(error) or f"no answer within {timeout:g} s"
-        raise EngineError(f"{_why_not(error, address)}: {words}") from error
+        raise ClusterError(f"{_why_not(error, address)}: {words}") from error
 
 
 def _missing_files(security: Security | None) -> str:

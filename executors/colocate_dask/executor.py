@@ -15,7 +15,7 @@ import distributed
 import psutil
 
 from colocate import wire
-from colocate.errors import ConfigError, EngineError, PlacementError, PlacementTimeout
+from colocate.errors import ClusterError, ConfigError, PlacementError, PlacementTimeout
 from colocate.executor import (
     Adopted,
     Boot,
@@ -104,7 +104,7 @@ class DaskExecutor(Executor, OwnProcess, MultiNode, SharedSlots):
 
         Raises:
             ConfigError: The options contradict each other.
-            EngineError: The scheduler can't be reached, refuses us, or has other versions.
+            ClusterError: The scheduler can't be reached, refuses us, or has other versions.
         """
         if client is not None:
             if address is not None or security is not None:
@@ -112,7 +112,7 @@ class DaskExecutor(Executor, OwnProcess, MultiNode, SharedSlots):
             if not isinstance(client, distributed.Client):
                 raise ConfigError(f"connect('dask', client=...) takes a distributed.Client, not {client!r}")
             if client.scheduler is None or client.status != "running":
-                raise EngineError(f"the Dask client given is not connected: it is {client.status}")
+                raise ClusterError(f"the Dask client given is not connected: it is {client.status}")
             address, security = client.scheduler.address, client.security
         if address is not None and (cpus is not None or gpus is not None):
             raise ConfigError("connect('dask', ...): cpus= and gpus= are of a private cluster; address= joins another")
@@ -319,7 +319,7 @@ class DaskExecutor(Executor, OwnProcess, MultiNode, SharedSlots):
         try:
             held.workers = tuple(self._private.start(request.slots, request.cpus, request.gpus))
         except TimeoutError as error:
-            raise EngineError("the private Dask cluster was closed, or its workers didn't start in time") from error
+            raise ClusterError("the private Dask cluster was closed, or its workers didn't start in time") from error
         ids = held.id, self._connection.id
         wanted = Wanted(*ids, request.owner, request.slots, only=held.workers, label=request.id)
         grants = self._granted(wanted, request)
@@ -348,7 +348,7 @@ class DaskExecutor(Executor, OwnProcess, MultiNode, SharedSlots):
         plans = {grant.worker: self._plan(held, grant, request, key) for grant in grants}
         try:
             answers = self._connection.on_workers(far.start, plans, workers=list(plans), within_s=_START_S)
-        except EngineError as error:
+        except ClusterError as error:
             if _is_silence(error):
                 self._blame(plans)
             raise
@@ -389,12 +389,12 @@ class DaskExecutor(Executor, OwnProcess, MultiNode, SharedSlots):
     def _give_back(self, held: Lot, within_s: float) -> None:
         try:
             stuck = self._released(held.id, within_s)
-        except EngineError as error:
+        except ClusterError as error:
             if _is_silence(error):
                 self._unreleased.add(held.id)
             return  # without a scheduler there is nothing to give back to; to one that is silent it is said again
         if stuck:
-            raise EngineError(f"these Dask workers are stuck, and stay held until they are gone: {', '.join(stuck)}")
+            raise ClusterError(f"these Dask workers are stuck, and stay held until they are gone: {', '.join(stuck)}")
 
     def _released(self, reservation: str, within_s: float = ANSWER_S) -> list[str]:
         """Free a reservation; the stuck workers."""
@@ -480,7 +480,7 @@ class JoinedDaskExecutor(DaskExecutor, DetachableByKeepers, Watchable, Labelled,
 
     def retract(self, window: Window) -> None:
         """In the scheduler's plugin."""
-        with contextlib.suppress(EngineError):  # it is gone, or this driver has left it
+        with contextlib.suppress(ClusterError):  # it is gone, or this driver has left it
             self._connection.on_scheduler(reservations.retract, window, within_s=ANSWER_S)
 
     def windows(self) -> Sequence[Window]:
@@ -514,7 +514,7 @@ def _running(held: Held) -> Running:
 
 
 def _is_silence(error: BaseException) -> bool:
-    return isinstance(error, EngineError) and isinstance(error.__cause__, TimeoutError)
+    return isinstance(error, ClusterError) and isinstance(error.__cause__, TimeoutError)
 
 
 def _device(devices: tuple[int, ...]) -> str:

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from colocate import wire
-from colocate.errors import EngineError
+from colocate.errors import ClusterError
 from colocate.keeper import Thread
 
 T = TypeVar("T")
@@ -64,14 +64,14 @@ class LoopThread:
         """Cancel what runs, and end the thread; who waits for something is told.
 
         Raises:
-            EngineError: Something of Dask's doesn't end; it is left to itself.
+            ClusterError: Something of Dask's doesn't end; it is left to itself.
         """
         self._loop.call_soon_threadsafe(self._over.set)
         self._thread.join(_ENDS_WITHIN_S)
         if self._thread.is_alive():
             for future in list(self._asked):
                 future.cancel()
-            raise EngineError("a part of Dask in this process doesn't end when it is cancelled; it is left behind")
+            raise ClusterError("a part of Dask in this process doesn't end when it is cancelled; it is left behind")
 
     def forget(self) -> None:
         """In a forked child: what the loop reads from or writes to isn't held open by this process.

@@ -6,9 +6,9 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from colocate.errors import ColocateError, EngineError
+from colocate.errors import ClusterError, ColocateError
 from colocate.gpus import VARIABLE, listed
-from colocate_ray.private import engine_error, new_folder
+from colocate_ray.private import cluster_error, new_folder
 from colocate_ray.proxy import Asked, DriverProxy
 from colocate_ray.terms import HEAD, Cluster
 
@@ -27,7 +27,7 @@ class Envoy(DriverProxy):
         """Start it, and wait until it is in.
 
         Raises:
-            EngineError: The cluster can't be joined.
+            ClusterError: The cluster can't be joined.
             ColocateError: A private Ray can't be started.
         """
         # Where its private Ray keeps its files; None when it has joined a cluster
@@ -49,7 +49,7 @@ class Envoy(DriverProxy):
         """Have it do something, and wait for the result: while envoy and head live, and at most so many seconds.
 
         Raises:
-            EngineError: The envoy is gone, or the head doesn't answer; the envoy goes on with it when that does.
+            ClusterError: The envoy is gone, or the head doesn't answer; the envoy goes on with it when that does.
             ColocateError: It failed, or took longer.
         """
         asked = self.post(name, *arguments)
@@ -62,9 +62,9 @@ class Envoy(DriverProxy):
         [answer] = asked.result()
         return answer
 
-    def lost(self, why: str) -> EngineError:
+    def lost(self, why: str) -> ClusterError:
         """The error when it has ended by itself: of a private Ray, with what that has logged last."""
-        return super().lost(why) if self.folder is None else engine_error(self.folder, why)
+        return super().lost(why) if self.folder is None else cluster_error(self.folder, why)
 
     def _wait_on_head(self, asked: Asked) -> None:
         """Wait while the head of the cluster answers: Ray itself waits on one that doesn't, for ever."""
@@ -87,10 +87,10 @@ def _environment(cluster: Cluster) -> dict[str, str]:
     return env
 
 
-def _too_slow(cluster: Cluster, folder: str | None, words: str) -> EngineError:
+def _too_slow(cluster: Cluster, folder: str | None, words: str) -> ClusterError:
     if folder is not None:
-        return engine_error(folder, f"a private Ray did not start within {_STARTS_WITHIN_S:g} s. {words}".strip())
-    return EngineError(
+        return cluster_error(folder, f"a private Ray did not start within {_STARTS_WITHIN_S:g} s. {words}".strip())
+    return ClusterError(
         f"the Ray cluster at {cluster.address} did not let this driver in within {_JOINS_WITHIN_S:g} s: is it a Ray "
         f"cluster of the same version that listens there? {words}".strip()
     )

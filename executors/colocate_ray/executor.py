@@ -14,7 +14,7 @@ from typing import Any
 import attrs
 
 from colocate import wire
-from colocate.errors import ColocateError, ConfigError, EngineError, PlacementTimeout
+from colocate.errors import ClusterError, ColocateError, ConfigError, PlacementTimeout
 from colocate.executor import (
     Adopted,
     Boot,
@@ -148,7 +148,7 @@ class RayExecutor(Executor, OwnProcess, MultiNode, SharedSlots, Labelled):
             reserve = partial(self._envoy.call, "reserve")
             slots: list[Slot] = reserve(number, request, self._keepers.key)
             return Reservation(tuple(self._place(number, slot) for slot in slots), number)
-        except EngineError:  # a head that answers again would go on with it
+        except ClusterError:  # a head that answers again would go on with it
             self._envoy.post("release", number)
             raise
         finally:
@@ -217,7 +217,7 @@ class RayExecutor(Executor, OwnProcess, MultiNode, SharedSlots, Labelled):
             ends = [end for key, end in list(self._ends.items()) if key[0] == reservation.handle]
             self._envoy.wait(ends, RELEASED_WITHIN_S)
             self._envoy.call("release", reservation.handle, within_s=RELEASED_WITHIN_S)
-        except EngineError:  # Ray takes back what a driver has held that is gone
+        except ClusterError:  # Ray takes back what a driver has held that is gone
             pass
         finally:
             self._forget(reservation)
@@ -269,7 +269,7 @@ class JoinedRayExecutor(RayExecutor, DetachableByKeepers, Watchable, Growing):
         lead = self._keepers.slot(address, key=key)
         try:
             if (lost := lead.wait_connected()) is not None:
-                raise EngineError(f"the Ray actor that owns pool {request.owner!r} can't be reached: {lost}")
+                raise ClusterError(f"the Ray actor that owns pool {request.owner!r} can't be reached: {lost}")
             slots: list[Slot] = self._envoy.call("reserve_by_owner", name, key, request)
             for slot in slots:
                 ends = partial(self._end_by_owner, name, slot.index)
@@ -297,7 +297,7 @@ class JoinedRayExecutor(RayExecutor, DetachableByKeepers, Watchable, Growing):
             return
         try:
             self._envoy.call("release_by_owner", owned.name, within_s=RELEASED_WITHIN_S)
-        except EngineError:  # the owner finds out that its driver has gone
+        except ClusterError:  # the owner finds out that its driver has gone
             pass
         finally:
             for slot in (*owned.keepers.slots, owned.keepers.lead):

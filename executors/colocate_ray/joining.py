@@ -12,8 +12,8 @@ import ray
 from ray.exceptions import RuntimeEnvSetupError
 from ray.runtime_env import RuntimeEnv
 
-from colocate.errors import ConfigError, EngineError
-from colocate_ray.private import PrivateFolder, engine_error
+from colocate.errors import ClusterError, ConfigError
+from colocate_ray.private import PrivateFolder, cluster_error
 from colocate_ray.silence import HELLO
 from colocate_ray.terms import Cluster
 
@@ -29,7 +29,7 @@ def start(cluster: Cluster, folder: PrivateFolder) -> None:
 
     Raises:
         ConfigError: Ray doesn't take the runtime environment.
-        EngineError: It doesn't start; has what its processes have logged last.
+        ClusterError: It doesn't start; has what its processes have logged last.
     """
     environment = _environment(cluster)
     try:
@@ -37,7 +37,7 @@ def start(cluster: Cluster, folder: PrivateFolder) -> None:
     except _OF_ENVIRONMENTS as error:
         raise ConfigError(f"connect('ray', runtime_env=...): {last_words(error)}") from None
     except Exception as error:
-        raise engine_error(folder.path, f"a private Ray could not be started: {last_words(error)}") from None
+        raise cluster_error(folder.path, f"a private Ray could not be started: {last_words(error)}") from None
 
 
 def join(cluster: Cluster) -> None:
@@ -45,7 +45,7 @@ def join(cluster: Cluster) -> None:
 
     Raises:
         ConfigError: Ray doesn't take the runtime environment.
-        EngineError: It isn't, or doesn't let us in.
+        ClusterError: It isn't, or doesn't let us in.
     """
     environment = _environment(cluster)
     address = _found(str(cluster.address))
@@ -56,7 +56,7 @@ def join(cluster: Cluster) -> None:
     except _OF_ENVIRONMENTS as error:
         raise ConfigError(f"connect('ray', runtime_env=...): {last_words(error)}") from None
     except Exception as error:
-        raise EngineError(_refusal(address, error)) from None
+        raise ClusterError(_refusal(address, error)) from None
 
 
 def _environment(cluster: Cluster) -> dict[str, Any]:
@@ -82,12 +82,12 @@ def _found(address: str) -> str:
     try:
         return str(services.canonicalize_bootstrap_address_or_die(address))
     except ConnectionError as error:
-        raise EngineError(
+        raise ClusterError(
             f"connect('ray', address='auto') finds no Ray on this machine: {last_words(error)} Start one "
             "(`ray start --head`), give its address ('host:port'), or leave address out for a private one"
         ) from None
     except ValueError:
-        raise EngineError(f"{address!r} is no address of a Ray cluster: write 'host:port', or 'auto'") from None
+        raise ClusterError(f"{address!r} is no address of a Ray cluster: write 'host:port', or 'auto'") from None
 
 
 def _dial(address: str) -> None:
@@ -96,7 +96,7 @@ def _dial(address: str) -> None:
     try:
         sock = socket.create_connection((host.strip("[]"), int(port)), _DIAL_S)
     except (OSError, ValueError) as error:
-        raise EngineError(
+        raise ClusterError(
             f"no Ray cluster can be reached at {address} ({error}). Is it running, and is this the address of its "
             "head (port 6379 unless `ray start` was told another)? With 'auto', RAY_ADDRESS or the file of a cluster "
             "that is gone may have named it: `ray stop` clears that"
@@ -109,12 +109,12 @@ def _greet(sock: socket.socket, address: str) -> None:
     """Exchange the first words with the head of a cluster, by TLS or without: Ray itself would try for a minute.
 
     Raises:
-        EngineError: One side wants TLS and the other doesn't, or doesn't know the certificate that it is shown.
+        ClusterError: One side wants TLS and the other doesn't, or doesn't know the certificate that it is shown.
     """
     if os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true"):
         _greet_by_tls(sock, address)
     elif not _answers(sock):
-        raise EngineError(
+        raise ClusterError(
             f"the Ray cluster at {address} doesn't talk to this driver: does it use TLS? Then set {_SETTINGS} for the "
             "driver too"
         )
@@ -125,19 +125,19 @@ def _greet_by_tls(sock: socket.socket, address: str) -> None:
         with _tls_context().wrap_socket(sock) as encrypted:
             answered = _answers(encrypted)
     except ssl.SSLCertVerificationError as error:
-        raise EngineError(
+        raise ClusterError(
             f"the Ray cluster at {address} shows no certificate of the authority in RAY_TLS_CA_CERT "
             f"({os.environ.get('RAY_TLS_CA_CERT')}): {error.verify_message}. Give the certificates of this cluster"
         ) from None
     except TimeoutError:
         return  # whatever it is, Ray's own words will say more
     except ssl.SSLError as error:
-        raise EngineError(
+        raise ClusterError(
             f"the Ray cluster at {address} doesn't talk TLS with this driver ({error.reason}): unset RAY_USE_TLS if it "
             "uses none, or give the certificates of this cluster"
         ) from None
     if not answered:
-        raise EngineError(
+        raise ClusterError(
             f"the Ray cluster at {address} doesn't accept the certificate of this driver, RAY_TLS_SERVER_CERT "
             f"({os.environ.get('RAY_TLS_SERVER_CERT')}). Give the certificates of this cluster"
         )
@@ -152,7 +152,7 @@ def _tls_context() -> ssl.SSLContext:
         context.load_verify_locations(os.environ["RAY_TLS_CA_CERT"])
         context.load_cert_chain(os.environ["RAY_TLS_SERVER_CERT"], os.environ["RAY_TLS_SERVER_KEY"])
     except (KeyError, OSError) as error:
-        raise EngineError(
+        raise ClusterError(
             f"RAY_USE_TLS is set, but the certificates can't be loaded ({error}): set {_SETTINGS}"
         ) from None
     return context

@@ -13,7 +13,7 @@ from ray.exceptions import RpcError
 from ray.experimental import internal_kv
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from colocate.errors import EngineError, PlacementError
+from colocate.errors import ClusterError, PlacementError
 from colocate.executor import Node, Request
 from colocate.placement import can_ever_fit, table, words
 from colocate_ray.silence import ID, Silence, answering
@@ -52,11 +52,11 @@ class Nodes:
 
         Raises:
             PlacementError: It can't.
-            EngineError: Ray has no nodes any more.
+            ClusterError: Ray has no nodes any more.
         """
         offers = self.offers()
         if not offers:
-            raise EngineError("the Ray cluster has no node that is alive: it has ended, or is just ending")
+            raise ClusterError("the Ray cluster has no node that is alive: it has ended, or is just ending")
         if not self.possible(request):
             raise PlacementError(words(request, "can never fit"), nodes=self.table(request))
 

@@ -10,7 +10,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
 import colocate
-from colocate.errors import ColocateError, EngineError
+from colocate.errors import ClusterError, ColocateError
 from colocate.executor import Request, Running
 from colocate_ray import listing, names
 from colocate_ray.holders import kill
@@ -115,15 +115,15 @@ class OwnedPlacing(Placing):
     def _ask(self, owner: str, method: str, *arguments: Any, within_s: float) -> Any:
         actor = names.owner_of(owner)
         if actor is None:
-            raise EngineError("the Ray actor that owns the pool is gone")
+            raise ClusterError("the Ray actor that owns the pool is gone")
         try:
             return ray.get(getattr(actor, method).remote(*arguments), timeout=within_s)
         except GetTimeoutError:
-            raise EngineError(f"the Ray actor that owns the pool doesn't answer within {within_s:g} s") from None
+            raise ClusterError(f"the Ray actor that owns the pool doesn't answer within {within_s:g} s") from None
         except RayTaskError as error:
             cause = error.cause
             if isinstance(cause, ColocateError):
                 raise cause from None
             raise
         except RayActorError:
-            raise EngineError("the Ray actor that owns the pool has ended") from None
+            raise ClusterError("the Ray actor that owns the pool has ended") from None

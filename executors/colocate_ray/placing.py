@@ -17,7 +17,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 import colocate
-from colocate.errors import CapabilityError, ColocateError, EngineError, PlacementError, PlacementTimeout
+from colocate.errors import CapabilityError, ClusterError, ColocateError, PlacementError, PlacementTimeout
 from colocate.executor import Node, Request, Running
 from colocate.gpus import indices as numbers
 from colocate.placement import words
@@ -106,18 +106,18 @@ class Placing:
         """See whether the head of the cluster answers, in a few seconds.
 
         Raises:
-            EngineError: It doesn't.
+            ClusterError: It doesn't.
         """
         silent = head_silent()
         if silent is None:
             return
         if self.cluster.private:
-            raise EngineError(
+            raise ClusterError(
                 f"the private Ray doesn't answer ({silent}): its control store, gcs_server, has ended or is stopped. "
                 "Close the runtime, and connect again"
             )
         address = ray.get_runtime_context().gcs_address
-        raise EngineError(
+        raise ClusterError(
             f"the head of the Ray cluster at {address} doesn't answer ({silent}): see whether it still runs, and "
             "whether this machine reaches it. Once it answers, slots can be reserved again; if it was started anew, "
             "close the runtime and connect again"

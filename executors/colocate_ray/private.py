@@ -18,7 +18,7 @@ from typing import Any
 
 import psutil
 
-from colocate.errors import ColocateError, EngineError
+from colocate.errors import ClusterError, ColocateError
 from colocate.worker.birth.supervisor import TRACKERS_S, tracks
 from colocate_ray.terms import Cluster
 
@@ -63,7 +63,7 @@ class PrivateFolder:
         shutil.rmtree(self.path, ignore_errors=True)
 
 
-def engine_error(folder: str | Path, why: str) -> EngineError:
+def cluster_error(folder: str | Path, why: str) -> ClusterError:
     """The error for a private Ray in a folder, with what its raylet and its control store have logged last."""
     found = {}
     for name in _LOGS:
@@ -71,7 +71,7 @@ def engine_error(folder: str | Path, why: str) -> EngineError:
             file.seek(-min(file.seek(0, os.SEEK_END), _LOG_BYTES), os.SEEK_CUR)
             found[name] = file.read().decode(errors="replace")
     logs = {name: text for name, text in found.items() if text.strip()}
-    return EngineError(f"{why}{_last_lines(logs)}", logs=logs)
+    return ClusterError(f"{why}{_last_lines(logs)}", logs=logs)
 
 
 def _last_lines(logs: Mapping[str, str]) -> str:

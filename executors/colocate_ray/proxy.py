@@ -23,7 +23,7 @@ import attrs
 import psutil
 
 from colocate import wire
-from colocate.errors import ColocateError, EngineError
+from colocate.errors import ClusterError, ColocateError
 from colocate.keeper import Message, Request, Requests, Thread, hear_of_ends, message, read
 from colocate.worker.birth.signals import FOR_DRIVERS, LEFT, pass_over
 from colocate_ray import janitor
@@ -218,9 +218,9 @@ class DriverProxy:
         text = tail.decode(errors="replace").strip()
         return f"Its last words:\n{text}" if text else ""
 
-    def lost(self, why: str) -> EngineError:
+    def lost(self, why: str) -> ClusterError:
         """Return the error of all that is asked for when the process has ended by itself. `folder` is still there."""
-        return EngineError(why, logs={})
+        return ClusterError(why, logs={})
 
     def _end(self) -> None:
         self._end_process()
@@ -256,7 +256,7 @@ class DriverProxy:
     def _gone(self, _reason: str) -> None:
         ended = f"the connection to {self._engine} has ended"
         if self._closing:
-            self._requests.fail_all(EngineError(f"{ended}: it was closed"))
+            self._requests.fail_all(ClusterError(f"{ended}: it was closed"))
             return
         self._end_process()
         why = f"{ended}: the process that was in it ended with code {self._process.returncode}"

@@ -15,8 +15,8 @@ from colocate.errors import (
     CallTimeout,
     ChildDied,
     ClosedError,
+    ClusterError,
     ColocateError,
-    EngineError,
     GroupRestarted,
     RenewalError,
     RoleError,
@@ -168,7 +168,7 @@ def may_follow(error: BaseException, fault: Applied) -> bool:
 
 def is_death(error: BaseException, fault: Applied) -> bool:
     if fault.kind == "envoy":
-        return isinstance(error, WorkerDied | EngineError)
+        return isinstance(error, WorkerDied | ClusterError)
     if not isinstance(error, WorkerDied) or error.rank != fault.rank:
         return False
     # As it starts, the worker may have become one process more, below its supervisor, after that was looked at.

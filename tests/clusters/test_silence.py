@@ -181,7 +181,7 @@ def test_the_books_are_gone(cluster: Callable[..., OnMachines], verb: str) -> No
     assert result == [0, 1]
     for what in ("others", "close", "audit", "others", "runtime"):
         seconds, result = driver.says(what)
-        assert result is None or (what in ("audit", "others") and result.startswith("EngineError: "))
+        assert result is None or (what in ("audit", "others") and result.startswith("ClusterError: "))
         assert seconds < driver.soon_s
     driver.says("over")
     assert driver.process.wait() == 0

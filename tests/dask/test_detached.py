@@ -15,7 +15,7 @@ from tests.dask.conftest import running
 import colocate
 from colocate import Pool, Runtime
 from colocate._api.detached import close_detached
-from colocate.errors import ConfigError, EngineError, WorkerDied
+from colocate.errors import ClusterError, ConfigError, WorkerDied
 from colocate.keeper import Lease, PoolKeepers, listed
 from colocate.testing import leaks
 from colocate.testing.probes.counting import Counting
@@ -110,7 +110,7 @@ def test_the_lead_is_stopped(
         (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith(name))
         assert "counting (counting)" in line
         assert "(it doesn't answer)" in line
-        with pytest.raises(EngineError, match=f"colocate close {name} --force"):
+        with pytest.raises(ClusterError, match=f"colocate close {name} --force"):
             close_detached(runtime._node, name, force=False)
         close_detached(runtime._node, name, force=True)
         assert runtime.detached() == []
@@ -158,7 +158,7 @@ def failing(monkeypatch: pytest.MonkeyPatch, then: Callable[[], object]) -> None
         monkeypatch.undo()
         detach(keepers, lease)
         then()
-        raise EngineError("it was told to")
+        raise ClusterError("it was told to")
 
     monkeypatch.setattr(PoolKeepers, "detach", fail)
 
@@ -169,7 +169,7 @@ def test_detached_in_vain(runtime: Runtime, other: Runtime, name: str, monkeypat
     executor: Any = other._node.services.executor
     failing(monkeypatch, lambda: registrations.append(executor.registration(name)))
     pool, view = new(runtime)
-    with pytest.raises(EngineError, match="it was told to"):
+    with pytest.raises(ClusterError, match="it was told to"):
         pool.detach(name, ttl=300)
     assert view.add() == [1, 1]
     with pytest.raises(ConfigError, match=f"no pool '{name}' is detached"):
@@ -191,7 +191,7 @@ def test_worker_dies_while_detached_in_vain(runtime: Runtime, name: str, monkeyp
         wait_until(lambda: group._node.workforce.workers[1].exit is not None, "it is gone")
 
     failing(monkeypatch, end)
-    with pytest.raises(EngineError, match="it was told to"):
+    with pytest.raises(ClusterError, match="it was told to"):
         pool.detach(name, ttl=300)
     assert isinstance(group._node.failure, WorkerDied)
     assert (group._node.failure.signal, group._node.failure.rank) == ("SIGKILL", 1)

@@ -16,7 +16,7 @@ from tests.dask.clusters import security
 from tests.dask.conftest import running
 
 import colocate
-from colocate.errors import ConfigError, EngineError, PlacementError
+from colocate.errors import ClusterError, ConfigError, PlacementError
 from colocate.testing.probes.plain import Echo
 from colocate_dask.connection import check_versions
 from colocate_dask.offers import Facts
@@ -110,7 +110,7 @@ def test_wrong_certificates(cluster: str, certificates: Path, whose: str) -> Non
         "none": (cluster, None, "needs certificates"),
         "plain": (cluster.replace("tls://", "tcp://"), None, "does it use tls"),
     }[whose]
-    with pytest.raises(EngineError, match=words) as caught:
+    with pytest.raises(ClusterError, match=words) as caught:
         colocate.connect("dask", address=address, security=own, timeout=30)
     assert address in str(caught.value)
     assert time.monotonic() - began < 30
@@ -123,7 +123,7 @@ def test_client_that_the_cluster_does_not_know(cluster: str, certificates: Path)
         "tls_client_cert": str(certificates / "bad-cert.pem"),
         "tls_client_key": str(certificates / "bad-key.pem"),
     }
-    with pytest.raises(EngineError, match=r"doesn't accept the certificates|can be reached"):
+    with pytest.raises(ClusterError, match=r"doesn't accept the certificates|can be reached"):
         colocate.connect("dask", address=cluster, security=options)
 
 
@@ -131,9 +131,9 @@ def test_unreachable() -> None:
     """Nobody listens there, or somebody who says nothing."""
     with socket.create_server(("127.0.0.1", 0)) as mute:
         address = f"tcp://127.0.0.1:{mute.getsockname()[1]}"
-        with pytest.raises(EngineError, match=f"no Dask scheduler can be reached at {address}"):
+        with pytest.raises(ClusterError, match=f"no Dask scheduler can be reached at {address}"):
             colocate.connect("dask", address=address, timeout=0.5)
-    with pytest.raises(EngineError, match="no Dask scheduler can be reached") as caught:
+    with pytest.raises(ClusterError, match="no Dask scheduler can be reached") as caught:
         colocate.connect("dask", address=address, timeout=0.5)
     assert isinstance(caught.value, ConnectionError)
 
@@ -167,7 +167,7 @@ def test_versions() -> None:
     check_versions(Facts("3.12", "1.0"), Facts("3.12", "1.0"), "it")
     cases = {("3.11", "1.0"): "Python 3.11, the driver 3.12", ("3.12", "2.0"): "colocate 2.0, the driver 1.0"}
     for there, what in cases.items():
-        with pytest.raises(EngineError, match=rf"^it has {what}: install the same in both") as caught:
+        with pytest.raises(ClusterError, match=rf"^it has {what}: install the same in both") as caught:
             check_versions(Facts("3.12", "1.0"), Facts(*there), "it")
     assert "pip install ." in str(caught.value)
 

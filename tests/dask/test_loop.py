@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from distributed import Worker
 
-from colocate.errors import EngineError
+from colocate.errors import ClusterError
 from colocate.testing.forking import exit_code, fork
 from colocate.testing.waiting import PATIENCE_S, wait_until
 from colocate_dask import loop as module
@@ -37,7 +37,7 @@ def test_a_task_that_does_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
     loop = LoopThread()
     waiting = waiter(loop, lambda: endless(asyncio.Event()))
     wait_until(lambda: loop._asked, "it is waited for")
-    with pytest.raises(EngineError, match="it is left behind"):
+    with pytest.raises(ClusterError, match="it is left behind"):
         loop.close()
     assert waiting.get(timeout=PATIENCE_S) == "it was cancelled"
     end.set()

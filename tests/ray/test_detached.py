@@ -19,7 +19,7 @@ from tests.ray.test_joined import everything_is_free, script
 import colocate
 from colocate import Pool, Runtime
 from colocate._api.detached import close_detached
-from colocate.errors import ConfigError, EngineError
+from colocate.errors import ClusterError, ConfigError
 from colocate.keeper import Lease, PoolKeepers
 from colocate.testing.probes.counting import Counting
 from colocate.testing.waiting import PATIENCE_S, Processes, wait_until
@@ -122,7 +122,7 @@ def test_owner_is_stopped(runtime: Runtime, cluster: Any, name: str) -> None:
     """A pool whose owner doesn't answer can be closed by force."""
     _, owner = detached(runtime, cluster, name)
     owner.suspend()
-    with pytest.raises(EngineError, match=f"colocate close {name} --force"):
+    with pytest.raises(ClusterError, match=f"colocate close {name} --force"):
         close_detached(runtime._node, name, force=False)
     close_detached(runtime._node, name, force=True)
     assert not owner.is_running()
@@ -149,11 +149,11 @@ def test_detached_in_vain(runtime: Runtime, name: str, monkeypatch: pytest.Monke
 
     def fail(keepers: PoolKeepers, lease: Lease) -> None:
         detach(keepers, lease)
-        raise EngineError("it was told to")
+        raise ClusterError("it was told to")
 
     monkeypatch.setattr(PoolKeepers, "detach", fail)
     pool, view = new(runtime)
-    with pytest.raises(EngineError, match="it was told to"):
+    with pytest.raises(ClusterError, match="it was told to"):
         pool.detach(name, ttl=300)
     assert runtime.detached() == []
     with pytest.raises(ConfigError, match=f"no pool '{name}' is detached"):

@@ -17,7 +17,7 @@ from tests.closing import ended
 
 import colocate
 from colocate import Runtime
-from colocate.errors import ColocateError, EngineError, PlacementTimeout
+from colocate.errors import ClusterError, ColocateError, PlacementTimeout
 from colocate.testing.probes.plain import Echo
 from colocate.testing.waiting import Processes, send, starter_of, wait_until
 from colocate.worker.birth import supervisor
@@ -161,7 +161,7 @@ def test_envoy_in_a_cluster(cluster: Any, joined: Runtime, number: signal.Signal
         workers.wait()
         workers.close()
         words = rf"Ray cluster \(address='{cluster.address}'\) has ended: .*connect again"
-        with pytest.raises(EngineError, match=words):
+        with pytest.raises(ClusterError, match=words):
             runtime.reserve(1)
         with joined.reserve(2, cpus=1):
             assert other.echo(1) == [1]

@@ -21,7 +21,7 @@ from tests.ray.deaths import death_of
 import colocate
 from colocate import Leaving, Runtime
 from colocate.driver import Driver
-from colocate.errors import CapabilityError, ColocateError, ConfigError, EngineError, PlacementError, PlacementTimeout
+from colocate.errors import CapabilityError, ClusterError, ColocateError, ConfigError, PlacementError, PlacementTimeout
 from colocate.executor import Request
 from colocate.gpus import VARIABLE
 from colocate.testing.probes.faulty import Parent
@@ -301,7 +301,7 @@ def test_wrong_token(cluster: Any, tmp_path: Path) -> None:
 def test_a_cluster_without_tls(cluster: Any, certificates: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who comes with certificates is told that it has none; tests/ray/test_tls.py has one that does."""
     tls(monkeypatch, certificates)
-    with pytest.raises(EngineError, match=r"doesn't talk TLS with this driver .*unset RAY_USE_TLS"):
+    with pytest.raises(ClusterError, match=r"doesn't talk TLS with this driver .*unset RAY_USE_TLS"):
         colocate.connect("ray", **cluster.options)
 
 
@@ -336,7 +336,7 @@ def test_a_head_that_is_stopped(cluster: Any, runtime: Runtime, detachable: bool
     )
     send(head.pid, signal.SIGSTOP)
     try:
-        with pytest.raises(EngineError, match=rf"the head .* at {cluster.address} doesn't answer .*still runs"):
+        with pytest.raises(ClusterError, match=rf"the head .* at {cluster.address} doesn't answer .*still runs"):
             runtime.reserve(3, cpus=1, timeout=0, detachable=detachable)
     finally:
         send(head.pid, signal.SIGCONT)

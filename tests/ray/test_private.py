@@ -21,7 +21,7 @@ from tests.ray.deaths import death_of
 
 import colocate
 from colocate import ColocatedGroup, Runtime, gpus
-from colocate.errors import ColocateError, EngineError
+from colocate.errors import ClusterError, ColocateError
 from colocate.testing.probes.plain import Echo
 from colocate.testing.waiting import Processes, wait_until
 from colocate_ray.leftovers import left_here
@@ -217,7 +217,7 @@ def test_one_whose_envoy_ends_while_it_starts(monkeypatch: pytest.MonkeyPatch) -
     with tempfile.TemporaryDirectory(dir="/tmp") as parent, ThreadPoolExecutor() as threads:
         monkeypatch.setattr(tempfile, "tempdir", parent)
         killing = threads.submit(kill)
-        with pytest.raises(EngineError, match="the process that was in it ended with code -9") as caught:
+        with pytest.raises(ClusterError, match="the process that was in it ended with code -9") as caught:
             colocate.connect("ray", cpus=1)
         killing.result()
         assert not [*Path(parent).iterdir()]

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from colocate.errors import ColocateError, ConfigError, EngineError
+from colocate.errors import ClusterError, ColocateError, ConfigError
 from colocate.testing.waiting import Processes, send, wait_until
 from colocate_ray import proxy
 from colocate_ray.proxy import DriverProxy
@@ -118,13 +118,13 @@ def test_one_that_ends(toy: Toy, tmp_path: Path) -> None:
     (folder / "log").write_text("out of memory")
 
     class Logged(DriverProxy):
-        def lost(self, why: str) -> EngineError:
-            return EngineError(why, logs={"log": (folder / "log").read_text()})
+        def lost(self, why: str) -> ClusterError:
+            return ClusterError(why, logs={"log": (folder / "log").read_text()})
 
     with contextlib.closing(Logged("toy_side", engine="Toy", folder=str(folder))) as logged:
         assert logged.open(str(toy.left), within_s=WAIT_S)
         for _ in range(2):
-            with pytest.raises(EngineError, match=r"ended with code 3(.|\n)*these are its last words") as caught:
+            with pytest.raises(ClusterError, match=r"ended with code 3(.|\n)*these are its last words") as caught:
                 logged.call("exit", within_s=WAIT_S)
             assert caught.value.logs == {"log": "out of memory"}
             assert not folder.exists()
@@ -136,7 +136,7 @@ def test_one_that_is_stopped(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(proxy, "_PONG_WITHIN_S", 0.1)
     assert toy.proxy.open(str(toy.left), within_s=WAIT_S)
     send(toy.proxy.pid, signal.SIGSTOP)
-    with pytest.raises(EngineError, match="the connection to Toy has ended"):
+    with pytest.raises(ClusterError, match="the connection to Toy has ended"):
         toy.proxy.call("add", 1, 2, within_s=WAIT_S)
 
 

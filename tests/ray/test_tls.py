@@ -13,7 +13,7 @@ from tests.conformance.shared import cluster as running
 from tests.ray.conftest import tls
 
 import colocate
-from colocate.errors import ConfigError, EngineError
+from colocate.errors import ClusterError, ConfigError
 from colocate.testing.probes.plain import Echo
 from colocate_report.window import look_at
 
@@ -29,7 +29,7 @@ def cluster(certificates: Path) -> Iterator[dict[str, Any]]:
 
 
 def refused(options: dict[str, Any]) -> str:
-    with pytest.raises(EngineError) as caught:
+    with pytest.raises(ClusterError) as caught:
         colocate.connect("ray", **options)
     assert options["address"] in str(caught.value)
     return str(caught.value)
@@ -76,5 +76,5 @@ def test_that_are_none(cluster: dict[str, Any], certificates: Path, monkeypatch:
     for part in ("cert", "key"):
         (certificates / f"garbled-{part}.pem").write_text("garbled")
     tls(monkeypatch, certificates, "good", "garbled")
-    with pytest.raises(EngineError, match="the certificates can't be loaded"):
+    with pytest.raises(ClusterError, match="the certificates can't be loaded"):
         colocate.connect("ray", **cluster)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 import colocate
-from colocate.errors import ConfigError, EngineError
+from colocate.errors import ClusterError, ConfigError
 from colocate.executor import Reach, Watchable, Window
 from colocate_report.window import look_at, window
 from colocate_run.cli.top import Sight, _chosen
@@ -25,7 +25,7 @@ class Registry(Watchable):
 
     def announce(self, window: Window) -> None:
         self.heard.append(window)
-        raise EngineError("the cluster is gone")
+        raise ClusterError("the cluster is gone")
 
     def retract(self, window: Window) -> None:
         raise AssertionError("it never was announced")
@@ -44,7 +44,7 @@ def test_one_that_can_not_be_announced(monkeypatch: pytest.MonkeyPatch) -> None:
                 pass
         assert not [each.name for each in threading.enumerate() if "window-demo" in each.name]
     (tried,) = registry.heard
-    with pytest.raises(EngineError, match=r"job 'demo' \(.*\) can't be reached from here"):
+    with pytest.raises(ClusterError, match=r"job 'demo' \(.*\) can't be reached from here"):
         look_at(tried, registry)
 
 

@@ -16,7 +16,7 @@ from colocate import ColocatedGroup, Runtime
 from colocate._calls.pending import PendingCall
 from colocate._signals.in_framework import waited_for
 from colocate._worker_group.worker_group import WorkerGroup
-from colocate.errors import ClosedError, ColocateError, EngineError, GroupRestarted, PlacementError
+from colocate.errors import ClosedError, ClusterError, ColocateError, GroupRestarted, PlacementError
 from colocate.executor import Request, Reservation, Watchable
 from colocate.features.checkpoints import driver as checkpoint
 from colocate.testing.probes.lasting import Lasting
@@ -143,7 +143,7 @@ def test_a_cluster_that_does_not_answer(
     """It is waited for like slots, which isn't a try, unless it has ended or is this driver's own; the log says so."""
     executor = runtime._node.services.executor
     reserve = executor.reserve
-    untried: list[ColocateError] = [EngineError("silent", logs=logs) for _ in range(4)]
+    untried: list[ColocateError] = [ClusterError("silent", logs=logs) for _ in range(4)]
     if comes:
         untried.insert(0, PlacementError("there is no place"))
 

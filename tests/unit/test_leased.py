@@ -13,7 +13,7 @@ import pytest
 from colocate import wire
 from colocate._protocol.commands import Detach
 from colocate._system.deadline import Deadline
-from colocate.errors import EngineError
+from colocate.errors import ClusterError
 from colocate.keeper import (
     AdoptedSlot,
     Adoption,
@@ -65,7 +65,7 @@ def side() -> Iterator[Side]:
 
 def test_not_detached(side: Side) -> None:
     """Until it is detached nobody else gets in, and its end is its driver's."""
-    with pytest.raises(EngineError, match="hasn't been detached"):
+    with pytest.raises(ClusterError, match="hasn't been detached"):
         side.adoption("second", own=True)
     assert listed(side.keepers, [side.registration]) == []
     side.owner.close()
@@ -75,7 +75,7 @@ def test_not_detached(side: Side) -> None:
 def test_a_stranger_is_turned_away(side: Side) -> None:
     """Who doesn't know the pool's key is nobody, though it knows that of the driver's other keepers."""
     assert side.owner.confirm(partial(Detach, lease=LEASE), within_s=PATIENCE_S)
-    with pytest.raises(EngineError):
+    with pytest.raises(ClusterError):
         adopt_lead(
             side.keepers, attrs.evolve(side.registration, key=side.keepers.key), Adoption("x", True, lambda by: None)
         )
@@ -144,10 +144,10 @@ def test_lower_epochs_are_refused(side: Side) -> None:
     assert side.owner.confirm(partial(Detach, lease=attrs.evolve(LEASE, record=b"")), within_s=PATIENCE_S)
     side.owner.leave()
     side.owner.left(Deadline(PATIENCE_S))
-    with pytest.raises(EngineError, match="its lead keeper isn't here"):
+    with pytest.raises(ClusterError, match="its lead keeper isn't here"):
         side.adoption("first")
     assert side.adoption("third", epoch=4).epoch == 4
     for late in (1, 3, 4):
-        with pytest.raises(EngineError, match=r"third has it \(epoch 4\)"):
+        with pytest.raises(ClusterError, match=r"third has it \(epoch 4\)"):
             side.adoption("late", own=True, epoch=late)
     assert side.adoption("fourth", epoch=5).epoch == 5

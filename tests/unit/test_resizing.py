@@ -13,7 +13,7 @@ import pytest
 
 import colocate
 from colocate import ColocatedGroup, RoleSpec, Runtime
-from colocate.errors import ConfigError, EngineError, GroupRestarted, PlacementError, RoleError, WorkerDied
+from colocate.errors import ClusterError, ConfigError, GroupRestarted, PlacementError, RoleError, WorkerDied
 from colocate.executor import Place, Request, Reservation
 from colocate.testing.probes.lasting import Drawing, Lasting, Resizable
 from colocate.testing.probes.rows import Rows
@@ -51,7 +51,7 @@ class Machines:
     def replace(self, reservation: Reservation, lost: Sequence[Place], request: Request) -> Reservation:
         assert request.slots == len(lost)
         if self.silent:
-            raise EngineError("the cluster doesn't answer")
+            raise ClusterError("the cluster doesn't answer")
         if len(reservation.places) > self.there:
             raise PlacementError("there are too few machines")
         new = [attrs.evolve(each, node="new") if any(each is x for x in lost) else each for each in reservation.places]

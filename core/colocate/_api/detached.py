@@ -35,7 +35,7 @@ from colocate._system.threads import Thread
 from colocate._version import __version__
 from colocate._worker_group.spawn import Declared
 from colocate._worker_group.worker_group import Attachment, WorkerGroup
-from colocate.errors import BorrowedError, ColocateError, ConfigError, EngineError
+from colocate.errors import BorrowedError, ClusterError, ColocateError, ConfigError
 from colocate.executor import Detachable, Lease, Request, Reservation
 
 _FORM = 11  # goes up when what is pickled in a record has moved or changed, and the version of colocate hasn't
@@ -385,8 +385,8 @@ def _close(connection: Connection, name: str, force: bool, by: str) -> None:
                 f"colocate close {name} --force",
                 borrowers=error.borrowers,
             ) from None
-        except EngineError as error:  # it is stuck, or has just gone
-            raise EngineError(
+        except ClusterError as error:  # it is stuck, or has just gone
+            raise ClusterError(
                 f"{error.message}. colocate close {name} --force ends a pool that doesn't answer"
             ) from None
     try:
@@ -394,7 +394,7 @@ def _close(connection: Connection, name: str, force: bool, by: str) -> None:
     except Exception:  # its record is of another version, say: end it without asking its workers
         try:
             connection.services.executor.release(executor.adopt(name, _who(), True, lambda by: None).reservation)
-        except EngineError:
+        except ClusterError:
             executor.end(name)
     else:
         with contextlib.suppress(ExceptionGroup):  # what had gone wrong with it before

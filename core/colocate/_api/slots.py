@@ -34,7 +34,7 @@ from colocate._system.threads import Thread
 from colocate._worker_group.spawn import Declared
 from colocate._worker_group.worker_group import Attachment, GroupOwner, WorkerGroup
 from colocate._worker_group.workforce import Worker
-from colocate.errors import ColocateError, EngineError, PlacementError
+from colocate.errors import ClusterError, ColocateError, PlacementError
 from colocate.executor import Place, Request, Reservation, Watchable
 from colocate.placement import where
 
@@ -180,7 +180,7 @@ class Slots(GroupOwner):
             with self._renewing:
                 try:
                     missing = self._renew(worker_group)
-                except EngineError as error:
+                except ClusterError as error:
                     if error.logs is not None or not isinstance(self.connection.services.executor, Watchable):
                         raise
                     missing = error

@@ -39,7 +39,7 @@ from colocate._worker_group.published import Published, Questions, Tell
 from colocate._worker_group.sleepers import Sleepers
 from colocate._worker_group.spawn import Declared, resize, warn_of_rebound
 from colocate._worker_group.workforce import Worker, Workforce
-from colocate.errors import ClosedError, ColocateError, EngineError, GroupRestarted, RoleStartError, WorkerDied
+from colocate.errors import ClosedError, ClusterError, ColocateError, GroupRestarted, RoleStartError, WorkerDied
 from colocate.executor import Place, Request
 
 _log = logging.getLogger("colocate")
@@ -212,7 +212,7 @@ class Restarts:
     def waits_for(self, missing: ColocateError, timeout: float) -> None:
         """Note why slots in place of lost ones can't be had now, and tell it, unless it is as before."""
         before, self._missing = self._missing, missing
-        if before is not None and isinstance(before, EngineError) == isinstance(missing, EngineError):
+        if before is not None and isinstance(before, ClusterError) == isinstance(missing, ClusterError):
             return
         within = "" if timeout >= FOREVER_S else f" for {timeout:g} s at most (regrow_timeout)"
         self._log(f"group {self._group.name!r} waits for slots in place of lost ones{within}: {message_of(missing)}")

@@ -27,7 +27,7 @@ from colocate._system.deadline import NEVER, Deadline
 from colocate._system.jobs import Timer
 from colocate._system.limits import AFTER_END_S, AFTER_FORCE_S, AFTER_KILL_S, IDLE_S, LOOKS_FOR_S, STACKS_WITHIN_S
 from colocate._worker_group.spawn import Declared, builds, start_error
-from colocate.errors import ColocateError, EngineError, WorkerDied
+from colocate.errors import ClusterError, ColocateError, WorkerDied
 from colocate.executor import Boot, Detachable, Exit, Host, Place, Request
 from colocate.worker.serving.output import Tail, log_levels, split_label
 
@@ -162,7 +162,7 @@ class Worker:
                 if message.trouble:
                     with workforce.order.lock:
                         self._where = None  # who asks next may be luckier
-                    self._questions.refused(asked.token, EngineError(message.trouble))
+                    self._questions.refused(asked.token, ClusterError(message.trouble))
                 else:
                     self._questions.answered(asked.token, self.slot, message.address)
             case from_worker.Broken():
@@ -185,7 +185,7 @@ class Worker:
         """Note how it ended."""
         tail = "\n".join(self._tail).removesuffix("\r") or None
         self.exit = attrs.evolve(exit, log_tail=exit.log_tail or tail)
-        self._questions.fail_all(EngineError("the worker has ended"))
+        self._questions.fail_all(ClusterError("the worker has ended"))
         self.workforce.exited(self)
 
     @property

@@ -32,7 +32,7 @@ from colocate._protocol.message import Head, Message, read
 from colocate._protocol.requests import Requests
 from colocate._system.deadline import Deadline
 from colocate._system.limits import ADOPTED_WITHIN_S, LEFT_WITHIN_S, NAME_SETTLES_WITHIN_S
-from colocate.errors import BorrowedError, ClosedError, ColocateError, ConfigError, EngineError
+from colocate.errors import BorrowedError, ClosedError, ClusterError, ColocateError, ConfigError
 from colocate.executor import Boot, Detachable, Host, HostEvents, Lease, Place, Reservation
 from colocate.keeper.slots import Keepers, KeptSlot
 
@@ -122,12 +122,12 @@ class AdoptedSlot(KeptSlot):
 
         Raises:
             BorrowedError: Another driver has it.
-            EngineError: It is gone.
+            ClusterError: It is gone.
         """
         try:
             self._dial()
         except OSError as error:
-            raise EngineError(f"its lead keeper can't be reached: {error}") from error
+            raise ClusterError(f"its lead keeper can't be reached: {error}") from error
         finally:
             self._connected.set()
 
@@ -137,7 +137,7 @@ class AdoptedSlot(KeptSlot):
         Raises:
             BorrowedError: Another driver has it.
             ClosedError: A later driver has it, or it isn't detached any more.
-            EngineError: No answer.
+            ClusterError: No answer.
         """
         keepers, adoption = self.keepers, self._adoption
         lane = self._commands = keepers.dial(self.address, NEWCOMER, self._received, self._disconnected, self.key)
@@ -146,7 +146,7 @@ class AdoptedSlot(KeptSlot):
             self._asked.result(Deadline(ADOPTED_WITHIN_S))
         except TimeoutError:
             _let_it_go_on(lane)
-            raise EngineError(f"the keeper at {self.address} doesn't answer") from None
+            raise ClusterError(f"the keeper at {self.address} doesn't answer") from None
         except BaseException:  # Ctrl-C too
             _let_it_go_on(lane)
             raise
@@ -169,7 +169,7 @@ class AdoptedSlot(KeptSlot):
                 super()._told(message)
 
     def _disconnected(self, reason: str) -> None:
-        self._answers.fail_all(EngineError(f"the keeper at {self.address} has ended"))
+        self._answers.fail_all(ClusterError(f"the keeper at {self.address} has ended"))
         super()._disconnected(reason)
 
 
@@ -213,7 +213,7 @@ class PoolKeepers:
 
         Raises:
             ConfigError: Another pool has its name.
-            EngineError: A keeper doesn't confirm it; the pool is this driver's as before.
+            ClusterError: A keeper doesn't confirm it; the pool is this driver's as before.
         """
         keepers = tuple(slot.address for slot in self.slots)
         registration = Registration(lease.name, self.lead.address, self.key, facts, lease.about, keepers=keepers)
@@ -240,14 +240,14 @@ class PoolKeepers:
         """Have every keeper go on without this driver, when that lets go.
 
         Raises:
-            EngineError: One of them doesn't confirm it.
+            ClusterError: One of them doesn't confirm it.
         """
         # The lead last: until it agrees nobody can attach, and what goes wrong before ends with the driver.
         for slot in [*(slot for slot in self.slots if slot is not self.lead), self.lead]:
             its = lease if slot is self.lead else attrs.evolve(lease, record=b"", about={})
             lost = slot.wait_connected()
             if lost is not None or not slot.confirm(partial(Detach, lease=its), within_s=ADOPTED_WITHIN_S):
-                raise EngineError(f"the keeper at {slot.address} doesn't confirm that the pool is detached")
+                raise ClusterError(f"the keeper at {slot.address} doesn't confirm that the pool is detached")
 
     def renew(self, lease: Lease) -> None:
         """The record has changed."""
@@ -295,7 +295,7 @@ def adopt_pool(
 
     Raises:
         BorrowedError: Another driver has it.
-        EngineError: It is gone.
+        ClusterError: It is gone.
     """
     ends = dict(slots)
     lead = adopt_lead(keepers, registration, adoption, ends.get(registration.lead, lambda: None))
@@ -321,7 +321,7 @@ def adopt_lead(
 
     Raises:
         BorrowedError: Another driver has it.
-        EngineError: It is gone.
+        ClusterError: It is gone.
     """
     lead = AdoptedSlot(keepers, registration.lead, registration.key, adoption, on_stuck)
     keepers.track(lead)
@@ -334,9 +334,9 @@ def adopt_lead(
             f"runtime.attach({registration.name!r}, own=True)",
             borrowers=error.borrowers,
         ) from None
-    except (ClosedError, EngineError) as error:
+    except (ClosedError, ClusterError) as error:
         lead.close()
-        raise EngineError(f"pool {registration.name!r} can't be attached: {error.message}") from error
+        raise ClusterError(f"pool {registration.name!r} can't be attached: {error.message}") from error
     except BaseException:
         lead.close()
         raise
@@ -362,12 +362,12 @@ def look_inside(keepers: Keepers, registration: Registration) -> dict[str, Any]:
         as "lost" how many keepers don't answer.
 
     Raises:
-        EngineError: It is gone.
+        ClusterError: It is gone.
     """
     addresses = registration.keepers
     facts = _listed(keepers, registration)
     if facts is None:
-        raise EngineError(f"pool {registration.name!r} is gone")
+        raise ClusterError(f"pool {registration.name!r} is gone")
     with ThreadPoolExecutor(min(len(addresses), _AT_ONCE) or 1, "colocate-looking") as pool:
         answers = list(pool.map(partial(_inside, keepers, registration), addresses))
     found = [each for each in answers if each is not None]
@@ -384,7 +384,7 @@ def _listed(keepers: Keepers, registration: Registration) -> Mapping[str, Any] |
         seen = _asked(keepers, registration.lead, registration, Look())
     except TimeoutError:  # a machine that is overloaded, or cut off; a process that is stopped
         return registration.unseen()
-    except (OSError, ClosedError, EngineError):  # it has ended
+    except (OSError, ClosedError, ClusterError):  # it has ended
         return None
     assert isinstance(seen, Seen)
     return seen.facts
@@ -393,7 +393,7 @@ def _listed(keepers: Keepers, registration: Registration) -> Mapping[str, Any] |
 def _inside(keepers: Keepers, registration: Registration, address: str) -> SeenInside | None:
     try:
         seen = _asked(keepers, address, registration, LookInside())
-    except (OSError, ClosedError, EngineError):  # TimeoutError is an OSError
+    except (OSError, ClosedError, ClusterError):  # TimeoutError is an OSError
         return None
     assert isinstance(seen, SeenInside)
     return seen
@@ -405,7 +405,7 @@ def _asked(keepers: Keepers, address: str, registration: Registration, question:
     Raises:
         TimeoutError: It doesn't come.
         OSError: The keeper can't be reached.
-        EngineError: It has ended.
+        ClusterError: It has ended.
     """
     answers: Requests[None, Message] = Requests()
     asked = answers.open([None])
@@ -414,7 +414,7 @@ def _asked(keepers: Keepers, address: str, registration: Registration, question:
         answers.answered(asked.token, None, read(head))
 
     def closed(reason: str) -> None:
-        answers.fail_all(EngineError(reason))
+        answers.fail_all(ClusterError(reason))
 
     lane: wire.SocketLane = keepers.dial(address, NEWCOMER, told, closed, registration.key)
     lane.send(question.head())

@@ -25,7 +25,7 @@ from colocate._system.limits import (
     LISTED_WITHIN_S,
 )
 from colocate._system.threads import Thread
-from colocate.errors import ClosedError, EngineError
+from colocate.errors import ClosedError, ClusterError
 from colocate.executor import Boot, Exit, Host, HostEvents, Running
 from colocate.keeper.process import AFTER_LANE_S
 from colocate.worker.serving.service import first_message
@@ -101,7 +101,7 @@ class Keepers:
         """Have a slot connect, in the background.
 
         Raises:
-            EngineError: No thread can be started for that.
+            ClusterError: No thread can be started for that.
         """
         self.track(slot)
         connects = False
@@ -141,7 +141,7 @@ class Keepers:
         """Run a job that may block, on a thread of its own; False when all of it is closed.
 
         Raises:
-            EngineError: No thread can be started.
+            ClusterError: No thread can be started.
         """
 
         def run() -> None:
@@ -158,7 +158,7 @@ class Keepers:
             try:
                 thread.start()
             except RuntimeError as error:
-                raise EngineError(f"no thread can be started to talk to a slot's keeper: {error}") from error
+                raise ClusterError(f"no thread can be started to talk to a slot's keeper: {error}") from error
             self._dialling.add(thread)
             return True
 
@@ -244,7 +244,7 @@ class KeptSlot:
         try:
             if not self.keepers.soon(host.connect):
                 host.ended(Exit(detail="its keeper was let go"))
-        except EngineError:
+        except ClusterError:
             del self.hosts[host.token]
             raise
         return host
@@ -344,7 +344,7 @@ class KeptSlot:
             return []
         try:
             (found,) = asked.result(deadline)
-        except EngineError:  # it is gone, and its workers with it
+        except ClusterError:  # it is gone, and its workers with it
             return []
         except TimeoutError:
             self._requests.drop(asked)
@@ -382,7 +382,7 @@ class KeptSlot:
 
     def _disconnected(self, reason: str) -> None:
         self._gone.set()
-        self._requests.fail_all(EngineError(reason))
+        self._requests.fail_all(ClusterError(reason))
         if self._closed:
             self._over("its keeper was let go")
         else:
@@ -392,7 +392,7 @@ class KeptSlot:
     def _over(self, reason: str, *, at_once: bool = False) -> None:
         """Note that the keeper is gone, and its workers with it; or at once that nothing is heard of them any more."""
         self._lost = self._lost or (reason if at_once else self._words or reason)
-        self._requests.fail_all(EngineError(reason))
+        self._requests.fail_all(ClusterError(reason))
         for host in list(self.hosts.values()):
             host.ended(Exit(detail=self._lost), at_once=at_once)
 
@@ -515,6 +515,6 @@ class KeptHost(Host):
         if self.lane is not None and not self.lane.finished:
             self.lane.finish("the worker has ended")
         self.slot.hosts.pop(self.token, None)
-        self.looks.fail_all(EngineError("the worker has ended"))
+        self.looks.fail_all(ClusterError("the worker has ended"))
         assert self._exit is not None
         self.events.exited(self._exit)

@@ -13,7 +13,7 @@ from rich.live import Live
 from rich.text import Text
 
 from colocate.driver import RECENT_S, Driver, run_deferred
-from colocate.errors import ConfigError, EngineError
+from colocate.errors import ClusterError, ConfigError
 from colocate.executor import Detachable, Executor, Watchable, Window
 from colocate.texts import did_you_mean, plural, size_text
 from colocate_report.window import Job, jobs, look, look_at, short
@@ -48,7 +48,7 @@ def show_top(name: str | None, cluster: Cluster, *, once: bool, every: float, js
     except KeyboardInterrupt:
         return 0
     except TimeoutError as error:
-        raise EngineError(str(error)) from error
+        raise ClusterError(str(error)) from error
     return 0
 
 
@@ -82,7 +82,7 @@ def _there(window: Window, executor: Executor) -> Sight:
     def seen() -> Mapping[str, Any] | None:
         try:
             return look_at(window, watchable)
-        except EngineError:
+        except ClusterError:
             if any(window.id == each.id for each in watchable.windows()):
                 raise
             return None  # it has ended
@@ -94,7 +94,7 @@ def _detached(name: str, executor: Detachable) -> Sight:
     def seen() -> Mapping[str, Any] | None:
         try:
             return _as_a_job(executor.look(name))
-        except (ConfigError, EngineError):
+        except (ConfigError, ClusterError):
             if any(name == each["name"] for each in executor.published()):
                 raise
             return None  # it has ended

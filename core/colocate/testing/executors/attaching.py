@@ -16,7 +16,7 @@ import pytest
 
 import colocate
 from colocate import Runtime, wire
-from colocate.errors import BorrowedError, ClosedError, ConfigError, EngineError, WorkerDied
+from colocate.errors import BorrowedError, ClosedError, ClusterError, ConfigError, WorkerDied
 from colocate.executor import Detachable, Watchable, Window
 from colocate.testing.executors._base import needs, of_executor
 from colocate.testing.executors.detaching import TTL_S, DetachedCase, counting, new, published
@@ -380,7 +380,7 @@ class Watching(DetachedCase):
         for way in window.address.split(","):  # from this machine, and from others
             assert look_at(attrs.evolve(window, address=way), watchable(runtime))["pid"] == driver.process.pid
         assert first["age"] < look_at(window, watchable(runtime))["groups"][0]["slots"][0]["age"]
-        with pytest.raises(EngineError, match="can't be reached from here"):
+        with pytest.raises(ClusterError, match="can't be reached from here"):
             look_at(attrs.evolve(window, key=wire.new_key()), watchable(runtime))
 
         config = scripts.folder / "cluster.yaml"
@@ -399,7 +399,7 @@ class Watching(DetachedCase):
         assert driver.hear() == [1, 1]
         assert driver.end() == (0, "")
         assert found(runtime, job) is None
-        with pytest.raises(EngineError, match="can't be reached from here"):
+        with pytest.raises(ClusterError, match="can't be reached from here"):
             look_at(window, watchable(runtime))
         assert show_top(job, cluster, once=True, every=1.0, json=False) == 1
         assert "no job " in capsys.readouterr().err
