@@ -37,14 +37,16 @@ class _Numbered(Scatter):
 
 def _wrong(
     options: Mapping[str, Any], own: RoleSpec[Any], before: Mapping[str, RoleSpec[Any]]
-) -> Iterator[tuple[str | Sequence[str | int], str]]:
+) -> Iterator[tuple[str | Sequence[str | int], str | PluginError]]:
     """Yield what is wrong with options in a config, as far as it is known without a worker."""
     engine, child = options["engine"], options["child"]
     others = {name: value for name, value in options.items() if name not in ("engine", "sampling", "child")}
     if not isinstance(child, ChildOptions) or child.python is None:  # in another environment others are installed
         try:
             cls = engine_named(engine)
-        except (ConfigError, PluginError) as error:
+        except PluginError as error:
+            yield "engine", error
+        except ConfigError as error:
             yield "engine", error.message
         else:
             for each in arguments_of(cls, f"engine {engine!r}", skip=1).problems(others):

@@ -595,16 +595,40 @@ def test_what_roles_and_jobs_check_themselves(write: Write) -> None:
     ]
 
 
+_NAMES_AN_ENGINE = """
+import colocate
+from colocate.errors import PluginError
+
+def wrong(options, own, before):
+    try:
+        import nothing_like_torch
+    except ModuleNotFoundError as error:
+        found = PluginError("the engine can't be imported: No module named 'nothing_like_torch'")
+        found.__cause__ = error
+        yield "engine", found
+    yield "engine", PluginError("no engine is called so")
+
+@colocate.checks(wrong)
+class Engine(colocate.Role):
+    def __init__(self, engine="one"): ...
+    @colocate.method
+    def step(self): ...
+"""
+
+
 def test_a_module_that_is_not_installed(write: Write, tmp_path: Path) -> None:
     """It is one mistake, however many roles and jobs need it; modules that are misspelt are one each."""
     (tmp_path / "needing.py").write_text("import nothing_like_torch\n")
-    roles = {name: {"use": f"needing:{name}"} for name in "abc"}
+    (tmp_path / "named.py").write_text(_NAMES_AN_ENGINE)
+    roles = {name: {"use": f"needing:{name}"} for name in "abc"} | {"d": {"use": "named:Engine"}}
     config: dict[str, Any] = {
         "pools": {"main": {"slots": 1}},
         "groups": {"g": {"pool": "main", "roles": roles}},
         "job": "needing:train",
     }
     write("")
-    assert "No module named 'nothing_like_torch'" in only(config)
+    missing, unknown = mistakes(config)
+    assert "No module named 'nothing_like_torch'" in missing.message
+    assert (unknown.path, unknown.message) == ("groups.g.roles.d.with.engine", "no engine is called so")
     config["groups"]["g"]["roles"] = {name: {"use": f"neding:{name}"} for name in "abc"}
     assert len(mistakes(config)) == 4

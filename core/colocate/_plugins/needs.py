@@ -14,7 +14,7 @@ from colocate._definitions.names import MAINS, is_installed_file
 from colocate._definitions.sources import is_shipped_with_python, shadowing
 from colocate._plugins.plugins import abouts
 from colocate._role.role import RoleInfo, RoleSpec
-from colocate.errors import CapabilityError, ConfigError
+from colocate.errors import CapabilityError, ConfigError, PluginError
 from colocate.executor import Executor
 from colocate.gpus import KIND, KINDS
 from colocate.worker.birth.template import LONG
@@ -22,7 +22,7 @@ from colocate.worker.birth.template import LONG
 C = TypeVar("C", bound=type[Any])
 F = TypeVar("F", bound=Callable[..., Any])
 
-Said: TypeAlias = Iterable[tuple[str | Sequence[str | int], str]]
+Said: TypeAlias = Iterable[tuple[str | Sequence[str | int], str | PluginError]]
 """What is wrong with options: the name of each, or the keys to a value inside it, and what is to be said of that."""
 
 _NEEDS = "__colocate_needs__"
@@ -67,7 +67,8 @@ def checks(function: Callable[..., Said]) -> Callable[[F], F]:
     Subclasses inherit the check together with the constructor: those that have another one have other options.
 
     Args:
-        function: Yields `(option, what is wrong with it)`; for an option's name may stand the keys to a value inside.
+        function: Yields `(option, what is wrong with it)`; for an option's name may stand the keys to a value inside,
+            and a `PluginError` for what is wrong, where the option names a plugin that can't be had.
             For a role it is called with a mapping of the constructor's arguments, the role's own `RoleSpec`, and a
             mapping of those that are declared before it in its group; for a job with a mapping of its arguments, and
             one of groups, each a mapping of `RoleSpec`s with their classes as targets, where these can be had.

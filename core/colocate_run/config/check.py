@@ -422,7 +422,11 @@ def _own(
     defaults = {name: each.default for name, each in arguments.parameters.items() if each.default is not each.empty}
     try:
         for at, said in function({**defaults, **arguments.built(given)}, *around):
-            document.wrong((*place, "with", *((at,) if isinstance(at, str) else at)), said)
+            option = (*place, "with", *((at,) if isinstance(at, str) else at))
+            if isinstance(said, PluginError):
+                _missing(said, option, document)
+            else:
+                document.wrong(option, said)
     except Exception as error:  # of a plugin's
         document.wrong((*place, "use"), f"what checks its options raised {type(error).__name__}: {error}")
 
