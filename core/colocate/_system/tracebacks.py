@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from traceback import walk_tb
 from types import CodeType, TracebackType
 from typing import Any
@@ -177,20 +177,21 @@ class NotRebuilt(ColocateError):
     why: BaseException
 
 
-@contextlib.contextmanager
-def rebuilding(what: str | Callable[[], str]) -> Iterator[None]:
+class rebuilding:
     """A block that unpacks something. An error of colocate's own is raised as it is."""
-    try:
-        yield
-    except ColocateError:
-        raise
-    except (Exception, SystemExit) as why:
-        if is_of_handler(why):
-            raise
-        trace = why.__traceback__
+
+    def __init__(self, what: str | Callable[[], str]) -> None:
+        self._what = what
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, why: BaseException | None, trace: TracebackType | None) -> None:
+        if not isinstance(why, (Exception, SystemExit)) or isinstance(why, ColocateError) or is_of_handler(why):
+            return
         while trace is not None and is_own_code(trace.tb_frame.f_code.co_filename):
             trace = trace.tb_next
-        what = what if isinstance(what, str) else what()
+        what = self._what if isinstance(self._what, str) else self._what()
         error = NotRebuilt(f"{what} can't be rebuilt: {error_text(why)}")
         error.what, error.why = what, why.with_traceback(trace)
         raise error from why

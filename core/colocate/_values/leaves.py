@@ -422,8 +422,10 @@ def map_leaves(
         return rebuild(value, changed) if changed else value
     if isinstance(value, (list, tuple)):
         if matters is not None:
-            kinds = set(map(type, value))
-            if not any(issubclass(kind, (dict, list, tuple)) or matters(kind) for kind in kinds):
+            for kind in set(map(type, value)):
+                if issubclass(kind, (dict, list, tuple)) or matters(kind):
+                    break
+            else:
                 return value
         items = [map_leaves(item, leaf, matters, key) for item in value]
         if all(new is old for new, old in zip(items, value, strict=True)):

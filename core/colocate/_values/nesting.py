@@ -107,11 +107,11 @@ def kinds_inside(value: Any) -> set[type]:
     while level:
         found = set(map(type, level))
         kinds |= found
-        opened = {kind for kind in found if _opens(kind)}
+        opened = set(filter(_opens, found))
         if not opened:
             break
         fresh = {id(item): item for item in compress(level, map(opened.__contains__, map(type, level)))}
-        level = gc.get_referents(*(item for key, item in fresh.items() if key not in seen))
+        level = gc.get_referents(*map(fresh.__getitem__, fresh.keys() - seen))
         seen.update(fresh)
     return kinds
 
