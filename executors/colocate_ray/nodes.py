@@ -86,10 +86,11 @@ class Nodes:
             for node in self._alive()
         ]
 
-    def one_that_answers(self) -> str:
-        """The id of a node that answers."""
-        silent, alive = self.silent(), [node["NodeID"] for node in self._alive()]
-        found: str = random.choice([each for each in alive if each not in silent] or alive)
+    def one_that_answers(self, stays: bool) -> str:
+        """The id of a node that answers; if it has to stay, of the head, which no autoscaler ends."""
+        silent, alive = self.silent(), self._alive()
+        there = [node["NodeID"] for node in alive if not stays or _HEAD in node["Resources"]]
+        found: str = random.choice([each for each in there if each not in silent] or there)
         return found
 
     @staticmethod

@@ -42,7 +42,7 @@ class OwnedPlacing(Placing):
             max_restarts=0,
             max_task_retries=0,
             max_concurrency=8,
-            **self.nodes.at(self.nodes.one_that_answers()),
+            **self.nodes.at(self.nodes.one_that_answers(stays=self._autoscaler() is not None)),
         ).remote()
         self._undialled[name] = actor
         address: Any

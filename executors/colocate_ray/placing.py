@@ -51,6 +51,7 @@ class Held:
     group: PlacementGroup | None = None
     placed: dict[int, str] = attrs.field(factory=dict)  # the nodes of its bundles, by Ray's ids
     holders: dict[int, Holding] = attrs.field(factory=dict)  # by the index of the bundle
+    opened: set[int] = attrs.field(factory=set)  # the bundles whose keepers stand
     released: threading.Event = attrs.field(factory=threading.Event)
     _making: threading.Lock = attrs.field(factory=threading.Lock)
 
@@ -147,31 +148,35 @@ class Placing:
             PlacementTimeout: They don't fit now.
             ColocateError: The actors can't be started.
         """
-        try:
-            self.nodes.check_possible(request)
-        except PlacementError:
-            if not self._grows(request):
-                raise
-        held = Held(request)
+        self._check_possible(request)
+        held, deadline = Held(request), time.monotonic() + request.timeout
         with self._lock:
             if self._abandoned or number in self._withdrawn:
                 raise ColocateError(_WITHDRAWN)
             self._held[number] = held
         try:
             placed = self._place(held)
-            slots = self._open(number, held, key, range(request.slots)) if placed else []
+            slots = self._fill(number, held, key, range(request.slots), deadline) if placed else None
         except Exception:
             withdrawn = held.released.is_set()  # it then failed because of that, in one of several ways
             self.release(number)
             if withdrawn:
                 raise ColocateError(_WITHDRAWN) from None
             raise
-        if not placed:
+        if slots is None:
             says = self._autoscaler()
             self.release(number)
             how = f"did not become free within {request.timeout:g} s" + (f" ({says.words})" if says else "")
             raise PlacementTimeout(words(request, how), nodes=self.nodes.table(request))
         return slots
+
+    def _check_possible(self, request: Request) -> None:
+        """Refuse what can never fit, whatever nodes may come."""
+        try:
+            self.nodes.check_possible(request)
+        except PlacementError:
+            if not self._grows(request):
+                raise
 
     def _grows(self, request: Request) -> bool:
         """Whether nodes may come for a request."""
@@ -215,24 +220,48 @@ class Placing:
         held = self._held.get(number)
         if held is None or held.group is None:
             return None
-        deadline, found = time.monotonic() + request.timeout, _table(held.group)
-        # Ray itself misses a node after many seconds only.
-        while found["state"] != "CREATED" or self.nodes.gone({found["placed"][index] for index in indices}):
-            if found["state"] == "REMOVED":
-                return None
-            if held.released.wait(_REPLACED_STEP_S):
-                raise ColocateError(_WITHDRAWN)
-            if time.monotonic() > deadline:
-                text = words(request, f"did not come within {request.timeout:g} s in the place of lost ones")
-                raise PlacementTimeout(text, nodes=self.nodes.table(request))
-            found = _table(held.group)
-        held.placed = found["placed"]
+        deadline = time.monotonic() + request.timeout
         try:
-            return self._open(number, held, key, indices)
+            again = self._placed_anew(held, held.group, indices, deadline)
+            slots = self._fill(number, held, key, indices, deadline) if again else None
         except ColocateError as error:
             if held.released.is_set():
                 raise
             raise PlacementTimeout(str(error)) from error  # a machine that has come may be going: others may come
+        if slots is None and _state(held.group) != "REMOVED":
+            text = words(request, f"did not come within {request.timeout:g} s in the place of lost ones")
+            raise PlacementTimeout(text, nodes=self.nodes.table(request))
+        return slots
+
+    def _fill(self, number: int, held: Held, key: bytes, indices: Sequence[int], deadline: float) -> list[Slot] | None:
+        """Have keepers made in some bundles; None when these have no nodes in time.
+
+        An autoscaler ends a node that was idle when it looked last, even if Ray has just placed something there. Ray
+        places that anew.
+        """
+        assert held.group is not None
+        slots = self._open(number, held, key, indices)
+        while missing := sorted(set(indices) - {slot.index for slot in slots}):
+            self._check_possible(held.request)
+            if not self._placed_anew(held, held.group, missing, deadline):
+                return None
+            slots += self._open(number, held, key, missing)
+        return sorted(slots, key=lambda slot: (natural(slot.node), slot.devices, slot.index))
+
+    def _placed_anew(self, held: Held, group: PlacementGroup, indices: Sequence[int], deadline: float) -> bool:
+        """Wait until some bundles have nodes that answer; False when they have none in time, or are withdrawn.
+
+        Ray itself misses a node after many seconds only.
+        """
+        found = _table(group)
+        while found["state"] != "CREATED" or self.nodes.gone({found["placed"][index] for index in indices}):
+            if found["state"] == "REMOVED" or time.monotonic() > deadline:
+                return False
+            if held.released.wait(_REPLACED_STEP_S):
+                raise ColocateError(_WITHDRAWN)
+            found = _table(group)
+        held.placed = found["placed"]
+        return True
 
     def end_slot(self, number: int, index: int) -> None:
         """End the process of a keeper that doesn't answer; returns when it is gone."""
@@ -314,12 +343,18 @@ class Placing:
             self._pause.wait(_STEP_S)
 
     def _open(self, number: int, held: Held, key: bytes, indices: Sequence[int]) -> list[Slot]:
-        """Have keepers made in some bundles."""
+        """Have keepers made in some bundles, whose slots are returned: not those of nodes that have just gone."""
         request, placed = held.request, {index: held.placed[index] for index in indices}
         with held.making():
+            held.opened -= placed.keys()
             holders = {node: self._holders.at(node, self._owner(request), number) for node in set(placed.values())}
             held.holders.update({index: holders[node] for index, node in placed.items()})
-        gpus = self._gpus(held, indices)
+        try:
+            gpus = self._gpus(held, indices)
+        except ColocateError:
+            if self.nodes.gone(set(holders)):
+                return []
+            raise
         with held.making():
             opened = {}
             for node, holder in holders.items():
@@ -329,7 +364,9 @@ class Placing:
         answers = self._answers(opened)
         for node, answer in answers.items():
             holders[node].process = answer["process"]
-        found = [
+        standing = {index: node for index, node in placed.items() if node in answers}
+        held.opened |= standing.keys()
+        return [
             Slot(
                 index,
                 self.nodes.name(node),
@@ -337,9 +374,8 @@ class Placing:
                 answers[node]["host"],
                 answers[node]["addresses"][index],
             )
-            for index, node in placed.items()
+            for index, node in standing.items()
         ]
-        return sorted(found, key=lambda slot: (natural(slot.node), slot.devices, slot.index))
 
     def _gpus(self, held: Held, indices: Sequence[int]) -> dict[int, Gpus]:
         """Return the GPUs of some bundles, which Ray tells only to what runs in them."""
@@ -364,8 +400,11 @@ class Placing:
         return request.id
 
     def _answers(self, opened: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-        """Return what the holders said, by node; an error that names the nodes of those that couldn't."""
-        answers, faults = {}, []
+        """Return what the holders said, by node; an error that names the nodes of those that couldn't.
+
+        What goes with its node is no fault of a holder's.
+        """
+        answers, faults = {}, {}
         for node, ref in opened.items():
             fault: object
             try:
@@ -377,9 +416,9 @@ class Placing:
                 fault = f"it isn't there after {_ACTORS_START_WITHIN_S:g} s; Ray's logs on that machine may say why"
             except Exception as error:
                 fault = start_words(error)
-            faults.append(f"on {self.nodes.name(node)}: {fault}")
-        if faults:
-            text = "\n  ".join(faults)
+            faults[node] = f"on {self.nodes.name(node)}: {fault}"
+        gone = self.nodes.gone(set(faults)) if faults else set()
+        if text := "\n  ".join(fault for node, fault in faults.items() if node not in gone):
             raise ColocateError(f"the Ray actors that hold the keepers could not be started:\n  {text}")
         return answers
 
@@ -387,7 +426,7 @@ class Placing:
         """A holder is gone. On a thread of Ray's."""
         for number, held in list(self._held.items()):
             for index, each in list(held.holders.items()):
-                if each is holder:
+                if each is holder and index in held.opened:
                     self._lost(number, index, words)
 
 

@@ -1,7 +1,7 @@
 """A cluster of two raylets on this machine, in a process of its own: tests join it as drivers do.
 
 Prints what to connect with; then obeys lines: `add` another node, `drain` it as a cloud does that takes it back,
-`remove` it as a machine that fails goes. Ends with its input.
+`remove` it as a machine that fails goes, `end` it as an autoscaler does. Ends with its input.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def main() -> None:
             accepted, why = GcsClient(address=cluster.address).drain_node(third.node_id, reason, "spot", deadline)
             assert accepted, why
         else:
-            cluster.remove_node(third, allow_graceful=False)
+            cluster.remove_node(third, allow_graceful=line == "end\n")
         print("done", flush=True)
     cluster.shutdown()
 

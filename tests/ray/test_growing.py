@@ -69,6 +69,18 @@ def test_more_than_it_makes(runtime: Runtime) -> None:
         runtime.reserve(1, cpus=1, grow=False)
 
 
+def test_where_an_owner_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the head, where nodes come and go: its own node would stay for its sake, or be ended as it is started."""
+    from colocate_ray.nodes import Nodes
+
+    address = {"NodeManagerAddress": "", "NodeManagerPort": 1, "NodeManagerHostname": "", "Alive": True}
+    head = {"node:__internal_head__": 1.0}
+    every = [{**address, "NodeID": f"{each:032}", "Resources": head if each == 50 else {}} for each in range(100)]
+    monkeypatch.setattr("ray.nodes", lambda: every)
+    monkeypatch.setattr("colocate_ray.silence.answering", lambda servers, within_s: set(servers))
+    assert Nodes().one_that_answers(stays=True) == f"{50:032}"
+
+
 def test_what_autoscalers_say(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of both generations, as Ray's own classes have it; a cluster without one reports a type for each node."""
     from ray._private import worker

@@ -10,11 +10,13 @@ import subprocess
 import sys
 import textwrap
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+from tests.ray import going
 from tests.ray.conftest import tls
 from tests.ray.deaths import death_of
 
@@ -377,6 +379,34 @@ def test_lost_node(cluster: Any, runtime: Runtime) -> None:
     assert "keeper" not in str(death_of(group))  # the user knows of Ray's nodes and actors
     pool.close()
     everything_is_free(runtime)
+
+
+@pytest.mark.parametrize("grow", [True, pytest.param(False, marks=pytest.mark.long)])
+def test_a_node_that_goes_before_its_keepers_stand(cluster: Any, tmp_path: Path, grow: bool) -> None:
+    """Another one's coming is waited for, as before; where none may come it is said that what is left never fits."""
+    before = _raylets(cluster)
+    cluster.tell("add")
+    (third,) = _raylets(cluster) - before
+    told = tmp_path / str(third)
+    told.touch()
+    env = {"PYTHONPATH": str(Path(__file__).parent), going.FOLDER: str(tmp_path)}
+    with (
+        colocate.connect("ray", **cluster.options, runtime_env={HOOK: "going.where_told", "env_vars": env}) as runtime,
+        ThreadPoolExecutor(1) as other,
+    ):
+        reserved = other.submit(runtime.reserve, 4, cpus=1, timeout=PATIENCE_S, grow=grow)
+        wait_until(told.with_suffix(".begun").exists, "its keeper is just being made")
+        cluster.tell("end")
+        if not grow:
+            with pytest.raises(PlacementError, match="can never fit"):
+                reserved.result()
+            return
+        cluster.tell("add")
+        with reserved.result() as pool:
+            assert pool.spawn({"echo": colocate.role(Echo)}).role("echo", Echo).noop() == [None] * 4
+        cluster.tell("remove")
+        assert not runtime.audit()
+        everything_is_free(runtime)
 
 
 def test_what_a_lost_node_leaves(cluster: Any, runtime: Runtime) -> None:
