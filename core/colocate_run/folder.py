@@ -16,6 +16,7 @@ import attrs
 
 from colocate.driver import GrowingFile, atomic_folder, write_whole
 from colocate.errors import ConfigError
+from colocate_run.lock import LOCK
 
 _STEP = re.compile(r"step-(\d+)")
 
@@ -29,17 +30,23 @@ class RunFolder:
     _metrics: GrowingFile | None = attrs.field(default=None, init=False)
 
     @classmethod
-    def create(cls, name: str, root: Path, is_taken: Callable[[str], bool] = lambda name: False) -> RunFolder:
-        """A new folder for a run of this name, where no other place has one of that."""
+    def create(
+        cls, name: str, root: Path, is_taken: Callable[[str], bool] = lambda name: False, *, shared: bool = False
+    ) -> RunFolder:
+        """A new folder for a run of this name, where no other place has one of that.
+
+        If shared, the one that another driver has just made: only one of them gets its lock.
+        """
         path = root
         try:
             root.mkdir(parents=True, exist_ok=True)
             for number in itertools.count(1):
                 path = (root / (name if number == 1 else f"{name}-{number}")).absolute()
-                if is_taken(path.name):
-                    continue
                 with contextlib.suppress(FileExistsError):
-                    path.mkdir()
+                    if not is_taken(path.name):
+                        path.mkdir()
+                        break
+                if shared and (_just_made(path) or cls(path).is_of(name)):
                     break
         except OSError as error:
             raise ConfigError(f"can't make the run's folder {path}: {error.strerror or error}") from error
@@ -139,6 +146,12 @@ class RunFolder:
             self.check()
         for _, path in self.checkpoints()[:-keep]:
             shutil.rmtree(path)
+
+
+def _just_made(path: Path) -> bool:
+    """Whether a driver has made a folder, and hasn't written its config there yet."""
+    there = {each.name for each in path.iterdir()} if path.is_dir() else {""}
+    return not there or (LOCK in there and "config.yaml" not in there)
 
 
 def finite(value: Any) -> Any:

@@ -340,7 +340,8 @@ def _folder(
     if resume and store is not None:
         store.bring(name, root, screen.say)
     found = _to_resume(name, root, resume) if resume else None
-    folder = found or RunFolder.create(name, root, *([] if store is None else [store.has]))
+    taken = [] if store is None else [store.has]
+    folder = found or RunFolder.create(name, root, *taken, shared=resume == "auto")
     folder.check = stack.enter_context(locked(folder.path, screen.say)).check
     if not (complete := folder.checkpoints()):
         folder.set_aside("metrics", ".jsonl")  # of a try that has ended before its first checkpoint

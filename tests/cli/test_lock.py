@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import textwrap
 import threading
 from pathlib import Path
 
@@ -46,6 +47,16 @@ COUNTING = """
             time.sleep(0.01)
 
     run_pid = os.getpid()
+"""
+# Imported before the run's folder is looked for, and by all three at once.
+MEETING = """
+import os, time
+from pathlib import Path
+
+if meeting := os.environ.get("MEETING"):
+    Path(f"meets-{meeting}").touch()
+    while len(list(Path().glob(f"meets-{meeting[:-1]}?"))) < 3:
+        time.sleep(0.001)
 """
 
 
@@ -105,6 +116,27 @@ class TestOneDriver:
         (counting.folder / "go").touch()
         first.communicate()
         assert [path.name for path in (counting.folder / "runs").iterdir()] == ["demo"]
+
+    def test_first_starts_at_the_same_moment(self, counting: CommandLine) -> None:
+        """By auto one makes the folder, and the others are refused by name; all are about to look for it at once."""
+        counting.write("counting.py", MEETING + textwrap.dedent(COUNTING))
+        for number in range(4):
+            name, go = f"demo-{number}", counting.folder / "go"
+            options = ("run", "demo.yaml", "--resume=auto", "--set", f"name={name}")
+            drivers = [counting.start(*options, MEETING=f"{name}-{each}") for each in range(3)]
+            try:
+                wait_until(lambda these=drivers: sum(each.poll() is not None for each in these) == 2, "two have ended")
+                waits(counting, name)
+            finally:
+                go.touch()
+                told = {each.pid: each.communicate()[1] for each in drivers}
+            go.unlink()
+            (winner,) = (each.pid for each in drivers if each.returncode == 0)
+            del told[winner]
+            refused = f"runs/{name} is being written by the driver with pid {winner} on "
+            assert all(refused in each for each in told.values()), told
+            assert begun(counting, name) == [0]
+        assert {path.name for path in (counting.folder / "runs").iterdir()} == {f"demo-{each}" for each in range(4)}
 
     def test_who_was_killed_has_it_no_more(self, counting: CommandLine) -> None:
         """Also where a child of the driver's lives on."""
