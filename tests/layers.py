@@ -53,7 +53,7 @@ LAYERS = {
     "_worker_group": "the workers of a group: start, watch, end, restart",
     "_views": "sending: views, pipelines, functions",
     "_api": "the live objects",
-    "features.*": "what isn't kernel, a folder for each: `checkpoints`, `children`, `pausing`, `weights`",
+    "features.*": "what isn't kernel, a folder for each: `checkpoints`, `children`, `looking`, `pausing`, `weights`",
     "torch": "models that go on with new process groups; weights of modules",
     "connecting": "`connect` and `spawn`",
     "driver": "a driver from inside, for packages beside core",
@@ -66,7 +66,11 @@ LAYERS = {
 BESIDE = {"colocate_report": "what is known of a run; its page, its trace", "colocate_run": "configs, jobs, commands"}
 
 # Public signatures of the kernel name these classes of features, for type checkers.
-DOORS = {("_role.context", "features.children.child")}
+DOORS = {
+    ("_role.context", "features.children.child"),
+    ("_api.runtime", "features.looking.audit"),
+    ("_api.runtime", "features.looking.graph"),
+}
 
 # A feature imports another one by a row here, and no other: (who, whom).
 FEATURES_ON: set[tuple[str, str]] = set()

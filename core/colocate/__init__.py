@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from colocate._version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from colocate._api.audit import Audit
     from colocate._api.group import ColocatedGroup
     from colocate._api.memory import GroupMemory, RoleMemory, SlotMemory
     from colocate._api.pool import Pool, PoolPart, Slot
@@ -56,6 +55,7 @@ if TYPE_CHECKING:
         WorkerDied,
     )
     from colocate.features.children.child import Child
+    from colocate.features.looking.audit import Audit
     from colocate.features.weights.driver import sync_weights
     from colocate.features.weights.weights import Weights, WeightSync
     from colocate_report.record import Leaving, LogRecord, RunInfo, RunRecord
@@ -66,7 +66,6 @@ if TYPE_CHECKING:
     from colocate_run.run import Run
 
 _HOMES = {
-    "_api.audit": "Audit",
     "connecting": "connect spawn",
     "_values.leaves": "register_batch",
     "_role.call": "Call Resident ResidentSpec as_completed wait",
@@ -87,6 +86,7 @@ _HOMES = {
     "_system.lines": "library",
     "_views.view": "Inspection RoleView inspect",
     "features.children.child": "Child",
+    "features.looking.audit": "Audit",
     "features.weights.driver": "sync_weights",
     "features.weights.weights": "WeightSync Weights",
     "errors": (

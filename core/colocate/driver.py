@@ -7,16 +7,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from colocate._api.audit import Audit as Audit
-from colocate._api.audit import audit_strays as audit_strays
+from colocate import features
 from colocate._api.connection import Connection
-from colocate._api.glance import Recent as Recent
-from colocate._api.glance import glance
-from colocate._api.graph import Held as Held
+from colocate._api.held import Held as Held
 from colocate._api.memory import GroupMemory as GroupMemory
 from colocate._api.memory import SlotMemory as SlotMemory
 from colocate._calls.records import CALL_FINISHED as CALL_FINISHED
@@ -58,20 +54,19 @@ if TYPE_CHECKING:
     from colocate.features.checkpoints.driver import CheckpointsOfGroup as CheckpointsOfGroup
     from colocate.features.checkpoints.saved import found_in as found_in
     from colocate.features.checkpoints.saving import Saving as Saving
+    from colocate.features.looking.audit import Audit as Audit
+    from colocate.features.looking.audit import audit_strays as audit_strays
+    from colocate.features.looking.glance import Recent as Recent
 
 _OF_FEATURES = {
+    "Audit": "looking.audit",
     "CheckpointsOfGroup": "checkpoints.driver",
+    "Recent": "looking.glance",
     "Saving": "checkpoints.saving",
+    "audit_strays": "looking.audit",
     "found_in": "checkpoints.saved",
 }
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _OF_FEATURES:
-        raise AttributeError(f"module 'colocate.driver' has no attribute {name!r}")
-    value = getattr(import_module(f"colocate.features.{_OF_FEATURES[name]}"), name)
-    globals()[name] = value
-    return value
+__getattr__ = features.offered(__name__, _OF_FEATURES)
 
 
 class Place(NamedTuple):
@@ -154,7 +149,8 @@ class Driver:
 
     def glance(self, recent: Recent) -> list[dict[str, Any]]:
         """Return what its groups do just now, as plain data."""
-        return glance(self._node, recent)
+        found: list[dict[str, Any]] = features.module("looking.glance").glance(self._node, recent)
+        return found
 
     @property
     def resumed(self) -> Mapping[str, Path]:

@@ -7,7 +7,6 @@ themselves need of torch is in `_role/torch_groups.py` and `_role/torch_books.py
 from __future__ import annotations
 
 import gc
-import importlib
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -15,6 +14,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from colocate import features
 from colocate._role.context import Context, context
 from colocate._role.on_mesh import is_on_mesh, of_fsdp
 from colocate.errors import ConfigError
@@ -43,14 +43,7 @@ _OF_FEATURES = {
     "receive_weights": "children.weights",
     "send_weights": "children.weights",
 }
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _OF_FEATURES:
-        raise AttributeError(f"module 'colocate.torch' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"colocate.features.{_OF_FEATURES[name]}"), name)
-    globals()[name] = value
-    return value
+__getattr__ = features.offered(__name__, _OF_FEATURES)
 
 
 def renew(

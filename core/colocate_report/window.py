@@ -27,7 +27,6 @@ from colocate.driver import (
     Deadline,
     Driver,
     JobThread,
-    Recent,
     Requests,
     Seen,
     Thread,
@@ -178,6 +177,8 @@ class Scene:
         self._runtime = runtime
         self._name = name
         self._since = time.time()
+        from colocate.driver import Recent  # of a feature, which who looks needn't have
+
         self.recent = Recent()
 
     def seen(self) -> dict[str, Any]:

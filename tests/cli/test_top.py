@@ -15,8 +15,8 @@ from rich.console import Console
 from tests.cli.conftest import CommandLine
 
 import colocate as library
-from colocate._api import glance
 from colocate._system.recent import RECENT_S
+from colocate.features.looking import glance
 from colocate.testing.gate import Address, Gate, pass_gate
 from colocate.testing.waiting import PATIENCE_S, wait_until
 from colocate_report.window import Job, jobs

@@ -91,7 +91,7 @@ def test_named_memory() -> None:
 
 def test_the_command(gone: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Exit status 1 and a line for each stray, with its name and since when; 0 when there is none; JSON on demand."""
-    monkeypatch.setattr("colocate._api.audit.AUDIT_SETTLES_S", 0.1)
+    monkeypatch.setattr("colocate.features.looking.audit.AUDIT_SETTLES_S", 0.1)
     label = f"here-{gone}-1/pool#{uuid.uuid4().hex}"
     with pretending(*worker(gone, label)) as process:
         only: list[int] = [process.pid]

@@ -189,7 +189,7 @@ def test_both_killed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
         try:
             wait_until(lambda: group.state == "failed", "its end is heard of")
             with monkeypatch.context() as patch:  # what is left doesn't settle
-                patch.setattr("colocate._api.audit.AUDIT_SETTLES_S", 0.1)
+                patch.setattr("colocate.features.looking.audit.AUDIT_SETTLES_S", 0.1)
                 audit = runtime.audit()
             left = {each.pid: each for each in audit.leaked if each.kind == processes.OF_A_ROLE}
             assert set(pids) == set(left)

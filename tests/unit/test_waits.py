@@ -33,7 +33,7 @@ KNOWN = {
     "_owned.owned": "the state of a runtime, pool or group",
     "_worker_group.workforce": "how far workers have come",
     "_worker_group.worker_group": "the next try, or the group's end",
-    "_api.audit": "the next look",
+    "features.looking.audit": "the next look",
     "_api.slots": "the next look whether a spare can be had, or the end",
     "_calls.services": "the dispatcher, for the last records",
     "_signals.arrivals": "rows and calls that have ended, by who reads them",

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, Literal, NoReturn, ParamSpec, TypeVar, cast, overload
 
-from colocate._api.graph import Held, shown
+from colocate._api.held import Held
 from colocate._api.memory import GroupMemory, memory
 from colocate._display import table
 from colocate._role.call import Call, Underway
@@ -87,7 +87,7 @@ class ColocatedGroup(Held[WorkerGroup], node=WorkerGroup, by="pool.spawn"):
             }
             for info in self._node.roles.values()
         ]
-        return shown(self._node, table(roles))
+        return self._shown(table(roles))
 
     def _is_of(self, info: RoleInfo, cls: type) -> bool:
         """Whether a role's class is the one of that name here: that of an attached pool may have come by value."""

@@ -9,8 +9,8 @@ from typing import Any, Literal, cast, overload
 
 import attrs
 
-from colocate._api.graph import Held
 from colocate._api.group import ColocatedGroup
+from colocate._api.held import Held
 from colocate._api.slots import Slots
 from colocate._owned.owned import Making
 from colocate._plugins.needs import check_alone, check_needs

@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from colocate._api.audit import Audit, audit
+from colocate import features
 from colocate._api.connection import Connection, live
-from colocate._api.graph import Graph, Held
 from colocate._api.group import ColocatedGroup
+from colocate._api.held import Held
 from colocate._api.pool import Pool
 from colocate._api.slots import Slots
 from colocate._calls.records import check_observer
@@ -43,6 +43,8 @@ from colocate.errors import ConfigError, Mistake, PlacementTimeout
 from colocate.executor import Detachable, Executor, Growing, Labelled, OwnProcess, Request, SharedSlots
 
 if TYPE_CHECKING:
+    from colocate.features.looking.audit import Audit
+    from colocate.features.looking.graph import Graph
     from colocate_report.trace import Trace
 
 _log = logging.getLogger("colocate")
@@ -122,7 +124,8 @@ class Runtime(Held[Connection], node=Connection, by="colocate.connect"):
     @property
     def graph(self) -> Graph:
         """Everything that it owns: `runtime.graph.render("tree")`."""
-        return Graph(self._node)
+        found: Graph = features.module("looking.graph").Graph(self._node)
+        return found
 
     def observe(self, plugin: Any) -> None:
         """Tell an object what happens, by the hooks that it has, on the runtime's dispatcher thread.
@@ -317,7 +320,8 @@ class Runtime(Held[Connection], node=Connection, by="colocate.connect"):
         """
         self._node.check()
         refuse_to_wait("audit()")
-        return run_deferred(lambda: audit(self._node))
+        found: Audit = run_deferred(lambda: features.module("looking.audit").audit(self._node))
+        return found
 
     def close(self, grace: float = 10.0, force: bool = False) -> None:
         """Close its pools, the newest first, and disconnect.

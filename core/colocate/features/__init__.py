@@ -1,13 +1,16 @@
 """The table of features: what colocate can do beside calls in one order, a folder for each.
 
-A feature has two halves, one of a group (`OfGroup`, in the driver) and one of a worker (`OfWorker`). Each is imported
-and made when it is first needed: by a call, a message, an option of a role or a checkpoint that has something of it.
+A feature has two halves, one of a group (`OfGroup`, in the driver) and one of a worker (`OfWorker`), or none, where the
+kernel asks it nothing. Each is imported and made when it is first needed: by a call, a message, an option of a role or
+a checkpoint that has something of it.
 The kernel names none of them. Without its folder and its row here the rest runs, and what asks for it is refused.
 """
 
 from __future__ import annotations
 
+import sys
 import threading
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -18,15 +21,15 @@ class Feature(NamedTuple):
     """What brings a feature in.
 
     Attributes:
-        group: Its half of a group, as "module:class" in its folder.
+        group: Its half of a group, as "module:class" in its folder; "" where it has none.
         worker: Its half of a worker, likewise.
         calls: What its calls on whole workers say that they are.
         messages: The messages of its own, which are in the module `messages` of its folder.
         options: The options of roles (`RoleSpec`) that it is behind.
     """
 
-    group: str
-    worker: str
+    group: str = ""
+    worker: str = ""
     calls: tuple[str, ...] = ()
     messages: tuple[str, ...] = ()
     options: tuple[str, ...] = ()
@@ -48,6 +51,7 @@ FEATURES = {
         messages=("Pause", "PauseAfter", "GoOn", "Pausing", "Paused"),
     ),
     "children": Feature("driver:ChildrenOfGroup", "worker:ChildrenOfWorker", messages=("HasChildren",)),
+    "looking": Feature(),
 }
 CALLS = {said: name for name, feature in FEATURES.items() for said in feature.calls}
 """The features behind calls on whole workers, by what these say."""
@@ -96,6 +100,35 @@ def refuse_without(name: str) -> None:
         CapabilityError: It isn't.
     """
     _row(name)
+
+
+def module(where: str) -> Any:
+    """Return a module of a feature, as "feature.module".
+
+    Raises:
+        CapabilityError: There is no such feature here.
+    """
+    feature, _, name = where.partition(".")
+    _row(feature)
+    return _imported(feature, name)
+
+
+def offered(by: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
+    """Return what a module has as `__getattr__` to offer names of features on first use.
+
+    Args:
+        by: The module's name.
+        homes: Where each name is, as `module` has it.
+    """
+
+    def get(name: str) -> Any:
+        if name not in homes:
+            raise AttributeError(f"module {by!r} has no attribute {name!r}")
+        value = getattr(module(homes[name]), name)
+        setattr(sys.modules[by], name, value)
+        return value
+
+    return get
 
 
 def _row(name: str) -> Feature:

@@ -119,7 +119,7 @@ class EventLoop:
         with self._lock:
             self._register(sock.fileno(), lane._on_events)
             self._lanes[sock.fileno()] = lane
-        if secured(sock) is not None:  # it may have more than the kernel knows of
+        if lane._secured is not None:  # it may have more than the kernel knows of
             self.later(0.0, partial(lane.receive, self.scratch))
         return lane
 

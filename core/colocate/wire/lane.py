@@ -77,7 +77,7 @@ class SocketLane:
     def __init__(self, event_loop: Server, sock: socket.socket, on_message: OnMessage, on_closed: OnClosed) -> None:
         self._event_loop = event_loop
         self._sock = sock
-        self._secured = secured(sock)
+        self._secured = None if type(sock) is socket.socket else secured(sock)
         self._settled = self._secured is None
         self._on_message = on_message
         self._on_closed = on_closed

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 from rich.text import Text
 
-from colocate.driver import Audit, Driver, audit_strays, of_this_machine
+from colocate import driver
 from colocate.errors import ColocateError, ConfigError
 from colocate.plugins import about_executor, abouts, find_executor
 from colocate.texts import made_for
@@ -93,7 +93,7 @@ def find_strays(cluster: Cluster, *, json: bool) -> int:
     if name is not None:
         find_executor(name)  # one that there isn't is told of as such
     option = "" if name is None else joins(name)
-    audit = audit_strays(of_this_machine)
+    audit = driver.audit_strays(driver.of_this_machine)
     looked_at = ["this machine"]
     if name is not None and options.get(option) is not None:
         try:
@@ -102,7 +102,7 @@ def find_strays(cluster: Cluster, *, json: bool) -> int:
             if not json:  # what was found here is worth knowing; the error follows
                 _show_strays(audit, looked_at)
             raise
-        audit = Audit((*audit.leaked, *there.leaked))
+        audit = driver.Audit((*audit.leaked, *there.leaked))
         looked_at.append(f"{name} at {options[option]}")
     if json:
         print_json({**audit.data(), "looked_at": looked_at})
@@ -113,14 +113,14 @@ def find_strays(cluster: Cluster, *, json: bool) -> int:
     return 1 if audit else 0
 
 
-def _of_cluster(name: str, options: Mapping[str, Any]) -> Audit:
+def _of_cluster(name: str, options: Mapping[str, Any]) -> driver.Audit:
     from colocate.connecting import connect
 
     with connect(name, **options) as runtime:
-        return audit_strays(Driver(runtime).executor.strays)
+        return driver.audit_strays(driver.Driver(runtime).executor.strays)
 
 
-def _show_strays(audit: Audit, looked_at: list[str]) -> None:
+def _show_strays(audit: driver.Audit, looked_at: list[str]) -> None:
     to = console()
     where = " and ".join(looked_at)
     if not audit:
@@ -151,7 +151,7 @@ def close_pool(name: str, cluster: Cluster, *, force: bool, json: bool) -> int:
     """End a detached pool."""
     what = f"close {name}"
     with cluster.joined(what, "detached pools") as runtime, made_for((f"colocate {what}", 0)):
-        Driver(runtime).close_detached(name, force)
+        driver.Driver(runtime).close_detached(name, force)
     if json:
         print_json({"closed": name})
     else:

@@ -19,7 +19,6 @@ from importlib import import_module
 from colocate.features import FEATURES
 from colocate.testing.executors._base import ExecutorCase, Spawn, needs
 from colocate.testing.executors.attaching import Attaching, Successors, Watching
-from colocate.testing.executors.auditing import Auditing, Forks
 from colocate.testing.executors.background import Background
 from colocate.testing.executors.calls import Calls, Cancelling, Functions
 from colocate.testing.executors.closing import Closing, Converging
@@ -30,6 +29,7 @@ from colocate.testing.executors.detaching import Detaching
 from colocate.testing.executors.dispatch import Dispatching, Mixing, NamedMeshes
 from colocate.testing.executors.drivers import Drivers, Endings, Signals
 from colocate.testing.executors.engines import Engines
+from colocate.testing.executors.forks import Forks
 from colocate.testing.executors.ledgers import Budgets, Ledgers
 from colocate.testing.executors.left import LeftInLoops
 from colocate.testing.executors.numbers import RandomNumbers
@@ -99,7 +99,6 @@ class ExecutorSuite(
     Ownership,
     Borrows,
     Forks,
-    Auditing,
     Closing,
     Converging,
     Placement,
@@ -142,7 +141,6 @@ for _name in dir(ExecutorSuite):
 
 __all__ = [
     "Attaching",
-    "Auditing",
     "Borrows",
     "Budgets",
     "Calls",

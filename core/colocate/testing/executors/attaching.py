@@ -18,7 +18,7 @@ import colocate
 from colocate import Runtime, wire
 from colocate.errors import BorrowedError, ClosedError, ClusterError, ConfigError, WorkerDied
 from colocate.executor import Detachable, Watchable, Window
-from colocate.testing.executors._base import needs, of_executor
+from colocate.testing.executors._base import needs, needs_feature, of_executor
 from colocate.testing.executors.detaching import TTL_S, DetachedCase, counting, new, published
 from colocate.testing.executors.drivers import Driver, Scripts
 from colocate.testing.gate import Gate
@@ -361,6 +361,7 @@ class Watching(DetachedCase):
 
     @needs(Watchable)
     @of_executor
+    @needs_feature("looking")
     def test_looked_at_from_elsewhere(
         self, scripts: Scripts, runtime: Runtime, job: str, gate: Gate, capsys: pytest.CaptureFixture[str]
     ) -> None:

@@ -16,7 +16,7 @@ import colocate
 from colocate import RoleSpec, Runtime
 from colocate.errors import ColocateError, GroupRestarted, WorkerDied
 from colocate.executor import OwnProcess
-from colocate.testing.executors._base import ExecutorCase, Spawn, needs, of_executor, smoke
+from colocate.testing.executors._base import ExecutorCase, Spawn, needs, needs_feature, of_executor, smoke
 from colocate.testing.gate import Gate
 from colocate.testing.probes.faulty import Faulty, Parent
 from colocate.testing.probes.plain import Echo
@@ -187,6 +187,7 @@ class Vanishing(ExecutorCase):
 
     @needs(OwnProcess)
     @of_executor
+    @needs_feature("looking")
     def test_a_spare_takes_the_place_of_a_slot_that_has_vanished(self, runtime: Runtime) -> None:
         """Unless it has gone with it; the other slots stay, and there is a spare again where the executor replaces."""
         with self.connect() as own, own.reserve(2, cpus=0, spares=1) as pool:
@@ -207,6 +208,7 @@ class Vanishing(ExecutorCase):
 
     @needs(OwnProcess)
     @of_executor
+    @needs_feature("looking")
     def test_the_slots_of_what_has_vanished_are_given_back(self, runtime: Runtime) -> None:
         """Without a restart: the group fails, closing goes as ever, and the next pool has slots that work."""
         with self.connect() as own:

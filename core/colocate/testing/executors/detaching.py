@@ -235,6 +235,7 @@ class Detaching(DetachedCase):
 
     @needs(Detachable)
     @of_executor
+    @needs_feature("looking")
     def test_audit(self, runtime: Runtime, name: str) -> None:
         """A detached pool is no leak; a borrowed one is all there."""
         pool, _ = new(runtime)

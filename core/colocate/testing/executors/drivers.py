@@ -22,7 +22,7 @@ import colocate
 from colocate import ColocatedGroup
 from colocate._system.readable import readable
 from colocate.executor import OwnProcess
-from colocate.testing.executors._base import ExecutorCase, needs, of_executor, smoke
+from colocate.testing.executors._base import ExecutorCase, needs, needs_feature, of_executor, smoke
 from colocate.testing.gate import Gate
 from colocate.testing.probes.plain import Echo
 from colocate.testing.waiting import PATIENCE_S, Processes, wait_until
@@ -433,6 +433,7 @@ class Signals(Scripted):
 
     @needs(OwnProcess)
     @of_executor
+    @needs_feature("looking")
     def test_interrupted_spawn(self, scripts: Scripts) -> None:
         """Ctrl-C in a start gives it up: nothing of it is left, and its slots are as good as before."""
         with Gate() as gate:
@@ -458,6 +459,7 @@ class Signals(Scripted):
         assert (code, errors) == (0, "")
 
     @of_executor
+    @needs_feature("looking")
     def test_executor_is_called_off_the_main_thread(self, scripts: Scripts) -> None:
         """Whatever the main thread asks for: a signal's handler finds no lock of the executor taken by it.
 

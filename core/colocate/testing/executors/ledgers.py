@@ -146,6 +146,7 @@ class Ledgers(ExecutorCase):
             os.kill(pid, signal.SIGCONT)
         assert len(group.memory(PATIENCE_S).slots) == 2
 
+    @needs_feature("looking")
     def test_memory_in_the_graph(self, runtime: Runtime, holding: ColocatedGroup) -> None:
         """With what each role holds."""
         tree = runtime.graph.render("tree", memory=True)

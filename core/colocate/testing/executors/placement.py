@@ -22,7 +22,7 @@ from colocate import Pool, Runtime, gpus
 from colocate._plugins.plugins import about_executor
 from colocate.errors import CapabilityError, ColocateError, ConfigError, PlacementError, PlacementTimeout
 from colocate.executor import Detachable, Growing, Labelled, MultiNode, OwnProcess, Watchable
-from colocate.testing.executors._base import ExecutorCase, needs, of_executor, smoke
+from colocate.testing.executors._base import ExecutorCase, needs, needs_feature, of_executor, smoke
 from colocate.testing.gate import Gate
 from colocate.testing.probes.collectives import Collective
 from colocate.testing.probes.faulty import Faulty
@@ -93,6 +93,7 @@ class Placement(ExecutorCase):
             pass
 
     @of_executor
+    @needs_feature("looking")
     def test_interrupted_reserve(self, two_cpus: Runtime) -> None:
         """Ctrl-C while slots are waited for withdraws the request, at once: nothing stays pending."""
 
@@ -177,6 +178,7 @@ class Placement(ExecutorCase):
             two_cpus.reserve(slots=1, cpus=3, timeout=0)
 
     @of_executor
+    @needs_feature("looking")
     def test_strict_strategies(self, runtime: Runtime) -> None:
         """All slots lie on one node, or each on a node of its own; what the nodes don't suffice for never fits."""
         nodes = runtime._node.services.executor.nodes()
@@ -233,6 +235,7 @@ class Placement(ExecutorCase):
             assert caught.value.capability == "Labelled"
 
     @of_executor
+    @needs_feature("looking")
     def test_nodes_that_are_to_come(self, runtime: Runtime) -> None:
         """What can never fit is waited for, where the executor knows clusters that grow; otherwise that is refused."""
         if not isinstance(runtime._node.services.executor, Growing):
@@ -380,6 +383,7 @@ class Ports(ExecutorCase):
                 assert len(_listening([worker]) - {*within}) <= 1
 
     @needs(OwnProcess)
+    @needs_feature("looking")
     def test_ports_that_are_used_up(self, no_leaks: None) -> None:
         """The error has the range, what needed a port, and what to do; nothing is left."""
         pytest.importorskip("torch")

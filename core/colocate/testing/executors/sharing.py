@@ -21,7 +21,7 @@ from colocate.errors import (
     WorkerDied,
 )
 from colocate.executor import Detachable, OwnProcess, SharedSlots
-from colocate.testing.executors._base import ExecutorCase, needs, of_executor
+from colocate.testing.executors._base import ExecutorCase, needs, needs_feature, of_executor
 from colocate.testing.executors.detaching import TTL_S, DetachedCase
 from colocate.testing.gate import Gate
 from colocate.testing.probes.early import Early
@@ -72,6 +72,7 @@ class Sharing(ExecutorCase):
 
     @needs(SharedSlots)
     @of_executor
+    @needs_feature("looking")
     def test_each_group_has_workers_of_its_own(self, runtime: Runtime, reserve: Callable[..., Pool]) -> None:
         """On the same slots, in no order with the other one's; one more than was reserved for is refused by name."""
         pool = reserve()
@@ -115,6 +116,7 @@ class Sharing(ExecutorCase):
 
     @needs(OwnProcess)
     @of_executor
+    @needs_feature("looking")
     def test_a_crash_stays_one_groups(self, runtime: Runtime, reserve: Callable[..., Pool]) -> None:
         """What is killed fails its own group, or is restarted, beside one that goes on with what it has."""
         self._share(runtime)
@@ -150,6 +152,7 @@ class Sharing(ExecutorCase):
 
     @needs(OwnProcess)
     @of_executor
+    @needs_feature("looking")
     def test_all_groups_of_a_lost_slot_get_others(self, runtime: Runtime) -> None:
         """Slots are reserved once for all, and each group is restarted there."""
         self._share(runtime)

@@ -28,7 +28,7 @@ from colocate.errors import (
     WorkerDied,
 )
 from colocate.executor import OwnProcess
-from colocate.testing.executors._base import ExecutorCase, Spawn, needs, of_executor, smoke
+from colocate.testing.executors._base import ExecutorCase, Spawn, needs, needs_feature, of_executor, smoke
 from colocate.testing.gate import Gate
 from colocate.testing.probes.born import Born
 from colocate.testing.probes.early import Early
@@ -47,6 +47,7 @@ class Startup(ExecutorCase):
         return colocate.spawn(roles, executor=self.executor, **{**self.options, "slots": 2, "cpus": 0, **more})
 
     @of_executor
+    @needs_feature("looking")
     def test_in_one_call(self, no_leaks: None) -> None:
         """`colocate.spawn` makes runtime, pool and group; closing the group, or leaving its block, closes all three."""
         with self.spawn_alone({"echo": colocate.role(Echo, tag="alone")}, name="alone", seed=7) as group:

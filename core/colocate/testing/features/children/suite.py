@@ -19,8 +19,7 @@ import psutil
 import pytest
 
 import colocate
-from colocate import ColocatedGroup
-from colocate._api.graph import Graph
+from colocate import ColocatedGroup, features
 from colocate.errors import (
     ChildDied,
     ConfigError,
@@ -151,6 +150,7 @@ class Children(Scripted):
         starter.serve()
         assert starter.asks_again() == ("again", "now")
 
+    @needs_feature("looking")
     def test_a_call_that_ends_after_it_fails_of_it(self, spawn: Spawn) -> None:
         """Where nothing breaks its wait, as on threads."""
         group = spawn({"starter": colocate.role(Starter)}, slots=1)
@@ -322,6 +322,7 @@ class Children(Scripted):
         with pytest.raises(RoleError, match="port=99999; ports are whole numbers up to 65535"):
             starter.start([PYTHON, "-c", SERVER, "fd", "{fd}"], port=99999)
 
+    @needs_feature("looking")
     def test_a_name_that_runs_is_taken(self, spawn: Spawn) -> None:
         """One name is one child of a role; without one each has its own."""
         group = spawn({"starter": colocate.role(Starter)}, slots=1)
@@ -362,6 +363,7 @@ class Children(Scripted):
         with pytest.raises(RoleStartError, match="'nothing' isn't found"):
             spawn({"starter": colocate.role(StartsNothing)}, slots=1)
 
+    @needs_feature("looking")
     def test_memory_and_tree(self, spawn: Spawn) -> None:
         """A child is a node of the tree and a row of the memory."""
         group = spawn({"starter": colocate.role(Starter)}, slots=1)
@@ -372,7 +374,8 @@ class Children(Scripted):
         (row,) = [row for row in group.memory().rows() if row["role"] == "starter/server"]
         assert size < row["total"] < 4 * size
         graph = group.owner.owner.graph
-        nodes = [Graph(group._node).data(memory=True)]  # of this group: others may not have been looked at yet
+        own = features.module("looking.graph").Graph(group._node)  # others may not have been looked at yet
+        nodes = [own.data(memory=True)]
         for node in nodes:  # which grows
             nodes += node["children"]
         (data,) = [node for node in nodes if node["kind"] == "child"]
@@ -542,6 +545,7 @@ class Children(Scripted):
         assert driver.hear() == [[42, 0, "42"]]
         assert driver.end()[0] == 0
 
+    @needs_feature("looking")
     def test_audits_know_them(self, spawn: Spawn) -> None:
         """No child is leaked."""
         group = spawn({"starter": colocate.role(Starter)}, slots=1)

@@ -182,6 +182,7 @@ class Pausing(ExecutorCase):
         assert rows.result(PATIENCE_S) == [(row, 1) for row in range(4)]
 
     @needs_feature("weights")
+    @needs_feature("looking")
     def test_a_pause_waits(self, two_lanes: ColocatedGroup) -> None:
         """What runs ends, what is queued stays; a pause that takes too long is none."""
         pytest.importorskip("torch")

@@ -95,6 +95,7 @@ class WeightSyncs(ExecutorCase):
         found = [sums for sums, _ in after.result(PATIENCE_S)]
         assert all(sum(sums) == pytest.approx(sum(now) - 2 * 64 - 8) for sums, now in zip(found, before, strict=True))
 
+    @needs_feature("looking")
     def test_shared_weights(self, spawn: Spawn) -> None:
         """Shared weights are the same tensors; what the source writes makes the target stale until the next sync."""
         pytest.importorskip("torch")
@@ -255,6 +256,7 @@ class WeightSyncs(ExecutorCase):
         assert _sums(taker) != _sums(giver)
 
     @pytest.mark.parametrize("role", ["giver", "taker"])
+    @needs_feature("looking")
     def test_a_failure_amid_a_sync_leaves_it_stale(self, both: ColocatedGroup, role: str) -> None:
         """On all ranks, those that had got all of them too, until a whole sync."""
         giver, taker = both.role("giver", Giver), both.role("taker", Taker)
@@ -388,6 +390,7 @@ class WeightSyncs(ExecutorCase):
                 colocate.sync_weights(giver, taker)
 
     @needs(OwnProcess)
+    @needs_feature("looking")
     def test_weights_after_a_restart_and_a_restore(self, spawn: Spawn, tmp_path: Path) -> None:
         """What is there then may be of different ages: it is stale until a sync, whose version counts on."""
         pytest.importorskip("torch")

@@ -1,4 +1,4 @@
-"""What users hold of the ownership graph: `Held`, a name of one of its nodes, and `Graph`, all as text or data."""
+"""The ownership graph, as text or data."""
 
 from __future__ import annotations
 
@@ -6,14 +6,12 @@ import itertools
 import json
 import time
 from collections.abc import Iterator, Mapping
-from types import TracebackType
-from typing import Any, ClassVar, Generic, Self, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 from colocate import _display as html
 from colocate._api.memory import GroupMemory
 from colocate._api.memory import memory as memory_of
 from colocate._owned.owned import Owned
-from colocate._role.call import OnDriver
 from colocate._signals.deferred import run_deferred
 from colocate._system.deadline import Deadline
 from colocate._system.jobs import error_text
@@ -28,9 +26,6 @@ FORMATS = ("tree", "mermaid", "json")
 
 Measured: TypeAlias = Mapping[str, "GroupMemory | BaseException"]
 """By group what its memory is used for, or why that isn't known."""
-
-
-N = TypeVar("N", bound=Owned)
 
 
 class Graph:
@@ -225,69 +220,3 @@ def _mermaid(data: dict[str, Any]) -> str:
 
     draw(data, None)
     return "\n".join(lines)
-
-
-_names: dict[type[Owned], type[Held[Any]]] = {}
-
-
-class Held(OnDriver, Generic[N]):
-    """A name of a node, with what users do with it. It owns nothing: the node's owner does."""
-
-    _by: ClassVar[str]
-    _unsent = " to a worker or pickled"
-
-    def __init_subclass__(cls, *, node: type[Owned] | None = None, by: str = "", **options: Any) -> None:
-        super().__init_subclass__(**options)
-        if node is not None:
-            _names[node] = cls
-            cls._by = by
-
-    def __init__(self, node: N) -> None:
-        if not isinstance(node, Owned):
-            raise TypeError(f"a {type(self).__name__} is made by {self._by}(...), not by its class")
-        self._node: N = node
-
-    @classmethod
-    def _of(cls, node: N) -> Self:
-        """Return what users hold of a node: the same object as long as it lives."""
-        # In one step and without a lock: a signal's handler may come between any two lines, and ask for the same.
-        found: Self = node.names.get(cls) or node.names.setdefault(cls, cls(node))
-        return found
-
-    @property
-    def name(self) -> str:
-        """The name of the runtime, pool or group."""
-        return self._node.name
-
-    @property
-    def owner(self) -> Any:
-        """Return what closes it at the latest: a group's pool, a pool's runtime; None for a runtime."""
-        owner = self._node.owner
-        return None if owner is None else _names[type(owner)]._of(owner)
-
-    @property
-    def alive(self) -> bool:
-        """Whether it can be used."""
-        return self._node.alive
-
-    @property
-    def state(self) -> str:
-        """Return what it is doing."""
-        return self._node.state
-
-    def __repr__(self) -> str:
-        return repr(self._node)
-
-    def _repr_html_(self) -> str:
-        return shown(self._node)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        node = self._node.closed_as
-        if not node.forked:
-            grace = 10.0 if error is None else 2.0
-            node.close_after(error, f"leaving its with block at {at(node.line)}", grace)

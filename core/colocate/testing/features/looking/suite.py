@@ -1,4 +1,4 @@
-"""Audits: what the cluster has and no graph owns, and the reverse; and forked children, which own nothing."""
+"""The ownership graph; audits: what the cluster has and no graph owns, and the reverse."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import json
 import os
 import signal
 import threading
-import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,14 +19,14 @@ from colocate._api.slots import Slots
 from colocate._owned.owned import Owned
 from colocate._role.budget import Budget
 from colocate._worker_group.workforce import Worker
-from colocate.errors import ClosedError, RoleStartError
+from colocate.errors import RoleStartError
 from colocate.executor import Exit, OwnProcess, Reservation
 from colocate.testing import leaks
 from colocate.testing.executors._base import ExecutorCase, Spawn, needs, of_executor, smoke
-from colocate.testing.forking import exit_code, fork
 from colocate.testing.gate import Gate
 from colocate.testing.probes.faulty import FailsToStart, Faulty
 from colocate.testing.probes.plain import Echo
+from colocate.testing.probes.rows import Rows
 from colocate.testing.waiting import PATIENCE_S, wait_until
 
 ROLES: dict[str, RoleSpec[Any]] = {"echo": colocate.role(Echo), "faulty": colocate.role(Faulty)}
@@ -52,6 +51,57 @@ def ids(group: ColocatedGroup) -> set[str]:
 def found(differences: Any, kind: str) -> set[str]:
     """The ids of what an audit has found of one kind."""
     return {each.id for each in differences if each.kind == kind}
+
+
+def nodes(data: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """All nodes of a graph."""
+    yield data
+    for child in data["children"]:
+        yield from nodes(child)
+
+
+def shown(runtime: Runtime) -> set[tuple[str, str]]:
+    """Kind and name of everything that the ownership graph shows."""
+    return {(node["kind"], node["name"]) for node in nodes(runtime.graph.data())}
+
+
+class Graphs(ExecutorCase):
+    """`runtime.graph`: runtime, pools, groups, workers, role instances; groups' residents and calls."""
+
+    def test_graph(self, runtime: Runtime) -> None:
+        """The graph shows what lives, under its one owner, with states and the lines that made it; then it is gone."""
+        with runtime.reserve(2, cpus=0, name="ground") as pool:
+            group = pool.spawn({"rows": colocate.role(Rows), "one": colocate.role(Rows).on(slots=[1])}, name="shown")
+            kept = group.role("rows", Rows).double.keep([1, 2])
+            kept.fetch()
+            (ground,) = (node for node in runtime.graph.data()["children"] if node["name"] == "ground")
+            assert [(node["kind"], node["name"]) for node in nodes(ground)] == [
+                ("pool", "ground"),
+                ("group", "shown"),
+                ("worker", "0"),
+                ("role", "rows rank 0/2"),
+                ("worker", "1"),
+                ("role", "rows rank 1/2"),
+                ("role", "one rank 0/1"),
+                ("resident", "rows.double"),
+            ]
+            assert [node["state"] for node in nodes(ground) if node["kind"] == "worker"] == ["running"] * 2
+            made = [node["line"] for node in nodes(ground) if node["kind"] in ("pool", "group", "resident")]
+            assert all("suite.py:" in line for line in made)
+            kept.free()
+        assert ("pool", "ground") not in shown(runtime)
+        assert ("group", "shown") not in shown(runtime)
+
+    def test_graph_of_calls(self, pair: ColocatedGroup) -> None:
+        """A call under way is shown with the ranks that it waits for."""
+        with Gate() as gate:
+            call = pair.role("faulty", Faulty).fail_after.submit([None, gate.address], -1)  # type: ignore[arg-type]
+            gate.wait_for()
+            found = [node for node in nodes(pair.owner.owner.graph.data()) if node["kind"] == "call"]
+            assert [node["name"] for node in found] == ["faulty.fail_after"]
+            assert "1" in found[0]["state"]
+        call.result(PATIENCE_S)
+        assert [node for node in nodes(pair.owner.owner.graph.data()) if node["kind"] == "call"] == []
 
 
 class Auditing(ExecutorCase):
@@ -159,7 +209,7 @@ class Auditing(ExecutorCase):
             (missing,) = audit.missing
             assert (missing.kind, missing.id) == ("reservation", ghost.request.id)
             assert "pool 'ghost' made at " in missing.what
-            assert "auditing.py:" in missing.what
+            assert "suite.py:" in missing.what
 
     @needs(OwnProcess)
     def test_unheard_death(self, spawn: Spawn, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,49 +235,4 @@ class Auditing(ExecutorCase):
         assert not group.owner.owner.audit()
 
 
-class Forks(ExecutorCase):
-    """A forked child has copies of the driver's objects, and none of its rights."""
-
-    def test_blocks_of_a_fork(self, pair: ColocatedGroup) -> None:
-        """A scope, a pipeline and a resident that were open when it was forked: leaving them there does nothing."""
-        echo = pair.role("echo", Echo)
-        with pair.scope(), echo.first.keep("kept") as kept:
-            with pair.pipeline():
-                inside = echo.first.submit(kept.ref)
-                child = fork()
-            if child == 0:  # it has left the pipeline, and ends at the end of the scope, as if by itself
-                pass
-        if child == 0:
-            os._exit(7)
-        assert exit_code(child) == 7
-        assert inside.result(PATIENCE_S) == "kept"
-        with pytest.raises(ClosedError):
-            kept.fetch()
-
-    def test_new_runtime_in_a_fork(self, pair: ColocatedGroup) -> None:
-        """A forked child may connect for itself."""
-
-        def use_a_new_one() -> list[str]:
-            with colocate.connect("local") as runtime, runtime.reserve(1) as pool:
-                return pool.spawn({"echo": colocate.role(Echo)}).role("echo", Echo).echo("from the child")
-
-        assert in_a_fork(use_a_new_one) == ["from the child"]
-        assert pair.role("echo", Echo).noop() == [None, None]
-
-
-def in_a_fork(function: Callable[[], list[str]]) -> list[str]:
-    """Return what a function returns in a forked child, as text."""
-    read, write = os.pipe()
-    child = fork()
-    if child == 0:
-        try:
-            said = json.dumps(function())
-        except BaseException:
-            said = json.dumps([traceback.format_exc()])
-        os.write(write, said.encode())
-        os._exit(0)
-    os.close(write)
-    exit_code(child)
-    with open(read, "rb") as answer:
-        found: list[str] = json.loads(answer.read())
-    return found
+AREAS = [Graphs, Auditing]
