@@ -53,7 +53,7 @@ LAYERS = {
     "_worker_group": "the workers of a group: start, watch, end, restart",
     "_views": "sending: views, pipelines, functions",
     "_api": "the live objects",
-    "features.*": "what isn't kernel, a folder for each: `checkpoints`, `children`, `looking`, `pausing`, `weights`",
+    "features.*": "what isn't kernel, a folder for each: the table below",
     "torch": "models that go on with new process groups; weights of modules",
     "connecting": "`connect` and `spawn`",
     "driver": "a driver from inside, for packages beside core",

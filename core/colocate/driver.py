@@ -149,8 +149,7 @@ class Driver:
 
     def glance(self, recent: Recent) -> list[dict[str, Any]]:
         """Return what its groups do just now, as plain data."""
-        found: list[dict[str, Any]] = features.module("looking.glance").glance(self._node, recent)
-        return found
+        return list(features.module("looking.glance").glance(self._node, recent))
 
     @property
     def resumed(self) -> Mapping[str, Path]:

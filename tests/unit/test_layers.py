@@ -92,7 +92,7 @@ def test_the_page_has_the_hooks_of_each() -> None:
 def test_without_a_feature() -> None:
     """What asks for one that isn't there is told."""
     with pytest.raises(CapabilityError, match="built without its feature 'nothing'"):
-        features.refuse_without("nothing")
+        features.needed("nothing")
 
 
 def test_no_circle() -> None:

@@ -67,8 +67,7 @@ class Held(OnDriver, Generic[N]):
 
     def _shown(self, *more: str) -> str:
         """Return what a notebook shows, with more of its own."""
-        found: str = features.module("looking.graph").shown(self._node, *more)
-        return found
+        return str(features.module("looking.graph").shown(self._node, *more))
 
     def __enter__(self) -> Self:
         return self
@@ -78,5 +77,4 @@ class Held(OnDriver, Generic[N]):
     ) -> None:
         node = self._node.closed_as
         if not node.forked:
-            grace = 10.0 if error is None else 2.0
-            node.close_after(error, f"leaving its with block at {at(node.line)}", grace)
+            node.close_after(error, f"leaving its with block at {at(node.line)}", 10.0 if error is None else 2.0)

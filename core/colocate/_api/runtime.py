@@ -124,8 +124,7 @@ class Runtime(Held[Connection], node=Connection, by="colocate.connect"):
     @property
     def graph(self) -> Graph:
         """Everything that it owns: `runtime.graph.render("tree")`."""
-        found: Graph = features.module("looking.graph").Graph(self._node)
-        return found
+        return cast("Graph", features.module("looking.graph").Graph(self._node))
 
     def observe(self, plugin: Any) -> None:
         """Tell an object what happens, by the hooks that it has, on the runtime's dispatcher thread.
@@ -320,8 +319,7 @@ class Runtime(Held[Connection], node=Connection, by="colocate.connect"):
         """
         self._node.check()
         refuse_to_wait("audit()")
-        found: Audit = run_deferred(lambda: features.module("looking.audit").audit(self._node))
-        return found
+        return cast("Audit", run_deferred(lambda: features.module("looking.audit").audit(self._node)))
 
     def close(self, grace: float = 10.0, force: bool = False) -> None:
         """Close its pools, the newest first, and disconnect.

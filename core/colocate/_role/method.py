@@ -21,9 +21,9 @@ from typing import (
     overload,
 )
 
+from colocate import features
 from colocate._role.context import current
 from colocate._role.method_spec import MethodSpec
-from colocate._role.standalone import StandaloneCall, StandaloneRows
 from colocate._values.collect import Collect, Concat, First, Gather, J_co, Reduce
 from colocate._values.collect import check as check_collect
 from colocate._values.dispatch import Broadcast, Dispatch, OnRank, Scatter
@@ -137,7 +137,8 @@ class RoleMethod(Generic[P, R_co, C_co]):
             return self
         if _in_role_code(instance):
             return types.MethodType(self.spec.function, instance)
-        return (StandaloneRows if self.spec.streams else StandaloneCall)(instance, self.spec)
+        kind = "StandaloneRows" if self.spec.streams else "StandaloneCall"
+        return getattr(features.module("standalone.calls"), kind)(instance, self.spec)
 
     def __call__(self, instance: Any, /, *args: P.args, **kwargs: P.kwargs) -> R_co:
         """The function itself, on this rank alone.

@@ -174,7 +174,7 @@ class RoleSpec(Generic[R]):
                 raise ConfigError(f'sleep={sleep!r}: it is "vmm", or None for other addresses after a sleep')
             changes["sleep"] = sleep
         if weights is not None:
-            features.refuse_without("weights")
+            features.needed("weights")
             if weights != "from sync":
                 raise ConfigError(f'weights={weights!r}: it is "from sync", or None for those of the constructor')
             changes["weights"] = weights

@@ -52,6 +52,7 @@ FEATURES = {
     ),
     "children": Feature("driver:ChildrenOfGroup", "worker:ChildrenOfWorker", messages=("HasChildren",)),
     "looking": Feature(),
+    "standalone": Feature(),
 }
 CALLS = {said: name for name, feature in FEATURES.items() for said in feature.calls}
 """The features behind calls on whole workers, by what these say."""
@@ -68,7 +69,7 @@ def of_group(name: str) -> Any:
     Raises:
         CapabilityError: There is no such feature here.
     """
-    return _half(name, _row(name).group)
+    return _half(name, needed(name).group)
 
 
 def of_worker(name: str) -> Any:
@@ -77,14 +78,14 @@ def of_worker(name: str) -> Any:
     Raises:
         CapabilityError: There is no such feature here.
     """
-    return _half(name, _row(name).worker)
+    return _half(name, needed(name).worker)
 
 
 def of_message(kind: str) -> str | None:
     """Import the messages of the feature that has one of this kind, and return its name; None where none has."""
     name = _BY_MESSAGE.get(kind)
     if name is not None:
-        _imported(name, "messages")
+        module(f"{name}.messages")
     return name
 
 
@@ -93,13 +94,15 @@ def of_options(options: Any) -> list[str]:
     return [_BY_OPTION[option] for option in _BY_OPTION if getattr(options, option) is not None]
 
 
-def refuse_without(name: str) -> None:
-    """Refuse what needs a feature that isn't here.
+def needed(name: str) -> Feature:
+    """Return the row of a feature that something needs.
 
     Raises:
-        CapabilityError: It isn't.
+        CapabilityError: It has none: there is no such feature here.
     """
-    _row(name)
+    if name not in FEATURES:
+        raise CapabilityError(f"this colocate was built without its feature {name!r}: install one that has it")
+    return FEATURES[name]
 
 
 def module(where: str) -> Any:
@@ -108,9 +111,13 @@ def module(where: str) -> Any:
     Raises:
         CapabilityError: There is no such feature here.
     """
-    feature, _, name = where.partition(".")
-    _row(feature)
-    return _imported(feature, name)
+    needed(where.partition(".")[0])
+    thread = threading.get_ident()
+    importing.add(thread)
+    try:
+        return import_module(f"{__name__}.{where}")
+    finally:
+        importing.discard(thread)
 
 
 def offered(by: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
@@ -131,21 +138,6 @@ def offered(by: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
     return get
 
 
-def _row(name: str) -> Feature:
-    if name not in FEATURES:
-        raise CapabilityError(f"this colocate was built without its feature {name!r}: install one that has it")
-    return FEATURES[name]
-
-
 def _half(name: str, where: str) -> Any:
-    module, _, cls = where.partition(":")
-    return getattr(_imported(name, module), cls)
-
-
-def _imported(name: str, module: str) -> Any:
-    thread = threading.get_ident()
-    importing.add(thread)
-    try:
-        return import_module(f"{__name__}.{name}.{module}")
-    finally:
-        importing.discard(thread)
+    home, _, cls = where.partition(":")
+    return getattr(module(f"{name}.{home}"), cls)

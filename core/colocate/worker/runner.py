@@ -111,7 +111,8 @@ class Runner:
                 except BaseException as error:
                     self._failed(0, None, role.name, error)
                     return False
-        tell_imports()
+        if not worker_context.in_process:
+            tell_imports()
         worker_context.say(from_worker.Done(0, None, start, time.time(), None, 0))
         return True
 

@@ -54,8 +54,7 @@ class Finding:
     def __str__(self) -> str:
         facts = [f"pid {self.pid}"] if self.pid is not None else []
         facts += [f"node {self.node}"] if self.node else []
-        if self.since is not None:
-            facts.append(time.strftime("since %Y-%m-%d %H:%M:%S", time.localtime(self.since)))
+        facts += [] if self.since is None else [time.strftime("since %Y-%m-%d %H:%M:%S", time.localtime(self.since))]
         where = f" ({', '.join(facts)})" if facts else ""
         return f"{self.kind} {self.id}{where}: {self.what}. {self.todo}"
 
@@ -82,11 +81,7 @@ class Audit:
 
     def data(self) -> dict[str, Any]:
         """The same as plain data."""
-        return {
-            "clean": not self,
-            "leaked": [attrs.asdict(each) for each in self.leaked],
-            "missing": [attrs.asdict(each) for each in self.missing],
-        }
+        return {"clean": not self, **attrs.asdict(self)}
 
     def json(self) -> str:
         """The same as JSON."""
@@ -142,11 +137,8 @@ def _look(connection: Connection) -> Audit:
     there = {(each.kind, each.id) for each in engine if not each.doubt}
     leaked = []
     for each in engine:
-        if each.kind in ("worker", "reservation"):
-            is_known = (each.kind, each.id) in known
-        else:
-            is_known = ("reservation", each.owner) in known or ("runtime", each.owner) in known
-        if not is_known:
+        owners = {("reservation", each.owner), ("runtime", each.owner)}
+        if known.isdisjoint({(each.kind, each.id)} if each.kind in ("worker", "reservation") else owners):
             todo = {"worker": _OF_WORKERS, OF_A_ROLE: _OF_ROLES}.get(each.kind, _OF_RESERVATIONS)
             leaked.append(_finding(each, "the cluster has it, and nothing in the graph of this runtime owns it", todo))
     leaked += [_stray(each) for each in executor.strays()]
@@ -164,9 +156,7 @@ def _look(connection: Connection) -> Audit:
 def _graph(connection: Connection) -> tuple[set[_Key], dict[_Key, _Claim]]:
     """Return all that the graph has, and what of it the cluster must have: it neither starts nor ends, nor is gone."""
     known, claims = {("runtime", connection.services.id)}, dict[_Key, _Claim]()
-    for pool in list(connection.children.values()):
-        if not isinstance(pool, Slots):
-            continue
+    for pool in [child for child in list(connection.children.values()) if isinstance(child, Slots)]:
         key = "reservation", pool.request.id
         known.add(key)
         if pool.reservation is not None and pool.closed_by is None:

@@ -100,13 +100,13 @@ def _group(worker_group: WorkerGroup, shares: Mapping[tuple[str, str, int], floa
                 "roles": roles,
             }
         )
-    told = {
+    return {
         "group": worker_group.name,
         "state": worker_group.life.state.value,
         "generation": worker_group.generation,
         "slots": slots,
+        **({} if trouble is None else {"memory": str(trouble).partition("\n")[0]}),
     }
-    return told if trouble is None else {**told, "memory": str(trouble).partition("\n")[0]}
 
 
 def _held(slot: SlotMemory | None, role: str) -> dict[str, int | None]:

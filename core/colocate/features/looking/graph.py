@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeAlias
 
 from colocate import _display as html
@@ -21,8 +21,6 @@ from colocate._system.numbers import size_text
 from colocate._worker_group.worker_group import WorkerGroup
 from colocate._worker_group.workforce import Worker
 from colocate.errors import ColocateError, ConfigError
-
-FORMATS = ("tree", "mermaid", "json")
 
 Measured: TypeAlias = Mapping[str, "GroupMemory | BaseException"]
 """By group what its memory is used for, or why that isn't known."""
@@ -41,10 +39,8 @@ class Graph:
             memory: Whether workers are asked for the memory of their roles, in bytes, see `ColocatedGroup.memory`;
                 "unmeasured" says of a group why that isn't known.
         """
-        if not memory:
-            return _node(self._root, {})
         deadline = Deadline(LEDGERS_WITHIN_S)
-        return _node(self._root, run_deferred(lambda: _measured(self._root, deadline)))
+        return _node(self._root, run_deferred(lambda: _measured(self._root, deadline)) if memory else {})
 
     def render(self, format: str = "tree", memory: bool = False) -> str:
         """The graph as text.
@@ -55,12 +51,7 @@ class Graph:
         """
         if format not in FORMATS:
             raise ConfigError(f"graph.render({format!r}): the formats are {', '.join(FORMATS)}")
-        data = self.data(memory)
-        if format == "json":
-            return json.dumps(data, indent=2)
-        if format == "tree":
-            return "\n".join(_tree(data, "", ""))
-        return _mermaid(data)
+        return FORMATS[format](self.data(memory))
 
     def __repr__(self) -> str:
         return self.render("tree")
@@ -112,8 +103,7 @@ def _node(node: Owned, measured: Measured) -> dict[str, Any]:
         if kept.freed_by is None
     ]
     for call in list(node.order.pending.values()):
-        missing = ", ".join(str(call.rank_of(slot)) for slot in call.missing()[:8])
-        state = f"waits for rank {missing}"
+        state = f"waits for rank {', '.join(str(call.rank_of(slot)) for slot in call.missing()[:8])}"
         data["children"].append(
             {"kind": "call", "name": call.label, "state": state, "line": at(call.line), "children": []}
         )
@@ -220,3 +210,10 @@ def _mermaid(data: dict[str, Any]) -> str:
 
     draw(data, None)
     return "\n".join(lines)
+
+
+FORMATS: dict[str, Callable[[dict[str, Any]], str]] = {
+    "tree": lambda data: "\n".join(_tree(data, "", "")),
+    "mermaid": _mermaid,
+    "json": lambda data: json.dumps(data, indent=2),
+}

@@ -10,10 +10,10 @@ from typing import Any
 
 from colocate._protocol import from_worker
 from colocate._protocol.ledger import TAGS
+from colocate._role.awaited import awaited
 from colocate._role.context import current
 from colocate._role.method import method
 from colocate._role.method_spec import MethodSpec
-from colocate._role.standalone import awaited
 from colocate._values.mesh import Mesh
 from colocate.features import CALLS
 from colocate.worker.context import WorkerContext

@@ -355,7 +355,8 @@ class WorkerHost(WorkerContext):
         for thread in (self._transfer, self._ledgers, self._snapshots):
             thread.close(0.0)
         self.peers.close()
-        tell_imports()  # what values needed, too
+        if not self.in_process:
+            tell_imports()  # what values needed, too
         self.ended = True
         self.roles.clear()  # on threads the driver may hold the group for long
         self.instances.clear()  # by which the roles' contexts know each other

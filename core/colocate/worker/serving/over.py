@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Awaitable, Iterator, Mapping
 from typing import Any
 
-from colocate._role.standalone import awaited
+from colocate._role.awaited import awaited
 from colocate.worker.serving.handlers import calls_role_code
 
 

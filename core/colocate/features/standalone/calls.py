@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import contextvars
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn, cast
 
 import attrs
 
+from colocate._role.awaited import awaited
 from colocate._role.call import Call, Resident, ResidentSpec, T_co, ended
 from colocate._role.context import (
     CallState,
@@ -28,10 +27,10 @@ from colocate._system.numbers import limit
 from colocate._values.batch import each_row
 from colocate._values.dispatch import Plan, chosen_ranks, plan
 from colocate._values.leaving import describe, ordinary, tensor_bytes
-from colocate._values.mesh import Mesh, Ranks
+from colocate._values.mesh import Ranks
 from colocate.errors import ClosedError, DispatchError
 
-_ONE = Ranks(1, {"": Mesh({"dp": 1})})
+_ONE = Ranks(1)
 
 
 @attrs.frozen
@@ -240,18 +239,3 @@ class LocalResident(Resident[T_co]):
     def free(self) -> None:
         """Let go of it."""
         self._value, self._freed = None, True
-
-
-def awaited(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    """Return the result of a coroutine; also where a loop runs already, as in a notebook, which then waits."""
-    import asyncio  # takes a tenth of a driver's start, and most have none
-
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        # Not `asyncio.run`, after which this thread would have no current loop: that is role code's.
-        with asyncio.Runner(loop_factory=asyncio.new_event_loop) as runner:
-            return runner.run(coroutine)
-    context = contextvars.copy_context()
-    with ThreadPoolExecutor(1, "colocate-standalone") as thread:
-        return thread.submit(context.run, asyncio.run, coroutine).result()
