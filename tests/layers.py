@@ -67,6 +67,7 @@ BESIDE = {"colocate_report": "what is known of a run; its page, its trace", "col
 
 # Public signatures of the kernel name these classes of features, for type checkers.
 DOORS = {
+    ("_api.group", "features.memory.tables"),
     ("_role.context", "features.children.child"),
     ("_api.runtime", "features.looking.audit"),
     ("_api.runtime", "features.looking.graph"),

@@ -10,7 +10,6 @@ from colocate._version import __version__ as __version__
 
 if TYPE_CHECKING:
     from colocate._api.group import ColocatedGroup
-    from colocate._api.memory import GroupMemory, RoleMemory, SlotMemory
     from colocate._api.pool import Pool, PoolPart, Slot
     from colocate._api.runtime import Runtime
     from colocate._calls.records import CallRecord, CheckpointRecord, FetchRecord, MoveRecord, TransferRecord
@@ -56,6 +55,7 @@ if TYPE_CHECKING:
     )
     from colocate.features.children.child import Child
     from colocate.features.looking.audit import Audit
+    from colocate.features.memory.tables import GroupMemory, RoleMemory, SlotMemory
     from colocate.features.weights.driver import sync_weights
     from colocate.features.weights.weights import Weights, WeightSync
     from colocate_report.record import Leaving, LogRecord, RunInfo, RunRecord
@@ -73,7 +73,6 @@ _HOMES = {
     "_role.context": "Context Rendezvous context",
     "_values.dispatch": "Broadcast Dispatch OnRank PerRank Scatter",
     "_api.group": "ColocatedGroup",
-    "_api.memory": "GroupMemory RoleMemory SlotMemory",
     "_values.mesh": "Mesh Ranks",
     "_role.method": "RoleCall RowCall method",
     "_plugins.needs": "checks needs",
@@ -86,6 +85,7 @@ _HOMES = {
     "_system.lines": "library",
     "_views.view": "Inspection RoleView inspect",
     "features.children.child": "Child",
+    "features.memory.tables": "GroupMemory RoleMemory SlotMemory",
     "features.looking.audit": "Audit",
     "features.weights.driver": "sync_weights",
     "features.weights.weights": "WeightSync Weights",

@@ -6,6 +6,7 @@ a state: text, and the lines around it, are as those of the page.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -112,3 +113,11 @@ def columns(lines: Sequence[Sequence[str]], right: Sequence[bool]) -> list[str]:
         ).rstrip()
         for line in lines
     ]
+
+
+def weights_age(came: tuple[int, float] | None, stale: str | None) -> str:
+    """Return which weights a role has got from another one, how old they are, and why they aren't in sync if so."""
+    found = "no weights yet" if came is None else f"weights version {came[0]}"
+    if came is not None and came[1]:
+        found += f", {time.time() - came[1]:.0f} s old"
+    return found if stale is None else f"{found}, not in sync: {stale}"

@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from colocate import features
 from colocate._api.connection import Connection
 from colocate._api.held import Held as Held
-from colocate._api.memory import GroupMemory as GroupMemory
-from colocate._api.memory import SlotMemory as SlotMemory
 from colocate._calls.records import CALL_FINISHED as CALL_FINISHED
 from colocate._calls.records import OF_RUNS as OF_RUNS
 from colocate._calls.records import CallRecord as CallRecord
@@ -57,12 +55,16 @@ if TYPE_CHECKING:
     from colocate.features.looking.audit import Audit as Audit
     from colocate.features.looking.audit import audit_strays as audit_strays
     from colocate.features.looking.glance import Recent as Recent
+    from colocate.features.memory.tables import GroupMemory as GroupMemory
+    from colocate.features.memory.tables import SlotMemory as SlotMemory
 
 _OF_FEATURES = {
     "Audit": "looking.audit",
     "CheckpointsOfGroup": "checkpoints.driver",
+    "GroupMemory": "memory.tables",
     "Recent": "looking.glance",
     "Saving": "checkpoints.saving",
+    "SlotMemory": "memory.tables",
     "audit_strays": "looking.audit",
     "found_in": "checkpoints.saved",
 }

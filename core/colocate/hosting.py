@@ -17,9 +17,9 @@ from colocate._role.context import derive_seed as derive_seed
 from colocate._role.context import need_torch as need_torch
 from colocate._role.context import reset_current, set_current
 from colocate._role.role import own_method as own_method
-from colocate.worker.memory.holdings import Storages as Storages
-from colocate.worker.memory.holdings import held_by as held_by
-from colocate.worker.memory.holdings import optimizers_of as optimizers_of
+from colocate.worker.holdings import Storages as Storages
+from colocate.worker.holdings import held_by as held_by
+from colocate.worker.holdings import optimizers_of as optimizers_of
 
 
 @contextlib.contextmanager

@@ -5,14 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import attrs
 
-from colocate.driver import GroupMemory
 from colocate.texts import plural, size_text
 from colocate_report.calls import Restart, Span, Total
 from colocate_report.contention import HandedOver, RoleUse
+
+if TYPE_CHECKING:
+    from colocate.driver import GroupMemory
 
 Row: TypeAlias = Mapping[str, Any]
 

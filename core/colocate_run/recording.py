@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import attrs
 
 import colocate_report
-from colocate.driver import LEDGERS_WITHIN_S, Deadline, Driver, GroupMemory, is_runtime
+from colocate.driver import LEDGERS_WITHIN_S, Deadline, Driver, is_runtime
 from colocate.errors import ClusterError, ColocateError, ConfigError, GroupRestarted
 from colocate.plugins import find_job
 from colocate.signatures import arguments_of
@@ -40,7 +40,7 @@ from colocate_run.store import Store
 
 if TYPE_CHECKING:
     from colocate.connecting import Runtime
-    from colocate.driver import ColocatedGroup
+    from colocate.driver import ColocatedGroup, GroupMemory
 
 Resume: TypeAlias = Literal[False, True, "auto"]
 """Whether a run goes on from the last complete checkpoint of its name; "auto": if there is one, else from its start."""

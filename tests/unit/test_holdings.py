@@ -17,8 +17,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from colocate._protocol.ledger import Purpose
-from colocate.worker.memory import holdings
-from colocate.worker.memory.holdings import held_by
+from colocate.worker import holdings
+from colocate.worker.holdings import held_by
 from colocate.worker.memory.ledger import _shares
 
 FLOAT = 4

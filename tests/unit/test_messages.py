@@ -17,6 +17,7 @@ from colocate._protocol.message import Message, read
 from colocate._role.budget import Budgets, Limit
 from colocate.features import FEATURES
 from colocate.features.checkpoints import messages as of_checkpoints
+from colocate.features.memory import messages as of_memory
 from colocate_ray import terms
 
 CORE = Path(message.__file__).parents[1]
@@ -36,7 +37,7 @@ NESTED = {
     (from_worker.Failed, "failure"): from_worker.Failure("type", "text", "trace", True, False, "role", None),
     (from_worker.RowEnded, "failure"): from_worker.Failure("type", "text", "trace", True, False, "role", None),
     (from_worker.GroupsDropped, "failure"): from_worker.Failure("type", "text", "trace", True, False, "role", None),
-    (from_worker.LedgerTold, "ledger"): Ledger(
+    (of_memory.LedgerTold, "ledger"): Ledger(
         *({"role": {("gradients", "cpu"): 1}}, {"role": 2}, {"role": 6}, {"role": {"why": 8}}, ("role",), {"empty": 3}),
         *({"used": 5}, {"role.method": 7}),
     ),

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 torch = pytest.importorskip("torch")
 
 from colocate._protocol.ledger import TAGS, Purpose  # noqa: E402
-from colocate.worker.memory.holdings import Objects, held_by  # noqa: E402
+from colocate.worker.holdings import Objects, held_by  # noqa: E402
 from colocate.worker.memory.sleep import by_tags, plan, unneeded  # noqa: E402
 
 DEVICE = "other:0"

@@ -20,7 +20,8 @@ from colocate._role.context import CallState, running_call, standalone_context  
 from colocate._role.role import methods_of  # noqa: E402
 from colocate.errors import ColocateError  # noqa: E402
 from colocate.executor import Boot  # noqa: E402
-from colocate.worker.memory import holdings, offload  # noqa: E402
+from colocate.worker import holdings  # noqa: E402
+from colocate.worker.memory import offload  # noqa: E402
 from colocate.worker.memory.sleep import Outcome, Sleeper  # noqa: E402
 from colocate.worker.residents.store import Store  # noqa: E402
 from colocate.worker.serving.role_instance import RoleInstance  # noqa: E402

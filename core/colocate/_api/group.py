@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, Literal, NoReturn, ParamSpec, TypeVar, cast, overload
 
 from colocate._api.held import Held
-from colocate._api.memory import GroupMemory, memory
 from colocate._display import table
 from colocate._role.call import Call, Underway
 from colocate._role.context import Context
@@ -26,6 +25,9 @@ from colocate._views.sending import recording
 from colocate._views.view import RoleView
 from colocate._worker_group.worker_group import WorkerGroup
 from colocate.errors import ColocateError, ConfigError, MemoryBudgetError
+
+if TYPE_CHECKING:
+    from colocate.features.memory.tables import GroupMemory
 
 R = TypeVar("R")
 T = TypeVar("T")
@@ -276,7 +278,9 @@ class ColocatedGroup(Held[WorkerGroup], node=WorkerGroup, by="pool.spawn"):
         self._node.check()
         limited = limit(timeout, "memory(timeout)")
         refuse_to_wait(f"the memory of group {self.name!r}")
-        return run_deferred(lambda: memory(self._node, Deadline(limited)))
+        found: GroupMemory
+        found = run_deferred(lambda: cast("Any", self._node.part("memory")).asked(Deadline(limited)))
+        return found
 
     def sleep(
         self,

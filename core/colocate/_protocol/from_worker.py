@@ -7,7 +7,7 @@ from typing import Any
 
 import attrs
 
-from colocate._protocol.ledger import Ledger, Sizes
+from colocate._protocol.ledger import Sizes
 from colocate._protocol.message import Head, Message, message, read, values
 from colocate._protocol.taken import Taken
 from colocate._protocol.to_worker import Operations
@@ -155,27 +155,6 @@ class Stack(Message):
     token: int  # the question's number
     text: str  # in words, with the stack
     running: tuple[int, ...]  # the calls that run
-
-
-@message
-class LedgerTold(Message):
-    """What the worker's memory is used for."""
-
-    token: int  # the question's number
-    ledger: Ledger | None  # it; None where what a role holds can't be looked at
-    role: str = ""  # that role
-    trace: str = ""  # the traceback of what was raised then
-
-    def head(self) -> Head:
-        """Return what travels of it."""
-        ledger = None if self.ledger is None else attrs.astuple(self.ledger, recurse=False)
-        return "LedgerTold", self.token, ledger, self.role, self.trace
-
-    @classmethod
-    def of(cls, *values: Any) -> LedgerTold:
-        """As `Message.of`."""
-        token, ledger, role, trace = values
-        return cls(token, None if ledger is None else Ledger(*ledger), role, trace)
 
 
 @message

@@ -244,13 +244,6 @@ class AskStack(Message):
 
 
 @message
-class AskLedger(Message):
-    """Say what the worker's memory is used for; answered by `LedgerTold`."""
-
-    token: int  # the question's number
-
-
-@message
 class Beside(Message):
     """What the roles of another group hold that has a worker on this slot, too."""
 

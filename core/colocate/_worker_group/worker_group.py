@@ -33,7 +33,6 @@ from colocate._system.numbers import FOREVER_S
 from colocate._system.threads import Thread
 from colocate._values.mesh import Ranks
 from colocate._worker_group.hooks import OfGroup
-from colocate._worker_group.ledgers import Ledgers
 from colocate._worker_group.passing import ways
 from colocate._worker_group.published import Published, Questions, Tell
 from colocate._worker_group.sleepers import Sleepers
@@ -322,7 +321,6 @@ class WorkerGroup(Link):
         self.questions = Questions(self.order, self.published, self._locate)
         parts = self.order, self.cancellations, self.home.request, places
         self.workforce = Workforce(self, *parts, self._heard, self._greet)
-        self.ledgers = Ledgers(self)
 
     # -- what its calls and parts need
 
@@ -446,11 +444,6 @@ class WorkerGroup(Link):
                 order.renewed(slot, message, body)
             case from_worker.Stack():
                 order.stacks.answered(slot, message)
-            case from_worker.LedgerTold():
-                if message.ledger is not None:
-                    for name, of_roles in message.ledger.told.items():
-                        self.part(name).told(of_roles)
-                self.ledgers.answered(worker, message)
             case from_worker.Holds():
                 self._share(worker, message.roles)
             case from_worker.Moved():
@@ -537,7 +530,6 @@ class WorkerGroup(Link):
             self._tell_state(State.FAILED, error)
             self.order.fail_all(told)
         self.residents.fail(told)
-        self.ledgers.fail(told)
         for part in self.parts.values():
             part.failed(told)
         self.workforce.kill()
@@ -684,6 +676,5 @@ class WorkerGroup(Link):
         self.order.fail_all(error)
         self.unasked.tell()
         self.residents.fail(error)
-        self.ledgers.fail(error)
         for part in self.parts.values():
             part.failed(error)

@@ -50,6 +50,7 @@ FEATURES = {
         "worker:PausingOfWorker",
         messages=("Pause", "PauseAfter", "GoOn", "Pausing", "Paused"),
     ),
+    "memory": Feature("driver:MemoryOfGroup", "worker:MemoryOfWorker", messages=("AskLedger", "LedgerTold")),
     "children": Feature("driver:ChildrenOfGroup", "worker:ChildrenOfWorker", messages=("HasChildren",)),
     "looking": Feature(),
     "standalone": Feature(),

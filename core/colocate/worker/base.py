@@ -16,7 +16,6 @@ from colocate.executor import Boot
 from colocate.worker.device import Device
 from colocate.worker.hooks import OfWorker
 from colocate.worker.lane import Lane
-from colocate.worker.memory.context import ProcessMemory
 from colocate.worker.residents.store import Store
 from colocate.worker.serving.role_instance import RoleInstance
 from colocate.worker.serving.scope import Scope
@@ -40,12 +39,12 @@ class Worker(abc.ABC):
         setting: What makes torch's settings.
         spill_dir: Where memory that sleeps goes; None for where there is room.
         lane: Where role code runs, but for that of background roles.
-        process: What its process has besides; None where that is the driver's.
+        empty: The bytes that its process had before the first role; None where that is the driver's.
         parts: The halves of features that are there, by the names of these.
     """
 
     lane: Lane
-    process: ProcessMemory | None = None
+    empty: int | None = None
     spill_dir: str | None = None
     parts: Mapping[str, OfWorker] = MappingProxyType({})
 

@@ -20,7 +20,7 @@ from colocate._devices.copies import SideStream
 from colocate._devices.cuda_driver import beside_captures
 from colocate._system.imported import imported
 from colocate.gpus import in_use
-from colocate.worker.memory.holdings import Storages
+from colocate.worker.holdings import Storages
 
 
 class Device:

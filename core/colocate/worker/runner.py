@@ -17,6 +17,7 @@ from colocate._protocol.uses import Resolver
 from colocate._role import torch_books
 from colocate._role.context import reset_current, running_call, set_current
 from colocate._role.method_spec import MethodSpec
+from colocate._system.room import private_bytes
 from colocate._system.tracebacks import rebuilding, told
 from colocate._values import batch
 from colocate._values.dispatch import Scatter
@@ -80,8 +81,8 @@ class Runner:
             self._failed(0, None, None, error)
             return False
         builds: list[RoleBuild] = worker_context.codec.unpack(work.body, None)
-        if worker_context.process is not None:
-            worker_context.process.begin()
+        if worker_context.empty is not None:
+            worker_context.empty = private_bytes()
         for build in builds:
             if worker_context.boot.slot not in build.slots:
                 continue

@@ -30,6 +30,7 @@ from colocate._protocol import to_worker
 from colocate._role.context import Context, RowState, current, running_call
 from colocate._system.limits import CHILD_TOLD_WITHIN_S, TOLD_AGAIN_AFTER_S
 from colocate._system.numbers import seconds
+from colocate._system.room import private_bytes
 from colocate._version import __version__
 from colocate.errors import ClosedError, ColocateError, ConfigError, SerializationError
 from colocate.features.children.messages import HasChildren
@@ -40,7 +41,6 @@ from colocate.worker.birth.signals import ASKS
 from colocate.worker.context import WorkerContext
 from colocate.worker.hooks import OfWorker
 from colocate.worker.lane import Work
-from colocate.worker.memory.context import private_bytes
 from colocate.worker.serving import handlers
 from colocate.worker.serving.output import say_for
 from colocate.worker.serving.role_instance import RoleInstance

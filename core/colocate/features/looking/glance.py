@@ -5,15 +5,15 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 from colocate._api.connection import Connection
-from colocate._api.memory import SlotMemory, memory_of_each
 from colocate._calls.pending import PendingCall
 from colocate._calls.records import CallRecord, MoveRecord
 from colocate._system.deadline import Deadline
 from colocate._system.recent import RecentSpans
 from colocate._worker_group.worker_group import WorkerGroup
+from colocate.errors import CapabilityError
 
 _LEDGERS_WITHIN_S = 1.0
 
@@ -72,7 +72,10 @@ def _done(worker_group: WorkerGroup) -> list[tuple[PendingCall, int, float, floa
 
 def _group(worker_group: WorkerGroup, shares: Mapping[tuple[str, str, int], float], recent: Recent) -> dict[str, Any]:
     # One that is starting, or hangs, doesn't answer: the rest is of use all the same.
-    held, trouble = memory_of_each(worker_group, Deadline(_LEDGERS_WITHIN_S))
+    try:
+        held, trouble = cast("Any", worker_group.part("memory")).asked_each(Deadline(_LEDGERS_WITHIN_S))
+    except CapabilityError as error:
+        held, trouble = {}, error
     waiting = Counter(slot for call in list(worker_group.order.pending.values()) for slot in call.missing())
     now, running = time.time(), _running(worker_group, recent)  # calls were made while the workers looked
     slots = []
@@ -109,6 +112,6 @@ def _group(worker_group: WorkerGroup, shares: Mapping[tuple[str, str, int], floa
     }
 
 
-def _held(slot: SlotMemory | None, role: str) -> dict[str, int | None]:
+def _held(slot: Any, role: str) -> dict[str, int | None]:
     found = None if slot is None else next((each for each in slot.roles if each.role == role), None)
     return {"bytes": None if found is None else found.total, "asleep": None if found is None else found.asleep}

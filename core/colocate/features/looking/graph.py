@@ -6,11 +6,9 @@ import itertools
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 from colocate import _display as html
-from colocate._api.memory import GroupMemory
-from colocate._api.memory import memory as memory_of
 from colocate._owned.owned import Owned
 from colocate._signals.deferred import run_deferred
 from colocate._system.deadline import Deadline
@@ -22,8 +20,8 @@ from colocate._worker_group.worker_group import WorkerGroup
 from colocate._worker_group.workforce import Worker
 from colocate.errors import ColocateError, ConfigError
 
-Measured: TypeAlias = Mapping[str, "GroupMemory | BaseException"]
-"""By group what its memory is used for, or why that isn't known."""
+Measured: TypeAlias = Mapping[str, Any]
+"""By group what its memory is used for (`GroupMemory`), or the exception that says why that isn't known."""
 
 
 class Graph:
@@ -68,7 +66,7 @@ def _measured(node: Owned, deadline: Deadline) -> Measured:
     if node.state != "ready":
         return {}
     try:
-        return {node.name: memory_of(node, deadline)}
+        return {node.name: cast("Any", node.part("memory")).asked(deadline)}
     except (ColocateError, TimeoutError) as error:
         return {node.name: error}
 
@@ -110,7 +108,7 @@ def _node(node: Owned, measured: Measured) -> dict[str, Any]:
     return data
 
 
-def _worker(worker_group: WorkerGroup, worker: Worker, measured: GroupMemory | None) -> dict[str, Any]:
+def _worker(worker_group: WorkerGroup, worker: Worker, measured: Any) -> dict[str, Any]:
     """Return a worker and the roles in it, with their bytes where these were asked for."""
     found = None if measured is None else measured.slots[worker.slot]
     roles = []

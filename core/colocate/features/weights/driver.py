@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, cast
 
 import attrs
 
-from colocate._api.memory import weights_age
 from colocate._calls.pending import PendingCall
+from colocate._display import weights_age
 from colocate._protocol.uses import Origin, Source
 from colocate._role.call import Call
 from colocate._role.method import RoleMethod

@@ -36,8 +36,8 @@ from colocate.features.weights.weights import Received, Weights, WeightSpec, Wei
 from colocate.wire import Area
 from colocate.worker.base import beside
 from colocate.worker.context import WorkerContext
+from colocate.worker.holdings import Objects, WeakStorage, held_by
 from colocate.worker.hooks import OfWorker
-from colocate.worker.memory.holdings import Objects, WeakStorage, held_by
 from colocate.worker.serving.failure import LOOKING
 from colocate.worker.serving.handlers import calls_role_code
 from colocate.worker.serving.role_instance import RoleInstance

@@ -30,7 +30,6 @@ from colocate.testing.executors.dispatch import Dispatching, Mixing, NamedMeshes
 from colocate.testing.executors.drivers import Drivers, Endings, Signals
 from colocate.testing.executors.engines import Engines
 from colocate.testing.executors.forks import Forks
-from colocate.testing.executors.ledgers import Budgets, Ledgers
 from colocate.testing.executors.left import LeftInLoops
 from colocate.testing.executors.numbers import RandomNumbers
 from colocate.testing.executors.order import Failures, Order
@@ -43,12 +42,10 @@ from colocate.testing.executors.renewals import Renewals
 from colocate.testing.executors.residents import KeptFailures, Residents
 from colocate.testing.executors.restarting import Restarting
 from colocate.testing.executors.sharing import Sharing, SharingDetached
-from colocate.testing.executors.sleeping import Sleeping, SleepingAmidSteps, SleepingBeside
 from colocate.testing.executors.startup import Printing, Startup, Templates
 from colocate.testing.executors.streams import Streams
 from colocate.testing.executors.tensors import Memory, Optimizers, OwnTypes, TensorResidents, Transfers
 from colocate.testing.executors.threads import Handlers, Undisturbed
-from colocate.testing.executors.turns import TakingTurns
 from colocate.testing.executors.unasked import UnaskedFailures
 
 OF_FEATURES = [area for name in FEATURES for area in import_module(f"colocate.testing.features.{name}.suite").AREAS]
@@ -69,12 +66,6 @@ class ExecutorSuite(
     Optimizers,
     Memory,
     OwnTypes,
-    Ledgers,
-    Sleeping,
-    SleepingBeside,
-    SleepingAmidSteps,
-    Budgets,
-    TakingTurns,
     Engines,
     Transfers,
     Devices,
@@ -142,7 +133,6 @@ for _name in dir(ExecutorSuite):
 __all__ = [
     "Attaching",
     "Borrows",
-    "Budgets",
     "Calls",
     "Cancelling",
     "Closing",
@@ -165,7 +155,6 @@ __all__ = [
     "Functions",
     "Handlers",
     "KeptFailures",
-    "Ledgers",
     "LeftInLoops",
     "Memory",
     "Mixing",
@@ -188,15 +177,11 @@ __all__ = [
     "Sharing",
     "SharingDetached",
     "Signals",
-    "Sleeping",
-    "SleepingAmidSteps",
-    "SleepingBeside",
     "Smoke",
     "Spawn",
     "Startup",
     "Streams",
     "Successors",
-    "TakingTurns",
     "Templates",
     "TensorResidents",
     "TorchSettings",

@@ -99,7 +99,8 @@ class Shared:
                         self._pool.close(grace=0, force=True)
                 self._pool = self.runtime.reserve(self.slots, cpus=0)
                 self._group = self._pool.spawn(self.roles, self.name, self.mesh)
-                self._group.memory()  # starts a thread that counts, as looks at all groups do
+                if "memory" in FEATURES:
+                    self._group.memory()  # starts a thread that counts, as looks at all groups do
                 self.warm_up(self._group)
         return self._group
 

@@ -182,6 +182,7 @@ class Background(ExecutorCase):
         with pytest.raises(RoleError, match=r"signal only works in main thread(.|\n)*background role has a thread"):
             two_lanes.role("roll", Beside).ask("timer")
 
+    @needs_feature("memory")
     def test_budgets(self, spawn: Spawn) -> None:
         """Budgets hold for a background role as for others; its memory is told while it runs."""
         pytest.importorskip("torch")

@@ -9,7 +9,7 @@ import pytest
 import colocate
 from colocate.errors import CapabilityError, ConfigError, RoleError, SleepingError
 from colocate.executor import OwnProcess
-from colocate.testing.executors._base import ExecutorCase, Spawn, needs
+from colocate.testing.executors._base import ExecutorCase, Spawn, needs, needs_feature
 from colocate.testing.probes.engines import BYTES, Alone, Borrower, Engined
 from colocate.testing.probes.sleepers import Dozing
 
@@ -34,6 +34,7 @@ class Engines(ExecutorCase):
         group.sleep("engine")
         assert engine.use() == [True]
 
+    @needs_feature("memory")
     def test_managed_memory_and_budgets(self, spawn: Spawn) -> None:
         """A budget counts it; what `managed` says wrongly is told."""
         pytest.importorskip("torch")

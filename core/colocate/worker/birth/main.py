@@ -22,11 +22,11 @@ from colocate import wire
 from colocate._system.jobs import report_exception
 from colocate._system.libc import merge_at_once
 from colocate._system.recent import RecentSpans
+from colocate._system.room import private_bytes
 from colocate._system.threads import Thread
 from colocate._values.codec import BY_VALUE
 from colocate.executor import Boot
 from colocate.worker.birth.template import renew
-from colocate.worker.memory.context import ProcessMemory
 from colocate.worker.residents.peers import ChannelPeers
 from colocate.worker.serving.handlers import guard, leave
 from colocate.worker.serving.host import WorkerHost
@@ -129,8 +129,8 @@ def start(boot: Boot, service: Service, lane: wire.SocketLane, on_end: Callable[
             wide.came()
 
     def look_at_torch() -> None:
-        if not host.roles and host.process is not None:  # else what they hold is there already
-            host.process.begin()
+        if not host.roles:  # else what they hold is there already
+            host.empty = private_bytes()
         host.groups.watch_collectives()
         count_updates(host.lane.last, host.groups.count)
         look_at_numbers()
@@ -138,7 +138,7 @@ def start(boot: Boot, service: Service, lane: wire.SocketLane, on_end: Callable[
     turns = wire.Turns(lane)
     peers = partial(ChannelPeers, tls=service.tls)
     host = WorkerHost(boot, BY_VALUE, service.say, peers, on_end=end, turns=turns)
-    host.process = ProcessMemory()
+    host.empty = private_bytes()
     when_imported({"torch": look_at_torch, "numpy.random": look_at_numbers})
     host.definitions.install()
     if service.door is not None:

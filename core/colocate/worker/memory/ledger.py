@@ -18,10 +18,11 @@ from colocate._protocol.ledger import Ledger, Purpose, Sizes
 from colocate._role import torch_books
 from colocate._role.budget import NO_BUDGETS, Budgets, Limit
 from colocate._system.numbers import size_text
+from colocate._system.room import private_bytes
 from colocate.errors import MemoryBudgetError, RoleError
 from colocate.gpus import in_use
 from colocate.worker.base import Worker, beside, named
-from colocate.worker.memory.holdings import Holdings, Storages, gradients_of, held_by, lie_in, search
+from colocate.worker.holdings import Holdings, Storages, gradients_of, held_by, lie_in, search
 from colocate.worker.memory.sleep import Sleeper
 from colocate.worker.memory.vmm import absent
 from colocate.worker.serving.failure import LOOKING
@@ -121,12 +122,21 @@ class Accounts:
             shares.asleep,
             {name: kept for name in leaves if (kept := asleep.kept_awake(name))},
             tuple(partly),
-            None if worker_context.process is None else worker_context.process.look(self._sleeper.offload.pinned),
+            self._process(),
             _gpu(worker_context.boot.device, worker_context.in_process),
             None if worker_context.device.peaks is None else dict(worker_context.device.peaks),
             shares.children,
             self._of_features(),
         )
+
+    def _process(self) -> dict[str, int] | None:
+        """Return what the worker's process has; None where that is the driver's."""
+        if self._worker_context.empty is None:
+            return None
+        with open("/proc/self/smaps_rollup") as file:  # what this process was forked from has it, too, and other forks
+            shared = next(1024 * int(line.split()[1]) for line in file if line.startswith("Shared_Dirty:"))
+        pinned = self._sleeper.offload.pinned  # for a device's memory that sleeps
+        return {"private": private_bytes(), "empty": self._worker_context.empty, "pinned": pinned, "shared": shared}
 
     def _of_features(self) -> dict[str, dict[str, Any]]:
         """Return what features tell of roles, by feature and role."""

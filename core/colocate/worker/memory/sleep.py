@@ -28,7 +28,7 @@ from colocate._system.room import free_memory
 from colocate._system.tracebacks import frames_of_users, told
 from colocate.errors import ColocateError, ConfigError, SleepingError
 from colocate.worker.base import Worker, beside, named
-from colocate.worker.memory.holdings import (
+from colocate.worker.holdings import (
     Holdings,
     Objects,
     Storages,

@@ -23,7 +23,7 @@ from colocate._values.leaving import on_device
 from colocate._values.mesh import Mesh
 from colocate.errors import CapabilityError, PluginError
 from colocate.worker.context import WorkerContext
-from colocate.worker.memory.holdings import Objects, held_by
+from colocate.worker.holdings import Objects, held_by
 from colocate.worker.memory.vmm import Elsewhere, kept_addresses
 from colocate.worker.process_wide import own_of
 from colocate.worker.serving.handlers import calls_role_code

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -80,9 +79,7 @@ class WorkerHost(WorkerContext):
             f"colocate-transfer-{boot.worker}", partial(self._thread_failed, "the thread that sends its residents")
         )
         self._transfer.start()  # now, when it isn't to be had: the worker couldn't so much as end without
-        # Looks: neither where messages wait, nor on the lane, where a call may take long. Each has its own thread, as a
-        # role's `device_state` may keep it.
-        self._ledgers = JobThread(f"colocate-ledger-{boot.worker}", lambda error: report_exception())
+        # Looks: neither where messages wait, nor on the lane, where a call may take long.
         self._snapshots = JobThread(f"colocate-glimpse-{boot.worker}", lambda error: report_exception())
         self._lane_broken = partial(self._thread_failed, "its lane")
         self.lane = Lane(
@@ -197,11 +194,6 @@ class WorkerHost(WorkerContext):
             case to_worker.AskStack() as asked:
                 running = tuple(seq for lane in self.lanes for seq in _runs(lane))
                 self.say(from_worker.Stack(asked.token, self.stack(), running))
-            case to_worker.AskLedger() as asked:
-                try:
-                    self._ledgers.soon(partial(self._tell_ledger, asked.token))
-                except RuntimeError as error:  # no thread is to be had
-                    self.say(from_worker.LedgerTold(asked.token, None, "", error_text(error)))
             case to_worker.Fetch() as asked:
                 self._transfer.soon(partial(self._fetch, asked))
             case to_worker.Listen():
@@ -352,7 +344,7 @@ class WorkerHost(WorkerContext):
         for part in self.parts.values():
             part.close()
         self.groups.close()
-        for thread in (self._transfer, self._ledgers, self._snapshots):
+        for thread in (self._transfer, self._snapshots):
             thread.close(0.0)
         self.peers.close()
         if not self.in_process:
@@ -367,17 +359,6 @@ class WorkerHost(WorkerContext):
     def stack(self) -> str:
         """The lanes' Python stacks: background ones only where they run something."""
         return "".join(_stack(lane) for lane in self.lanes if lane is self.lane or _runs(lane))
-
-    # -- on the ledgers' thread
-
-    def _tell_ledger(self, token: int) -> None:
-        try:
-            told = from_worker.LedgerTold(token, self.accounts.ledger())
-        except LookError as error:
-            told = from_worker.LedgerTold(token, None, error.role, error.trace)
-        except Exception:  # CUDA's, say, which is out of order
-            told = from_worker.LedgerTold(token, None, "", traceback.format_exc())
-        self.say(told)
 
     # -- on the lane
 

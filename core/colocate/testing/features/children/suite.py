@@ -363,6 +363,7 @@ class Children(Scripted):
         with pytest.raises(RoleStartError, match="'nothing' isn't found"):
             spawn({"starter": colocate.role(StartsNothing)}, slots=1)
 
+    @needs_feature("memory")
     @needs_feature("looking")
     def test_memory_and_tree(self, spawn: Spawn) -> None:
         """A child is a node of the tree and a row of the memory."""
@@ -386,6 +387,7 @@ class Children(Scripted):
         assert "child server" not in graph.render()
         assert not [row for row in group.memory().rows() if row["role"] == "starter/server"]
 
+    @needs_feature("memory")
     def test_what_other_roles_have_is_not_its_own(self, spawn: Spawn) -> None:
         """Whoever has a child is found to have no memory of others by it."""
         pytest.importorskip("torch")

@@ -69,6 +69,7 @@ class WeightSyncs(ExecutorCase):
         pytest.importorskip("torch")
         return spawn({"giver": colocate.role(Giver), "taker": colocate.role(Taker, seed=1)})
 
+    @needs_feature("memory")
     def test_weights_in_a_slot(self, both: ColocatedGroup) -> None:
         """The target has the source's weights, tied ones with them, and says how often it got some."""
         giver, taker = both.role("giver", Giver), both.role("taker", Taker)
@@ -95,6 +96,7 @@ class WeightSyncs(ExecutorCase):
         found = [sums for sums, _ in after.result(PATIENCE_S)]
         assert all(sum(sums) == pytest.approx(sum(now) - 2 * 64 - 8) for sums, now in zip(found, before, strict=True))
 
+    @needs_feature("memory")
     @needs_feature("looking")
     def test_shared_weights(self, spawn: Spawn) -> None:
         """Shared weights are the same tensors; what the source writes makes the target stale until the next sync."""
@@ -133,6 +135,7 @@ class WeightSyncs(ExecutorCase):
         taker.fail(1, None)
         assert colocate.sync_weights(giver, taker).version == 1
 
+    @needs_feature("memory")
     @needs_feature("checkpoints")
     def test_who_may_not_use_stale_weights(self, spawn: Spawn, tmp_path: Path) -> None:
         """Neither another sync, nor a role of the same worker, nor a group that goes on from their checkpoint."""
@@ -255,6 +258,7 @@ class WeightSyncs(ExecutorCase):
         assert _sums(taker) == [pytest.approx(sums, rel=2e-2, abs=0.1) for sums in _sums(giver)]
         assert _sums(taker) != _sums(giver)
 
+    @needs_feature("memory")
     @pytest.mark.parametrize("role", ["giver", "taker"])
     @needs_feature("looking")
     def test_a_failure_amid_a_sync_leaves_it_stale(self, both: ColocatedGroup, role: str) -> None:

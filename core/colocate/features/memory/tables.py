@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import attrs
 
 from colocate import _display as html
-from colocate._display import columns
+from colocate._display import columns, weights_age
 from colocate._protocol.ledger import Ledger, Purpose
-from colocate._system.deadline import Deadline
 from colocate._system.numbers import size_text
 from colocate._worker_group.worker_group import WorkerGroup
+from colocate._worker_group.workforce import Worker
 
 KINDS = tuple(purpose.word for purpose in Purpose)
 _SOMETIMES = ("asleep", "activations")
@@ -201,34 +200,9 @@ class GroupMemory:
         return found
 
 
-def weights_age(came: tuple[int, float] | None, stale: str | None) -> str:
-    """Return which weights a role has got from another one, how old they are, and why they aren't in sync if so."""
-    found = "no weights yet" if came is None else f"weights version {came[0]}"
-    if came is not None and came[1]:
-        found += f", {time.time() - came[1]:.0f} s old"
-    return found if stale is None else f"{found}, not in sync: {stale}"
-
-
-def memory(worker_group: WorkerGroup, deadline: Deadline) -> GroupMemory:
-    """Ask all workers of a group what their memory is used for."""
-    slots = [worker.slot for worker in worker_group.workforce.workers]
-    ledgers = worker_group.ledgers.get(slots, deadline)
-    return GroupMemory(
-        worker_group.name,
-        tuple(_slot(worker_group, *each) for each in zip(slots, ledgers, strict=True)),
-        **{name: value for part in worker_group.parts.values() for name, value in part.memory().items()},
-    )
-
-
-def memory_of_each(worker_group: WorkerGroup, deadline: Deadline) -> tuple[dict[int, SlotMemory], Exception | None]:
-    """As `memory`, by slot and as far as workers answer; and why one doesn't."""
-    told = worker_group.ledgers.each([worker.slot for worker in worker_group.workforce.workers], deadline)
-    found = {slot: _slot(worker_group, slot, ledger) for slot, ledger in told.items() if isinstance(ledger, Ledger)}
-    return found, next((error for error in told.values() if isinstance(error, Exception)), None)
-
-
-def _slot(worker_group: WorkerGroup, slot: int, ledger: Ledger) -> SlotMemory:
-    boot = worker_group.workforce.workers[slot].boot
+def slot_memory(worker_group: WorkerGroup, worker: Worker, ledger: Ledger) -> SlotMemory:
+    """Return the memory of one worker, as it has told it."""
+    slot, boot = worker.slot, worker.boot
     roles = []
     for name, held in ledger.roles.items():
         rank = worker_group.roles[name].slots.index(slot) if name in worker_group.roles else slot

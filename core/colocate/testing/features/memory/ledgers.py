@@ -7,14 +7,13 @@ import json
 import os
 import signal
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import attrs
 import pytest
 
 import colocate
 from colocate import ColocatedGroup, RoleSpec, Runtime
-from colocate._api.memory import memory_of_each
 from colocate._system.deadline import Deadline
 from colocate._system.numbers import size_text
 from colocate.errors import CapabilityError, ConfigError, MemoryBudgetError, RoleError, RoleStartError, SleepingError
@@ -139,7 +138,7 @@ class Ledgers(ExecutorCase):
         try:
             with pytest.raises(TimeoutError, match=r"worker 1 of group .* has not said in time"):
                 group.memory(timeout=0.5)
-            found, why = memory_of_each(group._node, Deadline(0.5))
+            found, why = cast("Any", group._node.part("memory")).asked_each(Deadline(0.5))
             assert [*found] == [0]
             assert "worker 1 of group" in str(why)
         finally:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from colocate._calls.pending import Link
-from colocate._protocol import from_worker, to_worker
 from colocate._protocol.ledger import Ledger
 from colocate._protocol.requests import Requests
 from colocate._system.deadline import Deadline
 from colocate._worker_group.workforce import Worker
 from colocate.errors import ColocateError, RoleError
+from colocate.features.memory.messages import AskLedger, LedgerTold
 
 
 class Ledgers:
@@ -18,7 +18,6 @@ class Ledgers:
 
     def __init__(self, link: Link) -> None:
         self._link = link
-        self._tell = link.teller()
         self._requests: Requests[int, Ledger] = Requests(link.base)
 
     def get(self, slots: Sequence[int], deadline: Deadline) -> list[Ledger]:
@@ -29,9 +28,10 @@ class Ledgers:
             RoleError: What a role holds can't be looked at: its `device_state` has raised, say.
             ColocateError: The group is gone.
         """
+        tell = self._link.teller()
 
         def ask(slot: int, token: int) -> None:
-            self._tell(slot, to_worker.AskLedger(token))
+            tell(slot, AskLedger(token))
 
         return self._requests.ask(slots, ask, deadline, self._too_late)
 
@@ -43,11 +43,12 @@ class Ledgers:
 
     def each(self, slots: Sequence[int], deadline: Deadline) -> dict[int, Ledger | Exception]:
         """Return the ledger of each of some slots, or why there is none; see `get`."""
+        tell = self._link.teller()
         asked = {slot: self._requests.open([slot]) for slot in slots}
         found: dict[int, Ledger | Exception] = {}
         try:
             for slot, request in asked.items():
-                self._tell(slot, to_worker.AskLedger(request.token))
+                tell(slot, AskLedger(request.token))
             for slot, request in asked.items():
                 try:
                     (found[slot],) = request.result(deadline)
@@ -60,7 +61,7 @@ class Ledgers:
                 self._requests.drop(request)
         return found
 
-    def answered(self, worker: Worker, told: from_worker.LedgerTold) -> None:
+    def answered(self, worker: Worker, told: LedgerTold) -> None:
         """Take a worker's answer."""
         if told.ledger is not None:
             self._requests.answered(told.token, worker.slot, told.ledger)

@@ -1,0 +1,1 @@
+"""Memory of roles: who has how much, what they may have, and what of it sleeps. The pages: docs/memory.md."""
