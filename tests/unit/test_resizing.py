@@ -241,6 +241,32 @@ def test_a_pool_is_closed_while_a_spare_is_replaced(runtime: Runtime, monkeypatc
     assert [each.places for each in released] == [each.places for each in replaced]
 
 
+@pytest.mark.parametrize("which", ["slot", "spare"])
+def test_an_audit_while_one_is_replaced(runtime: Runtime, monkeypatch: pytest.MonkeyPatch, which: str) -> None:
+    """What the cluster doubts is being replaced, which is said instead of: close the pool."""
+    machines, executor = Machines(runtime, monkeypatch, replaces=True), runtime._node.services.executor
+    monkeypatch.setattr("colocate.features.looking.audit.AUDIT_SETTLES_S", 0.0)  # it isn't to go away
+    running = executor.running
+    monkeypatch.setattr(executor, "running", lambda: [attrs.evolve(each, doubt="some are lost") for each in running()])
+    pool = runtime.reserve(slots=2, spares=int(which == "spare"), regrow_timeout=PATIENCE_S)
+    group = pool.spawn({"rows": colocate.role(Rows)}, on_failure="restart")
+
+    def todo() -> list[str]:
+        return [each.todo for each in runtime.audit().missing if each.kind == "reservation"]
+
+    assert todo() == ["Close the pool and reserve again"]
+    machines.there = 1
+    if which == "slot":
+        machines.lose(group, 1)
+        wait_until(lambda: group._node.restarts._missing is not None, "its slot is waited for")
+    else:
+        machines.gone.append(pool._node.spares[0])
+    assert todo() == ["Others are being reserved in the place of its lost slots: wait for them"]
+    machines.there = 4
+    wait_until(lambda: todo() == ["Close the pool and reserve again"], "they are there")
+    group.wait_ready(PATIENCE_S)
+
+
 def test_a_node_on_which_workers_die(runtime: Runtime, machines: Machines) -> None:
     """The second time its slot is a spare, and the spare has its place; who asks is told."""
     pool = runtime.reserve(slots=2, spares=1)

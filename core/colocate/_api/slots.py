@@ -221,6 +221,13 @@ class Slots(GroupOwner):
             return True
         return self.connection.services.executor.lost(self.places[index])
 
+    @property
+    def is_replacing(self) -> bool:
+        """Whether others are reserved in the place of lost slots: by the restart of a group, or as spares."""
+        restarting = chain.from_iterable(each.whole for each in self.worker_groups if each.life.recovers)
+        lost = self.connection.services.executor.lost
+        return any(map(self._is_lost, restarting)) or (self._spares_thread is not None and any(map(lost, self.spares)))
+
     def _goes_on_with_fewer(self) -> bool:
         """Whether there are slots for a group that may have fewer; where all were given back, reserve what there is."""
         most = self.request.slots - 1

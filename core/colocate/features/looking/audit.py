@@ -148,6 +148,8 @@ def _look(connection: Connection) -> Audit:
             doubt = doubts.get(key)
             why = f"the cluster doesn't confirm it: {doubt}" if doubt else "the cluster doesn't have it"
             todo = "Close the group and spawn it again" if key[0] == "worker" else "Close the pool and reserve again"
+            if isinstance(claim.node, Slots) and claim.node.is_replacing:
+                todo = "Others are being reserved in the place of its lost slots: wait for them"
             what = f"the graph claims it ({claim.label}), and {why}"
             missing.append(Finding(*key, claim.place, claim.pid, None, what, todo))
     return Audit(_unique(leaked), tuple(missing))
