@@ -152,10 +152,10 @@ class Connection:
         return self._asked(partial(self._while_it_lives, pong_s, function, *args), within_s)
 
     async def _while_it_lives(self, pong_s: float, function: Callable[..., Any], *args: Any) -> Any:
-        answer = asyncio.ensure_future(self._client.run_on_scheduler(function, *args))
+        answer = asyncio.ensure_future(undocumented.asked(self._client, function, *args))
         try:
             while not (await asyncio.wait([answer], timeout=_SILENCE_S))[0]:
-                pong = asyncio.ensure_future(self._client.run_on_scheduler(far.describe))
+                pong = asyncio.ensure_future(undocumented.is_there(self._client))
                 try:
                     quiet = not (await asyncio.wait([pong], timeout=_QUIET_S))[0]
                     if quiet and not await undocumented.takes_connections(self.address, _CONNECTS_WITHIN_S):
@@ -198,7 +198,7 @@ class Connection:
 
     def _check_scheduler(self) -> None:
         try:
-            there = self.on_scheduler(far.describe, within_s=self._timeout)
+            there = self.ask("run_on_scheduler", far.describe, within_s=self._timeout)
         except (ConnectionError, TimeoutError):
             raise
         except Exception as error:  # whatever it raised when it looked for colocate

@@ -91,6 +91,7 @@ class Reservations(SchedulerPlugin):
             self.add_worker(scheduler, worker)
         self._listens_until = time.monotonic() + _LISTENS_S
         undocumented.follow_adaptive(scheduler, self._target, self._tell_adaptive)
+        undocumented.answers(scheduler)
 
     # -- what drivers ask for
 

@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 import socket
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from distributed.comm.addressing import get_address_host_port
-from distributed.protocol.pickle import dumps
-from distributed.protocol.serialize import Serialize, Serialized, deserialize
+from distributed.protocol.pickle import dumps, loads
+from distributed.protocol.serialize import Serialize, Serialized, deserialize, to_serialize
+
+_OP = "colocate"
 
 
 def ask_for_nothing(client: Any) -> None:
@@ -35,6 +38,29 @@ def sockets_of(client: Any) -> list[socket.socket]:
     comms = [comm for comm in (stream, *(comm for pool in pools for comm in pool)) if comm is not None]
     streams = [getattr(comm, "stream", None) for comm in comms]  # one within a process has none, nor has a closed one
     return [stream.socket for stream in streams if stream is not None and stream.socket is not None]
+
+
+async def asked(client: Any, function: Callable[..., Any], *args: Any) -> Any:
+    """Return what `Client.run_on_scheduler` does, of which the scheduler logs nothing; it `answers`."""
+    pack: Callable[[Any], bytes] = dumps
+    return (await getattr(client.scheduler, _OP)(function=pack(function), args=pack(args)))["result"]
+
+
+def answers(scheduler: Any) -> None:
+    """Have a scheduler answer whoever is `asked`."""
+    unpack: Callable[[bytes], Any] = loads
+    wrapped: Callable[[Any], Any] = to_serialize
+
+    async def answer(function: bytes, args: bytes) -> dict[str, Any]:
+        found = unpack(function)(*unpack(args), dask_scheduler=scheduler)
+        return {"result": wrapped(await found if inspect.isawaitable(found) else found)}
+
+    scheduler.handlers[_OP] = answer
+
+
+async def is_there(client: Any) -> None:
+    """Have a client's scheduler answer, which it logs nothing of."""
+    await client.scheduler.echo()
 
 
 def close_surplus(client: Any) -> None:

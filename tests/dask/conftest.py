@@ -25,11 +25,13 @@ DASK_CUDA = "import sys, types; sys.modules['dask_cuda'] = types.ModuleType('das
 
 
 @contextmanager
-def running(workers: Sequence[dict[str, Any]], *more: str, port: int = 0) -> Iterator[str]:
+def running(
+    workers: Sequence[dict[str, Any]], *more: str, port: int = 0, stderr: int = subprocess.DEVNULL
+) -> Iterator[str]:
     """A cluster, of that port if need be; its address."""
     script = Path(__file__).with_name("clusters.py")
     command = [sys.executable, str(script), json.dumps(workers), str(port), *more]
-    with started("dask", command, stderr=subprocess.DEVNULL, own_temporary=True) as (_, options):
+    with started("dask", command, stderr=stderr, own_temporary=True) as (_, options):
         yield options["address"]
 
 

@@ -23,6 +23,7 @@ from tests.dask.conftest import planted, running, script
 
 import colocate
 from colocate import Leaving, Pool, Runtime
+from colocate.driver import Driver
 from colocate.errors import PlacementError, PlacementTimeout, WorkerDied
 from colocate.testing import leaks
 from colocate.testing.probes.lasting import Lasting
@@ -387,6 +388,32 @@ def test_workers_that_retire(tmp_path: Path) -> None:
                 client.run_on_scheduler(retire, host="127.0.0.2")
                 wait_until(lambda: run.leaving != first, "so is the other")
             assert run.leaving == Leaving("node 127.0.0.2", None)
+
+
+def test_what_is_logged_of_questions(tmp_path: Path) -> None:
+    """Dask's logs have none of those that a runtime asks again and again: who leaves, and whether anybody is there."""
+
+    async def slow(dask_scheduler: Any) -> None:
+        import asyncio
+
+        await asyncio.sleep(1.5)
+
+    def lines() -> int:
+        return (tmp_path / "log").read_text().count("Run out-of-band function")
+
+    with (
+        (tmp_path / "log").open("w") as log,
+        running([{"host": "127.0.0.1"}], stderr=log.fileno()) as address,
+        colocate.connect("dask", address=address) as own,
+        own.reserve(1, cpus=0) as pool,
+    ):
+        pool.spawn({"echo": colocate.role(Echo)})
+        before, executor = lines(), Driver(own).executor
+        assert before, "who asks once is logged, as ever"
+        for _ in range(10):
+            assert executor.leaving() == {}
+        executor._connection.on_scheduler(slow)
+        assert lines() == before
 
 
 def test_a_lost_slot_may_be_had_again(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import inspect
 from typing import Any
 
 from distributed import Adaptive, Client, Scheduler, Status
+from distributed.core import Server
 from distributed.diagnostics.plugin import SchedulerPlugin
 from distributed.protocol.serialize import Serialize, Serialized, deserialize, serialize, to_serialize
 from tornado.ioloop import PeriodicCallback
@@ -46,6 +47,12 @@ def test_client() -> None:
     """It asks for news of the workers by itself, which can be stopped."""
     assert 'self._periodic_callbacks["scheduler-info"]' in inspect.getsource(Client.__init__)
     assert hasattr(PeriodicCallback, "stop")
+
+
+def test_questions() -> None:
+    """A server has functions by names, by which clients ask for them; one of its own answers without doing anything."""
+    assert "handler = self.handlers[op]" in inspect.getsource(Server)
+    assert '"echo": self.echo' in inspect.getsource(Server)
 
 
 def test_plugin_hooks() -> None:
