@@ -71,10 +71,11 @@ DOORS = {
     ("_role.context", "features.children.child"),
     ("_api.runtime", "features.looking.audit"),
     ("_api.runtime", "features.looking.graph"),
+    ("_role.method", "features.rows.row_stream"),
 }
 
 # A feature imports another one by a row here, and no other: (who, whom).
-FEATURES_ON: set[tuple[str, str]] = set()
+FEATURES_ON = {("rows", "standalone")}
 
 # Around core: the modules of each package, from its ground up.
 AROUND = {

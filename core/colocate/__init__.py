@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from colocate._role.context import Context, Rendezvous, context
     from colocate._role.method import RoleCall, RowCall, method
     from colocate._role.role import Role, RoleSpec, role
-    from colocate._role.rows import RowStream
     from colocate._system.lines import library
     from colocate._values.collect import Collect, Concat, First, Gather, Reduce
     from colocate._values.dispatch import Broadcast, Dispatch, OnRank, PerRank, Scatter
@@ -56,6 +55,7 @@ if TYPE_CHECKING:
     from colocate.features.children.child import Child
     from colocate.features.looking.audit import Audit
     from colocate.features.memory.tables import GroupMemory, RoleMemory, SlotMemory
+    from colocate.features.rows.row_stream import RowStream
     from colocate.features.weights.driver import sync_weights
     from colocate.features.weights.weights import Weights, WeightSync
     from colocate_report.record import Leaving, LogRecord, RunInfo, RunRecord
@@ -81,12 +81,12 @@ _HOMES = {
     "_calls.records": "CallRecord CheckpointRecord FetchRecord MoveRecord TransferRecord",
     "_role.role": "Role RoleSpec role",
     "_api.runtime": "Runtime",
-    "_role.rows": "RowStream",
     "_system.lines": "library",
     "_views.view": "Inspection RoleView inspect",
     "features.children.child": "Child",
     "features.memory.tables": "GroupMemory RoleMemory SlotMemory",
     "features.looking.audit": "Audit",
+    "features.rows.row_stream": "RowStream",
     "features.weights.driver": "sync_weights",
     "features.weights.weights": "WeightSync Weights",
     "errors": (

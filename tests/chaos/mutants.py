@@ -113,7 +113,7 @@ def half_synced() -> None:
 
 def doubled_rows() -> None:
     """A stream gives each row twice."""
-    from colocate._views.stream import Stream
+    from colocate.features.rows.stream import Stream
 
     step = Stream.__next__
 
@@ -141,7 +141,7 @@ def unpaused_role() -> None:
 
 def lost_rows() -> None:
     """Rows that a restart has ended don't begin anew, and nobody misses them."""
-    from colocate._views.stream import Stream
+    from colocate.features.rows.stream import Stream
 
     _replace(Stream, "_see_to_end", lambda self, call: self._arrivals.end())
 

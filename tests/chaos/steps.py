@@ -18,9 +18,9 @@ from tests.chaos.programs import BACKGROUND, FREED, TURNERS, Step
 from tests.chaos.records import Played, Sent
 
 import colocate
-from colocate._role.rows import RowStream
 from colocate._signals.deferred import run_deferred
 from colocate._views.sleeping import start_sleep, start_wake
+from colocate.features.rows.row_stream import RowStream
 
 LONG_S = float(os.environ.get("COLOCATE_CHAOS_LONG_S", "30"))
 """The timeout of calls that nothing should delay but the import of torch, on a machine that is busy with faults."""

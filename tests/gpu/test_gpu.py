@@ -42,13 +42,13 @@ from colocate.testing.executors import (  # noqa: E402
     RandomNumbers,
     Residents,
     Sharing,
-    Streams,
     TensorResidents,
 )
 from colocate.testing.executors.renewals import alone  # noqa: E402
 from colocate.testing.features.checkpoints.saving import SavingBeside  # noqa: E402
 from colocate.testing.features.children.suite import Children  # noqa: E402
 from colocate.testing.features.memory.sleeping import SleepingAmidSteps  # noqa: E402
+from colocate.testing.features.rows.suite import Streams  # noqa: E402
 from colocate.testing.features.weights.suite import WeightSyncs, WeightSyncsBetween  # noqa: E402
 from colocate.testing.probes.sleepers import Dozing  # noqa: E402
 from colocate.testing.probes.trainers import Kind, Renewing, Where  # noqa: E402

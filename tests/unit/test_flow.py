@@ -8,7 +8,7 @@ from collections import Counter
 
 import pytest
 
-from colocate._calls.rows import Flow
+from colocate.features.rows.calls import Flow
 
 
 def played(flow: Flow, times: list[float], places: int) -> tuple[float, dict[int, int]]:

@@ -164,22 +164,6 @@ def hung_error(link: Link, slot: int, renews: bool, cause: ColocateError | None,
     return error
 
 
-def left_error(link: Link, call: PendingCall, slot: int, stack: str) -> ColocateError:
-    """The error of a group one of whose ranks goes on with rows that nobody waits for."""
-    return RoleError(
-        f"group {link.name!r} failed: {call.label} did not end on slot {slot} (node {link.node(slot)}) within "
-        f"{link.grace:g} s after nobody waited for its rows any more, as its stream was left or a row had failed. What "
-        "it awaits was cancelled: it has to let asyncio.CancelledError out (`except Exception` does, `except "
-        f"BaseException` doesn't). It is here:\n{stack}",
-        group=link.name,
-        role=call.role,
-        method=call.method,
-        rank=call.rank_of(slot),
-        node=link.node(slot),
-        called_at=call.called_at,
-    )
-
-
 def renew_error(link: Link, slot: int, failure: Failure, body: Any, cause: ColocateError | None) -> RenewalError:
     """The error of a group one of whose roles could not go on with new process groups."""
     kind, text = failure.type, failure.text

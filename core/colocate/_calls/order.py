@@ -25,14 +25,12 @@ from colocate._calls.failures import (
     holders_error,
     hung_error,
     later_error,
-    left_error,
     never_sent,
     renew_error,
     timeout_error,
     torn_error,
 )
 from colocate._calls.pending import Link, PendingCall
-from colocate._calls.rows import RowsCall
 from colocate._calls.stacks import StackQuestions, Stacks
 from colocate._protocol import from_worker, to_worker
 from colocate._protocol.consequence import CAUSE_MAY_COME_LATE
@@ -275,13 +273,6 @@ class CallOrder:
             else:
                 self._tell_root(hold, call, error)
 
-    def row_ended(self, slot: int, told: from_worker.RowEnded, body: Any) -> None:
-        """A rank has ended a row of a call that goes on."""
-        with self.lock:
-            call = self.pending.get(told.seq)
-            if isinstance(call, RowsCall):  # otherwise it has failed
-                call.row_ended(slot, told, body)
-
     def alive(self, slot: int, alive: from_worker.Alive) -> None:
         """A rank has heard of a hold."""
         with self.lock:
@@ -498,24 +489,9 @@ class CallOrder:
                 self._settle_suspicion(hold)  # a later call is no cause of it
             self._tell_root(hold, call, error)
 
-    def is_to_end(self, call: RowsCall) -> None:
-        """Nobody waits for its rows any more, and what its ranks await was cancelled: they have the time of a hold."""
-        self._timers.after(self.link.grace, partial(self._look_for_end, weakref.ref(call)))
-
-    def _look_for_end(self, ref: weakref.ref[RowsCall]) -> None:
-        if (call := ref()) is not None and not call.done():
-            self.stacks.ask(call.missing(), partial(self._fail_if_left, call))
-
-    def _fail_if_left(self, call: RowsCall, stacks: Stacks) -> None:
-        with self.lock:
-            if call.done():
-                return
-            # Others wait for an earlier call, or a hold, and will find that nobody waits.
-            stuck = [slot for slot in call.missing() if call.seq in self.stacks.ran.get(slot, ())]
-            if stuck and call.lane not in self._holds:
-                self.link.fail(left_error(self.link, call, stuck[0], stacks.of(stuck[0])))
-            else:
-                self.is_to_end(call)
+    def is_held(self, lane: str) -> bool:
+        """Return whether a hold of a lane is under way."""
+        return lane in self._holds
 
     def still_running(self) -> set[int]:
         """The slots of ranks that haven't ended a call which they ran when they last told their stack."""

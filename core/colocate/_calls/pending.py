@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import abc
-import gc
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +17,7 @@ from colocate._protocol.taken import Taken
 from colocate._role.call import Call, Underway
 from colocate._role.method_spec import MethodSpec
 from colocate._role.role import RoleInfo
-from colocate._signals.deferred import run_deferred, settle
+from colocate._signals.deferred import run_deferred
 from colocate._system.jobs import Timer, error_text
 from colocate._system.lines import at, shown
 from colocate._system.tracebacks import NotRebuilt, rebuilding
@@ -64,10 +63,6 @@ class Link(Owned, abc.ABC):
     @abc.abstractmethod
     def is_paused(self, role: str) -> bool:
         """Whether a background role is paused."""
-
-    @abc.abstractmethod
-    def unsettled(self) -> Sequence[PendingCall]:
-        """Return the calls that were sent and aren't done."""
 
     @abc.abstractmethod
     def send(self, slots: Sequence[int], message: Message, body: Any = None) -> None:
@@ -122,7 +117,7 @@ class PendingCall(Underway):
 
     Attributes:
         seq: Its place in the group's order; -1 before it has one.
-        moved: When it was submitted, or one of its rows has ended, where these end one by one.
+        moved: When it was submitted, or has come on since.
         targets: The slots that it goes to.
         ranks: The ranks of its role on these.
         bodies: The results, and where they are kept their sizes; along `targets`, as `rows` is.
@@ -135,13 +130,13 @@ class PendingCall(Underway):
         raised: Of the spans' indices, those of ranks that have raised.
         left: Indices of those that ran it yet when it failed, and since when.
         updates: Beginnings and ends of updates by slot, where there were any.
-        received: Bytes that have come of its rows, where these end one by one.
+        received: Bytes that have come of it before its results.
         taken: What ranks have got of residents by index, where there was something and somebody wants to know.
         on_end: Called with the order's lock held, just before it is settled.
         lane: The background role in whose order it is; "" for the group's.
         is_for_all: Whether it has a place in the orders of all background roles, too.
         partner: The call of another group without which it doesn't end, if there is one.
-        failure: The error of the row that has ended it, where errors of rows do.
+        failure: What has ended it, where its ranks answer as ever.
     """
 
     link: Link | None = None
@@ -207,8 +202,8 @@ class PendingCall(Underway):
             self.pipeline.refuse_wait(self.label, awaits=False)
         self._check_fork()
         if not self.is_set:
-            if half_read:
-                self.refuse_behind_stream()
+            if held_open:
+                self.refuse_in_vain()
             super()._wait(timeout)
 
     def _check_unsent(self, *, awaits: bool = False) -> None:
@@ -217,62 +212,13 @@ class PendingCall(Underway):
 
     def _check_wait(self, *, awaits: bool = False) -> None:
         super()._check_wait(awaits=awaits)
-        if half_read and not self.is_set:
-            self.refuse_behind_stream(awaits)
+        if held_open and not self.is_set:
+            self.refuse_in_vain(awaits)
 
-    def refuse_behind_stream(self, awaits: bool = False) -> None:
-        """Raise where it comes after a stream that this thread, or task, reads: while it waits nobody reads that.
-
-        So does what it waits for: the calls that make residents which it uses, and those before it that wait for such.
-        """
-        if not any(reader.is_here(awaits) for reader in list(half_read.values())):
-            return
-        for call in self._awaited():
-            for stream, reader in list(half_read.items()):
-                if not (call._is_behind(stream) and reader.is_here(awaits)):
-                    continue
-                # Perhaps nobody has it any more but an exception and its own frames, and who is told of what was read.
-                settle(_SETTLES_WITHIN_S)
-                gc.collect()
-                if stream not in half_read or stream.done():
-                    continue
-                who = "task" if awaits else "thread"
-                what = self.label if call is self else f"{self.label} waits for {call.label}, which"
-                raise ColocateError(
-                    f"{what} comes after the stream of {stream.label} that was opened at {stream.called_at}, whose "
-                    f"rows haven't all been read, and are read by this {who}: it would wait for itself. Read all of "
-                    "them first, or close the stream (`with view.method.stream(...) as rows:`)",
-                    group=None if self.link is None else self.link.name,
-                    role=self.role,
-                    method=self.method,
-                )
-
-    def _awaited(self) -> list[PendingCall]:
-        """Return this call and those that must end before it: of calls that only come before it such as wait."""
-        found: list[PendingCall] = [self]
-        for call in found:
-            before = [] if call.link is None else filter(call._is_behind, call.link.unsettled())
-            awaited = [use._kept.call for use in call.uses]
-            awaited += [each for each in before if each.uses or each.is_for_all or each.partner is not None]
-            if call.partner is not None:
-                awaited.append(call.partner)
-            found += [each for each in awaited if not (each.done() or each in found)]
-        return found
-
-    def _is_behind(self, other: PendingCall) -> bool:
-        """Whether it comes after another call in the order of a lane, on some rank."""
-        return (
-            (link := other.link) is self.link
-            and link is not None
-            and other is not self
-            and not -1 < self.seq < other.seq
-            and not set(other.targets).isdisjoint(self.targets)
-            and (
-                other.lane == self.lane
-                or (self.is_for_all and not link.is_paused(other.lane))
-                or (other.is_for_all and not link.is_paused(self.lane))
-            )
-        )
+    def refuse_in_vain(self, awaits: bool = False) -> None:
+        """Raise where this thread, or task, waits for itself, as a call before this one is held open here."""
+        for other, refuse in list(held_open.items()):
+            refuse(other, self, awaits)
 
     def _check_fork(self) -> None:
         if self.link is not None and self.link.forked:
@@ -351,17 +297,8 @@ class PendingCall(Underway):
         return [slot for index, slot in enumerate(self.targets) if index not in answered]
 
 
-class Reader(Protocol):
-    """Who reads a stream."""
-
-    def is_here(self, awaits: bool) -> bool:
-        """Whether this thread reads it, or `awaits`: this task."""
-        ...
-
-
-_SETTLES_WITHIN_S = 0.1
-half_read: dict[PendingCall, Reader] = {}
-"""Calls whose rows are read one by one, and haven't all been."""
+held_open: dict[PendingCall, Callable[[PendingCall, PendingCall, bool], None]] = {}
+"""Calls that end only when somebody does something, and what raises where it is they who wait for a later one."""
 
 
 def result_of(link: Link, call: PendingCall, slot: int, body: Any) -> Any:

@@ -83,26 +83,6 @@ class Failed(Message):
 
 
 @message
-class RowEnded(Message):
-    """A row of a call has ended, and the call goes on. Body: its value; the exception, if it has raised."""
-
-    seq: int  # the call
-    row: int  # its index: in what the driver was given, and of a method that yields in what the rank has got
-    failure: Failure | None  # what it has raised
-    is_bereft: bool = False  # whether others fail there, too: a child of its role has ended
-
-    def head(self) -> Head:
-        """Return what travels of it."""
-        return "RowEnded", self.seq, self.row, None if self.failure is None else values(self.failure), self.is_bereft
-
-    @classmethod
-    def of(cls, *values: Any) -> RowEnded:
-        """As `Message.of`."""
-        seq, row, failure, is_bereft = values
-        return cls(seq, row, None if failure is None else Failure(*failure), is_bereft)
-
-
-@message
 class Alive(Message):
     """Tell that the worker has heard of a hold."""
 

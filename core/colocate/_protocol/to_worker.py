@@ -13,9 +13,6 @@ from colocate._role.budget import Budgets
 # of bytes of its pickle and the buffers that it refers to.
 Where: TypeAlias = "int | tuple[int, int, tuple[int, ...]] | None"
 
-AHEAD = 64
-"""How many rows of a call that yields them a rank tells of before any are read."""
-
 # How a large body gets to several workers of other machines: its key, how many workers take it from who gets this, and
 # where this one takes it from; "" where it comes with the message.
 Passed: TypeAlias = "tuple[int, int, str]"
@@ -130,30 +127,6 @@ class Batch(Message):
         """As `Message.of`."""
         frees, calls, passed = values
         return cls(frees, [(Call(*head[1:]), where) for head, where in calls], passed)
-
-
-@message
-class Row(Message):
-    """Run a row of a call of a method with `rows=`; answered by `RowEnded`. Body: the row, by its parameter's name."""
-
-    seq: int  # the call
-    row: int  # its index in what the driver was given
-
-
-@message
-class NoMoreRows(Message):
-    """A call gets no more rows: it ends when those that run have."""
-
-    seq: int  # the call
-    withdrawn: bool  # whether nobody waits for these either: they are cancelled, and of a batch nothing more is said
-
-
-@message
-class ReadRows(Message):
-    """Rows of a call that yields them have been read: as many more may come."""
-
-    seq: int  # the call
-    count: int  # how many
 
 
 @message

@@ -31,7 +31,7 @@ from colocate.errors import ColocateError, DispatchError
 
 if TYPE_CHECKING:
     from colocate._role.call import Call, Resident
-    from colocate._role.rows import RowStream
+    from colocate.features.rows.row_stream import RowStream
 
 Tag: TypeAlias = Literal["weights", "grads", "optimizer", "cache"]
 """What of a role's memory can sleep: parameters and buffers; gradients; the state of optimizers; other tensors."""
@@ -137,8 +137,7 @@ class RoleMethod(Generic[P, R_co, C_co]):
             return self
         if _in_role_code(instance):
             return types.MethodType(self.spec.function, instance)
-        kind = "StandaloneRows" if self.spec.streams else "StandaloneCall"
-        return getattr(features.module("standalone.calls"), kind)(instance, self.spec)
+        return features.of_object(self.spec.feature or "standalone")(instance, self.spec)
 
     def __call__(self, instance: Any, /, *args: P.args, **kwargs: P.kwargs) -> R_co:
         """The function itself, on this rank alone.

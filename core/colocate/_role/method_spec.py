@@ -32,8 +32,8 @@ class MethodSpec:
     """The parameter that takes one row, of a method that the driver gives a list of them."""
     yields: bool = False
     """Whether it yields `(index, value)` of the rows that it has got."""
-    streams: bool = attrs.field(init=False)
-    """Whether its rows end one by one."""
+    feature: str | None = attrs.field(init=False)
+    """The feature that runs its calls, where these aren't plain ones."""
     simple: tuple[str, ...] | None = attrs.field(init=False)
     """The names of the parameters when all can be given by position and by name, otherwise None."""
     required: frozenset[str] = attrs.field(init=False)
@@ -47,7 +47,7 @@ class MethodSpec:
         is_simple = all(each.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD for each in parameters)
         scatter = self.dispatch
         decided = {
-            "streams": self.rows is not None or self.yields,
+            "feature": "rows" if self.rows is not None or self.yields else None,
             "simple": tuple(each.name for each in parameters) if is_simple else None,
             "required": frozenset(each.name for each in parameters if each.default is inspect.Parameter.empty),
             "padded": scatter.parameters[0] if isinstance(scatter, Scatter) and scatter.pad is True else None,
@@ -76,3 +76,13 @@ class MethodSpec:
             return self.function(instance, **arguments)
         bound = inspect.BoundArguments(self.signature, OrderedDict(arguments))
         return self.function(instance, *bound.args, **bound.kwargs)
+
+
+def no_such_attribute(label: str, name: str) -> AttributeError:
+    """The error of what a method of a view hasn't, such as the stream of one that has none."""
+    if name != "stream":
+        return AttributeError(f"{label} has no attribute {name!r}: call it, or use .submit, .keep or .options")
+    return AttributeError(
+        f"{label} has no stream: its value comes at once. Methods with rows=..., and those with Scatter that yield "
+        "(index, value), have one"
+    )

@@ -16,7 +16,7 @@ from typing import Any, Protocol, cast
 
 import attrs
 
-from colocate._calls.pending import PendingCall, Unsent, half_read
+from colocate._calls.pending import PendingCall, Unsent, held_open
 from colocate._calls.records import Ended
 from colocate._definitions.bundles import refuse_apart
 from colocate._definitions.codec import pack
@@ -223,8 +223,8 @@ def submit(draft: Draft) -> PendingCall:
 
 def start(draft: Draft) -> PendingCall:
     """As `submit`, for who waits for the call at once: that it can't be sent is its error then."""
-    if half_read:
-        draft.call.refuse_behind_stream()
+    if held_open:
+        draft.call.refuse_in_vain()
     messages = Messages((draft,))
     if not messages.post():
         if not on_main():
@@ -301,15 +301,15 @@ def send_now(draft: Draft) -> None:
     _send(Messages((draft,)))
 
 
-def send_rows(messages: Messages, begin: Callable[[], object], is_again: bool) -> None:
-    """Send a call whose rows end one by one, and begin with these; not on the main thread.
+def send_with(messages: Messages, more: Callable[[], object], is_again: bool) -> None:
+    """Send a call, and what belongs to it, with nothing between; not on the main thread.
 
     Args:
         messages: The call.
-        begin: Sends the first of its rows.
+        more: Sends the rest.
         is_again: Whether it goes on where one of before the group's restart has ended.
     """
-    _send(messages, begin, is_again)
+    _send(messages, more, is_again)
 
 
 def _send(messages: Messages, then: Callable[[], object] | None = None, is_again: bool = False) -> None:

@@ -11,15 +11,13 @@ from colocate._calls.pending import PendingCall
 from colocate._kept.handles import Consumer, Reference
 from colocate._role import context
 from colocate._role.call import Call, OnDriver, Resident
-from colocate._role.method_spec import MethodSpec
+from colocate._role.method_spec import MethodSpec, no_such_attribute
 from colocate._role.role import RoleInfo, no_such_method
-from colocate._role.rows import no_such_attribute
 from colocate._signals.in_framework import in_framework, refuse_to_wait
 from colocate._system.numbers import limit
 from colocate._values.dispatch import Broadcast, chosen_ranks, plan
 from colocate._values.nesting import no_end
 from colocate._views.references import with_references
-from colocate._views.rows import RowsViewCall
 from colocate._views.sending import OPEN, keep, ready, recording, refuse_inside, start, submit
 from colocate._worker_group.worker_group import WorkerGroup
 from colocate.errors import ColocateError
@@ -33,13 +31,13 @@ class RoleView(OnDriver):
     def __init__(self, worker_group: WorkerGroup, role: RoleInfo) -> None:
         self.__dict__["_colocate_view"] = worker_group, role
 
-    def __getattr__(self, name: str) -> ViewCall | RowsViewCall:
+    def __getattr__(self, name: str) -> Any:
         worker_group, role = self.__dict__["_colocate_view"]
         spec = role.methods.get(name)
         if spec is None:
             raise no_such_method(role.name, name, role.methods)
-        kind = _YieldsViewCall if spec.yields else RowsViewCall if spec.streams else ViewCall
-        call = kind(worker_group, role, spec)
+        plain = spec.feature is None
+        call = ViewCall(worker_group, role, spec) if plain else worker_group.part(spec.feature).view_call(role, spec)
         self.__dict__[name] = call  # found directly from now on
         return call
 
@@ -189,16 +187,3 @@ class ViewCall(OnDriver):
         if planned.partition is not None:
             call.partition = planned.partition
         return how(ready(worker_group, call, role, spec, planned, uses, self._timeout, packed))
-
-
-class _YieldsViewCall(RowsViewCall):
-    """A batched method that yields its rows. Those that are kept stay in the workers, where they are made."""
-
-    __slots__ = ()
-
-    def keep(self, /, *args: Any, **kwargs: Any) -> Resident[Any]:
-        """Send it and return at once; the results stay in the workers."""
-        options = self._options
-        return ViewCall(self._worker_group, self._role, self._spec, options.timeout, options.ranks).keep(
-            *args, **kwargs
-        )

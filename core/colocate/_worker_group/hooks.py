@@ -8,6 +8,8 @@ from typing import Any
 
 from colocate._calls.pending import PendingCall
 from colocate._protocol.message import Message
+from colocate._role.method_spec import MethodSpec
+from colocate._role.role import RoleInfo
 from colocate._worker_group.workforce import Worker
 from colocate.errors import ColocateError
 
@@ -63,6 +65,10 @@ class OfGroup:
         return None
 
     # -- its calls
+
+    def view_call(self, role: RoleInfo, spec: MethodSpec) -> Any:
+        """Return a method that this feature runs (`MethodSpec.feature`), as the view of its role has it."""
+        raise AssertionError(spec)
 
     def is_paused(self, role: str) -> bool:
         """Return whether calls of a role wait until somebody has it go on."""

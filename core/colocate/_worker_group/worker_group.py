@@ -344,10 +344,6 @@ class WorkerGroup(Link):
         """Return whether a background role is paused."""
         return any(part.is_paused(role) for part in self.parts.values())
 
-    def unsettled(self) -> Sequence[PendingCall]:
-        """Return the calls that were sent and aren't done."""
-        return list(self.order.pending.values())
-
     def source(self, call: PendingCall, role: RoleInfo, spec: MethodSpec) -> Source:
         """Return a kept call's resident, as workers know it. This takes no lock, as the main thread calls it.
 
@@ -434,8 +430,6 @@ class WorkerGroup(Link):
                 if message.seq == 0:
                     self.workforce.build_failed(slot, message.failure, body)
                 order.failed(slot, message, body)
-            case from_worker.RowEnded():
-                order.row_ended(slot, message, body)
             case from_worker.Alive():
                 order.alive(slot, message)
             case from_worker.Held():

@@ -26,6 +26,7 @@ class Feature(NamedTuple):
         calls: What its calls on whole workers say that they are.
         messages: The messages of its own, which are in the module `messages` of its folder.
         options: The options of roles (`RoleSpec`) that it is behind.
+        alone: What answers for its methods (`MethodSpec.feature`) where an object isn't in a worker, likewise.
     """
 
     group: str = ""
@@ -33,6 +34,7 @@ class Feature(NamedTuple):
     calls: tuple[str, ...] = ()
     messages: tuple[str, ...] = ()
     options: tuple[str, ...] = ()
+    alone: str = ""
 
 
 FEATURES = {
@@ -52,8 +54,14 @@ FEATURES = {
     ),
     "memory": Feature("driver:MemoryOfGroup", "worker:MemoryOfWorker", messages=("AskLedger", "LedgerTold")),
     "children": Feature("driver:ChildrenOfGroup", "worker:ChildrenOfWorker", messages=("HasChildren",)),
+    "rows": Feature(
+        "driver:RowsOfGroup",
+        "worker:RowsOfWorker",
+        messages=("Row", "NoMoreRows", "ReadRows", "RowEnded"),
+        alone="standalone:StandaloneRows",
+    ),
     "looking": Feature(),
-    "standalone": Feature(),
+    "standalone": Feature(alone="calls:StandaloneCall"),
 }
 CALLS = {said: name for name, feature in FEATURES.items() for said in feature.calls}
 """The features behind calls on whole workers, by what these say."""
@@ -80,6 +88,12 @@ def of_worker(name: str) -> Any:
         CapabilityError: There is no such feature here.
     """
     return _half(name, needed(name).worker)
+
+
+def of_object(name: str) -> Any:
+    """Return the class of what answers for a feature's methods where an object isn't in a worker. Errors as above."""
+    needed("standalone")
+    return _half(name, needed(name).alone)
 
 
 def of_message(kind: str) -> str | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import abc
 import operator
 import threading
-import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -28,7 +27,6 @@ from colocate.worker.lane import Lane
 from colocate.worker.memory.ledger import Accounts
 from colocate.worker.memory.sleep import Sleeper
 from colocate.worker.memory.turns import TurnScheduler
-from colocate.worker.row_queue import RowQueue
 from colocate.worker.serving.definitions import Definitions
 from colocate.worker.torch_groups.groups import ProcessGroups
 
@@ -47,7 +45,6 @@ class WorkerContext(Worker):
         background: Those of their lanes, by role.
         peers: How it gets at other workers' residents.
         recent: When its roles were busy; None where nobody but the driver asks, who knows.
-        row_queues: What is said of rows that end one by one, by their calls, as long as these are there.
         begins: Of these halves `begins`, where they have one of their own; `reaches`, `ends`, `blames` likewise.
     """
 
@@ -71,8 +68,6 @@ class WorkerContext(Worker):
         self.definitions = Definitions(self.ask, self.say, in_process)
         self.scope.ends(self.groups.end_waits)
         self.scope.ends(self._end_peers)
-        self.row_queues: weakref.WeakValueDictionary[int, RowQueue] = weakref.WeakValueDictionary()
-        self.scope.ends(self._end_inlets)
 
     def part(self, name: str) -> OfWorker:
         """Return this worker's half of a feature, which is made when it is first asked for.
@@ -141,21 +136,11 @@ class WorkerContext(Worker):
         for name, each in self.background.items():
             if (work := each.lane.running.get(seq)) is not None and not work.stands:
                 return name
-            if (
-                row_queue := self.row_queues.get(seq)
-            ) is not None and row_queue.lane is each.lane:  # it may not have begun
-                return name
         return ""
 
     def _end_peers(self, concerns: Callable[[int], bool], reason: str) -> None:
         if self.scope.closed is not None or any(concerns(seq) for lane in self.lanes for seq in list(lane.running)):
             self.peers.abort(reason)
-
-    def _end_inlets(self, concerns: Callable[[int], bool], reason: str) -> None:
-        for number, row_queue in list(self.row_queues.items()):
-            if concerns(number):
-                row_queue.end(reason)
-                row_queue.lane.do(row_queue.wake)
 
     def say_result(self, message: Message, body: Any, label: str) -> None:
         """Tell the driver something with what a method has returned.

@@ -6,13 +6,14 @@ that override what it asks (`WorkerContext.part`): where there are none, that co
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from types import MappingProxyType
 from typing import Any, ClassVar
 
 from colocate._protocol.message import Message
 from colocate._role.context import Context, RowState
 from colocate._role.method_spec import MethodSpec
+from colocate.worker.lane import Work
 from colocate.worker.serving.role_instance import RoleInstance
 
 NO_SIZES: Mapping[str, Mapping[str, int]] = MappingProxyType({})
@@ -57,7 +58,17 @@ class OfWorker:
         Asked of all halves that are there, and of those of which the checkpoint has something: else `told` is None.
         """
 
-    # -- calls; each is asked only of those that override it
+    # -- calls of methods that this feature runs (`MethodSpec.feature`)
+
+    def work(self, *arguments: Any) -> Work:
+        """Return what a lane has to do for a call. Args: arguments: Those of `Work`."""
+        raise AssertionError(arguments)
+
+    def runs(self, work: Work, role: RoleInstance) -> Callable[[object, dict[str, Any]], Any]:
+        """Return what runs a call, given role's object and arguments, in the place of the method. On its lane."""
+        raise AssertionError(work)
+
+    # -- all calls; each is asked only of those that override it
 
     def begins(self, role: RoleInstance, tags: Collection[str] | None, label: str, row: RowState | None = None) -> None:
         """Refuse a call, or a row of one, that can't run.
@@ -89,6 +100,14 @@ class OfWorker:
     def is_bereft(self, role: RoleInstance) -> bool:
         """Return whether other rows of a role will fail here as one has failed just now."""
         return False
+
+    # -- what ends them, on the receiving thread
+
+    def unwanted(self, seq: int) -> None:
+        """Hear that nobody waits for a call any more."""
+
+    def stops(self) -> None:
+        """Hear that the group is about to close: nothing begins any more, and what runs has its grace."""
 
     # -- looks, on any thread
 

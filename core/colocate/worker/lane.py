@@ -11,6 +11,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from types import FrameType
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 import attrs
@@ -18,7 +19,7 @@ import attrs
 from colocate._protocol.message import Message
 from colocate._protocol.taken import Taken
 from colocate._protocol.to_worker import Call
-from colocate._role.context import CallState
+from colocate._role.context import CallState, RowState
 from colocate._system.threads import Thread
 from colocate._values.leaving import Watch
 from colocate.wire import SocketLane, Turns
@@ -63,7 +64,25 @@ class Work(CallState):
     raised: BaseException | None = attrs.field(default=None, init=False)  # by a handler while an async method awaited
     active_tasks: int = attrs.field(default=1, init=False)  # how many things go on in it: itself, and its rows
     kept: int = attrs.field(default=0, init=False)  # how many of them are at a pause point
-    row_queue: Any = attrs.field(default=None, init=False)  # by which its rows come and go, if they do so one by one
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it ends at once, so that features are told of its end; else they are told of that of its parts."""
+        return True
+
+    @property
+    def may_wait(self) -> bool:
+        """Whether role code goes on in it, or is waited for by it."""
+        return True
+
+    def awaiting(self, frames: Sequence[FrameType]) -> Sequence[tuple[str, Sequence[FrameType]]]:
+        """Return where it waits, by what that is called, with the frames; `frames` are those of its own task."""
+        return [(self.label, frames)]
+
+    def interrupt(self, tasks: Tasks, error: Callable[[], BaseException], row: RowState | None) -> None:
+        """Fail of an error, as what it awaits is cancelled. Args: row: Of its parts only this one, where it has any."""
+        self.raised = error()
+        tasks.cancel(self.seq)
 
     def drop(self) -> None:
         """Hear that it will never begin: it counts among the calls of its method all the same, as on other ranks."""

@@ -158,7 +158,7 @@ class Runner:
                 work.rows = batch.rows(arguments[spec.padded], spec.padded)
             if not spec.is_async and "asyncio" in sys.modules:  # else nobody asks for a current loop
                 self._lane.have_loop()
-            code = self._code_of_rows(work, role, spec) if spec.streams else spec.call
+            code = spec.call if spec.feature is None else worker_context.part(spec.feature).runs(work, role)
             with self._role_code:
                 result = role.run(code, role.instance, arguments)
             if spec.is_async:
@@ -182,12 +182,6 @@ class Runner:
             running_call.reset(tokens[1])
             reset_current(tokens[0])
         return True
-
-    def _code_of_rows(self, work: Work, role: RoleInstance, spec: MethodSpec) -> Callable[..., Any]:
-        from colocate.worker.rows import RowTasks  # it has asyncio, which is imported when there is something to await
-
-        rows = RowTasks(self._worker_context, self._awaited_code, self._broken, self._device, self._background)
-        return rows.runs(work, role, spec)
 
     def renew(self, message: to_worker.DropGroups) -> None:
         """Drop process groups that are of no use, and tell the roles that have to do with them, or all."""
@@ -319,7 +313,7 @@ class Runner:
     ) -> None:
         worker_context, label, device = self._worker_context, work.label, self._device
         try:
-            if worker_context.ends and spec.rows is None:  # of rows each has been told
+            if worker_context.ends and work.is_whole:
                 for ends in worker_context.ends:
                     ends(role, work.began)
             if device.is_gpu:

@@ -442,7 +442,7 @@ def resize(worker_group: WorkerGroup, timeout: float | None) -> int:
         if checkpoints.checkpoint is None:
             raise ConfigError(f"group {name!r} can't be resized: there is no checkpoint to go on from; make one before")
         with checkpoints.writing:  # none is under way
-            if pending := worker_group.unsettled():
+            if pending := list(worker_group.order.pending.values()):
                 labels = ", ".join(dict.fromkeys(call.label for call in pending))
                 raise ColocateError(f"group {name!r} can't be resized while calls are pending: {labels}")
             begin_resize(worker_group)

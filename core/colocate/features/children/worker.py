@@ -370,7 +370,7 @@ class ChildrenOfWorker(OfWorker):
             return False
         if not isinstance(work.message, to_worker.Call):
             return True
-        if work.row_queue is not None and work.spec.rows is not None and not work.row_queue.running:
+        if not work.may_wait:
             return False
         role = self._worker_context.roles.get(work.message.role)
         return role is None or role.name is None or child._parent.role in _used(role.ctx)
@@ -384,11 +384,7 @@ class ChildrenOfWorker(OfWorker):
         for work in list(lane.running.values()):
             if tasks is None or not work.concurrency or child not in self.dead or not self._concerns(child, work):
                 continue
-            if work.row_queue is not None and work.spec.rows is not None:
-                work.row_queue.fail(child._error, child._row)  # of others that begin it is found out then
-            else:
-                work.raised = child._error()
-                tasks.cancel(work.seq)
+            work.interrupt(tasks, child._error, child._row)  # of rows that begin it is found out then
 
     def _raise_here(self) -> None:
         """In role code, wherever that is."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from colocate._calls.pending import PendingCall, half_read
+from colocate._calls.pending import PendingCall, held_open
 from colocate._protocol.message import Message
 from colocate._signals.deferred import run_deferred
 from colocate._signals.in_framework import refuse_to_wait
@@ -67,10 +67,10 @@ def pause(worker_group: WorkerGroup, pauses: Pauses, role: str, how: str, timeou
     _check(worker_group, role, "pause")
     if how not in _HOW:
         raise ConfigError(f"group.pause(how={how!r}): it is 'wait', 'keep' or 'abort'{did_you_mean(str(how), _HOW)}")
-    if how == "wait" and half_read:
+    if how == "wait" and held_open:
         ends = PendingCall(f"pause of role {role!r}", role, "pause", worker_group.roles[role].slots)
         ends.link, ends.lane = worker_group, role
-        ends.refuse_behind_stream()
+        ends.refuse_in_vain()
     run_deferred(lambda: pauses.pause(role, how, timeout))
 
 

@@ -199,14 +199,14 @@ def sync_weights(
     seconds = FOREVER_S if limited is None else limited
     found = _draft(other, label, given if worker_group is other else attrs.evolve(given, serves={}), seconds)
     if _waits.get():
-        found.call.refuse_behind_stream()
+        found.call.refuse_in_vain()
     found.call._then(partial(_note, worker_group, giver.name, other, taker.name))
     if worker_group is other:
         submit(found)
     else:
         gives = _draft(worker_group, label, attrs.evolve(given, source=giver.name, target=None, takes={}), seconds)
         if _waits.get():
-            gives.call.refuse_behind_stream()
+            gives.call.refuse_in_vain()
         _send_both(gives, found)
     return cast("WeightSync", found.call)
 

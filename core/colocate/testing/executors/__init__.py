@@ -37,13 +37,11 @@ from colocate.testing.executors.ownership import Borrows, Ownership
 from colocate.testing.executors.pipelines import Pipelines
 from colocate.testing.executors.placement import Placement, Ports
 from colocate.testing.executors.process_groups import CutProcessGroups, ProcessGroups
-from colocate.testing.executors.reading import Reading
 from colocate.testing.executors.renewals import Renewals
 from colocate.testing.executors.residents import KeptFailures, Residents
 from colocate.testing.executors.restarting import Restarting
 from colocate.testing.executors.sharing import Sharing, SharingDetached
 from colocate.testing.executors.startup import Printing, Startup, Templates
-from colocate.testing.executors.streams import Streams
 from colocate.testing.executors.tensors import Memory, Optimizers, OwnTypes, TensorResidents, Transfers
 from colocate.testing.executors.threads import Handlers, Undisturbed
 from colocate.testing.executors.unasked import UnaskedFailures
@@ -76,8 +74,6 @@ class ExecutorSuite(
     Functions,
     Definitions,
     Order,
-    Streams,
-    Reading,
     Cancelling,
     Failures,
     Serialization,
@@ -169,7 +165,6 @@ __all__ = [
     "Printing",
     "ProcessGroups",
     "RandomNumbers",
-    "Reading",
     "Renewals",
     "Residents",
     "Restarting",
@@ -180,7 +175,6 @@ __all__ = [
     "Smoke",
     "Spawn",
     "Startup",
-    "Streams",
     "Successors",
     "Templates",
     "TensorResidents",

@@ -13,7 +13,7 @@ from colocate import ColocatedGroup, ColocateError, Runtime
 from colocate._role.context import derive_seed
 from colocate.errors import RoleError
 from colocate.executor import Boot, Host, HostEvents, OwnProcess, Place
-from colocate.testing.executors._base import ExecutorCase, Spawn, needs, of_executor, smoke
+from colocate.testing.executors._base import ExecutorCase, Spawn, needs, needs_feature, of_executor, smoke
 from colocate.testing.executors.tensors import TensorCase
 from colocate.testing.gate import Gate
 from colocate.testing.probes.plain import Echo
@@ -226,13 +226,17 @@ class Devices(TensorCase):
             for x in (torch.ones(2, 2), kept.ref, kept.fetch()):
                 assert placed.broadcast(x) == there
                 assert placed.scattered(x) == there
-                assert placed.each([x, x]) == there
                 assert placed.soon(x) == there
                 assert placed.broadcast({"deep": [x]}) == [{"deep": [AWAY]}] * 2
                 assert away.run(places_in, x) == there
                 with away.pipeline():
                     seen = placed.scattered.submit(x)
                 assert seen.result() == there
+
+    @needs_feature("rows")
+    def test_rows_arrive_on_the_device(self, torch: Any, away: ColocatedGroup) -> None:
+        """Rows that the driver gives one by one have tensors there, too."""
+        assert away.role("placed", Placed).each([torch.ones(2, 2)] * 2) == [AWAY] * 2
 
     def test_in_what_it_is_nested(self, torch: Any, away: ColocatedGroup) -> None:
         """In records of one's own, in modules and in TensorDicts, made by the driver or by a role."""

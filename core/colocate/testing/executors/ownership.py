@@ -12,7 +12,7 @@ from colocate import ColocatedGroup, RoleSpec, Runtime
 from colocate._api.slots import Slots
 from colocate._values.leaving import Watch
 from colocate.errors import BorrowedError, ClosedError, ColocateError, ConfigError, RoleError
-from colocate.testing.executors._base import ExecutorCase, Spawn, of_executor
+from colocate.testing.executors._base import ExecutorCase, Spawn, needs_feature, of_executor
 from colocate.testing.gate import Gate
 from colocate.testing.probes.faulty import Faulty
 from colocate.testing.probes.plain import Echo
@@ -154,6 +154,7 @@ class Borrows(ExecutorCase):
             assert user.untouched() == [1.0, 1.0]
             assert not driver.written()
 
+    @needs_feature("rows")
     def test_a_value_goes_with_the_last_of_its_calls(self) -> None:
         """With `strict=True` and without: whatever way a role has used it in, and though it isn't called again."""
         pytest.importorskip("torch")

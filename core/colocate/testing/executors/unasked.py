@@ -18,7 +18,6 @@ from colocate.executor import OwnProcess
 from colocate.testing.executors._base import ExecutorCase, Spawn, needs, of_executor
 from colocate.testing.gate import Gate
 from colocate.testing.probes.faulty import Faulty
-from colocate.testing.probes.streams import Playing
 from colocate.testing.waiting import PATIENCE_S, wait_until
 
 
@@ -46,12 +45,12 @@ class UnaskedFailures(ExecutorCase):
     """Who submits a call and goes on hears of its failure."""
 
     def test_a_submitted_failure_is_logged(self, spawn: Spawn, caplog: pytest.LogCaptureFixture) -> None:
-        """When the call is dropped, before or after it fails, or else when its group ends; also of rows, or in a block.
+        """When the call is dropped, before or after it fails, or else when its group ends; also in a block.
 
         Also of a background role.
         """
         roles = {"faulty": colocate.role(Faulty), "beside": colocate.role(Faulty).on(background=True)}
-        group = spawn({**roles, "playing": colocate.role(Playing)}, slots=1)
+        group = spawn(roles, slots=1)
         faulty, beside = group.role("faulty", Faulty), group.role("beside", Faulty)
 
         def told(where: tuple[str, int], after: int, label: str = "faulty.fail", kind: str = "a plain one") -> None:
@@ -80,9 +79,6 @@ class UnaskedFailures(ExecutorCase):
         here = caller()
         beside.fail.submit()
         told(here, 1, "beside.fail")
-        here = caller()
-        group.role("playing", Playing).fail.submit(["fail"])
-        told(here, 1, "playing.fail", "row 0")
         call, here = faulty.fail.submit(), caller()
         wait_until(call.done, "it has failed")
         group.close()

@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import Any, NoReturn
 
 import colocate
-from colocate import First, Gather, OnRank, PerRank, Role, method
+from colocate import Context, First, Gather, OnRank, PerRank, Role, method
 from colocate.testing.gate import Address, is_open, pass_gate, pass_gate_async
 
 
@@ -275,3 +275,8 @@ class Ported(Role):
     @method
     def state(self) -> str:
         return self.device_state
+
+
+def number(ctx: Context) -> int:
+    """A function for `group.run`."""
+    return 1

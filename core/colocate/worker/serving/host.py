@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import chain
-from types import FrameType
 from typing import Any
 
 from colocate._protocol import from_worker, to_worker
@@ -37,12 +36,10 @@ from colocate.worker.context import WorkerContext
 from colocate.worker.lane import Lane, Work
 from colocate.worker.memory.ledger import LookError
 from colocate.worker.residents.store import Entry
-from colocate.worker.row_queue import RowQueue
 from colocate.worker.runner import Runner
 from colocate.worker.serving import failure
 from colocate.worker.serving.functions import GROUP_WIDE_CALLS, hosted_functions
 
-_ROWS_TOLD = 4  # of a call's rows that run, where stacks are asked for
 LANE = "colocate-lane-"  # on `local` threads names of lanes begin with it, and go on with the id of their worker
 
 
@@ -120,12 +117,6 @@ class WorkerHost(WorkerContext):
                 for call, its_body in take_apart(batch.calls, body):
                     if (called := self._work_of(call, its_body)) is not None:
                         self.lane_for(call.role).put(called)
-            case to_worker.Row() | to_worker.NoMoreRows() | to_worker.ReadRows() as message:
-                if (row_queue := self.row_queues.get(message.seq)) is not None:  # otherwise the call has failed here
-                    row_queue.tell(message, body)
-                    if row_queue.withdrawn and row_queue.is_alone:
-                        row_queue.lane.cancel(message.seq, message.seq)
-                    row_queue.lane.do(row_queue.wake)
             case to_worker.Free() as message:
                 self.store.free(message.keys)
                 if self.accounts.count_others:
@@ -174,16 +165,15 @@ class WorkerHost(WorkerContext):
                     role.take_back(resume.withdrawn)
                 self._named(resume.lane).resume(resume.number, frozenset(resume.withdrawn))
             case to_worker.Unwanted() as message:
-                if (row_queue := self.row_queues.get(message.seq)) is not None:
-                    row_queue.end("nobody waits for it any more")
+                for part in self.parts.values():
+                    part.unwanted(message.seq)
                 for lane in self.lanes:
                     lane.give_up(message.seq, message.seq)
             case to_worker.Stop():
                 for lane in self.lanes:
                     lane.stop()
-                for row_queue in list(self.row_queues.values()):
-                    row_queue.stop()
-                    row_queue.lane.do(row_queue.wake)
+                for part in self.parts.values():
+                    part.stops()
             case to_worker.Withdraw() as asked:
                 can = self._named(asked.lane).hold_up(asked.token, asked.seq)
                 self.say(from_worker.CanWithdraw(asked.token, can))
@@ -240,14 +230,12 @@ class WorkerHost(WorkerContext):
         else:
             spec, label = hosted.routes[call.method]
         concurrency = spec.concurrency if spec.is_async else 0
-        work = Work(call.seq, self._runner.call, label, call, body, concurrency, spec)
+        made = Work if spec.feature is None else self.part(spec.feature).work
+        work = made(call.seq, self._runner.call, label, call, body, concurrency, spec)
         work.role = hosted
         if self.background:
             self._place(work, call)
         work.bundles_seen = self.definitions.received.count
-        if spec.streams and call.keep is None:
-            work.concurrency = min(concurrency, 1)
-            work.row_queue = self.row_queues[call.seq] = RowQueue(self.lane_for(call.role))
         if call.keep is not None:
             if not is_expected:
                 self.store.expect(call.keep)
@@ -379,15 +367,6 @@ class WorkerHost(WorkerContext):
             self.say(from_worker.Fetched(asked.token, None, told), body)
 
 
-def _awaited(work: Work, frames: Sequence[FrameType]) -> Sequence[tuple[str, Sequence[FrameType]]]:
-    """Where a call waits that awaits something, and its frames: those of its rows, of which the first are told."""
-    from colocate.worker.serving.tasks import frames_of  # it has asyncio, which only those import that await something
-
-    rows = [] if work.row_queue is None else list(work.row_queue.running.items())[:_ROWS_TOLD]
-    found = [(f"{work.label}, row {state.row}", frames_of(task.get_coro())) for state, task in rows]
-    return [each for each in found if each[1]] or [(work.label, frames)]
-
-
 def _runs(lane: Lane) -> dict[int, Work]:
     """The calls that a lane runs, by number."""
     return {seq: work for seq, work in dict(lane.running).items() if not work.stands}
@@ -406,7 +385,7 @@ def _stack_now(lane: Lane) -> str:
         f"awaiting in {where}\n{''.join(failure.role_code_in(frames))}"
         for seq, own in awaiting.items()
         if seq in running
-        for where, frames in _awaited(running[seq], own)
+        for where, frames in running[seq].awaiting(own)
     ]
     if len(told) < len(running) or not told:  # one computes: it is what the lane's thread does
         computing = ", ".join(work.label for seq, work in running.items() if seq not in awaiting) or "nothing"

@@ -36,8 +36,8 @@ from colocate.testing.executors.drivers import Scripted, Scripts
 from colocate.testing.features.children.probes import Engines, Given, Playing, Recorded, Served, Starter, User
 from colocate.testing.gate import Gate
 from colocate.testing.probes.limited import Limited
+from colocate.testing.probes.plain import number
 from colocate.testing.probes.served import FOREVER, QUITS, SERVER, breaks_up, is_silent, says_up, serve
-from colocate.testing.probes.streams import number
 from colocate.testing.waiting import PATIENCE_S, Processes, send, starter_of, wait_until
 from colocate.worker.birth.signals import LEFT
 
@@ -406,6 +406,7 @@ class Children(Scripted):
         starter.stop()
         starter.pid()
 
+    @needs_feature("rows")
     def test_a_child_that_dies_amid_rows(self, spawn: Spawn) -> None:
         """Rows of its rank that run fail, and those that begin there later: others go on, or take these."""
         group = spawn({"served": colocate.role(Served)}, slots=2)
@@ -430,6 +431,7 @@ class Children(Scripted):
         served.begin()
         assert served.play(["a"]) == [0]
 
+    @needs_feature("rows")
     def test_children_of_rows(self, spawn: Spawn) -> None:
         """End with their row, and fail it alone; those of rows that nobody reads any more end, too."""
         group = spawn({"playing": colocate.role(Playing)}, slots=1)

@@ -101,6 +101,7 @@ class Pausing(ExecutorCase):
     @of_executor
     @pytest.mark.parametrize("name", ["play", "produce", "produce_async"])
     @needs_feature("weights")
+    @needs_feature("rows")
     def test_a_stream_beside_a_trainer(self, two_lanes: ColocatedGroup, name: str) -> None:
         """Rows come while another role steps; with a pause it gets weights between two, and their versions are told."""
         pytest.importorskip("torch")
@@ -130,6 +131,7 @@ class Pausing(ExecutorCase):
         assert len(roll.do("after")) == 2
 
     @needs_feature("weights")
+    @needs_feature("rows")
     def test_who_waits_by_others_for_a_half_read_stream(self, two_lanes: ColocatedGroup, spawn: Spawn) -> None:
         """Who reads it and waits in another lane, or group, for what comes behind it is told so at once."""
         pytest.importorskip("torch")
@@ -166,6 +168,7 @@ class Pausing(ExecutorCase):
         two_lanes.resume("roll")
 
     @needs_feature("weights")
+    @needs_feature("rows")
     def test_rows_that_wait_for_tools(self, two_lanes: ColocatedGroup) -> None:
         """A pause doesn't wait for those that rest; they go on when it is over."""
         pytest.importorskip("torch")

@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 
 import colocate
-from colocate import ColocatedGroup, RoleSpec, Runtime
-from colocate._protocol.to_worker import AHEAD
+from colocate import ColocatedGroup
 from colocate.errors import (
     CallTimeout,
     ClosedError,
@@ -30,45 +29,13 @@ from colocate.errors import (
     WorkerDied,
 )
 from colocate.executor import OwnProcess
-from colocate.testing.executors._base import ExecutorCase, Shared, Spawn, needs, needs_feature, of_executor
+from colocate.features.rows.messages import AHEAD
+from colocate.testing.executors._base import Spawn, needs, needs_feature, of_executor
+from colocate.testing.features.rows.probes import MANY, PLACES, Playing, StartsAgain, Yielding
+from colocate.testing.features.rows.reading import OUT, Reading, RowsCase
 from colocate.testing.gate import Gate
-from colocate.testing.probes.plain import Log
-from colocate.testing.probes.streams import MANY, PLACES, Playing, StartsAgain, Yielding, number
+from colocate.testing.probes.plain import Log, number
 from colocate.testing.waiting import PATIENCE_S, wait_until
-
-OUT = 2 * PLACES * 2
-"""How many rows of two ranks are begun and not read, at most."""
-
-
-class RowsCase(ExecutorCase):
-    """Base of the areas of rows."""
-
-    @pytest.fixture(scope="class")
-    @classmethod
-    def shared_playing(cls, runtime: Runtime) -> Shared:
-        """Two slots with a role of each kind."""
-        roles: dict[str, RoleSpec[Any]] = {
-            "playing": colocate.role(Playing),
-            "yielding": colocate.role(Yielding),
-            "log": colocate.role(Log),
-        }
-
-        def warm_up(group: ColocatedGroup) -> None:
-            group.role("playing", Playing).play([1, 2, 3])
-
-        return Shared(runtime, roles, 2, "playing", warm_up=warm_up)
-
-    @pytest.fixture
-    def streaming(self, no_leaks: None, shared_playing: Shared) -> ColocatedGroup:
-        """The roles whose rows end one by one, which all tests share."""
-        return shared_playing.get()
-
-    @pytest.fixture
-    def playing(self, streaming: ColocatedGroup) -> Playing:
-        """The view of the playing role, with an empty log."""
-        view = streaming.role("playing", Playing)
-        view.logged()
-        return view
 
 
 class Streams(RowsCase):
@@ -299,12 +266,22 @@ class Streams(RowsCase):
             error = caught.value
             assert (error.row, error.rank, error.role, error.method) == (2, 0, "playing", "fail")
             assert isinstance(error.__cause__, KeyError)
-            assert "streams.py" in (error.remote_traceback or "")
+            assert "probes.py" in (error.remote_traceback or "")
             with pytest.raises(RoleError, match="in row 2,"):
                 playing.fail(rows, gate.address)
             with pytest.raises(RoleError, match="in row 2,"):
                 playing.fail.submit(rows, gate.address).result(PATIENCE_S)
             assert max(len(log) for log in playing.logged()) <= 3 * (PLACES + 1)
+
+    def test_a_submitted_failure_is_logged(
+        self, streaming: ColocatedGroup, playing: Playing, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """Of a call that nobody has asked for, with the row that has failed."""
+        playing.fail.submit(["fail"])
+        wait_until(lambda: "nobody has asked" in caplog.text, "the failure is logged")
+        (record,) = (each for each in caplog.records if "nobody has asked" in each.getMessage())
+        assert record.getMessage().startswith(f"playing.fail of group {streaming.name!r}, submitted at ")
+        assert "row 0" in record.getMessage()
 
     def test_errors_in_the_place_of_values(self, playing: Playing) -> None:
         """With `on_error="return"` the other rows go on."""
@@ -657,3 +634,6 @@ class Streams(RowsCase):
                 pickle.dumps(stream)
             with pytest.raises(TypeError, match="lives on the driver and can't be an argument"):
                 playing.play.submit([1], stream)  # type: ignore[arg-type]
+
+
+AREAS = [Streams, Reading]

@@ -87,16 +87,6 @@ def no_keep(label: str) -> NoReturn:
     )
 
 
-def no_such_attribute(label: str, name: str) -> AttributeError:
-    """The error of what a method of a view hasn't, such as the stream of one that has none."""
-    if name != "stream":
-        return AttributeError(f"{label} has no attribute {name!r}: call it, or use .submit, .keep or .options")
-    return AttributeError(
-        f"{label} has no stream: its value comes at once. Methods with rows=..., and those with Scatter that yield "
-        "(index, value), have one"
-    )
-
-
 class Yielded:
     """What a method yields of the rows of one rank: each once."""
 

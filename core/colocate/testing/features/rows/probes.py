@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
-from colocate import Context, First, Role, RoleError, Scatter, method
+from colocate import First, Role, RoleError, Scatter, method
 from colocate._role.context import RowState, running_call
 from colocate.testing.gate import Address, is_open, pass_gate, pass_gate_async
 
@@ -334,8 +334,3 @@ class StartsAgain(Playing):
             pass_gate(gate)
             if fails:
                 raise RuntimeError("once was enough")
-
-
-def number(ctx: Context) -> int:
-    """A function for `group.run`."""
-    return 1

@@ -1,7 +1,7 @@
 """Rows of a call that end one by one, the worker's half.
 
 Of a method with `rows=` each row is a task of the lane's event loop. What a batched method yields is told as it comes,
-and the method goes on only while the driver has credit for more. `_calls/rows.py` has the driver's half.
+and the method goes on only while the driver has credit for more. `calls.py` has the driver's half.
 """
 
 from __future__ import annotations
@@ -12,20 +12,18 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from functools import partial
 from typing import Any
 
-from colocate._protocol import from_worker
 from colocate._protocol.consequence import Consequence
 from colocate._role.context import RowState, running_call
 from colocate._role.method_spec import MethodSpec
-from colocate._role.rows import Yielded, end_row
 from colocate._system.tracebacks import rebuilding
 from colocate._values.leaving import ordinary, placed
+from colocate.features.rows.messages import RowEnded
+from colocate.features.rows.row_queue import RowQueue, RowsWork
+from colocate.features.rows.row_stream import Yielded, end_row
 from colocate.worker.background import Background
 from colocate.worker.birth.ending import RoleCode
 from colocate.worker.context import WorkerContext
-from colocate.worker.device import Device
-from colocate.worker.lane import Work
 from colocate.worker.results import sources_of
-from colocate.worker.row_queue import RowQueue
 from colocate.worker.serving import failure
 from colocate.worker.serving.handlers import calls_role_code
 from colocate.worker.serving.role_instance import RoleInstance
@@ -34,30 +32,15 @@ from colocate.worker.serving.role_instance import RoleInstance
 class RowTasks:
     """Runs calls whose rows end one by one. On the lane."""
 
-    def __init__(
-        self,
-        worker_context: WorkerContext,
-        role_code: RoleCode,
-        broken: Callable[[str], None],
-        device: Device,
-        background: Background | None,
-    ) -> None:
-        """Make it.
+    def __init__(self, worker_context: WorkerContext, background: Background | None) -> None:
+        """Make it. Args: worker_context: The worker. background: Whose lane it is; None for the main one."""
+        self._worker_context, self._background = worker_context, background
+        self._device = worker_context.device if background is None else background.device
+        self._role_code = RoleCode(has_thread=False)  # of each row
 
-        Args:
-            worker_context: The worker.
-            role_code: The block of each row.
-            broken: What the worker is told when it can't run them any more.
-            device: What their lane computes on.
-            background: Whose lane it is; None for the main one.
-        """
-        self._worker_context = worker_context
-        self._device, self._background = device, background
-        self._role_code = role_code
-        self._broken = broken
-
-    def runs(self, work: Work, role: RoleInstance, spec: MethodSpec) -> Callable[[object, dict[str, Any]], Any]:
-        """Return what runs a call, given the role and the arguments, in the place of the method itself."""
+    def runs(self, work: RowsWork, role: RoleInstance) -> Callable[[object, dict[str, Any]], Any]:
+        """See `OfWorker.runs`."""
+        spec: MethodSpec = work.spec
         if work.row_queue is not None:
             work.row_queue.begin(self._worker_context.scope, work.seq)
 
@@ -69,7 +52,7 @@ class RowTasks:
                 )
                 work.cancelled = work.cancelled or (work.row_queue.withdrawn and work.row_queue.is_alone)
             if spec.rows is not None:
-                return self._play(work, role, spec, arguments)
+                return self._play(work, role, arguments)
             if work.row_queue is None:  # they are kept
                 return (_all_async if spec.is_async else _all)(work, spec, instance, arguments)
             items, yielded = spec.call(instance, arguments), Yielded(work.label, work.valid_rows or 0)
@@ -81,8 +64,8 @@ class RowTasks:
 
     # -- rows that the driver gives
 
-    async def _play(self, work: Work, role: RoleInstance, spec: MethodSpec, arguments: dict[str, Any]) -> None:
-        row_queue: RowQueue = work.row_queue
+    async def _play(self, work: RowsWork, role: RoleInstance, arguments: dict[str, Any]) -> None:
+        row_queue = _queue_of(work)
         try:
             while True:
                 row_queue.check()
@@ -90,7 +73,7 @@ class RowTasks:
                 while row_queue.rows and not (keeps or row_queue.withdrawn or row_queue.stopped):
                     row, body = row_queue.rows.popleft()
                     state = RowState(work.seq, row=row, of=work)
-                    task = asyncio.ensure_future(self._row(work, role, spec, arguments, state, body))
+                    task = asyncio.ensure_future(self._row(work, role, arguments, state, body))
                     row_queue.running[state] = task
                     work.active_tasks += 1
                     task.add_done_callback(partial(self._over, work, role, state))
@@ -109,9 +92,9 @@ class RowTasks:
 
     @calls_role_code
     async def _row(
-        self, work: Work, role: RoleInstance, spec: MethodSpec, arguments: dict[str, Any], state: RowState, body: Any
+        self, work: RowsWork, role: RoleInstance, arguments: dict[str, Any], state: RowState, body: Any
     ) -> None:
-        worker_context = self._worker_context
+        worker_context, spec = self._worker_context, work.spec
         running_call.set(state)
         try:
             try:
@@ -134,39 +117,40 @@ class RowTasks:
         except BaseException as error:  # whatever role code raises is the row's
             self._tell_failure(work, role, state, error)
 
-    def _tell_failure(self, work: Work, role: RoleInstance, state: RowState, error: BaseException) -> None:
-        if not work.row_queue.is_wanted(state):
+    def _tell_failure(self, work: RowsWork, role: RoleInstance, state: RowState, error: BaseException) -> None:
+        if not _queue_of(work).is_wanted(state):
             return
         worker_context = self._worker_context
         error = worker_context.blamed(error, role.name, state)
         secondary = isinstance(error, Consequence)
         told, body = failure.failed(error, worker_context.codec, worker_context.definitions, role.name, secondary)
         bereft = any(part.is_bereft(role) for part in worker_context.parts.values())
-        worker_context.say(from_worker.RowEnded(work.seq, state.row, told, bereft), body)
+        worker_context.say(RowEnded(work.seq, state.row, told, bereft), body)
         if (lost := self._device.why_lost()) is not None:
-            self._broken(f"{work.label}, row {state.row}: {lost}")
+            self._worker_context.broken(f"{work.label}, row {state.row}: {lost}")
 
-    def _over(self, work: Work, role: RoleInstance, state: RowState, task: asyncio.Task[None]) -> None:
+    def _over(self, work: RowsWork, role: RoleInstance, state: RowState, task: asyncio.Task[None]) -> None:
         if task.cancelled():  # before its first step, as none of its steps lets that out
             self._tell_failure(work, role, state, state.raised or asyncio.CancelledError())
         work.active_tasks -= 1
-        work.row_queue.over(state)
+        _queue_of(work).over(state)
 
-    def _tell(self, work: Work, row: int, result: Any) -> None:
+    def _tell(self, work: RowsWork, row: int, result: Any) -> None:
         worker_context, label = self._worker_context, work.label
         if self._device.is_gpu:
             self._device.end(label)
         if result is not None:
             result = ordinary(result, self._device.lends)
         body = None if result is None else worker_context.packed(result, label)
-        worker_context.say_result(from_worker.RowEnded(work.seq, row, None), body, label)
+        worker_context.say_result(RowEnded(work.seq, row, None), body, label)
 
-    async def _news(self, work: Work) -> None:
+    async def _news(self, work: RowsWork) -> None:
         """Wait for something new; meanwhile the call itself is at a pause point."""
+        news = _queue_of(work).news()
         if self._background is None:
-            await work.row_queue.news()
+            await news
         else:
-            await self._background.lane.rest(work, work.row_queue.news())
+            await self._background.lane.rest(work, news)
 
     # -- rows that a method yields
 
@@ -178,8 +162,10 @@ class RowTasks:
         return lambda: row_queue.stopped or row_queue.ended is not None or (row_queue.withdrawn and is_alone)
 
     @calls_role_code
-    def _hear(self, work: Work, role: RoleInstance, spec: MethodSpec, items: Iterator[Any], yielded: Yielded) -> None:
-        row_queue: RowQueue = work.row_queue
+    def _hear(
+        self, work: RowsWork, role: RoleInstance, spec: MethodSpec, items: Iterator[Any], yielded: Yielded
+    ) -> None:
+        row_queue = _queue_of(work)
         tells, is_alone = role.ctx.rank in sources_of(spec, role.ctx), row_queue.is_alone
         try:
             while True:
@@ -210,9 +196,9 @@ class RowTasks:
 
     @calls_role_code
     async def _hear_async(
-        self, work: Work, role: RoleInstance, spec: MethodSpec, items: AsyncIterator[Any], yielded: Yielded
+        self, work: RowsWork, role: RoleInstance, spec: MethodSpec, items: AsyncIterator[Any], yielded: Yielded
     ) -> None:
-        row_queue: RowQueue = work.row_queue
+        row_queue = _queue_of(work)
         tells, is_alone = role.ctx.rank in sources_of(spec, role.ctx), row_queue.is_alone
         try:
             while True:
@@ -247,8 +233,13 @@ class RowTasks:
             yielded.check_end()
 
 
+def _queue_of(work: RowsWork) -> RowQueue:
+    assert work.row_queue is not None
+    return work.row_queue
+
+
 @calls_role_code
-def _all(work: Work, spec: MethodSpec, instance: object, arguments: dict[str, Any]) -> list[Any]:
+def _all(work: RowsWork, spec: MethodSpec, instance: object, arguments: dict[str, Any]) -> list[Any]:
     """Return all that a method yields, in the order of its rows."""
     yielded = Yielded(work.label, work.valid_rows or 0)
     found = dict(map(yielded.take, spec.call(instance, arguments)))
@@ -257,7 +248,7 @@ def _all(work: Work, spec: MethodSpec, instance: object, arguments: dict[str, An
 
 
 @calls_role_code
-async def _all_async(work: Work, spec: MethodSpec, instance: object, arguments: dict[str, Any]) -> list[Any]:
+async def _all_async(work: RowsWork, spec: MethodSpec, instance: object, arguments: dict[str, Any]) -> list[Any]:
     yielded = Yielded(work.label, work.valid_rows or 0)
     found = dict([yielded.take(item) async for item in spec.call(instance, arguments)])
     yielded.check_end()

@@ -13,16 +13,50 @@ from typing import Any
 import pytest
 
 import colocate
+from colocate import ColocatedGroup, RoleSpec, Runtime
 from colocate._signals.deferred import settle
 from colocate.errors import CallTimeout, ClosedError, RoleError
 from colocate.executor import OwnProcess
-from colocate.testing.executors._base import Spawn, needs
-from colocate.testing.executors.streams import OUT, RowsCase
+from colocate.testing.executors._base import ExecutorCase, Shared, Spawn, needs
+from colocate.testing.features.rows.probes import PLACES, Playing, Ringing, Yielding
 from colocate.testing.gate import Gate
-from colocate.testing.probes.streams import PLACES, Playing, Ringing, Yielding
+from colocate.testing.probes.plain import Log
 from colocate.testing.waiting import PATIENCE_S, wait_until
 
 READERS = 3
+OUT = 2 * PLACES * 2
+"""How many rows of two ranks are begun and not read, at most."""
+
+
+class RowsCase(ExecutorCase):
+    """Base of the areas of rows."""
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def shared_playing(cls, runtime: Runtime) -> Shared:
+        """Two slots with a role of each kind."""
+        roles: dict[str, RoleSpec[Any]] = {
+            "playing": colocate.role(Playing),
+            "yielding": colocate.role(Yielding),
+            "log": colocate.role(Log),
+        }
+
+        def warm_up(group: ColocatedGroup) -> None:
+            group.role("playing", Playing).play([1, 2, 3])
+
+        return Shared(runtime, roles, 2, "playing", warm_up=warm_up)
+
+    @pytest.fixture
+    def streaming(self, no_leaks: None, shared_playing: Shared) -> ColocatedGroup:
+        """The roles whose rows end one by one, which all tests share."""
+        return shared_playing.get()
+
+    @pytest.fixture
+    def playing(self, streaming: ColocatedGroup) -> Playing:
+        """The view of the playing role, with an empty log."""
+        view = streaming.role("playing", Playing)
+        view.logged()
+        return view
 
 
 class Alarm(Exception):

@@ -8,21 +8,46 @@ from typing import Any
 import attrs
 
 from colocate._kept.handles import Consumer, Reference
+from colocate._protocol.message import Message
 from colocate._role.call import Call, OnDriver, Resident
 from colocate._role.method_spec import MethodSpec
 from colocate._role.role import RoleInfo
-from colocate._role.rows import OnError, RowStream, check_row_options, no_keep
 from colocate._signals.in_framework import refuse_to_wait
 from colocate._system.numbers import limit
 from colocate._values.batch import each_row, resolve
 from colocate._values.dispatch import chosen_ranks
 from colocate._values.nesting import no_end
-from colocate._views.asked import Asked, RowOptions
 from colocate._views.references import with_references
 from colocate._views.sending import recording, refuse_inside
-from colocate._views.stream import Stream
+from colocate._views.view import ViewCall
+from colocate._worker_group.hooks import OfGroup
 from colocate._worker_group.worker_group import WorkerGroup
+from colocate._worker_group.workforce import Worker
 from colocate.errors import ConfigError
+from colocate.features.rows.calls import Asked, RowOptions, RowsCall
+from colocate.features.rows.messages import RowEnded
+from colocate.features.rows.row_stream import OnError, RowStream, check_row_options, no_keep
+from colocate.features.rows.stream import Stream
+
+
+class RowsOfGroup(OfGroup):
+    """The calls of a group's methods whose rows end one by one."""
+
+    def __init__(self, worker_group: WorkerGroup) -> None:
+        self._worker_group = worker_group
+
+    def view_call(self, role: RoleInfo, spec: MethodSpec) -> RowsViewCall:
+        """Return such a method of a role, as its view has it."""
+        return (_YieldsViewCall if spec.yields else RowsViewCall)(self._worker_group, role, spec)
+
+    def heard(self, worker: Worker, message: Message, body: Any) -> None:
+        """Hear that a rank has ended a row of a call that goes on."""
+        assert isinstance(message, RowEnded)
+        order = self._worker_group.order
+        with order.lock:
+            call = order.pending.get(message.seq)
+            if isinstance(call, RowsCall):  # otherwise it has failed
+                call.row_ended(worker.slot, message, body)
 
 
 class RowsViewCall(OnDriver):
@@ -127,6 +152,19 @@ class RowsViewCall(OnDriver):
         asked = Asked(worker_group, role, spec, label, self._options, consumer, arguments, len(rows), bodies, keys)
         asked.tries.update(dict.fromkeys(bodies, self._options.retry + 1))
         return asked
+
+
+class _YieldsViewCall(RowsViewCall):
+    """A batched method that yields its rows. Those that are kept stay in the workers, where they are made."""
+
+    __slots__ = ()
+
+    def keep(self, /, *args: Any, **kwargs: Any) -> Resident[Any]:
+        """Send it and return at once; the results stay in the workers."""
+        options = self._options
+        return ViewCall(self._worker_group, self._role, self._spec, options.timeout, options.ranks).keep(
+            *args, **kwargs
+        )
 
 
 def _key(key: Any, label: str) -> Hashable:

@@ -1,21 +1,30 @@
-"""`RowQueue`: what a driver says of the rows of a call that end one by one, on its way to the lane."""
+"""`RowQueue`: what a driver says of the rows of a call that end one by one, on its way to the lane.
+
+`RowsWork` is the call as the lane has it.
+"""
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from colocate._protocol import to_worker
+import attrs
+
 from colocate._protocol.consequence import Consequence
 from colocate._role.context import RowState
+from colocate.features.rows.messages import AHEAD, NoMoreRows, ReadRows, Row
+from colocate.worker.lane import Lane, Work
 from colocate.worker.serving.scope import Scope
 
 if TYPE_CHECKING:
     import asyncio
 
-    from colocate.worker.lane import Lane
+    from colocate.worker.serving.tasks import Tasks
+
+_ROWS_TOLD = 4  # of those that run, where stacks are asked for
 
 
 class RowQueue:
@@ -28,6 +37,7 @@ class RowQueue:
         no_more: Whether no other rows will come.
         withdrawn: Whether nobody waits for any.
         stopped: Whether the group is about to close: nothing begins any more, and what runs has its grace.
+        has_begun: Whether the call has begun.
         ended: Why a call that has begun must wait no longer: an earlier one has failed, say.
         running: The rows that run, each with its task. A row that has failed may come again before its task is over.
         is_alone: Whether no other rank works on the same rows, so that a call that is withdrawn may end here.
@@ -37,8 +47,8 @@ class RowQueue:
     def __init__(self, lane: Lane) -> None:
         self.lane = lane
         self.rows: deque[tuple[int, Any]] = deque()
-        self.credit = to_worker.AHEAD
-        self.no_more = self.withdrawn = self.stopped = False
+        self.credit = AHEAD
+        self.no_more = self.withdrawn = self.stopped = self.has_begun = False
         self.ended: str | None = None
         self.running: dict[RowState, asyncio.Task[None]] = {}
         self.is_alone = False
@@ -49,15 +59,15 @@ class RowQueue:
 
     # -- on the thread that receives; `wake` on the lane is to follow
 
-    def tell(self, message: to_worker.Row | to_worker.NoMoreRows | to_worker.ReadRows, body: Any) -> None:
+    def tell(self, message: Row | NoMoreRows | ReadRows, body: Any) -> None:
         """Take what the driver says."""
         match message:
-            case to_worker.Row():
+            case Row():
                 self.rows.append((message.row, body))
-            case to_worker.NoMoreRows():
+            case NoMoreRows():
                 self.withdrawn = self.withdrawn or message.withdrawn
                 self.no_more = True
-            case to_worker.ReadRows():
+            case ReadRows():
                 self.credit += message.count
         self._told.set()
 
@@ -75,7 +85,7 @@ class RowQueue:
 
     def begin(self, scope: Scope, seq: int) -> None:
         """The call begins: what was the end of waits while it was queued, behind one that has failed, is past."""
-        self.ended = None  # first: what ends waits after this is heard
+        self.has_begun, self.ended = True, None  # first: what ends waits after this is heard
         if (why := scope.why(seq)) is not None:
             self.ended = why
 
@@ -133,3 +143,39 @@ class RowQueue:
     def is_wanted(self, row: RowState) -> bool:
         """Whether somebody waits for a row. Its task doesn't say: role code cancels it, too, as task groups do."""
         return row not in self._cancelled
+
+
+@attrs.define(eq=False)
+class RowsWork(Work):
+    """A call whose rows end one by one.
+
+    Attributes:
+        row_queue: By what its rows come and go; None where its result is kept here.
+    """
+
+    row_queue: RowQueue | None = attrs.field(default=None, init=False)
+
+    @property
+    def is_whole(self) -> bool:
+        """See `Work.is_whole`: rows that the driver gives are parts."""
+        return self.spec.rows is None
+
+    @property
+    def may_wait(self) -> bool:
+        """See `Work.may_wait`."""
+        return self.is_whole or self.row_queue is None or bool(self.row_queue.running)
+
+    def awaiting(self, frames: Sequence[FrameType]) -> Sequence[tuple[str, Sequence[FrameType]]]:
+        """See `Work.awaiting`: of its rows the first are told."""
+        from colocate.worker.serving.tasks import frames_of  # it has asyncio, which others don't import
+
+        rows = [] if self.row_queue is None else list(self.row_queue.running.items())[:_ROWS_TOLD]
+        found = [(f"{self.label}, row {state.row}", frames_of(task.get_coro())) for state, task in rows]
+        return [each for each in found if each[1]] or super().awaiting(frames)
+
+    def interrupt(self, tasks: Tasks, error: Callable[[], BaseException], row: RowState | None) -> None:
+        """See `Work.interrupt`."""
+        if self.is_whole or self.row_queue is None:
+            super().interrupt(tasks, error, row)
+        else:
+            self.row_queue.fail(error, row)

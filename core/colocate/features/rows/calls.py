@@ -1,7 +1,7 @@
 """Rows of a call that end one by one, the driver's half: which rank gets which, and what has come of them.
 
 Such a call has one place in the order of its group. Ranks are given rows of a method with `rows=` as they have places;
-what a batched method yields comes while there is credit. `worker/rows.py` has the other half.
+what a batched method yields comes while there is credit. `tasks.py` has the other half.
 """
 
 from __future__ import annotations
@@ -10,21 +10,35 @@ import abc
 import contextlib
 import operator
 import time
+import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, MutableMapping, Sequence
-from typing import Any, Protocol, cast
+from functools import partial
+from typing import Any, cast
+
+import attrs
 
 from colocate._calls.failures import failure_error
+from colocate._calls.order import CallOrder
 from colocate._calls.pending import Link, PendingCall, result_of
+from colocate._calls.stacks import Stacks
 from colocate._definitions.packed import packed_bytes
-from colocate._protocol import from_worker, to_worker
-from colocate._role.rows import OnError
-from colocate._signals.in_framework import Section
+from colocate._kept.handles import Consumer, Reference
+from colocate._role.method_spec import MethodSpec
+from colocate._role.role import RoleInfo
+from colocate._signals.deferred import run_deferred
 from colocate._system.jobs import error_text
 from colocate._system.numbers import plural
-from colocate.errors import CallCancelled, ClosedError, ColocateError, SerializationError
+from colocate._values.dispatch import plan
+from colocate._views.references import with_references
+from colocate._views.sending import Messages, ready, send_with
+from colocate._worker_group.worker_group import WorkerGroup
+from colocate.errors import CallCancelled, ClosedError, ColocateError, RoleError, SerializationError
+from colocate.features.rows.messages import AHEAD, NoMoreRows, ReadRows, Row, RowEnded
+from colocate.features.rows.row_stream import OnError
 
 _slot_of = operator.itemgetter(0)
+_OUT = 2  # rows that are given and not read, at most, for each that can run at once
 
 
 class Flow:
@@ -138,16 +152,6 @@ class Flow:
             own.clear()
 
 
-class Order(Protocol):
-    """What it needs of the order of its group's calls."""
-
-    lock: Section
-
-    def is_to_end(self, call: RowsCall) -> None:
-        """Nobody waits for its rows any more, and what its ranks await was cancelled."""
-        ...
-
-
 class RowsCall(PendingCall, abc.ABC):
     """A call whose rows end one by one.
 
@@ -157,6 +161,7 @@ class RowsCall(PendingCall, abc.ABC):
         ends: What has come of each that has ended, by its index: the slot, and its value, packed, or an error.
         heard: Called with it and the index of each, on a thread of the framework, with the order's lock held.
         is_read: Whether its rows are read as they end; otherwise all together are its value.
+        order: The order of its group's calls.
     """
 
     _is_cancelled = True  # what its ranks await, where nobody waits for its rows any more
@@ -168,7 +173,7 @@ class RowsCall(PendingCall, abc.ABC):
         method: str,
         targets: Sequence[int],
         ranks: Sequence[int],
-        order: Order,
+        order: CallOrder,
         on_error: OnError,
         rows: int,
     ) -> None:
@@ -179,7 +184,7 @@ class RowsCall(PendingCall, abc.ABC):
         self.ends: dict[int, tuple[int, Any, ColocateError | None]] = {}
         self.heard: Callable[[RowsCall, int], object] = lambda call, row: None
         self.is_read = False
-        self._order, self._lock = order, order.lock
+        self.order, self._lock = order, order.lock
         self._read: deque[int] = deque()  # the slots of rows that have been
         self._is_withdrawn = False  # perhaps before it was sent
         self._is_over = False  # whether its ranks have been told that no rows will come
@@ -199,7 +204,7 @@ class RowsCall(PendingCall, abc.ABC):
         """Give its ranks the rows that they may have at first."""
 
     @abc.abstractmethod
-    def row_ended(self, slot: int, told: from_worker.RowEnded, body: Any) -> None:
+    def row_ended(self, slot: int, told: RowEnded, body: Any) -> None:
         """A row has ended on a rank."""
 
     def _note(self, row: int, slot: int, body: Any, error: ColocateError | None = None) -> None:
@@ -212,9 +217,25 @@ class RowsCall(PendingCall, abc.ABC):
         """Tell its ranks that no rows will come."""
         if withdrawn or not self._is_over:
             self._is_over = True
-            self.group.send(self.targets, to_worker.NoMoreRows(self.seq, withdrawn))
+            self.group.send(self.targets, NoMoreRows(self.seq, withdrawn))
             if withdrawn and self._is_cancelled:
-                self._order.is_to_end(self)
+                self._is_to_end()
+
+    def _is_to_end(self) -> None:
+        """Give its ranks the time of a hold to end, as nobody waits for its rows, and what they await was cancelled."""
+        self.group.services.timers.after(self.group.grace, partial(_look_for_end, weakref.ref(self)))
+
+    def fail_if_left(self, stacks: Stacks) -> None:
+        """Fail the group if a rank still runs it."""
+        with self._lock:
+            if self.done():
+                return
+            # Others wait for an earlier call, or a hold, and will find that nobody waits.
+            stuck = [slot for slot in self.missing() if self.seq in self.order.stacks.ran.get(slot, ())]
+            if stuck and not self.order.is_held(self.lane):
+                self.group.fail(left_error(self.group, self, stuck[0], stacks.of(stuck[0])))
+            else:
+                self._is_to_end()
 
     @property
     def group(self) -> Link:
@@ -311,7 +332,7 @@ class GivenRows(RowsCall):
     def _begin(self) -> None:
         self._give()
 
-    def row_ended(self, slot: int, told: from_worker.RowEnded, body: Any) -> None:
+    def row_ended(self, slot: int, told: RowEnded, body: Any) -> None:
         """Take what has come of a row, and give out others."""
         row, failure = told.row, told.failure
         again = failure is not None and self._flow.tries[row] > 0 and not self._is_over
@@ -341,7 +362,7 @@ class GivenRows(RowsCall):
         while given := self._flow.give():
             for slot, row in given:
                 try:
-                    self.group.send([slot], to_worker.Row(self.seq, row), self._packed[row])
+                    self.group.send([slot], Row(self.seq, row), self._packed[row])
                 except Exception as error:  # no descriptor is left, say
                     self._flow.ended(row)
                     words = f"{self.label}, row {row}: it can't be sent: {error_text(error)}"
@@ -377,14 +398,14 @@ class YieldedRows(RowsCall):
     def _begin(self) -> None:
         if not self._is_ahead:  # all may come at once
             for slot, rows in self._rows_of.items():
-                self.group.send([slot], to_worker.ReadRows(self.seq, len(rows)))
+                self.group.send([slot], ReadRows(self.seq, len(rows)))
 
-    def row_ended(self, slot: int, told: from_worker.RowEnded, body: Any) -> None:
+    def row_ended(self, slot: int, told: RowEnded, body: Any) -> None:
         """Take what has come of a row."""
         self._note(self._rows_of[slot][told.row], slot, body)
 
     def _wants_read(self) -> bool:
-        return self._is_ahead and len(self._read) >= to_worker.AHEAD // 2
+        return self._is_ahead and len(self._read) >= AHEAD // 2
 
     def _take_read(self) -> None:
         counts: Counter[int] = Counter()
@@ -392,7 +413,7 @@ class YieldedRows(RowsCall):
             while True:
                 counts[self._read.popleft()] += 1
         for slot, count in counts.items():
-            self.group.send([slot], to_worker.ReadRows(self.seq, count))
+            self.group.send([slot], ReadRows(self.seq, count))
 
 
 def left_out(call: RowsCall, count: int) -> ColocateError:
@@ -404,3 +425,101 @@ def left_out(call: RowsCall, count: int) -> ColocateError:
     return CallCancelled(
         f"{call.label} was cancelled while it ran (ctx.cancelled), and has ended without {left}", method=call.method
     )
+
+
+def left_error(link: Link, call: PendingCall, slot: int, stack: str) -> ColocateError:
+    """The error of a group one of whose ranks goes on with rows that nobody waits for."""
+    return RoleError(
+        f"group {link.name!r} failed: {call.label} did not end on slot {slot} (node {link.node(slot)}) within "
+        f"{link.grace:g} s after nobody waited for its rows any more, as its stream was left or a row had failed. What "
+        "it awaits was cancelled: it has to let asyncio.CancelledError out (`except Exception` does, `except "
+        f"BaseException` doesn't). It is here:\n{stack}",
+        group=link.name,
+        role=call.role,
+        method=call.method,
+        rank=call.rank_of(slot),
+        node=link.node(slot),
+        called_at=call.called_at,
+    )
+
+
+def _look_for_end(ref: weakref.ref[RowsCall]) -> None:
+    if (call := ref()) is not None and not call.done():
+        call.order.stacks.ask(call.missing(), call.fail_if_left)
+
+
+@attrs.frozen
+class RowOptions:
+    """With what such a method is called; see `RowCall.options`."""
+
+    timeout: float | None = None
+    ranks: Sequence[int] | None = None
+    on_error: OnError = "raise"
+    retry: int = 0
+    sticky: Callable[[Any], object] | None = None
+
+
+@attrs.define(eq=False)
+class Asked:
+    """What was asked for, of which a call is made, and perhaps another one when the group has been restarted."""
+
+    worker_group: WorkerGroup
+    role: RoleInfo
+    spec: MethodSpec
+    label: str
+    options: RowOptions
+    consumer: Consumer
+    arguments: Mapping[str, Any]  # without the rows that are given one by one
+    count: int = 0  # how many rows there are; of those that ranks get at once it is known when they are split
+    bodies: dict[int, Any] = attrs.field(factory=dict)
+    keys: Mapping[int, Hashable] | None = None
+    tries: dict[int, int] = attrs.field(factory=dict)
+    at: Any = None  # the line that has asked
+
+    def begin(
+        self,
+        rows: Sequence[int],
+        is_ahead: bool,
+        prepare: Callable[[RowsCall], object] = lambda call: None,
+        is_again: bool = False,
+    ) -> RowsCall:
+        """Send a call of some of the rows.
+
+        Args:
+            rows: Those that are given one by one.
+            is_ahead: Whether they are read one by one, and as many run ahead of that.
+            prepare: Is told of the call before it is sent.
+            is_again: Whether an earlier one has ended with the group's restart, of which others are to be told yet.
+        """
+        worker_group, role, spec = self.worker_group, self.role, self.spec
+        uses: list[Reference] = []
+        arguments = with_references(dict(self.arguments), worker_group, self.consumer, self.label, uses)
+        planned = plan(spec.dispatch, arguments, role.ranks, self.options.ranks)
+        targets: Sequence[int] = role.slots
+        if not isinstance(planned.targets, range):
+            targets = [targets[rank] for rank in planned.targets]
+        order = worker_group.order
+        where = self.label, role.name, spec.name, targets, planned.targets, order, self.options.on_error
+        call: RowsCall
+        if spec.rows is not None:
+            ahead = _OUT * spec.concurrency * len(targets) if is_ahead else None
+            flow = Flow(rows, targets, spec.concurrency, ahead, self.keys, self.tries)
+            call = GivenRows(*where, self.count, flow=flow, bodies=self.bodies)
+        else:
+            places: dict[int, Sequence[int]] = {}
+            self.count = 0
+            for rank in spec.collect.sources(role.ranks):
+                size = planned.valid[rank] or 0
+                own = range(self.count, self.count + size) if planned.partition is None else planned.partition[rank]
+                places[role.slots[rank]] = own
+                self.count += size
+            is_cancelled = spec.is_async and len(places) == len(role.slots)  # others mustn't leave their common steps
+            call = YieldedRows(*where, self.count, places=places, is_ahead=is_ahead, is_cancelled=is_cancelled)
+        prepare(call)
+        draft = ready(worker_group, call, role, spec, planned, uses, self.options.timeout)
+        self.at = call.at = self.at or call.at
+        if worker_group.services.observers and not worker_group.services.executor.in_process:
+            call.sent += sum(packed_bytes(self.bodies[row]) for row in rows) if spec.rows is not None else 0
+        messages = Messages((draft,))
+        run_deferred(lambda: send_with(messages, call.begin, is_again), call.withdraw, waits_s=None)
+        return call

@@ -7,6 +7,7 @@ reads next. What follows the end of a call is done on another thread, once.
 from __future__ import annotations
 
 import copy
+import gc
 import logging
 import sys
 import threading
@@ -17,19 +18,19 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, TypeAlias
 
-from colocate._calls.pending import PendingCall, half_read
-from colocate._calls.rows import RowsCall, left_out
-from colocate._role.rows import RowStream
+from colocate._calls.pending import PendingCall, held_open
 from colocate._signals.arrivals import Arrivals
-from colocate._signals.deferred import run_deferred, who_waits
+from colocate._signals.deferred import run_deferred, settle, who_waits
 from colocate._signals.in_framework import refuse_to_wait
 from colocate._system.numbers import plural
 from colocate._system.tracebacks import is_of_handler
-from colocate._views.asked import Asked
 from colocate._worker_group.worker_group import WorkerGroup
 from colocate.errors import ClosedError, ColocateError, GroupRestarted
+from colocate.features.rows.calls import Asked, RowsCall, left_out
+from colocate.features.rows.row_stream import RowStream
 
 _log = logging.getLogger("colocate")
+_SETTLES_WITHIN_S = 0.1
 _Ended: TypeAlias = tuple[RowsCall, int | None, tuple[int, Any] | None]
 """A row of a call that has ended, and what who reads it gets, once that was made; or a call of which no others come."""
 
@@ -45,11 +46,61 @@ class _Reader:
         """Note that this thread and task read the stream."""
         self._thread, self._task = weakref.ref(threading.current_thread()), _task()
 
-    def is_here(self, awaits: bool) -> bool:
-        """See `pending.Reader`."""
-        if self._thread() is not who_waits():
-            return False
-        return not awaits or (self._task is not None and self._task == _task())
+    def refuse(self, stream: PendingCall, waiting: PendingCall, awaits: bool) -> None:
+        """Raise where a call comes after a stream that this thread, or task, reads: while it waits nobody reads that.
+
+        So does what it waits for: the calls that make residents which it uses, and those before it that wait for such.
+        """
+        if self._thread() is not who_waits() or (awaits and (self._task is None or self._task != _task())):
+            return
+        for call in _awaited(waiting):
+            if not _is_behind(call, stream):
+                continue
+            # Perhaps nobody has it any more but an exception and its own frames, and who is told of what was read.
+            settle(_SETTLES_WITHIN_S)
+            gc.collect()
+            if stream not in held_open or stream.done():
+                return
+            who = "task" if awaits else "thread"
+            what = waiting.label if call is waiting else f"{waiting.label} waits for {call.label}, which"
+            raise ColocateError(
+                f"{what} comes after the stream of {stream.label} that was opened at {stream.called_at}, whose "
+                f"rows haven't all been read, and are read by this {who}: it would wait for itself. Read all of "
+                "them first, or close the stream (`with view.method.stream(...) as rows:`)",
+                group=None if waiting.link is None else waiting.link.name,
+                role=waiting.role,
+                method=waiting.method,
+            )
+
+
+def _awaited(waiting: PendingCall) -> list[PendingCall]:
+    """Return a call and those that must end before it: of calls that only come before it such as wait."""
+    found = [waiting]
+    for call in found:
+        sent = list(call.link.order.pending.values()) if isinstance(call.link, WorkerGroup) else []
+        awaited = [use._kept.call for use in call.uses]
+        before = (each for each in sent if _is_behind(call, each))
+        awaited += [each for each in before if each.uses or each.is_for_all or each.partner is not None]
+        if call.partner is not None:
+            awaited.append(call.partner)
+        found += [each for each in awaited if not (each.done() or each in found)]
+    return found
+
+
+def _is_behind(call: PendingCall, other: PendingCall) -> bool:
+    """Return whether a call comes after another one in the order of a lane, on some rank."""
+    return (
+        (link := other.link) is call.link
+        and link is not None
+        and other is not call
+        and not -1 < call.seq < other.seq
+        and not set(other.targets).isdisjoint(call.targets)
+        and (
+            other.lane == call.lane
+            or (call.is_for_all and not link.is_paused(other.lane))
+            or (other.is_for_all and not link.is_paused(call.lane))
+        )
+    )
 
 
 def _task() -> weakref.ref[Any] | None:
@@ -80,11 +131,11 @@ class Stream(RowStream[Any]):
         except BaseException:
             self._arrivals.end()
             if (call := getattr(self, "_call", None)) is not None:  # one has been made, and perhaps sent
-                half_read.pop(call, None)
+                held_open.pop(call, None)
                 asked.worker_group.services.timers.soon(call.withdraw)
             raise
         if len(self._done) == asked.count:
-            half_read.pop(self._call, None)
+            held_open.pop(self._call, None)
 
     def _hear(self, call: RowsCall) -> None:
         """A call is about to be sent: from now on its rows come here."""
@@ -94,7 +145,7 @@ class Stream(RowStream[Any]):
         call.is_read, call.heard = True, partial(_heard, self._arrivals)
         call._then(call.heard)
         if self._is_ahead:
-            half_read[call] = self._reader
+            held_open[call] = self._reader.refuse
 
     def __repr__(self) -> str:
         state = "closed" if self._is_closed else f"{len(self._done)} of {plural(self._asked.count, 'row')} read"
@@ -159,7 +210,7 @@ class Stream(RowStream[Any]):
     def _let_go(self, call: RowsCall) -> None:
         """Nobody reads its rows any more."""
         worker_group = self._asked.worker_group
-        half_read.pop(call, None)
+        held_open.pop(call, None)
         if worker_group.forked:
             return
         if not call.done():
@@ -187,8 +238,8 @@ class Stream(RowStream[Any]):
         self._call.tell_read()  # who was to tell may have been interrupted
         if not awaits:
             refuse_to_wait(self._asked.label)
-        if half_read:
-            self._call.refuse_behind_stream(awaits)
+        if held_open:
+            self._call.refuse_in_vain(awaits)
 
     def _taken(self, mine: deque[_Ended]) -> tuple[int, Any] | None:
         """The row that was taken; None where that is no row, or its error is raised when the call has ended."""
@@ -213,7 +264,7 @@ class Stream(RowStream[Any]):
         self._done.add(row)
         call.note_read(row)
         if len(self._done) == self._asked.count:
-            half_read.pop(call, None)
+            held_open.pop(call, None)
         return found
 
     def _is_usable(self, call: RowsCall, row: int) -> bool:
@@ -226,7 +277,7 @@ class Stream(RowStream[Any]):
         """Find out what becomes of the rows that haven't ended: they begin once more, or it is told why not."""
         if self._is_closed or not self._claims(call):
             return
-        half_read.pop(call, None)
+        held_open.pop(call, None)
         asked, error, missing = self._asked, call._failure() or call.failure, self._missing()
         if error is None and missing:
             error = left_out(call, len(missing))

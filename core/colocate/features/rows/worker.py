@@ -1,0 +1,68 @@
+"""`RowsOfWorker`: what a worker hears of calls whose rows end one by one. `tasks.py` runs them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from colocate._protocol.message import Message
+from colocate._protocol.to_worker import Call
+from colocate.features.rows.messages import NoMoreRows, ReadRows, Row
+from colocate.features.rows.row_queue import RowQueue, RowsWork
+from colocate.worker.context import WorkerContext
+from colocate.worker.hooks import OfWorker
+from colocate.worker.lane import Work
+from colocate.worker.serving.role_instance import RoleInstance
+
+
+class RowsOfWorker(OfWorker):
+    """The row queues of a worker's calls, as long as these are there."""
+
+    def __init__(self, worker_context: WorkerContext) -> None:
+        self._worker_context = worker_context
+        self._row_queues: weakref.WeakValueDictionary[int, RowQueue] = weakref.WeakValueDictionary()
+        worker_context.scope.ends(self._end_waits)
+
+    def work(self, *arguments: Any) -> RowsWork:
+        """Make what a lane does for a call; its rows come by a queue, unless its result is kept here."""
+        work = RowsWork(*arguments)
+        call = work.message
+        assert isinstance(call, Call)
+        if call.keep is None:
+            work.concurrency = min(work.concurrency, 1)
+            work.row_queue = self._row_queues[work.seq] = RowQueue(self._worker_context.lane_for(call.role))
+        return work
+
+    def runs(self, work: Work, role: RoleInstance) -> Callable[[object, dict[str, Any]], Any]:
+        """Have the rows of a call run."""
+        from colocate.features.rows.tasks import RowTasks  # it has asyncio, which is imported when something is awaited
+
+        assert isinstance(work, RowsWork)
+        return RowTasks(self._worker_context, self._worker_context.background.get(role.name or "")).runs(work, role)
+
+    def heard(self, message: Message, body: Any) -> None:
+        """Hear of rows that are to begin, that were read, or that nobody waits for."""
+        assert isinstance(message, Row | NoMoreRows | ReadRows)
+        if (row_queue := self._row_queues.get(message.seq)) is not None:  # otherwise the call has failed here
+            row_queue.tell(message, body)
+            if row_queue.withdrawn and row_queue.is_alone:
+                row_queue.lane.cancel(message.seq, message.seq)
+            row_queue.lane.do(row_queue.wake)
+
+    def unwanted(self, seq: int) -> None:
+        """Have a call wait no longer."""
+        if (row_queue := self._row_queues.get(seq)) is not None:
+            row_queue.end("nobody waits for it any more")
+
+    def stops(self) -> None:
+        """Have no row begin."""
+        for row_queue in list(self._row_queues.values()):
+            row_queue.stop()
+            row_queue.lane.do(row_queue.wake)
+
+    def _end_waits(self, concerns: Callable[[int], bool], reason: str) -> None:
+        for number, row_queue in list(self._row_queues.items()):
+            if row_queue.has_begun and concerns(number):  # one that begins later asks the scope by itself
+                row_queue.end(reason)
+                row_queue.lane.do(row_queue.wake)
