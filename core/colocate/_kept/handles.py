@@ -18,10 +18,11 @@ from colocate._signals.in_framework import refuse_to_wait
 from colocate._system.lines import at
 from colocate._system.numbers import FOREVER_S, limit, size_text
 from colocate._values import batch
-from colocate._values.batch import Deferred, even_sizes
+from colocate._values.batch import Deferred
 from colocate._values.collect import Concat, Gather
 from colocate._values.dispatch import check_items
 from colocate._values.mesh import Mesh
+from colocate._values.plain import even_sizes
 
 if TYPE_CHECKING:
     from colocate._values.balance import Partition

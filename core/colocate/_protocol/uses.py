@@ -25,12 +25,13 @@ from colocate._system.by_type import by_type
 from colocate._system.numbers import plural
 from colocate._values import batch
 from colocate._values.balance import Partition, check_aligned
-from colocate._values.batch import Beside, Cut, check_sets, even_sizes, padded_sizes
+from colocate._values.batch import Beside, Cut, check_sets
 from colocate._values.collect import Collect, Concat, Gather
 from colocate._values.dispatch import check_items
-from colocate._values.leaves import PLAIN, Memo, map_leaves
+from colocate._values.leaves import Memo, map_leaves
 from colocate._values.leaving import Watch
 from colocate._values.mesh import Ranks
+from colocate._values.plain import PLAIN, even_sizes, padded_sizes
 from colocate.errors import DispatchError
 
 Written: TypeAlias = tuple[int, str, str | None]

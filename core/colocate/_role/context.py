@@ -13,7 +13,7 @@ import attrs
 
 from colocate._system.installed import pip_line
 from colocate._system.nearest import did_you_mean
-from colocate._values.mesh import Mesh
+from colocate._values.mesh import Mesh, one_axis
 from colocate.errors import CapabilityError, ColocateError, ConfigError
 
 if TYPE_CHECKING:
@@ -490,7 +490,7 @@ def derive_seed(seed: int, group: str, role: str | None, rank: int) -> int:
 def standalone_context(role: str) -> Context:
     """Return the context of a role object made outside any worker: rank 0 of 1, on the CPU."""
     seed = derive_seed(0, "standalone", role, 0)
-    place = {"": MeshPlace(Mesh({"dp": 1}), 0)}
+    place = {"": MeshPlace(one_axis(1)[""], 0)}
     rows = derive_seed(0, "standalone", role, -1)
     return Context(0, 1, 0, "localhost", role, "standalone", 0, seed, place, seed_of_rows=rows, hosted=False)
 

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 from colocate._system.imported import imported
 from colocate._system.numbers import plural
-from colocate._values.batch import even_sizes
+from colocate._values.plain import even_sizes
 from colocate.errors import DispatchError
 
 Partition: TypeAlias = Sequence[Sequence[int]]

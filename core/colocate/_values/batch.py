@@ -15,7 +15,6 @@ from colocate._definitions.structure import structure_of
 from colocate._system.by_type import by_type
 from colocate._system.numbers import plural
 from colocate._values.leaves import (
-    PLAIN,
     Kind,
     Label,
     Memo,
@@ -24,13 +23,11 @@ from colocate._values.leaves import (
     is_container,
     kind_of,
     leaves,
-    map_leaves,
     named_leaves,
     rebuild,
     take_apart,
 )
 from colocate._values.leaving import on_one_device
-from colocate._values.nesting import kinds_inside
 from colocate.errors import DispatchError
 
 Padding = Literal["none", "even"]
@@ -107,15 +104,6 @@ class Deferred(abc.ABC):
 def is_deferred(kind: type) -> bool:
     """Whether values of this type are `Deferred`."""
     return issubclass(kind, Deferred)
-
-
-def resolve(value: Any, leaf: Callable[[Deferred], Any]) -> Any:
-    """Replace every `Deferred` in a value by `leaf(it)`; without one it is the value itself, and cheaply."""
-    if type(value) is dict and PLAIN.issuperset(map(type, value.values())):  # as the arguments of many a call
-        return value
-    if not any(map(is_deferred, kinds_inside(value))):  # which a value without an end is asked, too
-        return value
-    return map_leaves(value, leaf, is_deferred)
 
 
 @attrs.frozen
@@ -261,18 +249,6 @@ def pad(value: Any, to: int) -> Any:
     """Repeat the last row until there are `to` rows; the value given, which has one at least, stays as it is."""
     total = rows(value, "value")
     return value if total == to else take_apart(value, 1, leaf_splitter([total], to))[0]
-
-
-def even_sizes(total: int, count: int, of: int = 1) -> list[int]:
-    """Return the rows of `count` parts that differ by one set of `of` rows at most, the larger ones first."""
-    each, more = divmod(total // of, count)
-    return [(each + 1) * of] * more + [each * of] * (count - more)
-
-
-def padded_sizes(total: int, count: int) -> tuple[int, list[int]]:
-    """Return the rows of each of `count` equal parts, and how many are real: the padding is at the very end."""
-    each = -(-total // count)
-    return each, [min(max(total - index * each, 0), each) for index in range(count)]
 
 
 def leaf_splitter(sizes: Sequence[int], each: int | None = None) -> Callable[[Any], Sequence[Any]]:

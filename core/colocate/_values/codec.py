@@ -8,8 +8,10 @@ from typing import Any
 import attrs
 
 from colocate import wire
+from colocate._definitions.packed import Plain
 from colocate._values.leaving import handed_over
 from colocate._values.nesting import no_end
+from colocate._values.plain import is_plain
 from colocate.errors import SerializationError
 
 
@@ -56,7 +58,15 @@ def explain(value: Any, name: str, what: str, error: Exception) -> Serialization
 
 def _handed_over(value: Any, device: str | None) -> Any:
     # What a worker gets is detached from autograd on every executor; a graph must not reach from role to driver.
-    return value if device is None else handed_over(value)
+    if device is None:
+        return value
+    if type(value) is dict:
+        return dict(value) if all(map(_holds_nothing, value.values())) else handed_over(value)
+    return value if _holds_nothing(value) else handed_over(value)
+
+
+def _holds_nothing(value: Any) -> bool:
+    return is_plain(value) or issubclass(type(value), Plain)  # which stands for a resident
 
 
 def _owned(body: Any, device: str | None) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any, ClassVar, Literal
 
@@ -20,16 +20,15 @@ from colocate._values.batch import (
     Padding,
     check_sets,
     count_rows,
-    even_sizes,
     is_deferred,
     leaf_splitter,
-    padded_sizes,
-    resolve,
     same_rows,
     take,
 )
-from colocate._values.leaves import PLAIN, Memo, leaves, take_apart
-from colocate._values.mesh import Ranks
+from colocate._values.leaves import Memo, leaves, map_leaves, take_apart
+from colocate._values.mesh import Ranks, one_axis
+from colocate._values.nesting import kinds_inside
+from colocate._values.plain import PLAIN, even_sizes, is_plain, padded_sizes
 from colocate.errors import ConfigError, DispatchError
 
 Arguments = Mapping[str, Any]
@@ -248,6 +247,8 @@ class Scatter(_Named):
 
     def split(self, arguments: Arguments, ranks: Ranks) -> Sequence[Arguments]:
         """The parts of the named parameters, everything else whole."""
+        if type(arguments.get(self.parameters[0])) is list and (plain := self._of_plain(arguments, ranks)) is not None:
+            return plain
         mesh = ranks.mesh(self.mesh)
         count = mesh.size(self.axis)
         by_cost = self.balance is not None and arguments.get(self.balance) is not None
@@ -275,6 +276,20 @@ class Scatter(_Named):
             None if each is None else [each] * ranks.world_size,
             None if partition is None else [partition[place] for place in places],
         )
+
+    def _of_plain(self, arguments: Arguments, ranks: Ranks) -> Parts | None:
+        """Return what `split` gives where all is plain, and lists are spread over all ranks; otherwise None."""
+        count, total = ranks.world_size, len(arguments[self.parameters[0]])
+        if self.axis != "dp" or self.rows_of > 1 or self.pad or self.mesh or self.balance or total < count:
+            return None
+        lists = {name: arguments[name] for name in self.parameters if name in arguments}
+        if any(type(each) is not list or len(each) != total for each in lists.values()):
+            return None
+        if ranks.meshes is not one_axis(count) or not all(map(is_plain, arguments.values())):
+            return None
+        sizes = even_sizes(total, count)
+        cuts = [slice(*ends) for ends in pairwise(accumulate(sizes, initial=0))]
+        return Parts([{**arguments, **{name: each[cut] for name, each in lists.items()}} for cut in cuts], sizes)
 
     def _partition(self, values: dict[str, Any], count: int) -> tuple[str, Partition | None]:
         """Return which rows each place gets where these were chosen, and the parameter that decides.
@@ -494,6 +509,15 @@ def plan(dispatch: Dispatch, arguments: Arguments, ranks: Ranks, select: Sequenc
     _check_targets(f"{dispatch!r}", targets, ranks)
     columns = [[column[rank] for rank in targets] for column in (valid or unknown, padded or unknown)]
     return Plan([parts[rank] for rank in targets], targets, columns[0], columns[1])
+
+
+def resolve(value: Any, leaf: Callable[[Deferred], Any]) -> Any:
+    """Replace every `Deferred` in a value by `leaf(it)`; without one it is the value itself, and cheaply."""
+    if all(map(is_plain, value.values())) if type(value) is dict else is_plain(value):  # as those of many a call
+        return value
+    if not any(map(is_deferred, kinds_inside(value))):  # which a value without an end is asked, too
+        return value
+    return map_leaves(value, leaf, is_deferred)
 
 
 def whole(value: Any) -> Any:

@@ -21,9 +21,6 @@ from colocate.errors import ConfigError, DispatchError
 
 B = TypeVar("B")
 
-PLAIN = frozenset({int, float, str, bool, bytes, type(None)})
-"""Types of values in which there is nothing else: what long lists are mostly made of."""
-
 Label = Callable[[int], str]
 """What to call one of several values in an error."""
 
@@ -392,14 +389,6 @@ def named_leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
         return
     for key, item in enumerate(value) if isinstance(value, tuple) else value.items():
         yield from named_leaves(item, f"{path}[{key!r}]")
-
-
-def are_plain(items: Sequence[Any], depth: int = 2) -> bool:
-    """Whether these are numbers, texts and the like, also in tuples and in tuples of these: as a row's tokens are."""
-    kinds = set(map(type, items)) - PLAIN
-    return not kinds or (
-        depth > 0 and kinds == {tuple} and all(are_plain(each, depth - 1) for each in items if type(each) is tuple)
-    )
 
 
 def map_leaves(

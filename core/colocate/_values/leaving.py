@@ -19,15 +19,14 @@ from typing import Any
 import attrs
 
 from colocate._definitions.codec import is_trained
-from colocate._definitions.packed import Plain
 from colocate._definitions.structure import structure_of
 from colocate._devices.copies import Copies, exposed, flat
 from colocate._system.by_type import by_type
 from colocate._system.imported import imported
 from colocate._system.jobs import error_text
-from colocate._values.leaves import PLAIN, are_plain, is_collection, map_leaves
+from colocate._values.leaves import is_collection, map_leaves
+from colocate._values.plain import are_plain
 from colocate.errors import DispatchError
-from colocate.gpus import KIND
 
 _PLAIN = (int, float, str, type(None))
 _COMPARED = (*_PLAIN, complex, bytes, bytearray)
@@ -192,12 +191,6 @@ def on_one_device(values: Sequence[Any]) -> Sequence[Any]:
     return values if first is None else [on_device(value, str(first.device)) for value in values]
 
 
-def gpu_is_used() -> bool:
-    """Whether this process has used a GPU, so that values in it may be there."""
-    torch = imported("torch")
-    return torch is not None and bool(getattr(torch, KIND.device).is_initialized())
-
-
 class _Moves:
     """Moves values to one device: each tensor once, so that two names of one stay two names of one.
 
@@ -293,16 +286,8 @@ def ordinary(value: Any, is_lent: Callable[[Any], bool] = lambda tensor: False) 
     return value if isinstance(value, _PLAIN) else _Ordinary(is_lent).value(value)
 
 
-@by_type
-def _holds_nothing(kind: type) -> bool:
-    return kind in PLAIN or issubclass(kind, Plain)
-
-
 def handed_over(value: Any) -> Any:
     """Return an argument as a method gets it within one process: ordinary, but parameters stay parameters."""
-    values = value.values() if type(value) is dict else (value,)
-    if all(map(_holds_nothing, map(type, values))):  # numbers, texts, and what stands for residents
-        return dict(value) if type(value) is dict else value
     return _Ordinary(lambda tensor: False, keeps_leaves=True).value(value)
 
 

@@ -5,6 +5,7 @@ Everything here is arithmetic on a few sizes: nothing is stored or done per rank
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -72,6 +73,12 @@ class Mesh:
         return self.line(stage, axis)
 
 
+@functools.cache
+def one_axis(world_size: int) -> dict[str, Mesh]:
+    """Return the meshes of a role that declares none, which are made once for each number of ranks."""
+    return {"": Mesh({"dp": world_size})}
+
+
 @attrs.frozen
 class Ranks:
     """The ranks of one call, as dispatch and collect see them.
@@ -81,7 +88,7 @@ class Ranks:
 
     world_size: int
     meshes: Mapping[str, Mesh] = attrs.field(
-        default=attrs.Factory(lambda self: {"": Mesh({"dp": self.world_size})}, takes_self=True), repr=False
+        default=attrs.Factory(lambda self: one_axis(self.world_size), takes_self=True), repr=False
     )
     rows: Sequence[int | None] | None = None
     """For a collect: the real rows that each rank worked on, None where they aren't known; None where none are."""
@@ -134,7 +141,7 @@ class Ranks:
 def parse_meshes(spec: Mapping[str, Any] | None, slots: int) -> dict[str, Mesh]:
     """Return the meshes of a role from what was declared: None (one axis, `dp`), one mesh, or several by name."""
     if spec is None:
-        return {"": Mesh({"dp": slots})}
+        return one_axis(slots)
     if not isinstance(spec, Mapping) or not spec:
         raise ConfigError(f"mesh={spec!r}: a mesh is a mapping from axes to sizes, such as {{'dp': {slots}}}")
     nested = [isinstance(value, Mapping) for value in spec.values()]

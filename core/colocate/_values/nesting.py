@@ -13,7 +13,8 @@ from typing import Any, TypeAlias
 
 from colocate._definitions.structure import named, structure_of
 from colocate._system.by_type import by_type
-from colocate._values.leaves import PLAIN, is_collection
+from colocate._values.leaves import is_collection
+from colocate._values.plain import PLAIN
 from colocate.errors import SerializationError
 
 _DEEP = 100  # levels; whatever walks values has room for more of them

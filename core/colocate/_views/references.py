@@ -7,8 +7,9 @@ from typing import Any
 from colocate._kept.handles import Consumer, Reference
 from colocate._role.call import Resident, lives_on_driver
 from colocate._system.by_type import by_type
-from colocate._values.leaves import PLAIN, map_leaves
+from colocate._values.leaves import map_leaves
 from colocate._values.nesting import has_attributes, has_fields, hides, kinds_inside, refuse_hidden
+from colocate._values.plain import is_plain
 from colocate._worker_group.worker_group import WorkerGroup
 from colocate.errors import ColocateError
 
@@ -46,7 +47,7 @@ def with_references(
 
     made, odd = {}, {}
     for name, value in arguments.items():
-        if type(value) in PLAIN:
+        if is_plain(value):
             made[name] = value
             continue
         if lives_on_driver(type(value)):
@@ -57,7 +58,8 @@ def with_references(
         made[name] = map_leaves(value, leaf, matters, look_inside)
         if any(map(has_attributes, kinds)):
             odd[name] = value
-    refuse_hidden(odd, label, lives_on_driver, _why_not_inside, looks=_LOOKS)
+    if odd:
+        refuse_hidden(odd, label, lives_on_driver, _why_not_inside, looks=_LOOKS)
     return made
 
 

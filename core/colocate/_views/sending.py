@@ -34,7 +34,7 @@ from colocate._signals.in_framework import in_framework
 from colocate._system.lines import place
 from colocate._system.numbers import FOREVER_S
 from colocate._values.dispatch import Plan, plan
-from colocate._values.mesh import Mesh
+from colocate._values.mesh import one_axis
 from colocate._worker_group.passing import PASSED_BYTES, ways
 from colocate._worker_group.sleepers import Mark, Slept
 from colocate._worker_group.worker_group import WorkerGroup
@@ -538,7 +538,7 @@ def everyone(worker_group: WorkerGroup) -> RoleInfo:
     slots = range(len(worker_group.workforce.workers))
     methods = {SPECS["run"].name: SPECS["run"]}
     key = len(slots), worker_group.services.seed
-    return RoleInfo("", Functions, methods, slots, {"": Mesh({"dp": len(slots)})}, Functions.__module__, key=key)
+    return RoleInfo("", Functions, methods, slots, one_axis(len(slots)), Functions.__module__, key=key)
 
 
 def send(messages: Messages) -> Sequence[Draft]:

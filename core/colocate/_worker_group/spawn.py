@@ -22,7 +22,7 @@ from colocate._role.role import RoleInfo, RoleSpec, check_role, fixed_problem, t
 from colocate._system.installed import version_of
 from colocate._system.numbers import name_problem
 from colocate._values.collect import check_meshes
-from colocate._values.mesh import parse_meshes
+from colocate._values.mesh import one_axis, parse_meshes
 from colocate.errors import ColocateError, ConfigError, Mistake, RoleError, RoleStartError
 from colocate.worker.serving.build import RoleBuild, Shipped
 
@@ -101,7 +101,8 @@ def _declare_one(
     if spec.env == "torchrun" and (why := torchrun_problem(len(places), slots)) is not None:
         raise ConfigError(why)
     declared = spec.mesh if spec.mesh is not None else mesh if places == range(slots) else None
-    info = RoleInfo(name, cls, methods, places, parse_meshes(declared, len(places)), origin)
+    meshes = one_axis(len(places)) if declared is None else parse_meshes(declared, len(places))
+    info = RoleInfo(name, cls, methods, places, meshes, origin)
     for method, declaration in methods.items():
         check_meshes(declaration.dispatch, declaration.collect, info.ranks, f"{info.name}.{method}")
     return info, distribution
@@ -124,7 +125,7 @@ def resize(declared: Declared, slots: int) -> None:
     """Have roles that live on all slots live on so many."""
     for name, info in declared.infos.items():
         if declared.specs[name].slots is None:
-            info.resize(range(slots), parse_meshes(None, slots))
+            info.resize(range(slots), one_axis(slots))
 
 
 def _short(slots: tuple[int, ...]) -> tuple[int, ...] | range:

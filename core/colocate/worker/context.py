@@ -17,9 +17,9 @@ from colocate._protocol.uses import Peers
 from colocate._role.context import Context, RowState
 from colocate._system.recent import RecentSpans
 from colocate._values.codec import Codec
-from colocate._values.leaving import gpu_is_used
 from colocate.errors import ConfigError, SerializationError
 from colocate.executor import Boot
+from colocate.gpus import KIND, in_use
 from colocate.worker.background import Background
 from colocate.worker.base import Send, Worker
 from colocate.worker.hooks import OfWorker
@@ -119,7 +119,7 @@ class WorkerContext(Worker):
     @property
     def moves_tensors(self) -> bool:
         """Whether tensors that arrive may be elsewhere than on the slot's device."""
-        return self.boot.device != "cpu" or (self.in_process and gpu_is_used())
+        return self.boot.device != "cpu" or (self.in_process and in_use(KIND.device) is not None)
 
     @property
     def lanes(self) -> list[Lane]:

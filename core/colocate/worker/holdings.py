@@ -23,8 +23,9 @@ from colocate._protocol.ledger import Purpose
 from colocate._role.context import Context
 from colocate._system.by_type import by_type
 from colocate._system.imported import imported
-from colocate._values.leaves import PLAIN, is_collection
+from colocate._values.leaves import is_collection
 from colocate._values.leaving import has_memory, memories, slots, sparse_parts
+from colocate._values.plain import PLAIN
 from colocate.gpus import in_use
 
 # A role may hold a data set of millions of small things. What is so far inside it that as many are nearer isn't found.

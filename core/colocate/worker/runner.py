@@ -23,6 +23,7 @@ from colocate._values import batch
 from colocate._values.dispatch import Scatter
 from colocate._values.leaving import Watch, ordinary, placed
 from colocate._values.nesting import no_end
+from colocate._values.plain import is_plain
 from colocate.errors import DispatchError, RoleError
 from colocate.worker.background import Background
 from colocate.worker.birth.ending import RoleCode
@@ -319,7 +320,7 @@ class Runner:
             if device.is_gpu:
                 device.end(label, work.allocated)
             returned = result
-            if result is not None:
+            if result is not None and not is_plain(result):
                 result = ordinary(result, device.lends)
             if work.rows is not None and (result is not None or counts(spec, role.ctx)):
                 result = without_padding(result, work.rows, work.valid_rows, label)

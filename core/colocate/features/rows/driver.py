@@ -14,8 +14,8 @@ from colocate._role.method_spec import MethodSpec
 from colocate._role.role import RoleInfo
 from colocate._signals.in_framework import refuse_to_wait
 from colocate._system.numbers import limit
-from colocate._values.batch import each_row, resolve
-from colocate._values.dispatch import chosen_ranks
+from colocate._values.batch import each_row
+from colocate._values.dispatch import chosen_ranks, resolve
 from colocate._values.nesting import no_end
 from colocate._views.references import with_references
 from colocate._views.sending import recording, refuse_inside

@@ -15,6 +15,7 @@ from colocate._protocol.consequence import LET_GO, Consequence, Poisoned
 from colocate._protocol.uses import Written
 from colocate._values import batch
 from colocate._values.leaving import Watch, tensor_bytes, tensors
+from colocate._values.plain import is_plain
 from colocate.gpus import in_use
 from colocate.worker.serving.scope import Scope
 
@@ -81,15 +82,16 @@ class Store:
 
         `weight` and `rows`: see `Entry`.
         """
-        watch = Watch(value, self.strict)
+        watch = None if is_plain(value) and not self.strict else Watch(value, self.strict)
+        nbytes = 0 if watch is None else watch.nbytes
         with self._news:
             entry = self.entries.get(key)
             if entry is not None:
                 entry.value, entry.maker, entry.watch, entry.weight = value, maker, watch, weight
-                entry.counted, entry.nbytes = rows, watch.nbytes
+                entry.counted, entry.nbytes = rows, nbytes
                 entry.ready = True
                 self._news.notify_all()
-        return watch.nbytes
+        return nbytes
 
     def fail(self, key: int, error: str) -> None:
         """Note that a value's call failed or was withdrawn, and tell whoever waits for the value."""

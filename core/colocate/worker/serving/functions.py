@@ -14,7 +14,7 @@ from colocate._role.awaited import awaited
 from colocate._role.context import current
 from colocate._role.method import method
 from colocate._role.method_spec import MethodSpec
-from colocate._values.mesh import Mesh
+from colocate._values.mesh import one_axis
 from colocate.features import CALLS
 from colocate.worker.context import WorkerContext
 from colocate.worker.memory.sleep import Outcome
@@ -101,9 +101,9 @@ RUN = SPECS["run"]
 
 def hosted_functions(worker_context: WorkerContext, slots: int, seed: int, feature: str | None) -> RoleInstance:
     """Make what functions run in, or the calls of a feature on whole workers: every slot of the group is a rank."""
-    meshes, boot = {"": Mesh({"dp": slots})}, worker_context.boot
+    boot = worker_context.boot
     generation = worker_context.groups.default.generation
-    ctx = context_in(worker_context, None, range(slots), meshes, boot.group, seed, generation)
+    ctx = context_in(worker_context, None, range(slots), one_axis(slots), boot.group, seed, generation)
     setting, own = worker_context.setting, own_of(seed, boot.group, None, boot.slot, generation)
     if feature is None:
         return RoleInstance(None, Functions(worker_context), SPECS, ctx, setting, own=own)
