@@ -96,7 +96,7 @@ MUTANTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "inner-block-takes-outer",
             "A pipeline inside of another one that fails takes its own calls with it, and no others.",
-            "core/colocate/_views/pipeline.py",
+            "core/colocate/features/pipelines/driver.py",
             "outer.forget(start, failure)",
             "outer.forget(0, failure)",
             _on_threads("test_pipeline_nested"),
@@ -104,7 +104,7 @@ MUTANTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "as-at-the-end",
             "An argument arrives as it was when the call was made, not as it is when the pipeline ends.",
-            "core/colocate/_views/pipeline.py",
+            "core/colocate/features/pipelines/driver.py",
             "        draft.bodies = [snapshots[id(body)] for body in draft.bodies]\n",
             "",
             _on_processes("test_pipeline_arguments_as_they_were"),

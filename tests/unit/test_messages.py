@@ -85,3 +85,17 @@ def test_nobody_else_reads_a_head_by_its_places(folder: Path) -> None:
         if BY_PLACES.search(line)
     ]
     assert found == []
+
+
+def test_a_module_whose_import_was_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is imported again: its messages are those of then. Another module's mayn't be called like one of them."""
+    monkeypatch.setattr(message, "_kinds", dict(message._kinds))
+
+    def imported(name: str) -> type[Message]:
+        return message.message(type("Interrupted", (Message,), {"__module__": name, "__annotations__": {"seq": int}}))
+
+    imported("first")
+    again = imported("first")
+    assert type(read(again(3).head())) is again  # type: ignore[call-arg]
+    with pytest.raises(AssertionError, match="two messages are called Interrupted"):
+        imported("second")

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, Literal, NoReturn, ParamSpec, TypeVar, cast, overload
 
+from colocate import features
 from colocate._api.held import Held
 from colocate._display import table
 from colocate._role.call import Call, Underway
@@ -20,7 +21,6 @@ from colocate._system.deadline import Deadline
 from colocate._system.limits import LEDGERS_WITHIN_S
 from colocate._system.numbers import limit
 from colocate._views import functions, sleeping
-from colocate._views.pipeline import pipeline
 from colocate._views.sending import recording
 from colocate._views.view import RoleView
 from colocate._worker_group.worker_group import WorkerGroup
@@ -171,7 +171,7 @@ class ColocatedGroup(Held[WorkerGroup], node=WorkerGroup, by="pool.spawn"):
             PipelineError: Inside the block, by what needs an answer: a plain call, `result()`, `fetch()`.
         """
         self._node.check()
-        return pipeline(self._node)
+        return cast("AbstractContextManager[None]", features.module("pipelines.driver").pipeline(self._node))
 
     @overload
     def checkpoint(

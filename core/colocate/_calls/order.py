@@ -126,7 +126,7 @@ class CallOrder:
 
     def enter(self, call: PendingCall) -> int:
         """Give a call its place in the order. The lock is held, and the call is sent before it is released."""
-        call.pipeline = None
+        call.unsent = None
         call.link = self.link
         call.seq = next(self._numbers)
         self.pending[call.seq] = call
@@ -156,7 +156,7 @@ class CallOrder:
         """
         steps: list[Iterator[object]] = [
             map(setattr, calls, repeat("seq"), self._numbers),
-            map(setattr, calls, repeat("pipeline"), repeat(None)),
+            map(setattr, calls, repeat("unsent"), repeat(None)),
             map(_call, puts, map(_seq, whose)),
             # Not by a method of the dict's, which makes a tuple.
             map(operator.setitem, repeat(self.pending), map(_seq, calls), calls),
@@ -198,7 +198,7 @@ class CallOrder:
         """A call will never be sent, or has been withdrawn from all its ranks."""
         with self.lock:
             if not call.done():
-                call.pipeline = None
+                call.unsent = None
                 self._end(call, error)
                 call._fail(error)
 
@@ -473,7 +473,7 @@ class CallOrder:
         with self.lock:
             if call.done():
                 return
-            if call.seq < 0:  # it waits in a pipeline
+            if call.seq < 0:  # it is yet to be sent
                 self.drop(call, error)
                 return
             hold = self._holds.get(call.lane)

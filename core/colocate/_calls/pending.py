@@ -167,7 +167,7 @@ class PendingCall(Underway):
         super().__init__(label)
         # These two are set by a step (`CallOrder.post`), which mustn't have to make room for them.
         self.seq = -1
-        self.pipeline: Unsent | None = None
+        self.unsent: Unsent | None = None
         self.role = role
         self.method = method
         self.targets = targets
@@ -198,8 +198,8 @@ class PendingCall(Underway):
         return link is not None and not self.done() and run_deferred(lambda: link.cancel(self))
 
     def _wait(self, timeout: float | None) -> None:
-        if self.pipeline is not None:
-            self.pipeline.refuse_wait(self.label, awaits=False)
+        if self.unsent is not None:
+            self.unsent.refuse_wait(self.label, awaits=False)
         self._check_fork()
         if not self.is_set:
             if held_open:
@@ -207,8 +207,8 @@ class PendingCall(Underway):
             super()._wait(timeout)
 
     def _check_unsent(self, *, awaits: bool = False) -> None:
-        if self.pipeline is not None:
-            self.pipeline.refuse_wait(self.label, awaits)
+        if self.unsent is not None:
+            self.unsent.refuse_wait(self.label, awaits)
 
     def _check_wait(self, *, awaits: bool = False) -> None:
         super()._check_wait(awaits=awaits)

@@ -8,8 +8,6 @@ from typing import Any
 from colocate._protocol.to_worker import Call, Where
 from colocate.wire import Packed
 
-_EDGE_BYTES = 64
-
 
 def together(bodies: Sequence[Any]) -> tuple[list[Where], Any]:
     """Return one body that holds all of them, and where in it each lies."""
@@ -44,25 +42,3 @@ def take_apart(calls: Sequence[tuple[Call, Where]], body: Any) -> Iterator[tuple
         else:
             start, end, places = where
             yield call, body.part(start, end, places)
-
-
-class Memory:
-    """Memory of recorded arguments, as it was when each call was made; equal memory is copied and sent once."""
-
-    def __init__(self) -> None:
-        self._copies: dict[tuple[int, bytes, bytes], list[memoryview]] = {}
-
-    def snapshot(self, body: Any) -> Any:
-        """Return the body with memory that nobody else writes to."""
-        if not isinstance(body, Packed) or not body.buffers:
-            return body
-        return Packed(body.data, tuple(self._copy(buffer) for buffer in body.buffers), body.needs)
-
-    def _copy(self, buffer: memoryview) -> memoryview:
-        key = buffer.nbytes, bytes(buffer[:_EDGE_BYTES]), bytes(buffer[-_EDGE_BYTES:])
-        known = self._copies.setdefault(key, [])
-        found = next((copy for copy in known if copy.obj == buffer), None)  # the bytearray compares in one go
-        if found is None:
-            found = memoryview(bytearray(buffer))
-            known.append(found)
-        return found

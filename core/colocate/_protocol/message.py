@@ -83,6 +83,8 @@ def message(cls: _M) -> _M:
         _values[made] = operator.attrgetter(*names)
     else:
         _values[made] = lambda message: tuple(getattr(message, name) for name in names)
-    assert made.__name__ not in _kinds, f"two messages are called {made.__name__}"
+    # Of one module again where its first import was interrupted, by a signal's handler say.
+    known = _kinds.get(made.__name__, made)
+    assert known.__module__ == made.__module__, f"two messages are called {made.__name__}"
     _kinds[made.__name__] = made.of if "of" in vars(made) else made
     return cast("_M", made)

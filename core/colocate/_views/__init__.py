@@ -1,1 +1,1 @@
-"""Sending: views, pipelines, functions."""
+"""Sending: views, functions."""

@@ -29,8 +29,8 @@ def run(
     name = getattr(function, "__name__", type(function).__name__)
     label = f"function {name}"
     _check_fits(function, name, args, kwargs)
-    if (pipeline := recording(worker_group)) is not None:
-        pipeline.refuse_call(f"group.run({name})")
+    if (recorder := recording(worker_group)) is not None:
+        recorder.refuse_call(f"group.run({name})")
     worker_group.check()
     refuse_inside(label, worker_group.name)
     refuse_to_wait(label)

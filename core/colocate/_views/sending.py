@@ -46,7 +46,7 @@ from colocate.worker.serving.functions import GROUP_WIDE_CALLS, SPECS, WAKE, Fun
 
 
 class Recorder(Unsent, Protocol):
-    """A pipeline of some thread or task, which takes calls of its groups as long as it is open there."""
+    """What takes calls of groups that are made on a thread or task, as long as it is open there."""
 
     def records(self, worker_group: WorkerGroup) -> bool:
         """Whether it takes calls that are made here of a group."""
@@ -61,11 +61,11 @@ class Recorder(Unsent, Protocol):
         ...
 
 
-OPEN: ContextVar[Recorder | None] = ContextVar("colocate_pipeline", default=None)
+OPEN: ContextVar[Recorder | None] = ContextVar("colocate_recorder", default=None)
 
 
 def recording(worker_group: WorkerGroup) -> Recorder | None:
-    """The pipeline of this thread and task that takes a group's calls, if there is one."""
+    """Return what takes a group's calls on this thread and task, if there is something."""
     found = OPEN.get()
     return found if found is not None and found.records(worker_group) else None
 
@@ -79,7 +79,7 @@ class Draft:
     bodies: Sequence[Any]
     valid: Sequence[int | None]
     timeout: float
-    pipeline: Recorder | None = None
+    recorder: Recorder | None = None
     kept: Kept | None = None
     pin: Pin | None = None
     wakes: Mapping[str, Sequence[str]] | None = None
@@ -147,12 +147,12 @@ def ready(
                     refuse_apart(arguments, (*body.needs, *pack(role.cls).needs), call.label)
         packed = [bodies[id(arguments)] for arguments in planned.arguments]
     worker_group.published.look(call, packed)
-    pipeline = recording(worker_group) if OPEN.get() is not None else None
+    recorder = recording(worker_group) if OPEN.get() is not None else None
     if uses:
         call.uses = uses
         for use in uses:
-            other = use._kept.call.pipeline
-            if other is not None and other is not pipeline:
+            other = use._kept.call.unsent
+            if other is not None and other is not recorder:
                 raise PipelineError(
                     f"{call.label} would be sent before {use._kept.source.label}, whose resident it uses and which "
                     "waits in the pipeline of its group: make the call after that block, or open a pipeline of this "
@@ -164,7 +164,7 @@ def ready(
         if observers and not executor.in_process:
             call.sent = sum(map(packed_bytes, packed))
     return Draft(
-        worker_group, call, packed, planned.valid, services.call_timeout if timeout is None else timeout, pipeline
+        worker_group, call, packed, planned.valid, services.call_timeout if timeout is None else timeout, recorder
     )
 
 
@@ -212,8 +212,8 @@ def _ended(worker_group: WorkerGroup, call: PendingCall, error: BaseException | 
 
 def submit(draft: Draft) -> PendingCall:
     """Send a call to its ranks."""
-    if draft.pipeline is not None:
-        draft.pipeline.add(draft)
+    if draft.recorder is not None:
+        draft.recorder.add(draft)
     elif in_framework():
         _send_soon(draft)
     elif not (messages := Messages((draft,))).post():
@@ -251,8 +251,8 @@ def keep(draft: Draft) -> KeptResident[Any]:
     assert call.spec is not None
     resident: KeptResident[Any] = KeptResident(residents, worker_group.source(call, call.info, call.spec), call)
     draft.kept = kept = resident._kept
-    if draft.pipeline is not None:
-        draft.pipeline.add(draft)
+    if draft.recorder is not None:
+        draft.recorder.add(draft)
     elif in_framework():
         _send_soon(draft)
     else:
@@ -284,7 +284,7 @@ def _send_soon(draft: Draft) -> None:
     if kept is not None:
         draft.pin = worker_group.residents.pin(kept)  # until it has been sent, the workers mustn't be told to forget it
         worker_group.residents.add(kept)
-    draft.call.pipeline = _Soon()
+    draft.call.unsent = _Soon()
 
     def send_it() -> None:
         with suppress(BaseException):  # which the call has been given
@@ -426,7 +426,7 @@ class Messages:
         for draft in self.drafts:
             call = draft.call
             calls.append(call)
-            if call.uses and draft.pipeline is None:
+            if call.uses and draft.recorder is None:
                 try:
                     draft.lend()
                 except ColocateError:  # which is told again

@@ -113,8 +113,8 @@ def _discarded(tags: Sequence[str], discard: Sequence[str]) -> list[str]:
 def _start(
     worker_group: WorkerGroup, method: str, label: str, given: Mapping[str, Any], timeout: float | None
 ) -> PendingCall:
-    if (pipeline := recording(worker_group)) is not None:
-        pipeline.refuse_call(f"the {label}")
+    if (recorder := recording(worker_group)) is not None:
+        recorder.refuse_call(f"the {label}")
     worker_group.check()
     refuse_inside(f"the {label}", worker_group.name)
     info, spec = everyone(worker_group), SPECS[method]

@@ -161,8 +161,8 @@ class ViewCall(OnDriver):
         if context.current() is not None:
             refuse_inside(label, worker_group.name)
         if how is start:
-            if OPEN.get() is not None and (pipeline := recording(worker_group)) is not None:
-                pipeline.refuse_call(label, "use .submit(...) or .keep(...), or ")
+            if OPEN.get() is not None and (recorder := recording(worker_group)) is not None:
+                recorder.refuse_call(label, "use .submit(...) or .keep(...), or ")
             if in_framework():
                 refuse_to_wait(label)
         if role.ranks is not self._of:

@@ -61,6 +61,7 @@ FEATURES = {
         alone="standalone:StandaloneRows",
     ),
     "looking": Feature(),
+    "pipelines": Feature(),
     "standalone": Feature(alone="calls:StandaloneCall"),
 }
 CALLS = {said: name for name, feature in FEATURES.items() for said in feature.calls}

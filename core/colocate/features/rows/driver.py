@@ -125,8 +125,8 @@ class RowsViewCall(OnDriver):
         worker_group, role, spec, label = self._worker_group, self._role, self._spec, self._label
         worker_group.check()
         refuse_inside(label, worker_group.name)
-        if (pipeline := recording(worker_group)) is not None:
-            pipeline.refuse_call(label)
+        if (recorder := recording(worker_group)) is not None:
+            recorder.refuse_call(label)
         refuse_to_wait(label)
         arguments = spec.bind(args, kwargs)
         named = (spec.rows,) if spec.rows is not None else getattr(spec.dispatch, "parameters", ())

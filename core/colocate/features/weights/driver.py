@@ -191,8 +191,8 @@ def sync_weights(
     _check(worker_group, giver, other, taker)
     label = f"the sync of {giver.name} to {taker.name}"
     for each in {id(worker_group): worker_group, id(other): other}.values():
-        if (pipeline := recording(each)) is not None:
-            pipeline.refuse_call(label)
+        if (recorder := recording(each)) is not None:
+            recorder.refuse_call(label)
         each.check()
         refuse_inside(label, each.name)
     given = _planned(worker_group, giver, other, taker, names, dtype, bucket, finite)

@@ -34,7 +34,6 @@ from colocate.testing.executors.left import LeftInLoops
 from colocate.testing.executors.numbers import RandomNumbers
 from colocate.testing.executors.order import Failures, Order
 from colocate.testing.executors.ownership import Borrows, Ownership
-from colocate.testing.executors.pipelines import Pipelines
 from colocate.testing.executors.placement import Placement, Ports
 from colocate.testing.executors.process_groups import CutProcessGroups, ProcessGroups
 from colocate.testing.executors.renewals import Renewals
@@ -70,7 +69,6 @@ class ExecutorSuite(
     TorchSettings,
     RandomNumbers,
     NamedMeshes,
-    Pipelines,
     Functions,
     Definitions,
     Order,
@@ -159,7 +157,6 @@ __all__ = [
     "Order",
     "OwnTypes",
     "Ownership",
-    "Pipelines",
     "Placement",
     "Ports",
     "Printing",

@@ -407,6 +407,7 @@ class Watching(DetachedCase):
 
     @needs(Detachable)
     @of_executor
+    @needs_feature("pipelines")
     def test_detached_pool_is_looked_at(
         self, runtime: Runtime, name: str, gate: Gate, capsys: pytest.CaptureFixture[str], tmp_path: Path
     ) -> None:

@@ -106,6 +106,7 @@ class Background(ExecutorCase):
             train.do("fails", fails=0)
         assert colocate.sync_weights(train, roll).version == 1
 
+    @needs_feature("pipelines")
     def test_residents(self, two_lanes: ColocatedGroup) -> None:
         """Residents go across lanes: who is first waits, also for another rank's, and a failure is told."""
         train, roll = two_lanes.role("train", Beside), two_lanes.role("roll", Beside)

@@ -172,6 +172,7 @@ class TorchSettings(TensorCase):
                 assert role.told() == role.soon() == [expected]
             assert group.run(told_by) == [USUAL]
 
+    @needs_feature("pipelines")
     def test_between_awaits(self, group: ColocatedGroup, changed: dict[str, Any]) -> None:
         """A setting holds in all of an async method, also in blocks of it and in its tasks, whoever runs meanwhile."""
         first, changing = group.role("first", Changing), group.role("changing", Changing)
@@ -219,6 +220,7 @@ class Devices(TensorCase):
         with runtime.reserve(2, cpus=0) as pool:
             yield pool.spawn({"placed": colocate.role(Placed, [torch.ones(1), Batch(torch.ones(1))])})
 
+    @needs_feature("pipelines")
     def test_arguments_arrive_on_the_device(self, torch: Any, away: ColocatedGroup) -> None:
         """By every dispatch and every way to call: a value of the driver's, a resident, and what was fetched of one."""
         placed, there = away.role("placed", Placed), [AWAY] * 2

@@ -13,12 +13,12 @@ from colocate import ColocatedGroup
 from colocate.errors import ConfigError, DispatchError, RoleError
 from colocate.executor import OwnProcess
 from colocate.testing.executors._base import ExecutorCase, Spawn, needs, of_executor, smoke
-from colocate.testing.executors.pipelines import Traffic
 from colocate.testing.gate import Gate
 from colocate.testing.probes.collectives import Collective
 from colocate.testing.probes.faulty import Faulty
 from colocate.testing.probes.meshes import Meshes
 from colocate.testing.probes.rows import Axes, Block, Costs, Own, Rows, Sets
+from colocate.testing.traffic import Traffic
 from colocate.testing.waiting import PATIENCE_S
 
 

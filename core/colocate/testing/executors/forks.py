@@ -12,7 +12,7 @@ import pytest
 import colocate
 from colocate import ColocatedGroup
 from colocate.errors import ClosedError
-from colocate.testing.executors._base import ExecutorCase
+from colocate.testing.executors._base import ExecutorCase, needs_feature
 from colocate.testing.forking import exit_code, fork
 from colocate.testing.probes.plain import Echo
 from colocate.testing.waiting import PATIENCE_S
@@ -21,6 +21,7 @@ from colocate.testing.waiting import PATIENCE_S
 class Forks(ExecutorCase):
     """A forked child has copies of the driver's objects, and none of its rights."""
 
+    @needs_feature("pipelines")
     def test_blocks_of_a_fork(self, pair: ColocatedGroup) -> None:
         """A scope, a pipeline and a resident that were open when it was forked: leaving them there does nothing."""
         echo = pair.role("echo", Echo)

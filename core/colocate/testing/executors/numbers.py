@@ -71,6 +71,7 @@ class RandomNumbers(TensorCase):
         assert apart([*found[0][1][0], *found[0][1][1], *found[2][1][0], *found[2][1][1]])
 
     @needs(OwnProcess)
+    @needs_feature("pipelines")
     def test_neighbours_change_nothing(self, torch: Any, spawn: Spawn) -> None:
         """A role draws what it draws by itself, whatever others of its slot, or functions, seed and draw meanwhile."""
         group = spawn({**NEIGHBOURS, "one": colocate.role(Numbers)}, slots=1, name="numbers")

@@ -105,6 +105,7 @@ class Renewals(ExecutorCase):
 
     @needs(OwnProcess)
     @pytest.mark.parametrize("kind", [*rarely("ddp", "ddp in the default group", "tp"), "fsdp2"])
+    @needs_feature("pipelines")
     def test_weights_of_two_steps(self, spawn: Spawn, kind: Kind) -> None:
         """One rank raises when the others can make their update: then there is no common state to go on with."""
         pytest.importorskip("torch")

@@ -11,7 +11,7 @@ import colocate
 from colocate import ColocatedGroup, RoleSpec
 from colocate.errors import ClosedError, GroupRestarted, WorkerDied
 from colocate.executor import OwnProcess
-from colocate.testing.executors._base import ExecutorCase, Spawn, needs
+from colocate.testing.executors._base import ExecutorCase, Spawn, needs, needs_feature
 from colocate.testing.gate import Gate
 from colocate.testing.probes.lasting import (
     Lasting,
@@ -74,6 +74,7 @@ class Restarting(ExecutorCase):
         group.close()  # everything has been told
 
     @needs(OwnProcess)
+    @needs_feature("pipelines")
     def test_calls_are_refused_until_somebody_has_asked(self, lasting: Callable[..., ColocatedGroup]) -> None:
         """Nobody goes on with restored roles by accident."""
         group = lasting()

@@ -15,7 +15,7 @@ from colocate import Call, ColocatedGroup
 from colocate._system.lines import caller
 from colocate.errors import ColocateError, WorkerDied
 from colocate.executor import OwnProcess
-from colocate.testing.executors._base import ExecutorCase, Spawn, needs, of_executor
+from colocate.testing.executors._base import ExecutorCase, Spawn, needs, needs_feature, of_executor
 from colocate.testing.gate import Gate
 from colocate.testing.probes.faulty import Faulty
 from colocate.testing.waiting import PATIENCE_S, wait_until
@@ -44,6 +44,7 @@ ASKS: dict[str, Callable[[Call[Any]], object]] = {
 class UnaskedFailures(ExecutorCase):
     """Who submits a call and goes on hears of its failure."""
 
+    @needs_feature("pipelines")
     def test_a_submitted_failure_is_logged(self, spawn: Spawn, caplog: pytest.LogCaptureFixture) -> None:
         """When the call is dropped, before or after it fails, or else when its group ends; also in a block.
 

@@ -14,7 +14,7 @@ import colocate
 from colocate import ColocatedGroup, RoleSpec
 from colocate.errors import ConfigError, RoleError, RoleStartError
 from colocate.executor import OwnProcess
-from colocate.testing.executors._base import ExecutorCase, Spawn, needs, of_executor
+from colocate.testing.executors._base import ExecutorCase, Spawn, needs, needs_feature, of_executor
 from colocate.testing.executors.restarting import killed, nothing
 from colocate.testing.features.checkpoints.saving import SavingBeside
 from colocate.testing.gate import Gate
@@ -267,6 +267,7 @@ class Checkpoints(ExecutorCase):
         assert [path.name for path in tmp_path.iterdir()] == ["one"]
 
     @pytest.mark.parametrize("cls", [Lasting, Called])
+    @needs_feature("pipelines")
     def test_a_group_goes_on_from_a_checkpoint(self, spawn: Spawn, tmp_path: Path, cls: type[Lasting]) -> None:
         """In the order of its calls; whatever it did before, and whether or not its callers may call `save` too."""
         roles: dict[str, RoleSpec[Any]] = {"lasting": colocate.role(cls), "passing": colocate.role(Passing)}

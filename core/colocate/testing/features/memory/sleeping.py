@@ -271,6 +271,7 @@ def _reach(ctx: colocate.Context) -> int:
 class SleepingBeside(Dozers):
     """A role that sleeps, or wakes, while other things go on."""
 
+    @needs_feature("pipelines")
     def test_sleep_in_a_pipeline(self, dozing: ColocatedGroup) -> None:
         """Calls of a pipeline wake, too; sleep and wake themselves wait for what they do."""
         actor = dozing.role("actor", Dozing)

@@ -33,6 +33,7 @@ from colocate.features.rows.messages import AHEAD
 from colocate.testing.executors._base import Spawn, needs, needs_feature, of_executor
 from colocate.testing.features.rows.probes import MANY, PLACES, Playing, StartsAgain, Yielding
 from colocate.testing.features.rows.reading import OUT, Reading, RowsCase
+from colocate.testing.features.rows.standalone import StandaloneRows
 from colocate.testing.gate import Gate
 from colocate.testing.probes.plain import Log, number
 from colocate.testing.waiting import PATIENCE_S, wait_until
@@ -379,6 +380,7 @@ class Streams(RowsCase):
         assert len(log) == 6
 
     @of_executor
+    @needs_feature("pipelines")
     def test_rows_that_a_method_yields(self, streaming: ColocatedGroup) -> None:
         """Indices of rows are those of what the driver has given, also where rows are balanced."""
         yielding, rows = streaming.role("yielding", Yielding), list(range(7))
@@ -604,6 +606,7 @@ class Streams(RowsCase):
         assert playing.play(counted.ref)[0] == ([0, 1], 0)
         assert [value for value, _ in playing.play([1, 2], kept.ref)] == [[[0, 1]], [[0, 1]] * 2]
 
+    @needs_feature("pipelines")
     def test_refused_of_rows(self, playing: Playing, streaming: ColocatedGroup) -> None:
         """What has no meaning for such a method, each with what to do."""
         yielding = streaming.role("yielding", Yielding)
@@ -636,4 +639,4 @@ class Streams(RowsCase):
                 playing.play.submit([1], stream)  # type: ignore[arg-type]
 
 
-AREAS = [Streams, Reading]
+AREAS = [Streams, Reading, StandaloneRows]

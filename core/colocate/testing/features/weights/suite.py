@@ -334,6 +334,7 @@ class WeightSyncs(ExecutorCase):
             colocate.sync_weights(giver, taker)
         assert taker.generate() == [0]
 
+    @needs_feature("pipelines")
     def test_misuse_of_a_sync(self, both: ColocatedGroup, spawn: Spawn) -> None:
         """Clear words before anything is sent."""
         giver, taker = both.role("giver", Giver), both.role("taker", Taker)

@@ -10,16 +10,19 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 from colocate._calls.failures import never_sent
 from colocate._owned.owned import forks
-from colocate._protocol.bundle import Memory
 from colocate._signals.deferred import run_deferred
 from colocate._system.here import Here
 from colocate._system.lines import caller
 from colocate._views.sending import OPEN, Draft, Messages, send, watch
 from colocate._worker_group.worker_group import WorkerGroup
 from colocate.errors import ColocateError, PipelineError
+from colocate.wire import Packed
+
+_EDGE_BYTES = 64
 
 
 class Pipeline:
@@ -71,7 +74,7 @@ class Pipeline:
         """
         snapshots = {id(body): self._memory.snapshot(body) for body in draft.bodies}
         draft.bodies = [snapshots[id(body)] for body in draft.bodies]
-        draft.call.pipeline, kept = self, draft.kept
+        draft.call.unsent, kept = self, draft.kept
         if kept is not None:
             draft.pin = draft.worker_group.residents.pin(
                 kept
@@ -227,3 +230,25 @@ def _nested(outer: Pipeline, worker_group: WorkerGroup) -> Iterator[None]:
             run_deferred(lambda: outer.forget(start, failure), waits_s=None)
             outer.worker_groups[:] = known
         raise
+
+
+class Memory:
+    """Memory of recorded arguments, as it was when each call was made; equal memory is copied and sent once."""
+
+    def __init__(self) -> None:
+        self._copies: dict[tuple[int, bytes, bytes], list[memoryview]] = {}
+
+    def snapshot(self, body: Any) -> Any:
+        """Return the body with memory that nobody else writes to."""
+        if not isinstance(body, Packed) or not body.buffers:
+            return body
+        return Packed(body.data, tuple(self._copy(buffer) for buffer in body.buffers), body.needs)
+
+    def _copy(self, buffer: memoryview) -> memoryview:
+        key = buffer.nbytes, bytes(buffer[:_EDGE_BYTES]), bytes(buffer[-_EDGE_BYTES:])
+        known = self._copies.setdefault(key, [])
+        found = next((copy for copy in known if copy.obj == buffer), None)  # the bytearray compares in one go
+        if found is None:
+            found = memoryview(bytearray(buffer))
+            known.append(found)
+        return found

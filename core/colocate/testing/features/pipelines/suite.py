@@ -11,8 +11,6 @@ import pytest
 
 import colocate
 from colocate import Call, ColocatedGroup, Resident
-from colocate._protocol import to_worker
-from colocate._protocol.message import Message, read
 from colocate.errors import ClosedError, PipelineError, RoleError
 from colocate.testing.executors._base import ExecutorCase, of_executor
 from colocate.testing.executors.calls import cleared
@@ -20,8 +18,8 @@ from colocate.testing.probes.faulty import Faulty
 from colocate.testing.probes.plain import Echo
 from colocate.testing.probes.rows import Axes, Rows
 from colocate.testing.probes.tensors import Tensors
+from colocate.testing.traffic import Traffic
 from colocate.testing.waiting import PATIENCE_S, wait_until
-from colocate.wire import Packed
 
 
 class Pipelines(ExecutorCase):
@@ -78,7 +76,7 @@ class Pipelines(ExecutorCase):
                 r"echo\.noop would wait.*\.submit": echo.noop,
                 r"echo\.noop would wait.*before or after the block": echo.noop.options(timeout=1),
                 r"group\.run\(who\) would wait": lambda: pair.run(who),
-                r"echo\.first is sent when the block .* at .*pipelines\.py:\d+ ends": call.result,
+                r"echo\.first is sent when the block .* at .*suite\.py:\d+ ends": call.result,
                 r"echo\.first is sent": call.exception,
                 r"echo\.first is sent when": lambda: colocate.wait([call]),
                 r"echo\.first is sent when the": lambda: next(colocate.as_completed([call])),
@@ -248,54 +246,4 @@ def elsewhere(do: Callable[[], object]) -> object:
     return found[0]
 
 
-class Traffic:
-    """Counts the messages with calls to the workers of a runtime, and the bytes of all values through the driver.
-
-    Values that are handed over by reference count nothing.
-    """
-
-    def __init__(self, group: ColocatedGroup, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.sent: list[Message] = []
-        self.sent_bytes: list[int] = []
-        self.received_bytes: list[int] = []
-        executor = group._node.services.executor
-        frame, numbered = executor.frame, executor.numbered
-
-        def counted(head: tuple[Any, ...], body: Any = None) -> Any:
-            self.sent.append(read(head))
-            self.sent_bytes.append(_bytes(body))
-            return frame(head, body)
-
-        def counted_calls(message: Any, body: Any) -> Any:
-            self.sent.append(message)
-            self.sent_bytes.append(_bytes(body))
-            return numbered(message, body)
-
-        monkeypatch.setattr(executor, "frame", counted)
-        monkeypatch.setattr(executor, "numbered", counted_calls)
-        order = type(group._node.order)
-        monkeypatch.setattr(order, "done", self._heard(order.done))
-        residents = type(group._node.residents)
-        monkeypatch.setattr(residents, "answered", self._heard(residents.answered))
-
-    def _heard(self, hear: Callable[..., None]) -> Callable[..., None]:
-        def heard(*args: Any) -> None:
-            self.received_bytes.append(_bytes(args[-1]))  # a message's body comes last
-            hear(*args)
-
-        return heard
-
-    def calls_sent(self) -> list[int]:
-        """The messages with calls so far: how many calls are in each."""
-        kinds = (to_worker.Batch, to_worker.Call)
-        return [
-            len(each.calls) if isinstance(each, to_worker.Batch) else 1 for each in self.sent if isinstance(each, kinds)
-        ]
-
-    def total_bytes(self) -> int:
-        """Bytes of values through the driver so far."""
-        return sum(self.sent_bytes) + sum(self.received_bytes)
-
-
-def _bytes(body: Any) -> int:
-    return body.nbytes if isinstance(body, Packed) else 0
+AREAS = [Pipelines]

@@ -1,0 +1,1 @@
+"""Calls that are sent together, as one message per worker: `group.pipeline()`. The page: docs/calls.md."""

@@ -1,0 +1,66 @@
+"""What goes between a driver and its workers, counted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from colocate import ColocatedGroup
+from colocate._protocol import to_worker
+from colocate._protocol.message import Message, read
+from colocate.wire import Packed
+
+
+class Traffic:
+    """Counts the messages with calls to the workers of a runtime, and the bytes of all values through the driver.
+
+    Values that are handed over by reference count nothing.
+    """
+
+    def __init__(self, group: ColocatedGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.sent: list[Message] = []
+        self.sent_bytes: list[int] = []
+        self.received_bytes: list[int] = []
+        executor = group._node.services.executor
+        frame, numbered = executor.frame, executor.numbered
+
+        def counted(head: tuple[Any, ...], body: Any = None) -> Any:
+            self.sent.append(read(head))
+            self.sent_bytes.append(_bytes(body))
+            return frame(head, body)
+
+        def counted_calls(message: Any, body: Any) -> Any:
+            self.sent.append(message)
+            self.sent_bytes.append(_bytes(body))
+            return numbered(message, body)
+
+        monkeypatch.setattr(executor, "frame", counted)
+        monkeypatch.setattr(executor, "numbered", counted_calls)
+        order = type(group._node.order)
+        monkeypatch.setattr(order, "done", self._heard(order.done))
+        residents = type(group._node.residents)
+        monkeypatch.setattr(residents, "answered", self._heard(residents.answered))
+
+    def _heard(self, hear: Callable[..., None]) -> Callable[..., None]:
+        def heard(*args: Any) -> None:
+            self.received_bytes.append(_bytes(args[-1]))  # a message's body comes last
+            hear(*args)
+
+        return heard
+
+    def calls_sent(self) -> list[int]:
+        """The messages with calls so far: how many calls are in each."""
+        kinds = (to_worker.Batch, to_worker.Call)
+        return [
+            len(each.calls) if isinstance(each, to_worker.Batch) else 1 for each in self.sent if isinstance(each, kinds)
+        ]
+
+    def total_bytes(self) -> int:
+        """Bytes of values through the driver so far."""
+        return sum(self.sent_bytes) + sum(self.received_bytes)
+
+
+def _bytes(body: Any) -> int:
+    return body.nbytes if isinstance(body, Packed) else 0
