@@ -10,7 +10,7 @@ from tests.chaos.machine import CHANGED, digest_after, size_of
 from tests.chaos.programs import BACKGROUND, PEERS
 from tests.chaos.records import Applied, Played, Sent, chain, history, leaves, short
 
-from colocate._calls.stacks import HAS_LEFT
+from colocate._calls.order import HAS_LEFT
 from colocate.errors import (
     CallTimeout,
     ChildDied,

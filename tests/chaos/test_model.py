@@ -15,7 +15,7 @@ from tests.chaos.machine import Deliberate, digest_after, mixed
 from tests.chaos.records import Applied, Played, Sent
 
 from colocate import WeightSync
-from colocate._calls.stacks import HAS_LEFT
+from colocate._calls.order import HAS_LEFT
 from colocate.errors import CallTimeout, ChildDied, ClosedError, RoleError, StaleWeightsError, WorkerDied
 
 KILLED = Applied("kill", 0, 1, 42, 5.0, 5.1, "call")

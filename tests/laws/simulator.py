@@ -1,9 +1,9 @@
 """Both halves of order and hold on one thread: N ranks under random schedules, failures, deadlines and deaths.
 
-The driver's half is `CallOrder` with `Cancellations` and `Pauses`, the worker's is `LaneOrder` with `Scope`, as they
-are. Here are the lanes between them, one of them a background role's, what a worker does about each message, and
-process groups, as far as it matters who waits for whom: operations are counted, whoever waits in vain cuts, what is cut
-is of no use (`worker/torch_groups`). What happens next is drawn from a seed, which is enough to have it happen again.
+The driver's half is `CallOrder` with `Pauses`, the worker's is `LaneOrder` with `Scope`, as they are. Here are the
+lanes between them, one of them a background role's, what a worker does about each message, and process groups, as far
+as it matters who waits for whom: operations are counted, whoever waits in vain cuts, what is cut is of no use
+(`worker/torch_groups`). What happens next is drawn from a seed, which is enough to have it happen again.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from typing import Any, ClassVar, cast
 
 import attrs
 
-from colocate._calls.cancel import Cancellations
 from colocate._calls.order import CallOrder
 from colocate._calls.pending import PendingCall
 from colocate._protocol import from_worker, to_worker
@@ -530,7 +529,6 @@ class World:
         self.ranks = [Rank(self, slot) for slot in range(RANKS)]
         self.link: Any = Link(self, self.timers)
         self.order = CallOrder(cast("Any", self.link))
-        self.cancellations = Cancellations(self.order)
         self.pauses = Pauses(self.order)
         self.is_paused = False
         self.plans: dict[int, tuple[Plan, PendingCall]] = {}
@@ -568,7 +566,7 @@ class World:
         elif isinstance(message, from_worker.GroupsDropped):
             order.renewed(slot, message, None)
         elif isinstance(message, from_worker.CanWithdraw):
-            self.cancellations.answered(slot, message)
+            order.can_withdraw(slot, message)
         elif isinstance(message, Pausing | Paused):
             self.pauses.answered(slot, message)
         elif isinstance(message, from_worker.Stack):
@@ -581,13 +579,12 @@ class World:
         """A rank ends: its group fails."""
         self.dead.add(slot)
         self.order.gone(slot)
-        self.cancellations.gone(slot)
         self.link.fail(WorkerDied(f"worker {slot} is gone"))
 
     def cancel(self, call: PendingCall) -> None:
         """Cancel a call, while everything goes on."""
         self.cancelled.add(call.seq)
-        self.cancellations.cancel(call)
+        self.order.cancel(call)
 
     def pause(self, how: str) -> None:
         """Pause the background role, while everything goes on; or have it go on."""

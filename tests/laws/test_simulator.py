@@ -11,7 +11,6 @@ import pytest
 from tests.laws import simulator
 from tests.laws.simulator import BrokenLaw
 
-from colocate._calls.cancel import Cancellations
 from colocate._calls.order import CallOrder, _Hold
 from colocate.worker import lane_order
 from colocate.worker.lane_order import LaneOrder
@@ -122,10 +121,10 @@ MUTANTS: dict[str, tuple[type, str, Wrap]] = {
         lambda does: lambda self, call: call.seq if len(self._waiting) % 2 else does(self, call),
     ),
     "a call may be withdrawn though it was begun": (LaneOrder, "hold_up", lambda does: lambda *_: does(*_) or True),
-    "nobody hears how a cancelling was decided": (Cancellations, "answered", _nothing),
+    "nobody hears how a cancelling was decided": (CallOrder, "can_withdraw", _nothing),
     "a call is dropped that a rank has begun": (
-        Cancellations,
-        "answered",
+        CallOrder,
+        "can_withdraw",
         lambda does: lambda self, slot, answer: does(self, slot, type(answer)(answer.token, True)),
     ),
 }

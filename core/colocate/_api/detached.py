@@ -23,7 +23,7 @@ import attrs
 from colocate._api.connection import Connection
 from colocate._api.slots import Slots
 from colocate._calls.failures import hung_error
-from colocate._calls.stacks import NO_ANSWER
+from colocate._calls.order import NO_ANSWER
 from colocate._definitions.bundles import pack_whole, unpack_whole
 from colocate._owned.owned import State, raise_together
 from colocate._role.budget import Budget

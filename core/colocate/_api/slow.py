@@ -14,8 +14,8 @@ from functools import partial
 
 import attrs
 
+from colocate._calls.order import Stacks
 from colocate._calls.services import Services
-from colocate._calls.stacks import Stacks
 from colocate._system.limits import SLOW_EVERY_S, SLOW_S, STARTING_S
 from colocate._worker_group.worker_group import WorkerGroup
 from colocate._worker_group.workforce import Workforce

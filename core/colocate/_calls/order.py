@@ -4,6 +4,10 @@ After a failure no rank takes up the failed call or a later one until all are ba
 half). Then the failed call is withdrawn from the ranks that had not begun it, and so is any later one that failed on a
 rank which had begun it; everything else goes on. A rank that doesn't come back within the grace period fails the group.
 
+A call that no rank has begun can be cancelled: each rank is asked to hold it up, and says whether it hadn't begun it.
+If none had, all are told to drop it; if one had, or one doesn't answer, all go on, and the call is told that nobody
+waits for it (`ctx.cancelled`).
+
 Calls of a background role have an order of their own, and holds of their own. Numbers are those of the group: a call
 that concerns all roles has its place in each order by its number.
 """
@@ -31,21 +35,31 @@ from colocate._calls.failures import (
     torn_error,
 )
 from colocate._calls.pending import Link, PendingCall
-from colocate._calls.stacks import StackQuestions, Stacks
 from colocate._protocol import from_worker, to_worker
 from colocate._protocol.consequence import CAUSE_MAY_COME_LATE
+from colocate._protocol.requests import Request, Requests
 from colocate._signals import at_once
 from colocate._signals.at_once import Gate
 from colocate._signals.deferred import defer
 from colocate._signals.in_framework import Section
-from colocate._system.jobs import Timer
-from colocate._system.limits import ALIVE_WITHIN_S, RENEWED_WITHIN_S
-from colocate.errors import ColocateError
+from colocate._system.jobs import JobThread, Timer
+from colocate._system.limits import (
+    ALIVE_WITHIN_S,
+    RENEWED_WITHIN_S,
+    SILENT_AFTER_S,
+    STACKS_WITHIN_S,
+    WITHDRAWN_WITHIN_S,
+)
+from colocate.errors import CallCancelled, ColocateError
 from colocate.executor import Posting
 
 _seq = operator.attrgetter("seq")
 _call: Callable[..., object] = operator.call
 _STEPS = 5  # of calls that are sent at once
+NO_ANSWER = "no answer (C code may hold the GIL, or it is stopped)"
+"""What stands where a rank's stack would, if neither the rank nor its machine tells it."""
+HAS_LEFT = "running nothing; its lane has ended"
+"""Likewise, if it has left, or is about to: as its worker says it, while it still answers."""
 
 
 @attrs.define(eq=False)
@@ -94,6 +108,23 @@ class _Hold:
         return sorted(found)
 
 
+@attrs.frozen
+class Stacks:
+    """What ranks were doing when they were asked.
+
+    Attributes:
+        told: By slot, of those that have answered.
+        seen: By slot, of those that had given no answer and were looked at from outside, where that can be.
+    """
+
+    told: dict[int, str] = attrs.field(factory=dict)
+    seen: dict[int, str] = attrs.field(factory=dict)
+
+    def of(self, slot: int) -> str:
+        """Return what is known of a rank."""
+        return self.told.get(slot) or self.seen.get(slot) or NO_ANSWER
+
+
 class CallOrder:
     """The calls of one group. All methods may be called from any thread.
 
@@ -111,6 +142,7 @@ class CallOrder:
         self.link = link
         self._timers = link.services.timers
         self.stacks = StackQuestions(link, self._timers, self.lock)
+        self._withdrawals: Requests[int, bool] = Requests(link.base)
         self._numbers = itertools.count(link.base + 1)  # 0 is the construction of the roles
         self._resumed: dict[str, int] = {}  # by lane
         self._holds: dict[str, _Hold] = {}  # likewise
@@ -202,6 +234,28 @@ class CallOrder:
                 self._end(call, error)
                 call._fail(error)
 
+    def cancel(self, call: PendingCall) -> bool:
+        """Withdraw a call, if no rank has begun it; whether it was.
+
+        Waits for an answer of each rank's receiving thread: not of the lane, which may be busy.
+        """
+        with self.lock:
+            if call.seq not in self.pending:
+                return False
+            live = set(self.link.live())
+            slots = [slot for slot in call.targets if slot in live]
+            request = self._withdrawals.open(slots)
+        self.link.send(slots, to_worker.Withdraw(request.token, call.seq, call.lane))
+        request.wait(WITHDRAWN_WITHIN_S)
+        self._withdrawals.drop(request)
+        with self.lock:
+            can = request.error is None and not request.owing and all(request.answers.values())
+            drop = can and call.seq in self.pending
+            self.link.send(slots, to_worker.Decided(request.token, call.seq, drop, call.lane))
+            if drop:
+                self.drop(call, CallCancelled(f"{call.label} was cancelled before any rank had begun it"))
+            return drop
+
     def watch(self, call: PendingCall, timeout: float) -> None:
         """Give up on a call after `timeout` seconds."""
         with self.lock:
@@ -273,6 +327,12 @@ class CallOrder:
             else:
                 self._tell_root(hold, call, error)
 
+    def can_withdraw(self, slot: int, answer: from_worker.CanWithdraw) -> None:
+        """Hear whether a rank can do without a call; one that can't decides it."""
+        request = self._withdrawals.answered(answer.token, slot, answer.can)
+        if request is not None and not answer.can:
+            self._withdrawals.drop(request)
+
     def alive(self, slot: int, alive: from_worker.Alive) -> None:
         """A rank has heard of a hold."""
         with self.lock:
@@ -312,6 +372,7 @@ class CallOrder:
 
     def gone(self, slot: int) -> None:
         """A rank has ended; nobody waits for it any more."""
+        self._withdrawals.gone(slot, ColocateError(f"worker {slot} has ended"))
         with self.lock:
             for hold in self._holds.values():
                 hold.waiting.discard(slot)
@@ -550,3 +611,54 @@ class CallOrder:
         if call.on_end is not None:
             call.on_end(call, error)
             call.on_end = None
+
+
+class StackQuestions:
+    """The questions for stacks to the ranks of one group.
+
+    Attributes:
+        ran: The calls that each rank ran when it last told its stack.
+    """
+
+    def __init__(self, link: Link, timers: JobThread, lock: Section) -> None:
+        self.ran: dict[int, tuple[int, ...]] = {}
+        self._link, self._timers, self._lock = link, timers, lock
+        self._requests: Requests[int, str] = Requests(link.base)
+
+    def ask(self, slots: list[int], then: Callable[[Stacks], None]) -> None:
+        """Ask some ranks; the answer comes on the timers' thread, in a bounded time."""
+        found = Stacks()
+
+        def over() -> None:
+            found.told.update(dict.fromkeys(filter(self._link.has_left, slots), HAS_LEFT))
+            found.told.update(request.answers)
+            self._timers.soon(lambda: then(found))
+
+        with self._lock:
+            asked = [slot for slot in slots if not self._link.has_left(slot)]
+            request = self._requests.open(asked)
+            request.then(over)
+            if asked:
+                self._timers.after(SILENT_AFTER_S, lambda: self._look_at(request, found))
+                self._timers.after(STACKS_WITHIN_S, lambda: self._requests.drop(request))
+                self._link.send(asked, to_worker.AskStack(request.token))
+
+    def answered(self, slot: int, answer: from_worker.Stack) -> None:
+        """A rank has said what it is doing."""
+        with self._lock:
+            self.ran[slot] = answer.running
+        self._requests.answered(answer.token, slot, answer.text)
+
+    def renew(self) -> None:
+        """Begin anew with other workers. The lock is held."""
+        self._requests = Requests(self._link.base)
+        self.ran.clear()
+
+    def _look_at(self, request: Request[int, str], found: Stacks) -> None:
+        def seen(slot: int, what: str | None) -> None:
+            if what is not None:
+                found.seen[slot] = what
+
+        if not request.over:
+            for slot in request.owing:
+                self._link.look(slot, partial(seen, slot))

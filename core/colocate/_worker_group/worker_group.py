@@ -12,7 +12,6 @@ from typing import Any
 import attrs
 
 from colocate import features
-from colocate._calls.cancel import Cancellations
 from colocate._calls.order import CallOrder
 from colocate._calls.pending import Link, PendingCall
 from colocate._calls.records import MoveRecord
@@ -298,7 +297,6 @@ class WorkerGroup(Link):
         self.order = CallOrder(self)
         self.life.on_change = self._look_at_life
         self._look_at_life()
-        self.cancellations = Cancellations(self.order)
         self.background = declared.background  # its roles that have a lane of their own
         if self.background:
             self.order.gate.shut("background roles")  # only with the order's lock are messages in one order everywhere
@@ -319,7 +317,7 @@ class WorkerGroup(Link):
     def _begin(self, places: Sequence[Place]) -> None:
         """Make the records of a generation of workers."""
         self.questions = Questions(self.order, self.published, self._locate)
-        parts = self.order, self.cancellations, self.home.request, places
+        parts = self.order, self.home.request, places
         self.workforce = Workforce(self, *parts, self._heard, self._greet)
 
     # -- what its calls and parts need
@@ -334,7 +332,7 @@ class WorkerGroup(Link):
 
     def cancel(self, call: PendingCall) -> bool:
         """Withdraw a call from all ranks, if none has begun it."""
-        return self.cancellations.cancel(call)
+        return self.order.cancel(call)
 
     def failed(self, call: PendingCall, error: BaseException) -> None:
         """Have it told that a call has failed, unless somebody asks."""
@@ -448,7 +446,7 @@ class WorkerGroup(Link):
                 record = MoveRecord(self.name, message.role, rank, kind, *told, *how)
                 self.services.tell("colocate_memory_moved", record)
             case from_worker.CanWithdraw():
-                self.cancellations.answered(slot, message)
+                order.can_withdraw(slot, message)
             case from_worker.Fetched():
                 self.residents.answered(slot, message, body)
             case from_worker.Ask():

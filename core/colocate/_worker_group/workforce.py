@@ -10,11 +10,9 @@ from typing import Any
 
 import attrs
 
-from colocate._calls.cancel import Cancellations
 from colocate._calls.failures import broken_error, death_error, failure_error, worker_error
-from colocate._calls.order import CallOrder
+from colocate._calls.order import CallOrder, Stacks
 from colocate._calls.pending import Link, PendingCall
-from colocate._calls.stacks import Stacks
 from colocate._definitions.bundles import Table
 from colocate._owned.owned import State
 from colocate._plugins.needs import imports_of
@@ -218,7 +216,6 @@ class Workforce:
         self,
         link: Link,
         order: CallOrder,
-        cancellations: Cancellations,
         request: Request,
         places: Sequence[Place],
         heard: Callable[[Worker, Message, Any], None],
@@ -229,7 +226,6 @@ class Workforce:
         self.heard = heard  # is told what a worker says that isn't about itself
         self._greet = greet  # tells a worker, before anything else, who shares its slot
         self.stages = Stages(len(places))
-        self._cancellations = cancellations
         self._lock = threading.Lock()  # the innermost one
         self._built: dict[int, ColocateError | None] = {}
         self._build_failed = False
@@ -428,7 +424,6 @@ class Workforce:
         assert worker.exit is not None
         link, slot = self.link, worker.slot
         self.heard(worker, from_worker.Holds({}), None)
-        self._cancellations.gone(slot)
         self.order.gone(slot)
         if link.life.is_starting:
             running = "the constructors of its roles" if worker.hello is not None else None

@@ -19,9 +19,8 @@ from typing import Any, cast
 import attrs
 
 from colocate._calls.failures import failure_error
-from colocate._calls.order import CallOrder
+from colocate._calls.order import CallOrder, Stacks
 from colocate._calls.pending import Link, PendingCall, result_of
-from colocate._calls.stacks import Stacks
 from colocate._definitions.packed import packed_bytes
 from colocate._kept.handles import Consumer, Reference
 from colocate._role.method_spec import MethodSpec
