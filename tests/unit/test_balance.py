@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from colocate import Concat, ConfigError, DispatchError, Ranks, Scatter
-from colocate._values.balance import balanced, inverse, keeps_sets, row_costs
 from colocate._values.dispatch import plan
 from colocate._values.mesh import Mesh
 from colocate._values.plain import even_sizes
+from colocate.features.balance.parts import balanced, inverse, keeps_sets, row_costs
 
 COSTS = st.lists(st.integers(0, 40), min_size=1, max_size=6)
 PARTS = st.integers(1, 3)

@@ -25,8 +25,8 @@ from colocate._values.mesh import Mesh
 from colocate._values.plain import even_sizes
 
 if TYPE_CHECKING:
-    from colocate._values.balance import Partition
     from colocate._values.batch import Beside, Padding
+    from colocate._values.plain import Partition
 
 from colocate._kept.residents import Kept, Pin, PinEnd, Residents
 

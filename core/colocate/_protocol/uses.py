@@ -18,20 +18,20 @@ from typing import Any, TypeAlias
 import attrs
 import cloudpickle
 
+from colocate import features
 from colocate._definitions.packed import Plain
 from colocate._protocol.taken import Taken
 from colocate._protocol.to_worker import Passed
 from colocate._system.by_type import by_type
 from colocate._system.numbers import plural
 from colocate._values import batch
-from colocate._values.balance import Partition, check_aligned
 from colocate._values.batch import Beside, Cut, check_sets
 from colocate._values.collect import Collect, Concat, Gather
 from colocate._values.dispatch import check_items
 from colocate._values.leaves import Memo, map_leaves
 from colocate._values.leaving import Watch
 from colocate._values.mesh import Ranks
-from colocate._values.plain import PLAIN, even_sizes, padded_sizes
+from colocate._values.plain import PLAIN, Partition, even_sizes, padded_sizes
 from colocate.errors import DispatchError
 
 Written: TypeAlias = tuple[int, str, str | None]
@@ -396,7 +396,8 @@ class Resolver:
             rank = source.collect.sources(source.ranks)[self._index_here(source)]
             value = self._peers.part(source, rank, self.taken)
         if source.partition is not None:
-            check_aligned(source.partition[rank], self._peers.rows(source, rank), rank)
+            parts = features.module("balance.parts")
+            parts.check_aligned(source.partition[rank], self._peers.rows(source, rank), rank)
         return rank, value
 
     def _place(self, part: Part | Own) -> tuple[int, int]:

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal
 
 import attrs
 
+from colocate import features
 from colocate._system.imported import imported
 from colocate._system.nearest import did_you_mean
-from colocate._values.balance import inverse
 from colocate._values.batch import concat, rows, slice_rows, take_rows
 from colocate._values.dispatch import Dispatch, Scatter, check_place, written
 from colocate._values.leaves import check_alike, is_container, rebuild
@@ -119,7 +119,7 @@ class Concat(Collect):
         kept = [place for place, total in enumerate(totals) if total] or range(len(parts))
         places = None
         if ranks.partition is not None:
-            places = inverse(ranks.pick(ranks.partition, sources), totals, sources)
+            places = features.module("balance.parts").inverse(ranks.pick(ranks.partition, sources), totals, sources)
         whole = concat([parts[place] for place in kept], "the results", lambda place: f"rank {sources[kept[place]]}")
         return whole if places is None else take_rows(whole, places)
 

@@ -10,9 +10,9 @@ from typing import Any, ClassVar, Literal
 
 import attrs
 
+from colocate import features
 from colocate._system.nearest import did_you_mean
 from colocate._system.numbers import amount_problem, plural
-from colocate._values.balance import Partition, balanced, keeps_sets, row_costs
 from colocate._values.batch import (
     Beside,
     Cut,
@@ -23,12 +23,11 @@ from colocate._values.batch import (
     is_deferred,
     leaf_splitter,
     same_rows,
-    take,
 )
-from colocate._values.leaves import Memo, leaves, map_leaves, take_apart
+from colocate._values.leaves import leaves, map_leaves, take_apart
 from colocate._values.mesh import Ranks, one_axis
 from colocate._values.nesting import kinds_inside
-from colocate._values.plain import PLAIN, even_sizes, is_plain, padded_sizes
+from colocate._values.plain import PLAIN, Partition, even_sizes, is_plain, padded_sizes
 from colocate.errors import ConfigError, DispatchError
 
 Arguments = Mapping[str, Any]
@@ -261,8 +260,8 @@ class Scatter(_Named):
         if partition is None:
             parts, sizes, each = self._spread(scattered, count)
         else:
+            parts = features.module("balance.parts").pick(self, scattered, by, partition)
             sizes, each = [*map(len, partition)], None
-            parts = self._pick(scattered, by, partition, sizes)
         made = [{**base, **own} for own in parts]
         if len(made) < count:
             return made * ranks.world_size
@@ -302,39 +301,15 @@ class Scatter(_Named):
             name = self.balance
             if is_deferred(type(values[name])):
                 values[name] = values[name].fetch()
-            costs = row_costs(values[name], name)
-            check_sets(f"the parameter {name!r}", len(costs), of, name)
-            return name, balanced(costs, count, of)
+            return name, features.module("balance.parts").chosen(values[name], name, count, of)
         for name, value in () if self.pad else values.items():
             leaf = next((leaf for leaf in leaves(value) if is_deferred(type(leaf))), None)
             if leaf is not None:
                 found: Partition | None = leaf.partition
                 if found is None or leaf.own(self.axis, self.mesh, count, of, found) is None:
                     return name, None
-                return name, found if of == 1 or keeps_sets(found, of) else None
+                return name, found if of == 1 or features.module("balance.parts").keeps_sets(found, of) else None
         return "", None
-
-    def _pick(self, values: Arguments, by: str, partition: Partition, sizes: Sequence[int]) -> list[dict[str, Any]]:
-        """The parts with the rows that a partition says, which is that of a parameter."""
-        total, count, memo = sum(sizes), len(sizes), Memo()
-        if self.empty == "error" and 0 in sizes:
-            raise self._skipped(by, total, count)
-        parts: list[dict[str, Any]] = [{} for _ in sizes]
-        for name, value in values.items():
-            if (known := count_rows(value, name)) is not None:
-                same_rows(by, total, name, known)
-            beside = Beside(by, total, name)
-
-            def parts_of(leaf: Any, beside: Beside = beside) -> Sequence[Any]:
-                if not is_deferred(type(leaf)):
-                    leaf = whole(leaf) if isinstance(leaf, list) else leaf
-                    return [take(leaf, rows, memo) for rows in partition]
-                own = leaf.own(self.axis, self.mesh, count, self.rows_of, partition)
-                return [leaf.pick(rows, beside) for rows in partition] if own is None else [own] * count
-
-            for part, rows in zip(parts, take_apart(value, count, parts_of), strict=True):
-                part[name] = rows
-        return parts
 
     def _spread(self, values: Arguments, count: int) -> tuple[list[Any], Sequence[int] | None, int | None]:
         """Work out who gets which rows, of which each `rows_of` stay together.
@@ -388,7 +363,7 @@ class Scatter(_Named):
             if self.pad and (total > 0 or self.empty == "error"):
                 each, spread = padded_sizes(total, count)
             if self.empty == "error" and (total == 0 or (each is None and 0 in spread)):
-                raise self._skipped(first, total, count)
+                raise self.skipped(first, total, count)
             sizes = spread
         split = None if sizes is None else leaf_splitter(sizes, each)
 
@@ -412,7 +387,7 @@ class Scatter(_Named):
             return take_apart(values, 1, parts_of), None, None
         return take_apart(values, count, parts_of), sizes, each
 
-    def _skipped(self, first: str, total: int, count: int) -> DispatchError:
+    def skipped(self, first: str, total: int, count: int) -> DispatchError:
         """Return what is said where a rank would have no rows."""
         axis, of = self.axis, self.rows_of
         if total < count * of:

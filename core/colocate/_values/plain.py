@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
+Partition: TypeAlias = Sequence[Sequence[int]]
+"""For each part the numbers of its rows in the whole, in ascending order."""
 PLAIN = frozenset({int, float, str, bool, bytes, type(None)})
 """Types of values in which there is nothing else: what long lists are mostly made of."""
 

@@ -38,6 +38,7 @@ class Feature(NamedTuple):
 
 
 FEATURES = {
+    "balance": Feature(),
     "weights": Feature(
         "driver:WeightsOfGroup", "worker:WeightsOfWorker", calls=("the sync of weights",), options=("weights",)
     ),

@@ -381,6 +381,7 @@ class Streams(RowsCase):
 
     @of_executor
     @needs_feature("pipelines")
+    @needs_feature("balance")
     def test_rows_that_a_method_yields(self, streaming: ColocatedGroup) -> None:
         """Indices of rows are those of what the driver has given, also where rows are balanced."""
         yielding, rows = streaming.role("yielding", Yielding), list(range(7))

@@ -6,15 +6,22 @@ import heapq
 import numbers
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
-from typing import Any, TypeAlias
+from typing import Any
 
 from colocate._system.imported import imported
 from colocate._system.numbers import plural
-from colocate._values.plain import even_sizes
+from colocate._values.batch import Beside, check_sets, count_rows, is_deferred, same_rows, take
+from colocate._values.dispatch import Arguments, Scatter, whole
+from colocate._values.leaves import Memo, take_apart
+from colocate._values.plain import Partition, even_sizes
 from colocate.errors import DispatchError
 
-Partition: TypeAlias = Sequence[Sequence[int]]
-"""For each part the numbers of its rows in the whole, in ascending order."""
+
+def chosen(value: Any, name: str, count: int, of: int) -> Partition | None:
+    """Return `count` parts of rows of which a parameter says what each costs; None: contiguous ones are as good."""
+    costs = row_costs(value, name)
+    check_sets(f"the parameter {name!r}", len(costs), of, name)
+    return balanced(costs, count, of)
 
 
 def row_costs(value: Any, parameter: str) -> list[int]:
@@ -70,6 +77,29 @@ def balanced(costs: Sequence[int], count: int, of: int = 1) -> Partition | None:
     if all(sum(sets[start:stop]) <= largest for start, stop in pairwise(ends)):
         return None
     return [[row for each in part for row in range(each * of, each * of + of)] for part in parts]
+
+
+def pick(scatter: Scatter, values: Arguments, by: str, partition: Partition) -> list[dict[str, Any]]:
+    """Return the parts with the rows that a partition says, which is that of a parameter."""
+    total, count, memo = sum(map(len, partition)), len(partition), Memo()
+    if scatter.empty == "error" and not all(partition):
+        raise scatter.skipped(by, total, count)
+    parts: list[dict[str, Any]] = [{} for _ in partition]
+    for name, value in values.items():
+        if (known := count_rows(value, name)) is not None:
+            same_rows(by, total, name, known)
+        beside = Beside(by, total, name)
+
+        def parts_of(leaf: Any, beside: Beside = beside) -> Sequence[Any]:
+            if not is_deferred(type(leaf)):
+                leaf = whole(leaf) if isinstance(leaf, list) else leaf
+                return [take(leaf, rows, memo) for rows in partition]
+            own = leaf.own(scatter.axis, scatter.mesh, count, scatter.rows_of, partition)
+            return [leaf.pick(rows, beside) for rows in partition] if own is None else [own] * count
+
+        for part, rows in zip(parts, take_apart(value, count, parts_of), strict=True):
+            part[name] = rows
+    return parts
 
 
 def keeps_sets(partition: Partition, of: int) -> bool:
