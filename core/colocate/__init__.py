@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from colocate._system.lines import library
     from colocate._values.collect import Collect, Concat, First, Gather, Reduce
     from colocate._values.dispatch import Broadcast, Dispatch, OnRank, PerRank, Scatter
-    from colocate._values.leaves import register_batch
     from colocate._values.mesh import Mesh, Ranks
     from colocate._views.view import Inspection, RoleView, inspect
     from colocate.connecting import connect, spawn
@@ -53,6 +52,7 @@ if TYPE_CHECKING:
         WorkerDied,
     )
     from colocate.features.children.child import Child
+    from colocate.features.kinds.registered import register_batch
     from colocate.features.looking.audit import Audit
     from colocate.features.memory.tables import GroupMemory, RoleMemory, SlotMemory
     from colocate.features.rows.row_stream import RowStream
@@ -67,7 +67,6 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "connecting": "connect spawn",
-    "_values.leaves": "register_batch",
     "_role.call": "Call Resident ResidentSpec as_completed wait",
     "_values.collect": "Collect Concat First Gather Reduce",
     "_role.context": "Context Rendezvous context",
@@ -85,6 +84,7 @@ _HOMES = {
     "_views.view": "Inspection RoleView inspect",
     "features.children.child": "Child",
     "features.memory.tables": "GroupMemory RoleMemory SlotMemory",
+    "features.kinds.registered": "register_batch",
     "features.looking.audit": "Audit",
     "features.rows.row_stream": "RowStream",
     "features.weights.driver": "sync_weights",

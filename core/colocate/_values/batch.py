@@ -18,7 +18,6 @@ from colocate._values.leaves import (
     Kind,
     Label,
     Memo,
-    Registered,
     check_alike,
     is_container,
     kind_of,
@@ -209,14 +208,7 @@ def each_row(value: Any, path: str) -> list[Any]:
     if isinstance(value, Sequence) and not isinstance(value, (tuple, str, bytes)) and kind_of(type(value)) is None:
         value = list(value)
     count, memo = rows(value, path), Memo()
-
-    def items(leaf: Any) -> Sequence[Any]:
-        kind = _kind(leaf, path)
-        if isinstance(kind, Registered):
-            return kind.split(leaf, [1] * count, memo)
-        return list(leaf.unbind(0)) if hasattr(leaf, "unbind") else list(leaf)
-
-    return take_apart(value, count, items)
+    return take_apart(value, count, lambda leaf: _kind(leaf, path).items(leaf, memo))
 
 
 def slice_rows(value: Any, start: int, stop: int) -> Any:

@@ -7,19 +7,16 @@ class's name, so that none of those libraries is imported here: whoever holds a 
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from itertools import accumulate, chain, pairwise
-from typing import Any, TypeVar
+from typing import Any
 
 import attrs
 
-from colocate._definitions.structure import Structure, note
-from colocate._system.by_type import by_type, forget
+from colocate import features
+from colocate._system.by_type import by_type
 from colocate._system.imported import imported
-from colocate.errors import ConfigError, DispatchError
-
-B = TypeVar("B")
+from colocate.errors import DispatchError
 
 Label = Callable[[int], str]
 """What to call one of several values in an error."""
@@ -61,6 +58,10 @@ class Kind:
     def split(self, value: Any, sizes: Sequence[int], memo: Memo) -> list[Any]:
         """Cut contiguous parts of these sizes, which add up to the length."""
         return [self.slice(value, start, stop, memo) for start, stop in pairwise(accumulate(sizes, initial=0))]
+
+    def items(self, value: Any, memo: Memo) -> Sequence[Any]:
+        """Return the rows one by one: of a list its items, of a tensor with an axis less."""
+        return list(value.unbind(0)) if hasattr(value, "unbind") else list(value)
 
     def take(self, value: Any, rows: Sequence[int], memo: Memo) -> Any:
         """Return these rows, in this order."""
@@ -109,7 +110,7 @@ class _Tensor(Kind):
             return value.narrow_copy(0, start, stop - start)
         if layout.startswith("torch.sparse_"):
             raise DispatchError(f"a tensor of layout {layout} can't be cut by rows; give it as .to_sparse_coo()")
-        return _slice_jagged(value, start, stop, memo) if value.is_nested else value[start:stop]
+        return slice_jagged(value, start, stop, memo) if value.is_nested else value[start:stop]
 
     def concat(self, parts: Sequence[Any], memo: Memo) -> Any:
         import torch
@@ -117,7 +118,7 @@ class _Tensor(Kind):
         device = parts[0].device
         parts = [part if part.device == device else part.to(device) for part in parts]
         if any(part.is_nested for part in parts):
-            return _concat_jagged(parts, memo)
+            return concat_jagged(parts, memo)
         shapes = [tuple(part.shape) for part in parts]
         if len({shape[1:] for shape in shapes}) > 1:  # torch lets an empty vector through whatever the others are
             more = f" and {len(shapes) - 6} more" if len(shapes) > 6 else ""
@@ -151,7 +152,8 @@ def _packed(value: Any, memo: Memo) -> tuple[Any, Any, int]:
     return values, memo.get("packed", [offsets, lengths], None, add_up), dim - 1
 
 
-def _slice_jagged(value: Any, start: int, stop: int, memo: Memo) -> Any:
+def slice_jagged(value: Any, start: int, stop: int, memo: Memo) -> Any:
+    """Cut rows of a jagged tensor."""
     import torch
 
     values, offsets, dim = _packed(value, memo)
@@ -161,7 +163,8 @@ def _slice_jagged(value: Any, start: int, stop: int, memo: Memo) -> Any:
     return torch.nested.nested_tensor_from_jagged(values, offsets=part, jagged_dim=dim + 1)
 
 
-def _concat_jagged(parts: Sequence[Any], memo: Memo) -> Any:
+def concat_jagged(parts: Sequence[Any], memo: Memo) -> Any:
+    """Join jagged tensors."""
     import torch
 
     if not all(part.is_nested and part.layout is torch.jagged for part in parts):
@@ -181,98 +184,9 @@ def _concat_jagged(parts: Sequence[Any], memo: Memo) -> Any:
     return torch.nested.nested_tensor_from_jagged(values, offsets=offsets, jagged_dim=dim + 1)
 
 
-class _TensorDict(Kind):
-    """TensorDict and tensorclass; jagged entries, which their own indexing can't cut, are cut one by one."""
-
-    def length(self, value: Any) -> int | None:
-        return int(value.batch_size[0]) if value.batch_size else None
-
-    def slice(self, value: Any, start: int, stop: int, memo: Memo) -> Any:
-        return _each_way(
-            [value],
-            lambda parts: parts[0][start:stop],
-            lambda entries: _slice_jagged(entries[0], start, stop, memo),
-        )
-
-    def concat(self, parts: Sequence[Any], memo: Memo) -> Any:
-        import torch
-
-        device = _device_of(parts[0])
-        parts = [part if _device_of(part) in (device, None) else part.to(device) for part in parts]
-        return _each_way(parts, torch.cat, lambda entries: _concat_jagged(entries, memo))
-
-
-def _each_way(parts: list[Any], usual: Callable[[Any], Any], jagged: Callable[[list[Any]], Any]) -> Any:
-    """Make one TensorDict of several: jagged entries in their way, all others together, in the order of the first."""
-    ragged = _ragged_entries(parts[0])
-    if not ragged:
-        return usual(parts)
-    made = usual([part.exclude(*ragged) for part in parts])
-    for key in ragged:
-        made.set(key, jagged([part.get(key) for part in parts]))
-    for place in {key[:-1] for key in ragged}:  # where they were put last
-        like = parts[0].get(place) if place else parts[0]
-        (made.get(place) if place else made).select(*like.keys(), inplace=True)
-    return made
-
-
-def _device_of(value: Any) -> Any:
-    """Return where a TensorDict is, by its own word or that of its first tensor; None when it has none."""
-    if value.device is not None:
-        return value.device
-    if isinstance(value, sys.modules["tensordict"].LazyStackedTensorDict):  # looking inside would stack its rows
-        return _device_of(value.tensordicts[0])
-    return next((item.device for item in value.values(True, True) if hasattr(item, "is_cpu")), None)
-
-
-def _ragged_entries(value: Any, prefix: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
-    tensordict = sys.modules["tensordict"]
-    if isinstance(value, tensordict.LazyStackedTensorDict):
-        return []  # a list of rows: looking inside would stack them
-    found = []
-    for key, item in value.items():
-        if tensordict.is_tensor_collection(item):
-            found += _ragged_entries(item, (*prefix, key))
-        elif getattr(item, "is_nested", False):
-            found.append((*prefix, key))
-    return found
-
-
-@attrs.frozen
-class Registered(Kind):
-    """A type whose owner said how (`register_batch`)."""
-
-    count: Callable[[Any], int]
-    cut: Callable[[Any, Sequence[int]], Sequence[Any]]
-    join: Callable[[Sequence[Any]], Any]
-    structure: Structure | None
-
-    def length(self, value: Any) -> int | None:
-        return self.count(value)
-
-    def slice(self, value: Any, start: int, stop: int, memo: Memo) -> Any:
-        return self.split(value, [start, stop - start, self.count(value) - stop], memo)[1]
-
-    def concat(self, parts: Sequence[Any], memo: Memo) -> Any:
-        return self.join(parts)
-
-    def split(self, value: Any, sizes: Sequence[int], memo: Memo) -> list[Any]:
-        parts = list(self.cut(value, list(sizes)))
-        made = [self.count(part) for part in parts]
-        if made != list(sizes):
-            raise DispatchError(
-                f"{type(value).__qualname__}: the split given to register_batch made parts of {made} rows where "
-                f"{list(sizes)} were asked for"
-            )
-        return parts
-
-
-_kinds: dict[type, Kind] = {list: Kind()}
-_named_kinds: dict[str, Kind] = {
-    "numpy.ndarray": _Array(),
-    "torch.Tensor": _Tensor(),
-    "tensordict.base.TensorDictBase": _TensorDict(),
-}
+kinds: dict[type, Kind] = {list: Kind()}
+"""The kinds of types: a list's, and those that were registered."""
+NAMED = {"numpy.ndarray": _Array(), "torch.Tensor": _Tensor()}
 
 
 @by_type
@@ -291,70 +205,10 @@ def kind_of(cls: type) -> Kind | None:
     The nearest class in the method resolution order decides.
     """
     for base in cls.__mro__:
-        kind = _kinds.get(base) or _named_kinds.get(f"{base.__module__}.{base.__qualname__}")
+        kind = kinds.get(base) or NAMED.get(f"{base.__module__}.{base.__qualname__}")
         if kind is not None:
             return kind
-    if is_collection(cls):  # a tensorclass has no base class in common
-        return _named_kinds["tensordict.base.TensorDictBase"]
-    return None
-
-
-def register_batch(
-    cls: type[B],
-    *,
-    length: Callable[[B], int],
-    split: Callable[[B, Sequence[int]], Sequence[B]],
-    concat: Callable[[Sequence[B]], B],
-    leaves: Callable[[B], Mapping[Any, Any] | Sequence[Any]] | None = None,
-    rebuild: Callable[[type[B], Any], B] | None = None,
-) -> None:
-    """Teach colocate the rows of a type and its subclasses, so that it can be scattered and joined.
-
-    Register in the module that defines the type: workers import it too. With `leaves` and `rebuild` a value is looked
-    into as a dict of these leaves would be: what is kept has no graph, its bytes are counted, writes into it are told
-    of, its tensors go to the worker's device; and it is sent as its leaves, with tensors and arrays uncopied, instead
-    of in its own pickle's way. Without them nobody looks into it.
-
-    Args:
-        cls: The type.
-        length: The number of rows of a value.
-        split: `split(value, sizes)` gives contiguous parts with these numbers of rows, leaving the value as it is.
-        concat: The inverse: one value from parts.
-        leaves: `leaves(value)` gives all that the value consists of: a mapping, list or tuple of tensors, arrays and
-            whatever else, in which dicts and lists may lie. It is asked often, so it copies nothing.
-        rebuild: `rebuild(cls, leaves)` makes a value of the type, or of a subclass, of what `leaves` gave: a dict,
-            list or tuple.
-
-    Raises:
-        ConfigError: The type is known already, unless it was registered with these very functions; there are leaves
-            without `rebuild`, or the other way round; or leaves of a type into which colocate looks by itself.
-    """
-    if (leaves is None) is not (rebuild is None):
-        there, gone = ("leaves", "rebuild") if rebuild is None else ("rebuild", "leaves")
-        raise ConfigError(f"register_batch({cls.__qualname__}): {there}= needs {gone}=, too: give both, or neither")
-    structure = None if leaves is None or rebuild is None else Structure(leaves, rebuild)
-    kind = Registered(length, split, concat, structure)
-    known = _kinds.get(cls) or _named_kinds.get(f"{cls.__module__}.{cls.__qualname__}")
-    if cls in (tuple, dict, type(None), object) or (known is not None and not isinstance(known, Registered)):
-        raise ConfigError(
-            f"register_batch({cls.__qualname__}): colocate itself says what the rows of this type are; "
-            "register a subclass of it, or a type of your own"
-        )
-    if known is not None and known != kind:
-        raise ConfigError(
-            f"register_batch({cls.__qualname__}): this type is registered already with other functions; "
-            "register it once, in the module that defines it"
-        )
-    if structure is not None and (
-        issubclass(cls, (dict, list, tuple)) or type(kind_of(cls)) not in (Registered, type(None))
-    ):
-        raise ConfigError(
-            f"register_batch({cls.__qualname__}, leaves=...): colocate itself looks into values of this type; leave "
-            "leaves and rebuild out"
-        )
-    _kinds[cls] = kind
-    note(cls, structure)
-    forget()
+    return features.module("kinds.tensordicts").KIND if is_collection(cls) else None
 
 
 def is_container(value: Any) -> bool:

@@ -61,6 +61,7 @@ FEATURES = {
         messages=("Row", "NoMoreRows", "ReadRows", "RowEnded"),
         alone="standalone:StandaloneRows",
     ),
+    "kinds": Feature(),
     "looking": Feature(),
     "pipelines": Feature(),
     "standalone": Feature(alone="calls:StandaloneCall"),

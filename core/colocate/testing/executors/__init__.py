@@ -41,7 +41,7 @@ from colocate.testing.executors.residents import KeptFailures, Residents
 from colocate.testing.executors.restarting import Restarting
 from colocate.testing.executors.sharing import Sharing, SharingDetached
 from colocate.testing.executors.startup import Printing, Startup, Templates
-from colocate.testing.executors.tensors import Memory, Optimizers, OwnTypes, TensorResidents, Transfers
+from colocate.testing.executors.tensors import Memory, Optimizers, TensorResidents, Transfers
 from colocate.testing.executors.threads import Handlers, Undisturbed
 from colocate.testing.executors.unasked import UnaskedFailures
 
@@ -62,7 +62,6 @@ class ExecutorSuite(
     TensorResidents,
     Optimizers,
     Memory,
-    OwnTypes,
     Engines,
     Transfers,
     Devices,
@@ -155,7 +154,6 @@ __all__ = [
     "NamedMeshes",
     "Optimizers",
     "Order",
-    "OwnTypes",
     "Ownership",
     "Placement",
     "Ports",

@@ -240,6 +240,7 @@ class Devices(TensorCase):
         """Rows that the driver gives one by one have tensors there, too."""
         assert away.role("placed", Placed).each([torch.ones(2, 2)] * 2) == [AWAY] * 2
 
+    @needs_feature("kinds")
     def test_in_what_it_is_nested(self, torch: Any, away: ColocatedGroup) -> None:
         """In records of one's own, in modules and in TensorDicts, made by the driver or by a role."""
         placed, there = away.role("placed", Placed), [AWAY] * 2

@@ -17,7 +17,7 @@ from colocate.testing.gate import Gate
 from colocate.testing.probes.collectives import Collective
 from colocate.testing.probes.faulty import Faulty
 from colocate.testing.probes.meshes import Meshes
-from colocate.testing.probes.rows import Axes, Block, Own, Rows, Sets
+from colocate.testing.probes.rows import Axes, Own, Rows, Sets
 from colocate.testing.traffic import Traffic
 from colocate.testing.waiting import PATIENCE_S
 
@@ -136,13 +136,6 @@ class Dispatching(ExecutorCase):
     def test_own_dispatch_and_collect(self, pair: ColocatedGroup) -> None:
         """A dispatch or collect of one's own needs one method, and runs on the driver."""
         assert pair.role("own", Own).swapped() == {0: (0, 1), 1: (1, 0)}
-
-    def test_own_rows(self, pair: ColocatedGroup) -> None:
-        """Types given to `register_batch` are split, padded and joined as everything with rows."""
-        joined = pair.role("own", Own).tripled(Block([1, 2, 3], "mine"))
-        assert (joined.rows, joined.name) == ([3, 6, 9], "mine tripled")
-        with pair.role("own", Own).tripled.keep(Block([1, 2, 3], "mine")) as kept:
-            assert pair.role("own", Own).tripled(kept.ref).rows == [9, 18, 27]
 
     def test_mesh_collect(self, square: ColocatedGroup) -> None:
         """Concat and Reduce take one copy of each part, from the first rank along the other axes."""

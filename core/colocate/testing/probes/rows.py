@@ -10,6 +10,7 @@ import attrs
 
 import colocate
 from colocate import Broadcast, Concat, First, Gather, OnRank, PerRank, Reduce, Role, Scatter, method
+from colocate.features import FEATURES
 
 
 class Sets(Role):
@@ -212,7 +213,8 @@ def _concat(blocks: Sequence[Block]) -> Block:
     return Block([row for block in blocks for row in block.rows], blocks[0].name)
 
 
-colocate.register_batch(Block, length=lambda block: len(block.rows), split=_split, concat=_concat)
+if "kinds" in FEATURES:
+    colocate.register_batch(Block, length=lambda block: len(block.rows), split=_split, concat=_concat)
 
 
 class Own(Role):

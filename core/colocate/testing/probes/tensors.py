@@ -6,7 +6,9 @@ import gc
 import weakref
 from typing import TYPE_CHECKING, Any
 
-from colocate import Concat, First, Gather, Reduce, Role, Scatter, method, register_batch
+import colocate
+from colocate import Concat, First, Gather, Reduce, Role, Scatter, method
+from colocate.features import FEATURES
 from colocate.testing.probes import optional
 
 if TYPE_CHECKING:
@@ -56,15 +58,16 @@ def _concat(parts: Sequence[Any]) -> Any:
     return type(first)({key: torch.cat([each.tensors[key] for each in parts]) for key in first.tensors}, first.name)
 
 
-register_batch(
-    Packing,
-    length=len,
-    split=_split,
-    concat=_concat,
-    leaves=lambda value: {"tensors": value.tensors, "name": value.name},
-    rebuild=lambda kind, leaves: kind(**leaves),
-)
-register_batch(Opaque, length=len, split=_split, concat=_concat)
+if "kinds" in FEATURES:
+    colocate.register_batch(
+        Packing,
+        length=len,
+        split=_split,
+        concat=_concat,
+        leaves=lambda value: {"tensors": value.tensors, "name": value.name},
+        rebuild=lambda kind, leaves: kind(**leaves),
+    )
+    colocate.register_batch(Opaque, length=len, split=_split, concat=_concat)
 
 
 class Tensors(Role):

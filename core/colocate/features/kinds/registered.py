@@ -1,0 +1,107 @@
+"""The rows of types whose owners say what they are: `register_batch`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import attrs
+
+from colocate._definitions.structure import Structure, note
+from colocate._system.by_type import forget
+from colocate._values.leaves import NAMED, Kind, Memo, kind_of, kinds
+from colocate.errors import ConfigError, DispatchError
+
+B = TypeVar("B")
+_OWN = {*NAMED, "tensordict.base.TensorDictBase"}
+
+
+@attrs.frozen
+class _Registered(Kind):
+    """A type whose owner said how (`register_batch`)."""
+
+    count: Callable[[Any], int]
+    cut: Callable[[Any, Sequence[int]], Sequence[Any]]
+    join: Callable[[Sequence[Any]], Any]
+    structure: Structure | None
+
+    def length(self, value: Any) -> int | None:
+        return self.count(value)
+
+    def slice(self, value: Any, start: int, stop: int, memo: Memo) -> Any:
+        return self.split(value, [start, stop - start, self.count(value) - stop], memo)[1]
+
+    def concat(self, parts: Sequence[Any], memo: Memo) -> Any:
+        return self.join(parts)
+
+    def split(self, value: Any, sizes: Sequence[int], memo: Memo) -> list[Any]:
+        parts = list(self.cut(value, list(sizes)))
+        made = [self.count(part) for part in parts]
+        if made != list(sizes):
+            raise DispatchError(
+                f"{type(value).__qualname__}: the split given to register_batch made parts of {made} rows where "
+                f"{list(sizes)} were asked for"
+            )
+        return parts
+
+    def items(self, value: Any, memo: Memo) -> Sequence[Any]:
+        return self.split(value, [1] * self.count(value), memo)
+
+
+def register_batch(
+    cls: type[B],
+    *,
+    length: Callable[[B], int],
+    split: Callable[[B, Sequence[int]], Sequence[B]],
+    concat: Callable[[Sequence[B]], B],
+    leaves: Callable[[B], Mapping[Any, Any] | Sequence[Any]] | None = None,
+    rebuild: Callable[[type[B], Any], B] | None = None,
+) -> None:
+    """Teach colocate the rows of a type and its subclasses, so that it can be scattered and joined.
+
+    Register in the module that defines the type: workers import it too. With `leaves` and `rebuild` a value is looked
+    into as a dict of these leaves would be: what is kept has no graph, its bytes are counted, writes into it are told
+    of, its tensors go to the worker's device; and it is sent as its leaves, with tensors and arrays uncopied, instead
+    of in its own pickle's way. Without them nobody looks into it.
+
+    Args:
+        cls: The type.
+        length: The number of rows of a value.
+        split: `split(value, sizes)` gives contiguous parts with these numbers of rows, leaving the value as it is.
+        concat: The inverse: one value from parts.
+        leaves: `leaves(value)` gives all that the value consists of: a mapping, list or tuple of tensors, arrays and
+            whatever else, in which dicts and lists may lie. It is asked often, so it copies nothing.
+        rebuild: `rebuild(cls, leaves)` makes a value of the type, or of a subclass, of what `leaves` gave: a dict,
+            list or tuple.
+
+    Raises:
+        ConfigError: The type is known already, unless it was registered with these very functions; there are leaves
+            without `rebuild`, or the other way round; or leaves of a type into which colocate looks by itself.
+    """
+    if (leaves is None) is not (rebuild is None):
+        there, gone = ("leaves", "rebuild") if rebuild is None else ("rebuild", "leaves")
+        raise ConfigError(f"register_batch({cls.__qualname__}): {there}= needs {gone}=, too: give both, or neither")
+    structure = None if leaves is None or rebuild is None else Structure(leaves, rebuild)
+    kind = _Registered(length, split, concat, structure)
+    known = kinds.get(cls)
+    own = cls in (tuple, dict, type(None), object) or f"{cls.__module__}.{cls.__qualname__}" in _OWN
+    if own or (known is not None and not isinstance(known, _Registered)):
+        raise ConfigError(
+            f"register_batch({cls.__qualname__}): colocate itself says what the rows of this type are; "
+            "register a subclass of it, or a type of your own"
+        )
+    if known is not None and known != kind:
+        raise ConfigError(
+            f"register_batch({cls.__qualname__}): this type is registered already with other functions; "
+            "register it once, in the module that defines it"
+        )
+    if structure is not None and (
+        issubclass(cls, (dict, list, tuple)) or type(kind_of(cls)) not in (_Registered, type(None))
+    ):
+        raise ConfigError(
+            f"register_batch({cls.__qualname__}, leaves=...): colocate itself looks into values of this type; leave "
+            "leaves and rebuild out"
+        )
+    kinds[cls] = kind
+    note(cls, structure)
+    forget()

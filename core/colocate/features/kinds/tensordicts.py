@@ -1,0 +1,69 @@
+"""The rows of TensorDicts and tensorclasses."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from colocate._values.leaves import Kind, Memo, concat_jagged, slice_jagged
+
+
+class _TensorDict(Kind):
+    """TensorDict and tensorclass; jagged entries, which their own indexing can't cut, are cut one by one."""
+
+    def length(self, value: Any) -> int | None:
+        return int(value.batch_size[0]) if value.batch_size else None
+
+    def slice(self, value: Any, start: int, stop: int, memo: Memo) -> Any:
+        return _each_way(
+            [value],
+            lambda parts: parts[0][start:stop],
+            lambda entries: slice_jagged(entries[0], start, stop, memo),
+        )
+
+    def concat(self, parts: Sequence[Any], memo: Memo) -> Any:
+        import torch
+
+        device = _device_of(parts[0])
+        parts = [part if _device_of(part) in (device, None) else part.to(device) for part in parts]
+        return _each_way(parts, torch.cat, lambda entries: concat_jagged(entries, memo))
+
+
+def _each_way(parts: list[Any], usual: Callable[[Any], Any], jagged: Callable[[list[Any]], Any]) -> Any:
+    """Make one TensorDict of several: jagged entries in their way, all others together, in the order of the first."""
+    ragged = _ragged_entries(parts[0])
+    if not ragged:
+        return usual(parts)
+    made = usual([part.exclude(*ragged) for part in parts])
+    for key in ragged:
+        made.set(key, jagged([part.get(key) for part in parts]))
+    for place in {key[:-1] for key in ragged}:  # where they were put last
+        like = parts[0].get(place) if place else parts[0]
+        (made.get(place) if place else made).select(*like.keys(), inplace=True)
+    return made
+
+
+def _device_of(value: Any) -> Any:
+    """Return where a TensorDict is, by its own word or that of its first tensor; None when it has none."""
+    if value.device is not None:
+        return value.device
+    if isinstance(value, sys.modules["tensordict"].LazyStackedTensorDict):  # looking inside would stack its rows
+        return _device_of(value.tensordicts[0])
+    return next((item.device for item in value.values(True, True) if hasattr(item, "is_cpu")), None)
+
+
+def _ragged_entries(value: Any, prefix: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
+    tensordict = sys.modules["tensordict"]
+    if isinstance(value, tensordict.LazyStackedTensorDict):
+        return []  # a list of rows: looking inside would stack them
+    found = []
+    for key, item in value.items():
+        if tensordict.is_tensor_collection(item):
+            found += _ragged_entries(item, (*prefix, key))
+        elif getattr(item, "is_nested", False):
+            found.append((*prefix, key))
+    return found
+
+
+KIND = _TensorDict()
