@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import inspect
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
 import attrs
 
+from colocate._definitions import ids
 from colocate._plugins.plugins import find_executor
 from colocate._signals.deferred import run_deferred
 from colocate._signals.in_framework import waited_for
 from colocate._system.nearest import nearest
 from colocate._system.tracebacks import fold_uncaught, without_own_frames
 from colocate.errors import ColocateError, ConfigError
-from colocate.worker.birth.imports import refuse_while_importing
+from colocate.worker.birth.imports import is_importing
 
 if TYPE_CHECKING:
     from colocate._api.connection import Connection
@@ -67,7 +69,7 @@ def connect(
         ConfigError: It has no such option, or the option can't be that.
         CapabilityError: The executor lacks what was asked.
     """
-    refuse_while_importing(f"connect({executor!r})")
+    _refuse_while_importing(f"connect({executor!r})")
     fold_uncaught()
     cls = find_executor(executor)
     run_deferred(lambda: cls.foresee(options))
@@ -142,7 +144,7 @@ def spawn(
         CapabilityError: The executor lacks what was asked.
         RoleStartError: A role could not be constructed. Whatever it raises, nothing is left running.
     """
-    refuse_while_importing("spawn(...)")
+    _refuse_while_importing("spawn(...)")
     from colocate._owned.owned import Making
 
     making: Making[Connection] = Making(f"colocate.spawn(name={name!r})")
@@ -188,3 +190,20 @@ def _suggesting(function: Callable[..., Any], cls: type[Executor]) -> Iterator[N
             for each in error.mistakes
         ]
         raise
+
+
+def _refuse_while_importing(what: str) -> None:
+    """See that no module connects when a worker imports it: each of its workers would, in turn, without an end.
+
+    Raises:
+        ColocateError: A module that is being imported in this worker wants to.
+    """
+    frame = sys._getframe() if ids.find_missing is not None else None  # this process has a driver
+    while frame is not None:
+        if is_importing(frame):
+            raise ColocateError(
+                f"module {frame.f_globals['__name__']!r} calls {what} when it is imported "
+                f"({frame.f_code.co_filename}:{frame.f_lineno}), and a worker imports it, for a class or function that "
+                'it defines. Put the call into a function, or under `if __name__ == "__main__":`'
+            )
+        frame = frame.f_back

@@ -146,7 +146,8 @@ def ready(
                 if getattr(body, "has_trained", False):
                     refuse_apart(arguments, (*body.needs, *pack(role.cls).needs), call.label)
         packed = [bodies[id(arguments)] for arguments in planned.arguments]
-    worker_group.published.look(call, packed)
+    if not executor.in_process:
+        worker_group.published.look(call, packed)
     recorder = recording(worker_group) if OPEN.get() is not None else None
     if uses:
         call.uses = uses

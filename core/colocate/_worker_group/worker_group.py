@@ -411,7 +411,8 @@ class WorkerGroup(Link):
         if body is None:
             return None
         value = self.services.executor.codec.unpack(body, None)
-        self.published.given.refuse_late()  # that has perhaps imported something
+        if self.published.given.news:  # that has perhaps imported something
+            self.published.given.refuse_late()
         return value
 
     def borrowers(self, closing: Owned) -> list[str]:

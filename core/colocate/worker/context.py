@@ -15,6 +15,7 @@ from colocate._protocol.ledger import TAGS
 from colocate._protocol.message import Message
 from colocate._protocol.uses import Peers
 from colocate._role.context import Context, RowState
+from colocate._system.imported import imported
 from colocate._system.recent import RecentSpans
 from colocate._values.codec import Codec
 from colocate.errors import ConfigError, SerializationError
@@ -119,7 +120,7 @@ class WorkerContext(Worker):
     @property
     def moves_tensors(self) -> bool:
         """Whether tensors that arrive may be elsewhere than on the slot's device."""
-        return self.boot.device != "cpu" or (self.in_process and in_use(KIND.device) is not None)
+        return self.boot.device != "cpu" or bool(self.in_process and imported("torch") and in_use(KIND.device))
 
     @property
     def lanes(self) -> list[Lane]:

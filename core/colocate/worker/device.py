@@ -76,8 +76,7 @@ class Device:
         Raises:
             RuntimeError: The device says that something was wrong with that.
         """
-        module = in_use(self._name)
-        if module is None:
+        if not self.is_gpu or (module := in_use(self._name)) is None:
             return
         try:
             self._settle(module)

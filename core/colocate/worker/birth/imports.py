@@ -18,7 +18,6 @@ from types import CodeType, FrameType, ModuleType
 from typing import Any
 
 from colocate import features
-from colocate._definitions import ids
 from colocate._definitions.sources import Refused, Source, digest, in_the_way, is_shipped_with_python
 from colocate._system.jobs import message_of
 from colocate.errors import ColocateError
@@ -26,24 +25,7 @@ from colocate.errors import ColocateError
 Ask = Callable[[str], Mapping[str, Source | Refused]]
 
 
-def refuse_while_importing(what: str) -> None:
-    """See that no module connects when a worker imports it: each of its workers would, in turn, without an end.
-
-    Raises:
-        ColocateError: A module that is being imported in this worker wants to.
-    """
-    frame = sys._getframe() if ids.find_missing is not None else None  # this process has a driver
-    while frame is not None:
-        if _imports(frame):
-            raise ColocateError(
-                f"module {frame.f_globals['__name__']!r} calls {what} when it is imported "
-                f"({frame.f_code.co_filename}:{frame.f_lineno}), and a worker imports it, for a class or function that "
-                'it defines. Put the call into a function, or under `if __name__ == "__main__":`'
-            )
-        frame = frame.f_back
-
-
-def _imports(frame: FrameType) -> bool:
+def is_importing(frame: FrameType) -> bool:
     """Whether it is the code of a module that is being imported."""
     spec = frame.f_globals.get("__spec__")
     return frame.f_code.co_name == "<module>" and getattr(spec, "_initializing", False)
@@ -51,7 +33,7 @@ def _imports(frame: FrameType) -> bool:
 
 def importing(frames: Iterable[FrameType]) -> str | None:
     """The module that code with these frames, the innermost first, imports; of several that which wants the others."""
-    names = [str(frame.f_globals["__name__"]) for frame in frames if _imports(frame)]
+    names = [str(frame.f_globals["__name__"]) for frame in frames if is_importing(frame)]
     return names[-1] if names else None
 
 

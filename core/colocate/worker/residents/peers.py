@@ -130,9 +130,6 @@ class LocalPeers(_HostPeers):
         for store in list(self._waiting):
             store.poke()
 
-    def close(self) -> None:
-        """Nothing to end."""
-
     def _fetch(
         self, source: Source, rank: int, rows: _Rows | None, taken: list[Taken] | None, taking: Taking | None
     ) -> Any:

@@ -43,7 +43,8 @@ class Definitions:
 
     def load(self, count: int) -> None:
         """Have the first `count` bundles loaded: those that were sent before what is read next."""
-        self.received.load(count)
+        if count:
+            self.received.load(count)
 
     # -- modules
 

@@ -334,8 +334,8 @@ class WorkerHost(WorkerContext):
         self.groups.close()
         for thread in (self._transfer, self._snapshots):
             thread.close(0.0)
-        self.peers.close()
         if not self.in_process:
+            self.peers.close()
             tell_imports()  # what values needed, too
         self.ended = True
         self.roles.clear()  # on threads the driver may hold the group for long

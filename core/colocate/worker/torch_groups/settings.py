@@ -153,9 +153,8 @@ class Setting:
 
         By itself each thread begins with the first.
         """
-        torch, number = imported("torch"), number_of(self._device)
-        module = getattr(torch, self._device.partition(":")[0], None)
-        if number and module is not None and module.is_available():
+        module = getattr(imported("torch"), self._device.partition(":")[0], None)
+        if module is not None and self._device != "cpu" and number_of(self._device) and module.is_available():
             module.set_device(self._device)
 
     def _imported(self) -> Any:
