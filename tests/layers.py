@@ -51,7 +51,7 @@ LAYERS = {
     "_calls": "one order of calls, the hold, deadlines",
     "_kept": "residents, the driver's half",
     "_worker_group": "the workers of a group: start, watch, end, restart",
-    "_views": "sending: views, functions",
+    "_views": "sending: views",
     "_api": "the live objects",
     "features.*": "what isn't kernel, a folder for each: the table below",
     "torch": "models that go on with new process groups; weights of modules",

@@ -8,7 +8,7 @@ import pytest
 
 import colocate
 from colocate import Context
-from colocate._views.functions import _ship
+from colocate.features.functions.driver import _ship
 from colocate.testing.probes.meshes import facts
 from colocate.testing.probes.plain import Echo
 

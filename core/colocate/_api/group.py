@@ -20,7 +20,7 @@ from colocate._signals.in_framework import refuse_to_wait
 from colocate._system.deadline import Deadline
 from colocate._system.limits import LEDGERS_WITHIN_S
 from colocate._system.numbers import limit
-from colocate._views import functions, sleeping
+from colocate._views import sleeping
 from colocate._views.sending import recording
 from colocate._views.view import RoleView
 from colocate._worker_group.worker_group import WorkerGroup
@@ -148,7 +148,7 @@ class ColocatedGroup(Held[WorkerGroup], node=WorkerGroup, by="pool.spawn"):
         Returns:
             What it returned, one item per worker.
         """
-        results: list[Any] = functions.run(self._node, function, args, kwargs).result()
+        results: list[Any] = features.module("functions.driver").run(self._node, function, args, kwargs).result()
         return results
 
     def scope(self) -> AbstractContextManager[None]:

@@ -1,1 +1,1 @@
-"""Sending: views, functions."""
+"""Sending: views."""

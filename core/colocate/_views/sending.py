@@ -42,7 +42,7 @@ from colocate._worker_group.workforce import Worker
 from colocate.errors import ColocateError, PipelineError
 from colocate.wire import HOLE
 from colocate.worker.memory.sleep import Outcome
-from colocate.worker.serving.functions import GROUP_WIDE_CALLS, SPECS, WAKE, Functions
+from colocate.worker.serving.functions import GROUP_WIDE_CALLS, SPECS, WAKE
 
 
 class Recorder(Unsent, Protocol):
@@ -535,11 +535,10 @@ def watch(drafts: Sequence[Draft]) -> None:
 
 
 def everyone(worker_group: WorkerGroup) -> RoleInfo:
-    """The role that functions run in, on all slots. Workers know it by what its context needs."""
+    """Return the role that calls on whole workers run in. Workers know it by what its context needs."""
     slots = range(len(worker_group.workforce.workers))
-    methods = {SPECS["run"].name: SPECS["run"]}
     key = len(slots), worker_group.services.seed
-    return RoleInfo("", Functions, methods, slots, one_axis(len(slots)), Functions.__module__, key=key)
+    return RoleInfo("", object, {}, slots, one_axis(len(slots)), "", key=key)
 
 
 def send(messages: Messages) -> Sequence[Draft]:

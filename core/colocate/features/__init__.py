@@ -64,6 +64,7 @@ FEATURES = {
     "kinds": Feature(),
     "looking": Feature(),
     "pipelines": Feature(),
+    "functions": Feature(worker="worker:FunctionsOfWorker", calls=("a function",)),
     "standalone": Feature(alone="calls:StandaloneCall"),
 }
 CALLS = {said: name for name, feature in FEATURES.items() for said in feature.calls}

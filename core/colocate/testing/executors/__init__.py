@@ -20,7 +20,7 @@ from colocate.features import FEATURES
 from colocate.testing.executors._base import ExecutorCase, Spawn, needs
 from colocate.testing.executors.attaching import Attaching, Successors, Watching
 from colocate.testing.executors.background import Background
-from colocate.testing.executors.calls import Calls, Cancelling, Functions
+from colocate.testing.executors.calls import Calls, Cancelling
 from colocate.testing.executors.closing import Closing, Converging
 from colocate.testing.executors.context import Contexts, Devices, TorchSettings
 from colocate.testing.executors.deaths import Deaths, Vanishing
@@ -68,7 +68,6 @@ class ExecutorSuite(
     TorchSettings,
     RandomNumbers,
     NamedMeshes,
-    Functions,
     Definitions,
     Order,
     Cancelling,
@@ -145,7 +144,6 @@ __all__ = [
     "ExecutorSuite",
     "Failures",
     "Forks",
-    "Functions",
     "Handlers",
     "KeptFailures",
     "LeftInLoops",

@@ -297,6 +297,7 @@ class Successors(DetachedCase):
 
     @needs(Detachable)
     @of_executor
+    @needs_feature("functions")
     def test_another_script(self, scripts: Scripts, runtime: Runtime, name: str) -> None:
         """Another script calls, fetches and gives back what it got; what is defined in it can't go, which is told."""
         self._said(scripts, name, _WORKER + _DETACHES)

@@ -164,6 +164,7 @@ class TorchSettings(TensorCase):
         plain, changing = colocate.role(Changing, dtype=dtype), colocate.role(Changing, changes=True, dtype=dtype)
         return spawn({"first": plain, "changing": changing, "last": plain}, slots=1)
 
+    @needs_feature("functions")
     def test_a_constructor_sets_it_for_its_role(self, group: ColocatedGroup, changed: dict[str, Any]) -> None:
         """A constructor's setting holds in the role's methods, also async ones, and in nobody else's."""
         for _ in range(2):
@@ -185,6 +186,7 @@ class TorchSettings(TensorCase):
         assert told.result() == [USUAL]
         assert first.told() == [USUAL]
 
+    @needs_feature("functions")
     def test_a_method_sets_it_for_itself(self, group: ColocatedGroup, changed: dict[str, Any]) -> None:
         """What it leaves is forgotten: by its own role's next call, by others', and where it has raised."""
         first = group.role("first", Changing)
@@ -221,6 +223,7 @@ class Devices(TensorCase):
             yield pool.spawn({"placed": colocate.role(Placed, [torch.ones(1), Batch(torch.ones(1))])})
 
     @needs_feature("pipelines")
+    @needs_feature("functions")
     def test_arguments_arrive_on_the_device(self, torch: Any, away: ColocatedGroup) -> None:
         """By every dispatch and every way to call: a value of the driver's, a resident, and what was fetched of one."""
         placed, there = away.role("placed", Placed), [AWAY] * 2

@@ -226,6 +226,7 @@ class Definitions(ExecutorCase):
 
     @needs(OwnProcess)
     @pytest.mark.parametrize("dies", [False, True])
+    @needs_feature("functions")
     def test_a_driver_without_a_thread_for_answers(self, pair: ColocatedGroup, dies: bool) -> None:
         """What needs the answer says so, and the driver goes on; also where a thread dies as it begins."""
         name = f"colocate_nothing_{dies}"
@@ -235,6 +236,7 @@ class Definitions(ExecutorCase):
         with pytest.raises(RoleError, match=f"No module named '{name}'"):
             pair.run(_imports, name)
 
+    @needs_feature("functions")
     def test_a_name_that_is_bound_anew(self, runtime: Runtime, script: Any) -> None:
         """Code that was sent goes on with what it was, which one call warns of; new code has what it is."""
         with runtime.reserve(2) as pool:
@@ -403,6 +405,7 @@ class Serialization(ExecutorCase):
         assert faulty.fine() == [0, 1]
 
     @pytest.mark.parametrize(("kind", "path"), [("list", "[0]"), ("tuple", "[0]"), ("dict", "['a']")])
+    @needs_feature("functions")
     def test_values_without_an_end(self, pair: ColocatedGroup, kind: str, path: str) -> None:
         """What contains itself, or is nested too deeply, is told by name and path, not as a RecursionError."""
         echo, rows, faulty = pair.role("echo", Echo), pair.role("rows", Rows), pair.role("faulty", Faulty)
@@ -460,6 +463,7 @@ class Serialization(ExecutorCase):
                 echo.first({"x": [fine]})
         assert echo.first(1) == 1
 
+    @needs_feature("functions")
     def test_what_cannot_go_with_a_definition(self, copying: ColocatedGroup) -> None:
         """A class or function that can't go with what it holds: that is named, and said as its author would say it."""
         echo, lock = copying.role("echo", Echo), threading.Lock()

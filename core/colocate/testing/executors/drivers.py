@@ -461,6 +461,7 @@ class Signals(Scripted):
     @of_executor
     @needs_feature("looking")
     @needs_feature("pipelines")
+    @needs_feature("functions")
     def test_executor_is_called_off_the_main_thread(self, scripts: Scripts) -> None:
         """Whatever the main thread asks for: a signal's handler finds no lock of the executor taken by it.
 

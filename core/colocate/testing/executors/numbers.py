@@ -46,6 +46,7 @@ class RandomNumbers(TensorCase):
             yield pool.spawn(roles, name="numbers")
 
     @smoke
+    @needs_feature("functions")
     def test_ranks_and_spawns(self, torch: Any, spawn: Spawn) -> None:
         """Each rank of each role of each group draws other numbers, in constructors and in methods; so do functions."""
         drawn: list[list[float]] = []
@@ -60,6 +61,7 @@ class RandomNumbers(TensorCase):
 
     @needs(OwnProcess)
     @of_executor
+    @needs_feature("functions")
     def test_they_can_be_drawn_again(self, torch: Any) -> None:
         """A run of the same seed draws the same, another one others."""
         found = []
@@ -72,6 +74,7 @@ class RandomNumbers(TensorCase):
 
     @needs(OwnProcess)
     @needs_feature("pipelines")
+    @needs_feature("functions")
     def test_neighbours_change_nothing(self, torch: Any, spawn: Spawn) -> None:
         """A role draws what it draws by itself, whatever others of its slot, or functions, seed and draw meanwhile."""
         group = spawn({**NEIGHBOURS, "one": colocate.role(Numbers)}, slots=1, name="numbers")

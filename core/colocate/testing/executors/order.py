@@ -14,7 +14,7 @@ import pytest
 import colocate
 from colocate import Call, ColocatedGroup
 from colocate.errors import CallTimeout, ColocateError, RoleError
-from colocate.testing.executors._base import ExecutorCase, Spawn, of_executor, smoke
+from colocate.testing.executors._base import ExecutorCase, Spawn, needs_feature, of_executor, smoke
 from colocate.testing.executors.calls import cleared
 from colocate.testing.gate import Gate
 from colocate.testing.probes.faulty import Faulty
@@ -217,6 +217,7 @@ class Failures(ExecutorCase):
     """Exceptions of roles."""
 
     @pytest.mark.parametrize("asked", ["called", "result", "exception", "await", "kept", "run"])
+    @needs_feature("functions")
     def test_error_let_go_of(self, pair: ColocatedGroup, asked: str) -> None:
         """An error that nobody holds is gone, with what frames of role code held: it needs no garbage collector."""
         faulty = pair.role("faulty", Faulty)

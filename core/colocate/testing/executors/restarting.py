@@ -75,6 +75,7 @@ class Restarting(ExecutorCase):
 
     @needs(OwnProcess)
     @needs_feature("pipelines")
+    @needs_feature("functions")
     def test_calls_are_refused_until_somebody_has_asked(self, lasting: Callable[..., ColocatedGroup]) -> None:
         """Nobody goes on with restored roles by accident."""
         group = lasting()

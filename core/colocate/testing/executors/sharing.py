@@ -141,6 +141,7 @@ class Sharing(ExecutorCase):
 
     @needs(OwnProcess)
     @of_executor
+    @needs_feature("functions")
     def test_an_environment_of_its_own(self, reserve: Callable[..., Pool]) -> None:
         """On top of the pool's, before a role is imported; also what is read at a process's start."""
         pool = reserve(1, env={"COLOCATE_PROBE": "the pool's", "COLOCATE_OTHER": "the pool's"})
@@ -214,6 +215,7 @@ class Sharing(ExecutorCase):
         held(one).make.keep(_MIB_FLOATS).wait()
 
     @needs(OwnProcess)
+    @needs_feature("functions")
     def test_the_memory_of_a_worker_that_died(self, models: tuple[ColocatedGroup, ColocatedGroup]) -> None:
         """Memory of the dead is free for the others at once."""
         one, other = models

@@ -14,7 +14,7 @@ import colocate
 from colocate import CallRecord, ColocatedGroup, FetchRecord, MoveRecord, Runtime, TransferRecord, role
 from colocate.errors import DispatchError, RoleError
 from colocate.executor import OwnProcess
-from colocate.testing.executors._base import ExecutorCase, Spawn, needs, of_executor
+from colocate.testing.executors._base import ExecutorCase, Spawn, needs, needs_feature, of_executor
 from colocate.testing.probes.rows import Rows
 from colocate.testing.probes.sleepers import Dozing
 from colocate.testing.probes.tensors import Tensors, Trainer, takes_a_step
@@ -143,6 +143,7 @@ class TensorResidents(TensorCase):
 class Optimizers(TensorCase):
     """A model and its optimizer that travel together have the same parameters where they arrive."""
 
+    @needs_feature("functions")
     def test_optimizer(self, torch: Any, spawn: Spawn) -> None:
         """For those of a call or a function, for results and residents, in whatever has the parameters."""
         # On one slot: threads would make steps of one model at the same time.

@@ -14,7 +14,7 @@ import colocate
 from colocate import CallTimeout, ColocateError, Context, Runtime
 from colocate.errors import RoleError, WorkerDied
 from colocate.executor import OwnProcess
-from colocate.testing.executors._base import ExecutorCase, Spawn, needs
+from colocate.testing.executors._base import ExecutorCase, Spawn, needs, needs_feature
 from colocate.testing.executors.drivers import Scripted
 from colocate.testing.gate import Gate
 from colocate.testing.probes.faulty import Faulty
@@ -102,6 +102,7 @@ class Undisturbed(ExecutorCase):
             assert "met ZeroDivisionError: a mistake. That is a fault of colocate's own" in str(error)
             assert [each.exc_type for each in reported] == [ZeroDivisionError]
 
+    @needs_feature("functions")
     def test_a_thread_of_a_worker_that_fails(self, spawn: Spawn, monkeypatch: pytest.MonkeyPatch) -> None:
         """The worker says why, and leaves; its group fails of that at once."""
         monkeypatch.setattr(threading, "excepthook", lambda told: None)  # with threads the worker's is this one
@@ -128,6 +129,7 @@ def _break_the_transfer(ctx: Context) -> None:
 class Handlers(Scripted):
     """What role code expects of the thread that it runs on."""
 
+    @needs_feature("functions")
     def test_a_limit_of_time(self, spawn: Spawn, runtime: Runtime) -> None:
         """A method may limit its time by an alarm. Where its thread isn't the main one the error says what to do."""
         group = spawn({"limited": colocate.role(Limited)}, slots=1)

@@ -1,16 +1,13 @@
-"""What concerns a whole worker: functions of `group.run`, checkpoints, sleep. A role without a name does it."""
+"""What concerns a whole worker: functions, checkpoints, sleep. A role without a name does it."""
 
 from __future__ import annotations
 
-import inspect
 import time
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
 
 from colocate._protocol import from_worker
 from colocate._protocol.ledger import TAGS
-from colocate._role.awaited import awaited
 from colocate._role.context import current
 from colocate._role.method import method
 from colocate._role.method_spec import MethodSpec
@@ -19,23 +16,15 @@ from colocate.features import CALLS
 from colocate.worker.context import WorkerContext
 from colocate.worker.memory.sleep import Outcome
 from colocate.worker.process_wide import own_of
-from colocate.worker.serving.build import Shipped, context_in
-from colocate.worker.serving.handlers import calls_role_code
+from colocate.worker.serving.build import context_in
 from colocate.worker.serving.role_instance import RoleInstance
 
 
 class Functions:
-    """What runs the functions, and does what concerns the roles of its worker."""
+    """Does what concerns the roles of its worker."""
 
     def __init__(self, worker_context: WorkerContext) -> None:
         self._worker_context = worker_context
-
-    @method
-    @calls_role_code
-    def run(self, function: Shipped, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Run a function with the worker's context; one that is async is run to its end."""
-        result = function.load()(current(), *args, **kwargs)
-        return awaited(result) if inspect.iscoroutine(result) else result
 
     @method
     def sleep(self, role: str, tags: Sequence[str], discard: Sequence[str], why: str) -> Outcome:
@@ -88,19 +77,19 @@ def current_slots() -> int:
 
 # What calls say: no name of a function can be the same.
 SLEEP, WAKE = _OWN = "the sleep", "the wake"
-GROUP_WIDE_CALLS = frozenset((*_OWN, *CALLS))
+FUNCTION = "a function"
+"""The call that has the name of a function, which it runs."""
+GROUP_WIDE_CALLS = frozenset((*_OWN, *CALLS)) - {FUNCTION}
 _METHODS = {
-    "run": "run",
     SLEEP: "sleep",
     WAKE: "wake",
 }
 SPECS: dict[str, MethodSpec] = {said: Functions.__dict__[name].spec for said, name in _METHODS.items()}
 """By what calls say."""
-RUN = SPECS["run"]
 
 
 def hosted_functions(worker_context: WorkerContext, slots: int, seed: int, feature: str | None) -> RoleInstance:
-    """Make what functions run in, or the calls of a feature on whole workers: every slot of the group is a rank."""
+    """Make what calls on whole workers run in: every slot of the group is a rank."""
     boot = worker_context.boot
     generation = worker_context.groups.default.generation
     ctx = context_in(worker_context, None, range(slots), one_axis(slots), boot.group, seed, generation)

@@ -38,7 +38,7 @@ from colocate.worker.memory.ledger import LookError
 from colocate.worker.residents.store import Entry
 from colocate.worker.runner import Runner
 from colocate.worker.serving import failure
-from colocate.worker.serving.functions import GROUP_WIDE_CALLS, hosted_functions
+from colocate.worker.serving.functions import FUNCTION, GROUP_WIDE_CALLS, hosted_functions
 
 LANE = "colocate-lane-"  # on `local` threads names of lanes begin with it, and go on with the id of their worker
 
@@ -220,13 +220,14 @@ class WorkerHost(WorkerContext):
         if self.ended:
             return None
         hosted = self.roles.get(call.role)
-        if hosted is None:  # what functions run in: its key tells what their context needs
-            slots, seed = call.role
-            key = slots, seed, CALLS.get(call.method)
+        if hosted is None:  # what calls on whole workers run in: its key tells what their context needs
+            said, label = call.method, call.method
+            if said not in GROUP_WIDE_CALLS:
+                said, label = FUNCTION, f"function {call.method}"
+            key = *call.role, CALLS.get(said)
             if (hosted := self.roles.get(key)) is None:
                 hosted = self.roles[key] = hosted_functions(self, *key)
-        if hosted.name is None:
-            spec, label = hosted.routes.get(call.method) or (hosted.methods["run"], f"function {call.method}")
+            spec = hosted.methods[said]
         else:
             spec, label = hosted.routes[call.method]
         concurrency = spec.concurrency if spec.is_async else 0

@@ -195,6 +195,7 @@ class Checkpoints(ExecutorCase):
         assert "Exporting.restore is a @method with (step, directory)" in str(caught.value)
         assert not list(tmp_path.iterdir())
 
+    @needs_feature("functions")
     def test_calls_are_counted_on(self, spawn: Spawn, tmp_path: Path) -> None:
         """Seeds of calls are equal on all ranks, and go on from a checkpoint, whatever else is called meanwhile.
 

@@ -492,6 +492,7 @@ class Children(Scripted):
             starter.start(serve, python=str(other), ready=says_up)
 
     @of_executor
+    @needs_feature("functions")
     def test_closing_ends_them(self, spawn: Spawn, tmp_path: Path) -> None:
         """The last first, after `close()` of their role; also where functions have run in the group."""
         file = tmp_path / "ends"

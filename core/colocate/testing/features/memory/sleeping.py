@@ -296,6 +296,7 @@ class SleepingBeside(Dozers):
         assert len(kept.fetch()) == 2
         assert actor.asleep.options(ranks=[0])()  # its method needs nothing awake
 
+    @needs_feature("functions")
     def test_sibling_of_a_sleeping_role(self, dozing: ColocatedGroup) -> None:
         """A sleeping sibling isn't reached by accident: who wants it, a role or a function, is told what to do."""
         other = dozing.role("other", Sharing)

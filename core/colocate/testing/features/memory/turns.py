@@ -14,7 +14,7 @@ from colocate.errors import (
     RoleStartError,
 )
 from colocate.executor import OwnProcess
-from colocate.testing.executors._base import ExecutorCase, Spawn, needs
+from colocate.testing.executors._base import ExecutorCase, Spawn, needs, needs_feature
 from colocate.testing.probes.sleepers import Dozing, Watching
 from colocate.testing.waiting import wait_until
 
@@ -92,6 +92,7 @@ class TakingTurns(ExecutorCase):
             two.train()
         assert two.has_seen() == [[all_of_it, all_of_it, []]]
 
+    @needs_feature("functions")
     def test_more_than_there_is_memory_for(self, spawn: Spawn) -> None:
         """Of three roles only one is ever in memory, from their constructors on."""
         pytest.importorskip("torch")

@@ -12,7 +12,7 @@ import pytest
 import colocate
 from colocate import Call, ColocatedGroup, Resident
 from colocate.errors import ClosedError, PipelineError, RoleError
-from colocate.testing.executors._base import ExecutorCase, of_executor
+from colocate.testing.executors._base import ExecutorCase, needs_feature, of_executor
 from colocate.testing.executors.calls import cleared
 from colocate.testing.probes.faulty import Faulty
 from colocate.testing.probes.plain import Echo
@@ -67,6 +67,7 @@ class Pipelines(ExecutorCase):
             log.async_add.submit("d")
         assert log.read() == [["another thread's", "a", "b", "c", "begin d", "end d"]] * 2
 
+    @needs_feature("functions")
     def test_pipeline_what_blocks(self, pair: ColocatedGroup) -> None:
         """What needs an answer inside the block is refused, and says what to do; the rest of the block is sent."""
         echo, rows = pair.role("echo", Echo), pair.role("rows", Rows)

@@ -16,8 +16,8 @@ from colocate._views.references import with_references
 from colocate._views.sending import everyone, ready, recording, refuse_inside, start
 from colocate._worker_group.spawn import ship
 from colocate._worker_group.worker_group import WorkerGroup
+from colocate.features.functions.worker import RUN
 from colocate.worker.serving.build import Shipped
-from colocate.worker.serving.functions import RUN
 
 
 def run(

@@ -1,0 +1,1 @@
+"""Plain functions on every worker: `group.run`. The page: docs/calls.md."""

@@ -1,0 +1,30 @@
+"""Functions of `group.run`, the worker's half: run with the context of the worker."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from colocate._role.awaited import awaited
+from colocate._role.context import current
+from colocate._role.method import method
+from colocate.worker.hooks import OfWorker
+from colocate.worker.serving.build import Shipped
+from colocate.worker.serving.functions import FUNCTION
+from colocate.worker.serving.handlers import calls_role_code
+
+
+class FunctionsOfWorker(OfWorker):
+    """What runs the functions of a worker."""
+
+    @method
+    @calls_role_code
+    def run(self, function: Shipped, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run a function with the worker's context; one that is async is run to its end."""
+        result = function.load()(current(), *args, **kwargs)
+        return awaited(result) if inspect.iscoroutine(result) else result
+
+
+RUN = FunctionsOfWorker.__dict__["run"].spec
+FunctionsOfWorker.calls = {FUNCTION: RUN}
