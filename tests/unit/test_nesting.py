@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import colocate
 from colocate import method
 from colocate._values.nesting import hides, kinds_inside
-from colocate._views.references import _LOOKS
+from colocate._views.view import _LOOKS
 from colocate.errors import RoleError, SerializationError
 
 

@@ -12,8 +12,8 @@ from colocate._kept.handles import Consumer, Reference
 from colocate._signals.in_framework import refuse_to_wait
 from colocate._values.dispatch import plan
 from colocate._values.nesting import no_end
-from colocate._views.references import with_references
 from colocate._views.sending import everyone, ready, recording, refuse_inside, start
+from colocate._views.view import with_references
 from colocate._worker_group.spawn import ship
 from colocate._worker_group.worker_group import WorkerGroup
 from colocate.features.functions.worker import RUN

@@ -29,8 +29,8 @@ from colocate._signals.deferred import run_deferred
 from colocate._system.jobs import error_text
 from colocate._system.numbers import plural
 from colocate._values.dispatch import plan
-from colocate._views.references import with_references
 from colocate._views.sending import Messages, ready, send_with
+from colocate._views.view import with_references
 from colocate._worker_group.worker_group import WorkerGroup
 from colocate.errors import CallCancelled, ClosedError, ColocateError, RoleError, SerializationError
 from colocate.features.rows.messages import AHEAD, NoMoreRows, ReadRows, Row, RowEnded

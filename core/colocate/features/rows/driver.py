@@ -17,9 +17,8 @@ from colocate._system.numbers import limit
 from colocate._values.batch import each_row
 from colocate._values.dispatch import chosen_ranks, resolve
 from colocate._values.nesting import no_end
-from colocate._views.references import with_references
 from colocate._views.sending import recording, refuse_inside
-from colocate._views.view import ViewCall
+from colocate._views.view import ViewCall, with_references
 from colocate._worker_group.hooks import OfGroup
 from colocate._worker_group.worker_group import WorkerGroup
 from colocate._worker_group.workforce import Worker
