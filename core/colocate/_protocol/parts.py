@@ -9,11 +9,13 @@ from colocate._protocol.message import Message, message
 
 @message
 class Part(Message):
-    """The whole part; answered by `Value`."""
+    """The whole part; answered by `Value`, or `Elsewhere` where one of the same machine has asked before."""
 
     key: int  # the resident
     place: str = ""  # where whoever asks computes, when memory of a device may be lent there; otherwise ""
     over: tuple[int, bool] | None = None  # what whoever asks has taken before, and whether it keeps that; see `Took`
+    here: tuple[str, str] | None = None  # machine and address of whoever asks from another one, and may pass it on
+    lacking: int = 0  # of an `Elsewhere` where it wasn't to be had, its `times`
 
 
 @message
@@ -63,12 +65,29 @@ class Passed(Message):
 
 
 @message
+class Shared(Message):
+    """A part of a resident of another machine; answered by `Value`, or by `Number` where it isn't here (any more)."""
+
+    who: tuple[str, int, int]  # who has it: the group, the slot, the generation
+    key: int  # the resident
+
+
+@message
+class Elsewhere(Message):
+    """Ask that one, by `Shared`: it has it, or is just getting it."""
+
+    address: str  # where it is reached
+    times: int  # how often whoever has asked from there was given it to share
+
+
+@message
 class Value(Message):
     """Here it is. Body: it."""
 
     waited: float  # how many seconds the question has waited for it to be made
     lent: int = 0  # how many bytes are to be copied from where they are, and asked for then with `Still`
     refusal: str = ""  # why no more is lent, though it might be; "" where nothing was in the way
+    shared: bool = False  # whether others of the machine will be told to ask there
 
 
 @message

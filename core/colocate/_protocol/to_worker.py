@@ -16,6 +16,7 @@ Where: TypeAlias = "int | tuple[int, int, tuple[int, ...]] | None"
 # How a large body gets to several workers of other machines: its key, how many workers take it from who gets this, and
 # where this one takes it from; "" where it comes with the message.
 Passed: TypeAlias = "tuple[int, int, str]"
+PASSED_BYTES = 1 << 20  # from here on it is passed on
 
 # How many operations were begun on each process group, and of how many ranks that is, by the group's name.
 Operations: TypeAlias = "Mapping[str, tuple[int, int]]"

@@ -35,7 +35,7 @@ from colocate._system.lines import place
 from colocate._system.numbers import FOREVER_S
 from colocate._values.dispatch import Plan, plan
 from colocate._values.mesh import one_axis
-from colocate._worker_group.passing import PASSED_BYTES, ways
+from colocate._worker_group.passing import ways
 from colocate._worker_group.sleepers import Mark, Slept
 from colocate._worker_group.worker_group import WorkerGroup
 from colocate._worker_group.workforce import Worker
@@ -373,7 +373,7 @@ class Messages:
             if body is not None:
                 self._needs = self._needs or bool(getattr(body, "needs", ()))
             others: Sequence[tuple[int, to_worker.Passed]] = ()
-            if len(slots) > 1 and packed_bytes(body) >= PASSED_BYTES:
+            if len(slots) > 1 and packed_bytes(body) >= to_worker.PASSED_BYTES:
                 slots, others = self._pass_on(message, slots)
             self._add(lot, message, body, slots)
             for slot, passed in others:  # after it: whoever waits for a body knows that it has been sent

@@ -7,9 +7,6 @@ from collections.abc import Iterable, Sequence
 from colocate._protocol.to_worker import Passed
 from colocate._worker_group.workforce import Worker
 
-PASSED_BYTES = 1 << 20
-"""From here on a body is passed on."""
-
 
 def _far(workers: Iterable[Worker]) -> list[list[Worker]]:
     """List the workers that don't lie on this machine, by machine."""

@@ -104,7 +104,7 @@ class PeerChannel:
             head: The question.
             aborts: The value that `aborts` had when the caller last knew that it may ask; an `abort` since then ends
                 this request too.
-            arrives: Says where a long answer is to arrive.
+            arrives: Says where a long answer is to arrive, given its head.
 
         Returns:
             The answer's head and body.
@@ -118,7 +118,8 @@ class PeerChannel:
         try:
             with suppress(OSError):  # whoever has closed it may have said why
                 connection.send(frame)
-            (fine, *answer), body = connection.receive(arrives)
+            begins = None if arrives is None else lambda head, *body: arrives(head[1:], *body)
+            (fine, *answer), body = connection.receive(begins)
             keep = fine  # otherwise it may be about to close the connection, for want of a thread
         except (EOFError, OSError, ValueError) as error:
             reason = connection.aborted or f"the connection ended before it answered ({error})"

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import NoReturn, TypeAlias
 
 from colocate import wire
 from colocate._definitions.packed import Lost, Packed
 from colocate._protocol import parts
 from colocate._protocol.consequence import Consequence, Poisoned
 from colocate._protocol.to_worker import Passed
+
+_Part: TypeAlias = tuple[tuple[str, int, int], int]  # who has it: group, slot and generation; its key
 
 
 class Passing:
@@ -81,6 +83,47 @@ class Passing:
     def _put(self, key: int, takers: int, body: Packed | wire.Arriving) -> None:
         with self._news:
             self._there[key], self._left[key] = body, takers
+            self._news.notify_all()
+
+
+class Sharing:
+    """Parts of residents of other machines: others of this machine have them from here as long as a call has them."""
+
+    def __init__(self) -> None:
+        self._news = threading.Condition()
+        self._there: dict[_Part, tuple[int, wire.Arriving | None]] = {}  # with the call that has asked for it
+
+    def expect(self, part: _Part, call: int) -> bool:
+        """Note that a call is about to ask for a part; False where another one has it already."""
+        with self._news:
+            return self._there.setdefault(part, (call, None)) == (call, None)
+
+    def arrives(self, part: _Part, call: int, sizes: Sequence[int], length: int) -> wire.Arriving:
+        """Say where it is to arrive, from where it is passed on."""
+        arriving = wire.Arriving(sizes, length)
+        with self._news:
+            self._there[part] = call, arriving
+            self._news.notify_all()
+        return arriving
+
+    def find(self, part: _Part) -> wire.Arriving | None:
+        """Return a part, once it has begun to arrive; None where it isn't here."""
+        with self._news:
+            while (found := self._there.get(part)) is not None and found[1] is None:
+                self._news.wait()
+            return None if found is None else found[1]
+
+    def forget(self, call: int, part: _Part | None = None) -> None:
+        """Pass on no longer what a call has asked for, or one part of that."""
+        with self._news:
+            for each in [each for each, (by, _) in self._there.items() if by == call and part in (None, each)]:
+                del self._there[each]
+            self._news.notify_all()
+
+    def close(self) -> None:
+        """Pass on nothing any more."""
+        with self._news:
+            self._there.clear()
             self._news.notify_all()
 
 

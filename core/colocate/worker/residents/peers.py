@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -14,14 +15,15 @@ from colocate._protocol.consequence import Consequence, Poisoned
 from colocate._protocol.message import Head, Message, read
 from colocate._protocol.questions import WhereIs
 from colocate._protocol.taken import Taken
-from colocate._protocol.to_worker import Passed
+from colocate._protocol.to_worker import PASSED_BYTES, Passed
 from colocate._protocol.uses import Peers, Source, Taking, Written
 from colocate._role.context import running_call
 from colocate._values import batch
 from colocate._values.leaving import tensor_bytes, tensors
 from colocate.errors import SerializationError
+from colocate.wire.arriving import Arrives
 from colocate.worker.lane import Work
-from colocate.worker.residents.passing import Passing
+from colocate.worker.residents.passing import Passing, Sharing
 from colocate.worker.residents.store import Entry, Store
 
 if TYPE_CHECKING:
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
 
 Find = Callable[[str, int], "WorkerHost"]
 _Rows = tuple[int, int]  # the first row, and the one after the last
+_Body = wire.Packed | None
 
 
 class _HostPeers(Peers):
@@ -177,6 +180,7 @@ class ChannelPeers(_HostPeers):
         elsewhere = None if host.boot.host == wire.LOOPBACK else host.boot.host
         self._channel = wire.PeerChannel(host.boot.secret, self._answer, elsewhere, tls, host.boot.ports, host.broken)
         self._passing = Passing(host.boot.secret, tls)
+        self._sharing = Sharing()
         self._addresses: dict[tuple[str, int, int], str] = {}
         self._borrower = Borrower(host.boot.device)
         self._by_host: set[tuple[str, int, int]] = set()  # who can't lend to this worker
@@ -194,6 +198,11 @@ class ChannelPeers(_HostPeers):
         """Say where a body is to arrive; None where nobody takes it from here."""
         return self._passing.arrives(passed, sizes, length)
 
+    def given_back(self, seq: int, label: str) -> Sequence[Written]:
+        """See `Peers`; what the call has asked for isn't passed on any more."""
+        self._sharing.forget(seq)
+        return ()
+
     def abort(self, reason: str) -> None:
         """Fail what is under way."""
         super().abort(reason)
@@ -202,6 +211,7 @@ class ChannelPeers(_HostPeers):
     def close(self) -> None:
         """End its threads and sockets."""
         self._passing.close()
+        self._sharing.close()
         self._channel.close(0.5)
 
     def _fetch(
@@ -212,8 +222,12 @@ class ChannelPeers(_HostPeers):
 
         def asked(place: str) -> tuple[parts.Value, wire.Packed]:
             """Ask for it, and say where this worker computes if memory may be lent to it."""
-            question = parts.Part(key, place, over) if rows is None else parts.Slice(key, *rows, place)
-            answer, body = self._ask(source, rank, question)
+            if rows is not None:
+                answer, body = self._ask(source, rank, parts.Slice(key, *rows, place))
+            elif taking is not None:
+                answer, body = self._ask(source, rank, parts.Part(key, place, over))
+            else:
+                answer, body = self._whole(source, rank, place)
             assert isinstance(answer, parts.Value)
             assert body is not None
             if taking is not None and isinstance(body, wire.InArea):
@@ -240,23 +254,63 @@ class ChannelPeers(_HostPeers):
             taken.append((key, rank, body.nbytes + answer.lent, made, time.time(), answer.lent, refusal))
         return value
 
+    def _whole(self, source: Source, rank: int, place: str, lacking: int = 0) -> tuple[Message, _Body]:
+        """Ask for a part. Where it is large, and on another machine, all workers of this one have it from the first.
+
+        Whoever doesn't get it from that one says so, and is the first then.
+        """
+        part, boot, call = (_where(source, rank), source.key), self._host.boot, running_call.get()
+        is_far = boot.host != wire.LOOPBACK and f":{boot.host}:" not in self._address_of(part[0])
+        if not is_far or not isinstance(call, Work) or not self._sharing.expect(part, call.seq):
+            return self._ask(source, rank, parts.Part(source.key, place))
+        seq, begun = call.seq, False
+
+        def arrives(head: Head, sizes: Sequence[int], length: int) -> wire.Arriving | None:
+            nonlocal begun
+            answer = read(head)
+            begun = isinstance(answer, parts.Value) and answer.shared
+            return self._sharing.arrives(part, seq, sizes, length) if begun else None
+
+        try:
+            here = boot.node, self.address
+            answer, body = self._ask(source, rank, parts.Part(source.key, place, None, here, lacking), arrives)
+        except BaseException:
+            begun = False
+            raise
+        finally:
+            if not begun:
+                self._sharing.forget(seq, part)
+        if not isinstance(answer, parts.Elsewhere):
+            return answer, body
+        with contextlib.suppress(ConnectionError):
+            head, body = self._channel.request(answer.address, parts.Shared(*part).head())
+            if body is not None:
+                return read(head), body
+        return self._whole(source, rank, place, answer.times)
+
     def _number(self, source: Source, rank: int, question: Message) -> int | None:
         answer, _ = self._ask(source, rank, question)
         assert isinstance(answer, parts.Number)
         return answer.number
 
-    def _ask(self, source: Source, rank: int, question: Message) -> tuple[Message, wire.Packed | None]:
-        where = _where(source, rank)
+    def _address_of(self, where: tuple[str, int, int]) -> str:
         address = self._addresses.get(where)
         if address is None:
             address = self._addresses[where] = self._host.ask(WhereIs(*where))
+        return address
+
+    def _ask(
+        self, source: Source, rank: int, question: Message, arrives: Arrives | None = None
+    ) -> tuple[Message, _Body]:
+        where = _where(source, rank)
+        address = self._address_of(where)
         while True:
             aborts = self._channel.aborts
             reason = self._host.why_not()
             if reason is not None:
                 raise Consequence(reason)
             try:
-                head, body = self._channel.request(address, question.head(), aborts)
+                head, body = self._channel.request(address, question.head(), aborts, arrives)
                 break
             except ConnectionError as error:
                 if aborts != self._channel.aborts and self._host.why_not() is None:  # that was for another lane
@@ -285,6 +339,9 @@ class ChannelPeers(_HostPeers):
         host = self._host
         if isinstance(question, parts.Passed):
             return parts.Value(0.0), self._passing.asked(question.key)
+        if isinstance(question, parts.Shared):
+            found = self._sharing.find((question.who, question.key))
+            return (parts.Number(None) if found is None else parts.Value(0.0)), found
         if isinstance(question, parts.Rows):
             return parts.Number(host.store.wait(question.key).rows(f"resident {question.key}")), None
         if isinstance(question, parts.Weight):
@@ -305,13 +362,18 @@ class ChannelPeers(_HostPeers):
         waited, value = time.monotonic() - asked, entry.value
         if entry.takers and isinstance(value, wire.Packed | wire.InFile):
             return parts.Value(waited), value
+        shared = False
+        if isinstance(question, parts.Part) and question.here and entry.nbytes >= PASSED_BYTES:
+            sharer = host.store.sharer(entry, question.here, question.lacking)
+            if not (shared := sharer[0] == question.here[1]):
+                return parts.Elsewhere(*sharer), None
         if isinstance(question, parts.Slice):
             # Where it is packed, too: the offsets of jagged rows are made anew.
             with host.device.aside():
                 value = batch.slice_rows(value, question.start, question.stop)
         if not question.place or question.place != place(host.boot.device):
             with host.store.reading(entry):
-                return parts.Value(waited), host.packed(value, entry.maker, wait=True)
+                return parts.Value(waited, shared=shared), host.packed(value, entry.maker, wait=True)
         lender = Lender(host.boot.device, tensors(entry.value))
         with host.store.reading(entry), lender.lending():
             body = host.packed(value, entry.maker, wait=True)

@@ -38,6 +38,8 @@ class Entry:
     readers: int = 0  # how many of them are at it
     read: int = 0  # when one has begun last, as a number that grows
     takers: int = 0  # how many are still to take it, where it is forgotten when they have
+    # By machine the address of who has it for others there, and how often it was given for that.
+    sharers: dict[str, tuple[str, int]] = attrs.field(factory=dict)
 
     def rows(self, label: str) -> int:
         """How many rows the value has, counted once: nobody changes it any more."""
@@ -112,6 +114,19 @@ class Store:
         with self._news:
             self._over = key
             self._news.notify_all()
+
+    def sharer(self, entry: Entry, here: tuple[str, str], lacking: int) -> tuple[str, int]:
+        """Return who has a part for others of a machine, and how often that was given it.
+
+        It is whoever asks, if it is the first there, or the same again, or if the other one was found `lacking` since
+        that was given it last.
+        """
+        machine, address = here
+        with self._news:
+            sharer, times = entry.sharers.get(machine, (address, 0))
+            if sharer == address or times == lacking:
+                sharer, times = entry.sharers[machine] = address, times + 1
+            return sharer, times
 
     def took(self, key: int, keeps: bool = False) -> None:
         """Somebody has taken what is offered, and perhaps keeps it."""
