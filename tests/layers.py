@@ -41,7 +41,7 @@ LAYERS = {
     "_signatures": "whether values fit a signature",
     "signatures": "the same, for packages beside core",
     "_protocol": "what driver and worker both know: messages, requests, what residents are named by",
-    "worker": "inside a slot: `birth` of a process, `serving`, `memory`, `torch_groups`, `residents`; a call's way",
+    "worker": "inside a slot: `birth` of a process, `serving`, `torch_groups`, `residents`; a call's way",
     "hosting": "role objects elsewhere, and what they hold",
     "keeper": "worker processes on a machine that isn't the driver's",
     "_plugins": "entry points",

@@ -41,8 +41,6 @@ from colocate._system.recent import merged as merged
 from colocate._system.room import SpillFile as SpillFile
 from colocate._system.room import free_memory as free_memory
 from colocate._system.threads import Thread as Thread
-from colocate.worker.serving.functions import SLEEP as SLEEP
-from colocate.worker.serving.functions import WAKE as WAKE
 
 if TYPE_CHECKING:
     from colocate._api.group import ColocatedGroup as ColocatedGroup

@@ -10,8 +10,9 @@ from typing import TypeVar
 
 import attrs
 
-from colocate.driver import SLEEP, WAKE, CallRecord, CheckpointRecord, MoveRecord
+from colocate.driver import CallRecord, CheckpointRecord, MoveRecord
 from colocate.errors import ColocateError
+from colocate.features import CALLS
 from colocate.plugins import hookimpl
 from colocate_report.contention import Busy, HandedOver, Move, RoleUse, contention
 
@@ -133,7 +134,7 @@ class CallLog:
     @hookimpl
     def colocate_call_finished(self, record: CallRecord) -> None:
         """Count a call, but for a sleep or a wake, which each role tells of. Comes on the runtime's thread."""
-        if record.method in (SLEEP, WAKE):
+        if CALLS.get(record.method) == "memory":
             return
         key = (record.group, record.role, record.method)
         longest = max((end - start for _, start, end in record.ran), default=0.0)

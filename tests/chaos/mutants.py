@@ -97,7 +97,7 @@ def lost_byte() -> None:
 
 def unkept_budget() -> None:
     """Roles that take turns are woken, and none makes room."""
-    from colocate.worker.memory.turns import TurnScheduler
+    from colocate.features.memory.turns import TurnScheduler
 
     _replace(TurnScheduler, "_make_room", lambda self, name, coming: None)
     _replace(TurnScheduler, "_clear", lambda self, name: None)

@@ -21,8 +21,8 @@ torch = pytest.importorskip("torch")
 import colocate  # noqa: E402
 from colocate import First, Role, method  # noqa: E402
 from colocate.errors import CallTimeout, ColocateError  # noqa: E402
+from colocate.features.memory.offload import pinned  # noqa: E402
 from colocate.testing.waiting import wait_until  # noqa: E402
-from colocate.worker.memory.offload import pinned  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,

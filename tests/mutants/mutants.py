@@ -40,7 +40,8 @@ def _on_threads(name: str) -> str:
 _CALLS, _WORKER, _DEFINITIONS = "core/colocate/_calls", "core/colocate/worker", "core/colocate/_definitions"
 _ORDER, _LANE_ORDER = f"{_CALLS}/order.py", f"{_WORKER}/lane_order.py"
 _KEPT, _HANDLES = "core/colocate/_kept/residents.py", "core/colocate/_kept/handles.py"
-_USES, _SLEEP, _TURNS = "core/colocate/_protocol/uses.py", f"{_WORKER}/memory/sleep.py", f"{_WORKER}/memory/turns.py"
+_USES, _MEMORY = "core/colocate/_protocol/uses.py", "core/colocate/features/memory"
+_SLEEP, _TURNS = f"{_MEMORY}/sleep.py", f"{_MEMORY}/turns.py"
 _SIMULATOR = "tests/laws/test_simulator.py::test_order_and_hold"
 
 MUTANTS: dict[str, tuple[Mutant, ...]] = {
@@ -334,7 +335,7 @@ MUTANTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "fails-and-wakes",
             'What was put to sleep with on_call="fail" no call wakes.',
-            "core/colocate/_worker_group/sleepers.py",
+            f"{_MEMORY}/marks.py",
             "for mark, slept in self.seen(role, tags).items() if not slept.until_woken}",
             "for mark, slept in self.seen(role, tags).items()}",
             _on_processes("test_a_call_that_fails_of_sleep"),
@@ -343,7 +344,7 @@ MUTANTS: dict[str, tuple[Mutant, ...]] = {
             "in-use-for-ever",
             "A call that has failed uses its role no longer: that makes room for the next one.",
             f"{_WORKER}/runner.py",
-            "            worker_context.residency.leave(call.seq)\n            worker_context.peers.given_back",
+            "            worker_context.left(call.seq)\n            worker_context.peers.given_back",
             "            worker_context.peers.given_back",
             _on_processes("test_a_role_that_can_not_take_turns"),
         ),

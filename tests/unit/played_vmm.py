@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from colocate.worker.memory import ledger, vmm
-from colocate.worker.memory.vmm import Vmm, compiled
+from colocate.features.memory import ledger, vmm
+from colocate.features.memory.vmm import Vmm, compiled
 
 GRAIN = 1 << 16  # as the real driver's 2 MiB
 ROOM = 256 * GRAIN

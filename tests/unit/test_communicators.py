@@ -9,7 +9,7 @@ import pytest
 
 from colocate import RoleMemory, SlotMemory
 from colocate._role import torch_books
-from colocate.worker.memory import ledger
+from colocate.features.memory import ledger
 
 _MIB = 1 << 20
 

@@ -8,7 +8,6 @@ import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,8 +19,9 @@ from colocate._calls.pending import PendingCall
 from colocate._protocol.ledger import TAGS
 from colocate._protocol.message import read
 from colocate._protocol.to_worker import Call
-from colocate._views.sending import note
-from colocate._worker_group.sleepers import Sleepers
+from colocate._signals import at_once
+from colocate.features.memory.marks import Sleepers
+from colocate.features.memory.sleeping import note
 from colocate.testing.gate import Address, Gate, pass_gate
 from colocate.testing.waiting import PATIENCE_S, wait_until
 from colocate_local.threads import ThreadHost
@@ -237,8 +237,9 @@ class Unreadable(PendingCall):
 
 def test_a_wake_whose_answer_can_not_be_read() -> None:
     """The thread that hears of it raises nothing: the calls that it goes before say it, and go behind the next one."""
-    group: Any = SimpleNamespace(sleepers=Sleepers(["actor"]))
+    sleepers = Sleepers(at_once.Gate(1))
+    sleepers.mark("actor", TAGS, until_woken=False)
     call = Unreadable("wake of actor", "", "wake", [0])
     call._settle([])
-    note(group, group.sleepers.seen("actor", TAGS), call)
-    assert group.sleepers.seen("actor", TAGS)
+    note(sleepers, sleepers.seen("actor", TAGS), call)
+    assert sleepers.seen("actor", TAGS)

@@ -17,9 +17,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from colocate._protocol.ledger import Purpose
+from colocate.features.memory.ledger import _shares
 from colocate.worker import holdings
 from colocate.worker.holdings import held_by
-from colocate.worker.memory.ledger import _shares
 
 FLOAT = 4
 

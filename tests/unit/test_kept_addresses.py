@@ -12,7 +12,7 @@ import colocate
 from colocate import Role, gpus, method
 from colocate._plugins import needs
 from colocate.errors import CapabilityError
-from colocate.worker.memory.vmm import Vmm, compiled
+from colocate.features.memory.vmm import Vmm, compiled
 
 
 class Plain(Role):

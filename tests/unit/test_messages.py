@@ -12,9 +12,7 @@ import attrs
 import pytest
 
 from colocate._protocol import commands, from_worker, message, parts, questions, to_worker
-from colocate._protocol.ledger import Ledger
 from colocate._protocol.message import Message, read
-from colocate._role.budget import Budgets, Limit
 from colocate.features import FEATURES
 from colocate.features.checkpoints import messages as of_checkpoints
 from colocate.features.memory import messages as of_memory
@@ -33,12 +31,11 @@ KINDS = [
 
 
 NESTED = {
-    (to_worker.Build, "budgets"): Budgets((Limit("the group", None, True, 1),), {"role": 2}, True, ("role",)),
     (to_worker.Batch, "calls"): [(to_worker.Call(1, "role", "method", 2, 3, True, (4,)), (0, 5, (1, 2)))],
     (from_worker.Failed, "failure"): from_worker.Failure("type", "text", "trace", True, False, "role", None),
     (of_rows.RowEnded, "failure"): from_worker.Failure("type", "text", "trace", True, False, "role", None),
     (from_worker.GroupsDropped, "failure"): from_worker.Failure("type", "text", "trace", True, False, "role", None),
-    (of_memory.LedgerTold, "ledger"): Ledger(
+    (of_memory.LedgerTold, "ledger"): of_memory.Ledger(
         *({"role": {("gradients", "cpu"): 1}}, {"role": 2}, {"role": 6}, {"role": {"why": 8}}, ("role",), {"empty": 3}),
         *({"used": 5}, {"role.method": 7}),
     ),

@@ -28,8 +28,8 @@ from tests.unit.played import Cuda  # noqa: E402
 from tests.unit.played_vmm import GRAIN, PlayedVmm  # noqa: E402
 from tests.unit.played_vmm import Arena as Segments  # noqa: E402
 
-from colocate.worker.memory import offload as offload_module  # noqa: E402
-from colocate.worker.memory.offload import Offload, Pinned, Resized, starts_beside  # noqa: E402
+from colocate.features.memory import offload as offload_module  # noqa: E402
+from colocate.features.memory.offload import Offload, Pinned, Resized, starts_beside  # noqa: E402
 
 MIB = 1 << 20
 SETTINGS = settings(max_examples=20, stateful_step_count=15, deadline=None, suppress_health_check=list(HealthCheck))

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 torch = pytest.importorskip("torch")
 
 from colocate._protocol.ledger import TAGS, Purpose  # noqa: E402
+from colocate.features.memory.sleep import by_tags, plan, unneeded  # noqa: E402
 from colocate.worker.holdings import Objects, held_by  # noqa: E402
-from colocate.worker.memory.sleep import by_tags, plan, unneeded  # noqa: E402
 
 DEVICE = "other:0"
 PLACES = ("cpu", DEVICE, "other:1")

@@ -20,9 +20,9 @@ from colocate._role.context import CallState, running_call, standalone_context  
 from colocate._role.role import methods_of  # noqa: E402
 from colocate.errors import ColocateError  # noqa: E402
 from colocate.executor import Boot  # noqa: E402
+from colocate.features.memory import offload  # noqa: E402
+from colocate.features.memory.sleep import Outcome, Sleeper  # noqa: E402
 from colocate.worker import holdings  # noqa: E402
-from colocate.worker.memory import offload  # noqa: E402
-from colocate.worker.memory.sleep import Outcome, Sleeper  # noqa: E402
 from colocate.worker.residents.store import Store  # noqa: E402
 from colocate.worker.serving.role_instance import RoleInstance  # noqa: E402
 from colocate.worker.serving.scope import Scope  # noqa: E402
@@ -57,7 +57,6 @@ class Model:
 class Worker:
     """One of a group of one, whose device is the other one."""
 
-    spill_dir = None
     in_process = False
     process = None
     lane: Any = types.SimpleNamespace(resumed=0, tasks=None)
@@ -181,7 +180,7 @@ def test_a_role_that_can_not_say_what_it_holds(worker: Any) -> None:
     said = f"rank 0 (node {node}): device_state() of role 'other' has raised KeyError: 'table'"
     assert attrs.evolve(outcome, trace=None) == Outcome(said, own=True)
     assert "in device_state\n" in (outcome.trace or "")
-    assert "worker/memory" not in (outcome.trace or "")
+    assert "features/memory" not in (outcome.trace or "")
 
 
 def test_more_than_can_be_looked_at(worker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,7 +222,7 @@ class TestKeptAddresses:
         private = {role.later.data_ptr(), role.cache.data_ptr(), other.later.data_ptr()}
         worker.device = types.SimpleNamespace(is_private=private.__contains__)
         sleeper = Sleeper(worker)
-        worker.roles["role"].keeps_addresses = True
+        worker.roles["role"].parts["memory"] = True
         for name in ("role", "other"):
             assert sleeper.sleep(name, ALL, (), 1) == Outcome(nbytes=4 * GRAIN)
             assert sleeper.asleep.kept_awake(name) == {"of a CUDA graph, which writes there": role.later.nbytes}

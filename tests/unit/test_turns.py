@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from colocate.worker.memory.turns import Order, until_it_fits
+from colocate.features.memory.turns import Order, until_it_fits
 
 
 def told(order: Order, roles: str) -> Order:

@@ -10,7 +10,7 @@ import attrs
 import pytest
 from tests.unit.played_vmm import GRAIN, PlayedVmm, fill, holds
 
-from colocate.worker.memory.vmm import Chunk, Segment, VmmError
+from colocate.features.memory.vmm import Chunk, Segment, VmmError
 
 
 @pytest.fixture

@@ -50,7 +50,7 @@ KNOWN = {
     "features.rows.row_queue": "what the driver says of rows, by a method that yields them",
     "worker.serving.host": "the place of background lanes, by the main one",
     "worker.birth.main": "the host, which is made beside the main thread; and its end",
-    "worker.memory.ledger": "the lane, for a moment, by who looks at a worker's memory",
+    "features.memory.ledger": "the lane, for a moment, by who looks at a worker's memory",
     "worker.serving.over": "what a hook of role code has begun: a future, a thread or a process that it has returned",
     "worker.serving.tasks": "async calls, while nothing else comes",
     "worker.residents.store": "residents that are being made here",

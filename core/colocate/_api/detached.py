@@ -38,7 +38,7 @@ from colocate._worker_group.worker_group import Attachment, WorkerGroup
 from colocate.errors import BorrowedError, ClusterError, ColocateError, ConfigError
 from colocate.executor import Detachable, Lease, Request, Reservation
 
-_FORM = 11  # goes up when what is pickled in a record has moved or changed, and the version of colocate hasn't
+_FORM = 12  # goes up when what is pickled in a record has moved or changed, and the version of colocate hasn't
 _AGAIN_S = 0.5
 
 # -- the record
@@ -60,7 +60,6 @@ class GroupRecord:
         restarts: How often it is rebuilt at most.
         script: The process whose script the workers have, as ids have it.
         modules: The modules that its workers have got from a driver: file and digest, by name.
-        until_woken: The tags of memory that calls leave asleep, by role.
     """
 
     name: str
@@ -74,7 +73,6 @@ class GroupRecord:
     restarts: int
     script: int
     modules: dict[str, tuple[str, str]]
-    until_woken: dict[str, list[str]]
     parts: dict[str, Any]  # what features keep, by their names
 
     def declared(self) -> Declared:
@@ -131,7 +129,6 @@ def _lease(pool: Slots, groups: Sequence[WorkerGroup], name: str, ttl: float) ->
                 restarts.limit,
                 group.published.script,
                 dict(group.published.given.contents),
-                group.sleepers.until_woken,
                 {name: kept for name, part in group.parts.items() if (kept := part.kept()) is not None},
             )
         )
@@ -312,8 +309,6 @@ def _taken(pool: Slots, record: GroupRecord) -> WorkerGroup:
     group = pool.place(record.slots, record.declared(), record.name, record.restarts, record.generation)
     group.seed, group.line, group.created = record.seed, record.line, record.created
     group.published.follows(record.script, record.modules)
-    for role, tags in record.until_woken.items():
-        group.sleepers.mark(role, tags, until_woken=True)
     for name, kept in record.parts.items():
         group.part(name).take(kept)
     executor = cast("Detachable", pool.connection.services.executor)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Coroutine, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, Literal, NoReturn, ParamSpec, TypeVar, cast, overload
 
@@ -20,11 +20,10 @@ from colocate._signals.in_framework import refuse_to_wait
 from colocate._system.deadline import Deadline
 from colocate._system.limits import LEDGERS_WITHIN_S
 from colocate._system.numbers import limit
-from colocate._views import sleeping
 from colocate._views.sending import recording
 from colocate._views.view import RoleView
 from colocate._worker_group.worker_group import WorkerGroup
-from colocate.errors import ColocateError, ConfigError, MemoryBudgetError
+from colocate.errors import ConfigError
 
 if TYPE_CHECKING:
     from colocate.features.memory.tables import GroupMemory
@@ -318,8 +317,8 @@ class ColocatedGroup(Held[WorkerGroup], node=WorkerGroup, by="pool.spawn"):
             RoleError: It can't be done; nothing has changed.
         """
         limited = limit(timeout, "sleep(timeout)", positive=True)
-        with self._telling_who_has_it():
-            return sleeping.sleep(self._node, role, tags, limited, on_call, discard)
+        nbytes: int = cast("Any", self._node.part("memory")).sleep(role, tags, limited, on_call, discard)
+        return nbytes
 
     def wake(self, role: str, tags: Sequence[Tag] | None = None, timeout: float | None = None) -> int:
         """Have memory of a role that sleeps be there again, on all of its ranks or on none.
@@ -337,18 +336,8 @@ class ColocatedGroup(Held[WorkerGroup], node=WorkerGroup, by="pool.spawn"):
             RoleError: It can't be done, or the role's `wake` has raised.
         """
         limited = limit(timeout, "wake(timeout)", positive=True)
-        with self._telling_who_has_it():
-            return sleeping.wake(self._node, role, tags, limited)
-
-    @contextmanager
-    def _telling_who_has_it(self) -> Iterator[None]:
-        """Have an error that memory doesn't suffice say what it is used for, where that can be had."""
-        try:
-            yield
-        except MemoryBudgetError as error:
-            with suppress(ColocateError, TimeoutError):
-                error.add_note(str(self.memory()))
-            raise
+        nbytes: int = cast("Any", self._node.part("memory")).wake(role, tags, limited)
+        return nbytes
 
     def pause(self, role: str, how: Literal["wait", "keep", "abort"] = "wait", timeout: float | None = None) -> None:
         """Have a background role begin no further call until `resume`, and wait until it does nothing.

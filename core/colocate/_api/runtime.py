@@ -72,6 +72,7 @@ def begin(
     if spill is not None and (problem := spill_problem(spill)) is not None:
         raise ConfigError(f"connect(spill_dir) {problem}")
     if spill is not None:
+        features.needed("memory")
         require(cls.variant(options), OwnProcess, "have roles sleep (spill_dir=)")
     span = port_range(ports, "connect(ports)")
     cut_s = limit(cut_s, "connect(cut_s)", positive=True)

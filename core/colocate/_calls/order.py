@@ -17,7 +17,7 @@ from __future__ import annotations
 import itertools
 import operator
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import chain, repeat
 from typing import Any
@@ -171,7 +171,6 @@ class CallOrder:
         whose: Sequence[PendingCall],
         posting: Posting,
         passes: Sequence[bool],
-        asleep: Mapping[Any, Any],
     ) -> bool:
         """Send calls at once, to all their ranks, unless the gate is shut: without a lock, and on any thread.
 
@@ -181,7 +180,6 @@ class CallOrder:
             whose: Of each of these, the call.
             posting: How these are sent.
             passes: What the gate had when they were made ready.
-            asleep: They aren't sent either if there is something in this.
 
         Returns:
             Whether they were sent.
@@ -195,7 +193,7 @@ class CallOrder:
             posting.queues,
         ]
         try:
-            may_begin = at_once.when(steps, passes, map(operator.not_, repeat(asleep)))
+            may_begin = at_once.when(steps, passes)
             at_once.run(chain(may_begin, posting.writes))
             if posting.after is not None:
                 posting.after()

@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import attrs
-
-from colocate._protocol.ledger import Sizes
 from colocate._protocol.message import Head, Message, message, read, values
 from colocate._protocol.taken import Taken
 from colocate._protocol.to_worker import Operations
@@ -138,13 +135,6 @@ class Stack(Message):
 
 
 @message
-class Holds(Message):
-    """What its roles hold has changed, which workers of other groups on its slot are to know."""
-
-    roles: Sizes
-
-
-@message
 class Fetched(Message):
     """The part of a resident. Body: it; or the exception that kept it from being sent."""
 
@@ -191,21 +181,6 @@ class Broken(Message):
 @message
 class Closed(Message):
     """Tell that the worker runs role code no longer, and is about to leave."""
-
-
-@message
-class Moved(Message):
-    """Memory of a role has gone to sleep, or has been woken."""
-
-    role: str  # the role
-    asleep: bool  # whether it has gone
-    nbytes: int  # how many bytes
-    start: float  # when that began, in seconds of time.time()
-    end: float  # when it was done
-    whole: bool  # whether all of it sleeps now
-    why: str  # what for
-    in_call: bool = False  # whether a call waited for that
-    kept_awake: Mapping[str, int] = attrs.field(factory=dict)  # the bytes that were to go, too, and stay, by why
 
 
 @message

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
-from colocate._protocol.ledger import Sizes
 from colocate._protocol.message import Head, Message, message
-from colocate._role.budget import Budgets
 
 # Where in a message's body the one of a call lies: the index, where bodies are handed over as they are, or the range
 # of bytes of its pickle and the buffers that it refers to.
@@ -57,21 +55,9 @@ class Build(Message):
     # Which slots lie on one node, in the environment that torchrun sets; None where nothing reads that
     nodes: Sequence[int] | None
     collective_timeout: float  # how long an operation of a process group may take, in seconds
-    spill_dir: str | None  # the folder in which memory that sleeps lies; None for one of the usual ones
-    budgets: Budgets  # how much memory they may have
+    given: Mapping[str, Any]  # what features say before there are roles, by feature (`OfGroup.gives`)
     parts: Mapping[str, Any]  # what features say of how they begin, by feature (`OfGroup.starts`)
     background: Sequence[str] = ()  # the roles that have a lane of their own
-
-    def head(self) -> Head:
-        """Return what travels of it."""
-        kind, *before, budgets, parts, background = super().head()
-        return kind, *before, budgets.plain(), parts, background
-
-    @classmethod
-    def of(cls, *values: Any) -> Build:
-        """As `Message.of`."""
-        generation, slots, default_group, nodes, timeout, spill_dir, budgets, *others = values
-        return cls(generation, slots, default_group, nodes, timeout, spill_dir, Budgets.read(budgets), *others)
 
 
 @message
@@ -215,14 +201,6 @@ class AskStack(Message):
     """Say what the lane does; answered by `Stack`."""
 
     token: int  # the question's number
-
-
-@message
-class Beside(Message):
-    """What the roles of another group hold that has a worker on this slot, too."""
-
-    group: str  # the group's name
-    roles: Sizes  # nothing when its worker has ended
 
 
 @message

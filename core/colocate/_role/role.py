@@ -170,6 +170,7 @@ class RoleSpec(Generic[R]):
         if reserve_activations is not None:
             changes["activations"] = parse_bytes(reserve_activations, "on() reserve_activations")
         if sleep is not None:
+            features.needed("memory")
             if sleep != "vmm":
                 raise ConfigError(f'sleep={sleep!r}: it is "vmm", or None for other addresses after a sleep')
             changes["sleep"] = sleep

@@ -1,7 +1,7 @@
 """Sending calls of one group: they get their places in its order, and go to their ranks, or to none.
 
 A `Draft` is a call that is ready; `Messages` are those by which drafts are sent together, one to each worker that has a
-part. Calls whose role may sleep go behind one that wakes it: what is asked for by a call wakes by itself.
+part. Features may put calls before them: one that wakes a role that may sleep, say.
 """
 
 from __future__ import annotations
@@ -26,23 +26,20 @@ from colocate._kept.residents import Kept, Pin
 from colocate._protocol import to_worker
 from colocate._protocol.bundle import together
 from colocate._role import context
-from colocate._role.method import TAGS
 from colocate._role.method_spec import MethodSpec
 from colocate._role.role import RoleInfo
 from colocate._signals.deferred import defer, on_main, run_deferred
 from colocate._signals.in_framework import in_framework
 from colocate._system.lines import place
 from colocate._system.numbers import FOREVER_S
-from colocate._values.dispatch import Plan, plan
+from colocate._values.dispatch import Plan
 from colocate._values.mesh import one_axis
 from colocate._worker_group.passing import ways
-from colocate._worker_group.sleepers import Mark, Slept
 from colocate._worker_group.worker_group import WorkerGroup
 from colocate._worker_group.workforce import Worker
 from colocate.errors import ColocateError, PipelineError
 from colocate.wire import HOLE
-from colocate.worker.memory.sleep import Outcome
-from colocate.worker.serving.functions import GROUP_WIDE_CALLS, SPECS, WAKE
+from colocate.worker.serving.functions import GROUP_WIDE_CALLS
 
 
 class Recorder(Unsent, Protocol):
@@ -72,7 +69,10 @@ def recording(worker_group: WorkerGroup) -> Recorder | None:
 
 @attrs.define(eq=False)
 class Draft:
-    """A call that is ready to be sent. `bodies` and `valid` go along its targets."""
+    """A call that is ready to be sent. `bodies` and `valid` go along its targets.
+
+    `wakes` says what of which roles' memory it needs; None for what its method says of its own role.
+    """
 
     worker_group: WorkerGroup
     call: PendingCall
@@ -83,14 +83,6 @@ class Draft:
     kept: Kept | None = None
     pin: Pin | None = None
     wakes: Mapping[str, Sequence[str]] | None = None
-
-    @property
-    def needs(self) -> Mapping[str, Sequence[str]]:
-        """Return what of which roles' memory it needs: its own role's, unless `wakes` says otherwise."""
-        role, spec = self.call.role, self.call.spec
-        if self.wakes is not None or spec is None or role not in self.worker_group.roles:
-            return self.wakes or {}
-        return {role: TAGS if spec.awake is None else spec.awake}
 
     def lend(self) -> None:
         """Lend the call what it uses from now on. This takes no lock.
@@ -136,7 +128,7 @@ def ready(
     executor = services.executor
     call.at, call.link, call.info, call.spec = place(3), worker_group, role, spec
     if worker_group.background:
-        _place(worker_group, call)
+        give_place(worker_group, call)
     if packed is None:
         bodies: dict[int, Any] = {}
         for arguments in planned.arguments:
@@ -169,7 +161,7 @@ def ready(
     )
 
 
-def _place(worker_group: WorkerGroup, call: PendingCall) -> None:
+def give_place(worker_group: WorkerGroup, call: PendingCall) -> None:
     """Say in which orders a call has its place."""
     if call.role in worker_group.background:
         call.lane = call.role
@@ -409,11 +401,9 @@ class Messages:
             worker_group.order.gate.passes,
         )  # before the workers: a restart has others, and another list
         workers = worker_group.workforce.workers
-        if self._needs or not passes or worker_group.sleepers.marks:
+        if self._needs or not passes:
             return False
-        if (
-            self._told is None and worker_group.declared.budgets.limits and worker_group.residents.ended
-        ):  # calls may need the room
+        if self._told is None and worker_group.frees_first and worker_group.residents.ended:  # calls may need the room
             return False
         hosts, frames = [], []
         for frame, slots in self._frames:
@@ -436,7 +426,7 @@ class Messages:
                 call.timer = worker_group.services.timers.after(
                     draft.timeout, partial(order.late, weakref.ref(call), draft.timeout)
                 )
-        if not order.post(calls, self._puts, self._calls, posting, passes, worker_group.sleepers.marks):
+        if not order.post(calls, self._puts, self._calls, posting, passes):
             return False
         if self._told is not None:
             self._told()
@@ -464,7 +454,7 @@ class Messages:
             for call, put in zip(self._calls, self._puts, strict=True):
                 put(call.seq)
             if (
-                self._told is None and worker_group.declared.budgets and worker_group.residents.ended
+                self._told is None and worker_group.frees_first and worker_group.residents.ended
             ):  # the calls may need the room
                 worker_group.residents.tell()
             for frame, slots in self._frames:
@@ -531,7 +521,7 @@ def watch(drafts: Sequence[Draft]) -> None:
             draft.worker_group.order.watch(draft.call, draft.timeout)
 
 
-# -- behind wakes
+# -- with what goes before
 
 
 def everyone(worker_group: WorkerGroup) -> RoleInfo:
@@ -542,20 +532,12 @@ def everyone(worker_group: WorkerGroup) -> RoleInfo:
 
 
 def send(messages: Messages) -> Sequence[Draft]:
-    """Send calls of one group, each behind those that wake what it needs; all of these. The order's lock is held."""
+    """Send calls of one group, with those that features put before them; all of these. The order's lock is held."""
     drafts, worker_group = messages.drafts, messages._worker_group
-    found: list[Draft] = []
-    waking: dict[Mark, Draft] = {}
-    for draft in drafts if worker_group.sleepers else ():
-        for role, tags in draft.needs.items():
-            seen = worker_group.sleepers.for_call(role, tags)
-            if marks := {mark: slept for mark, slept in seen.items() if mark not in waking}:
-                found.append(_waking(worker_group, role, marks, draft))
-                waking.update(dict.fromkeys(marks, found[-1]))
-            for mark in seen:  # it has as long as who waits for it longest
-                waking[mark].timeout = max(waking[mark].timeout, draft.timeout)
-        found.append(draft)
-    if not waking:
+    found = drafts
+    for part in worker_group.parts.values():
+        found = part.drafted(found)
+    if found is drafts:
         messages.send()
         return drafts
     together = Messages(found)
@@ -564,40 +546,6 @@ def send(messages: Messages) -> Sequence[Draft]:
     finally:
         together.discard()
     return found
-
-
-def arguments(worker_group: WorkerGroup, role: str, tags: Sequence[str], why: str = "asked for") -> dict[str, Any]:
-    """Return the arguments of a call that has a role sleep or wake, and what for."""
-    return {"role": role, "tags": list(tags), "why": why}
-
-
-def note(worker_group: WorkerGroup, marks: Mapping[Mark, Slept], call: PendingCall) -> None:
-    """A call that wakes a role is over: if it has, calls need no other one.
-
-    That what it says can't be read here is for whoever reads the call that it goes before.
-    """
-    if call.exception() is None and all(outcome.refusal is None for outcome in outcomes(call)):
-        worker_group.sleepers.woken(dict(marks))
-
-
-def outcomes(call: PendingCall) -> Sequence[Outcome]:
-    """Return what has become of a sleep or a wake, by slot."""
-    found: Sequence[Outcome] = call.result()
-    return found
-
-
-def _waking(worker_group: WorkerGroup, role: str, marks: Mapping[Mark, Slept], before: Draft) -> Draft:
-    info, spec, label = everyone(worker_group), SPECS[WAKE], f"wake of {role}"
-    given = arguments(worker_group, role, [tag for _, tag in marks], f"needed by {before.call.label}")
-    planned = plan(spec.dispatch, given, info.ranks)
-    call = PendingCall(label, "", WAKE, info.slots)
-    call.at, call.submitted = before.call.at, before.call.submitted
-    call.link, call.info, call.spec = worker_group, info, spec
-    _place(worker_group, call)
-    call.on_end = partial(settled, worker_group)
-    call._then(partial(note, worker_group, marks))
-    body = worker_group.services.executor.codec.pack_arguments(dict(planned.arguments[0]), label)
-    return Draft(worker_group, call, [body] * len(info.slots), planned.valid, before.timeout)
 
 
 def refuse_inside(label: str, group: str) -> None:

@@ -31,6 +31,10 @@ class OfGroup:
         """Return, at each start, what the workers' halves are told of roles that are built, by role."""
         return NOTHING
 
+    def gives(self) -> Any:
+        """Return, at each start, what the workers' halves are told before any role is constructed; None for nothing."""
+        return None
+
     def starts(self) -> Any:
         """Return, at each start when the workers run, what their halves are told of how roles begin; None for nothing.
 
@@ -81,7 +85,17 @@ class OfGroup:
             ColocateError: Why it can't.
         """
 
-    # -- what its workers say
+    def drafted(self, drafts: Sequence[Any]) -> Sequence[Any]:
+        """Return calls (`Draft`) that are about to be sent, with others before them. The order's lock is held."""
+        return drafts
+
+    # -- its workers, and what they say
+
+    def greets(self, worker: Worker) -> None:
+        """Tell a new worker what it has to know before anything else."""
+
+    def gone(self, worker: Worker) -> None:
+        """Hear that a worker has ended."""
 
     def heard(self, worker: Worker, message: Message, body: Any) -> None:
         """Take one of the feature's messages."""

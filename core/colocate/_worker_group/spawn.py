@@ -198,10 +198,8 @@ def builds(
         distribution, version = declared.distributions[name]
         name_here = f"{info.cls.__module__}:{info.cls.__qualname__}"
         shipped = ship(info.cls, name_here, in_process=in_process, distribution=distribution, version=version)
-        kept, of_role = spec.sleep == "vmm", parts.get(name, {})
-        made.append(
-            RoleBuild(name, shipped, arguments, info.slots, info.meshes, group, seed, generation, kept, of_role)
-        )
+        of_role = parts.get(name, {})
+        made.append(RoleBuild(name, shipped, arguments, info.slots, info.meshes, group, seed, generation, of_role))
     try:
         body = codec.pack(made)
     except Exception:

@@ -14,13 +14,11 @@ import attrs
 from colocate import features
 from colocate._calls.order import CallOrder
 from colocate._calls.pending import Link, PendingCall
-from colocate._calls.records import MoveRecord
 from colocate._calls.services import Services
 from colocate._calls.unasked import Unasked
 from colocate._kept.residents import Residents
 from colocate._owned.owned import Owned, State, raise_together
 from colocate._protocol import from_worker, questions, to_worker
-from colocate._protocol.ledger import Sizes
 from colocate._protocol.message import Message
 from colocate._protocol.uses import Origin, Source
 from colocate._role.method_spec import MethodSpec
@@ -34,7 +32,6 @@ from colocate._values.mesh import Ranks
 from colocate._worker_group.hooks import OfGroup
 from colocate._worker_group.passing import ways
 from colocate._worker_group.published import Published, Questions, Tell
-from colocate._worker_group.sleepers import Sleepers
 from colocate._worker_group.spawn import Declared, resize, warn_of_rebound
 from colocate._worker_group.workforce import Worker, Workforce
 from colocate.errors import ClosedError, ClusterError, ColocateError, GroupRestarted, RoleStartError, WorkerDied
@@ -302,11 +299,10 @@ class WorkerGroup(Link):
             self.order.gate.shut("background roles")  # only with the order's lock are messages in one order everywhere
         self.published = Published(self, self.order.lock, lambda: self.workforce.workers)
         self.restarts = Restarts(self, restarts)
-        # Which roles may have memory that sleeps
-        self.sleepers = Sleepers(self.roles if home.attachment is not None else ())
         self._parts: dict[str, OfGroup] = {}  # the halves of features that are there, by the names of these
-        for spec in declared.specs.values():
-            for feature in features.of_options(spec):
+        self.frees_first = False  # whether a call may need the room of what was freed before
+        for options in (services, home, declared, *declared.specs.values()):
+            for feature in features.of_options(options):
                 self.part(feature)
         self._begin(places)
         self.residents = Residents(self, self.order)
@@ -318,7 +314,7 @@ class WorkerGroup(Link):
         """Make the records of a generation of workers."""
         self.questions = Questions(self.order, self.published, self._locate)
         parts = self.order, self.home.request, places
-        self.workforce = Workforce(self, *parts, self._heard, self._greet)
+        self.workforce = Workforce(self, *parts, self._heard, self._greet, self._gone)
 
     # -- what its calls and parts need
 
@@ -437,15 +433,6 @@ class WorkerGroup(Link):
                 order.renewed(slot, message, body)
             case from_worker.Stack():
                 order.stacks.answered(slot, message)
-            case from_worker.Holds():
-                self._share(worker, message.roles)
-            case from_worker.Moved():
-                rank = self.roles[message.role].slots.index(slot)
-                kind = "sleep" if message.asleep else "wake"
-                told = message.nbytes, message.start, message.end, message.whole, message.why
-                how = message.in_call, message.kept_awake
-                record = MoveRecord(self.name, message.role, rank, kind, *told, *how)
-                self.services.tell("colocate_memory_moved", record)
             case from_worker.CanWithdraw():
                 order.can_withdraw(slot, message)
             case from_worker.Fetched():
@@ -462,19 +449,15 @@ class WorkerGroup(Link):
                     raise TypeError(f"worker {slot} of group {self.name!r} says what no driver hears: {message!r}")
                 self.part(feature).heard(worker, message, body)
 
-    def _share(self, worker: Worker, holds: Sizes) -> None:
-        """Tell the workers that share a worker's slot what its roles hold from now on."""
-        with self.home.telling:
-            worker.holds = holds
-            for other in self.home.beside(self, worker.slot) if self.home.closed_by is None else ():  # else it goes on
-                other.send(to_worker.Beside(self.name, holds))
-
     def _greet(self, worker: Worker) -> None:
-        """Tell a new worker what the roles of those hold that share its slot."""
-        with self.home.telling:
-            for other in self.home.beside(self, worker.slot):
-                if other.holds or other.exit is not None:  # of others an earlier driver may have told it
-                    worker.send(to_worker.Beside(other.boot.group, other.holds))
+        """Tell a new worker what it has to know before anything else."""
+        for part in self.parts.values():
+            part.greets(worker)
+
+    def _gone(self, worker: Worker) -> None:
+        """Hear that a worker has ended."""
+        for part in self.parts.values():
+            part.gone(worker)
 
     def _locate(self, asked: questions.WhereIs, tell: Tell) -> None:
         """Tell where a worker of some group is reached."""
@@ -555,9 +538,9 @@ class WorkerGroup(Link):
         self._start()
 
     def _start(self) -> None:
-        def starts() -> dict[str, Any]:
-            found = {name: part.starts() for name, part in self.parts.items()}
-            return {name: plain for name, plain in found.items() if plain is not None}
+        def starts() -> tuple[dict[str, Any], dict[str, Any]]:
+            given = {name: plain for name, part in self.parts.items() if (plain := part.gives()) is not None}
+            return given, {name: plain for name, part in self.parts.items() if (plain := part.starts()) is not None}
 
         parts: dict[str, dict[str, Any]] = {}
         for feature, part in self.parts.items():
@@ -590,7 +573,6 @@ class WorkerGroup(Link):
                 resize(self.declared, self.size)
             self.order.renew()
             self.published.renew()
-            self.sleepers.renew()
             self._begin(places)
             for part in self.parts.values():
                 part.renewed()

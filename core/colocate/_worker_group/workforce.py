@@ -17,7 +17,6 @@ from colocate._definitions.bundles import Table
 from colocate._owned.owned import State
 from colocate._plugins.needs import imports_of
 from colocate._protocol import from_worker, to_worker, versions
-from colocate._protocol.ledger import Sizes
 from colocate._protocol.message import Head, Message, read
 from colocate._protocol.requests import Request as Question
 from colocate._protocol.requests import Requests
@@ -110,7 +109,6 @@ class Worker:
     table: Table = attrs.field(factory=lambda: Table("is given it"))  # what it knows of the script
     progress: dict[str | None, tuple[float, float | None]] = attrs.field(factory=dict)
     parts: dict[str, Any] = attrs.field(factory=dict)  # what features keep of it, by their names
-    holds: Sizes = attrs.field(factory=dict)  # what its roles hold, where other groups share its slot
     _tail: Tail = attrs.field(factory=Tail)
     _questions: Requests[int, str | None] = attrs.field(factory=Requests[int, "str | None"])
     _where: Question[int, str | None] | None = None
@@ -220,11 +218,13 @@ class Workforce:
         places: Sequence[Place],
         heard: Callable[[Worker, Message, Any], None],
         greet: Callable[[Worker], None],
+        gone: Callable[[Worker], None],
     ) -> None:
         self.link = link
         self.order = order
         self.heard = heard  # is told what a worker says that isn't about itself
-        self._greet = greet  # tells a worker, before anything else, who shares its slot
+        self._greet = greet  # tells a worker what it has to know before anything else
+        self._gone = gone  # is told of a worker that has ended
         self.stages = Stages(len(places))
         self._lock = threading.Lock()  # the innermost one
         self._built: dict[int, ColocateError | None] = {}
@@ -271,7 +271,7 @@ class Workforce:
         declared: Declared,
         seed: int,
         timeout: float | None,
-        starts: Callable[[], Mapping[str, Any]],
+        starts: Callable[[], tuple[Mapping[str, Any], Mapping[str, Any]]],
         parts: Mapping[str, Mapping[str, Any]],
     ) -> None:
         """Start the workers and construct the roles.
@@ -280,7 +280,7 @@ class Workforce:
             declared: The roles.
             seed: What their generators are derived from.
             timeout: Seconds that this may take; None for any.
-            starts: Returns what features say of how the roles begin, by feature, when the workers run.
+            starts: Returns, when the workers run, what features say before there are roles, and of how these begin.
             parts: What features say of roles, by role and feature.
 
         Raises:
@@ -320,9 +320,7 @@ class Workforce:
                 declared.default_group,
                 [nodes.index(node) for node in nodes] if declared.torchrun else None,
                 link.services.collective_timeout,
-                link.services.spill_dir,
-                declared.budgets,
-                starts(),
+                *starts(),
                 declared.background,
             )
             link.send(live, build, body)
@@ -423,7 +421,7 @@ class Workforce:
         """Note that a worker is gone, which the group may have failed of."""
         assert worker.exit is not None
         link, slot = self.link, worker.slot
-        self.heard(worker, from_worker.Holds({}), None)
+        self._gone(worker)
         self.order.gone(slot)
         if link.life.is_starting:
             running = "the constructors of its roles" if worker.hello is not None else None

@@ -25,7 +25,7 @@ class Feature(NamedTuple):
         worker: Its half of a worker, likewise.
         calls: What its calls on whole workers say that they are.
         messages: The messages of its own, which are in the module `messages` of its folder.
-        options: The options of roles (`RoleSpec`) that it is behind.
+        options: The options of roles (`RoleSpec`), groups, pools and runtimes that it is behind.
         alone: What answers for its methods (`MethodSpec.feature`) where an object isn't in a worker, likewise.
     """
 
@@ -53,7 +53,13 @@ FEATURES = {
         "worker:PausingOfWorker",
         messages=("Pause", "PauseAfter", "GoOn", "Pausing", "Paused"),
     ),
-    "memory": Feature("driver:MemoryOfGroup", "worker:MemoryOfWorker", messages=("AskLedger", "LedgerTold")),
+    "memory": Feature(
+        "driver:MemoryOfGroup",
+        "worker:MemoryOfWorker",
+        calls=("the sleep", "the wake"),
+        messages=("AskLedger", "LedgerTold", "Beside", "Holds", "Moved"),
+        options=("budgets", "sleep", "spill_dir", "attachment"),
+    ),
     "children": Feature("driver:ChildrenOfGroup", "worker:ChildrenOfWorker", messages=("HasChildren",)),
     "rows": Feature(
         "driver:RowsOfGroup",
@@ -109,8 +115,8 @@ def of_message(kind: str) -> str | None:
 
 
 def of_options(options: Any) -> list[str]:
-    """Return the features behind the options that a role has."""
-    return [_BY_OPTION[option] for option in _BY_OPTION if getattr(options, option) is not None]
+    """Return the features behind the options that a role, a group, its pool or its runtime has."""
+    return [_BY_OPTION[option] for option in _BY_OPTION if getattr(options, option, None)]
 
 
 def needed(name: str) -> Feature:

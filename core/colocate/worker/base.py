@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import threading
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, TypeAlias
@@ -37,15 +38,14 @@ class Worker(abc.ABC):
         scope: Which calls may wait for others.
         device: What its slot computes on.
         setting: What makes torch's settings.
-        spill_dir: Where memory that sleeps goes; None for where there is room.
         lane: Where role code runs, but for that of background roles.
         empty: The bytes that its process had before the first role; None where that is the driver's.
+        looking: Held by who looks at what roles hold beside the lane, and so keeps what a role lets go of.
         parts: The halves of features that are there, by the names of these.
     """
 
     lane: Lane
     empty: int | None = None
-    spill_dir: str | None = None
     parts: Mapping[str, OfWorker] = MappingProxyType({})
 
     def __init__(self, boot: Boot, send: Send, in_process: bool) -> None:
@@ -58,6 +58,7 @@ class Worker(abc.ABC):
         self.device = Device(boot.device, in_process)
         self.setting = Setting(boot.device, in_process, self.device.leaves)
         self._questions: Requests[None, Any] = Requests()
+        self.looking = threading.Lock()
         self.scope.ends(lambda concerns, reason: self._questions.fail_those(concerns, lambda: Consequence(reason)))
 
     @abc.abstractmethod

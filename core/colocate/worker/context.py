@@ -5,7 +5,8 @@ from __future__ import annotations
 import abc
 import operator
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import Any
 
@@ -25,10 +26,8 @@ from colocate.worker.background import Background
 from colocate.worker.base import Send, Worker
 from colocate.worker.hooks import OfWorker
 from colocate.worker.lane import Lane
-from colocate.worker.memory.ledger import Accounts
-from colocate.worker.memory.sleep import Sleeper
-from colocate.worker.memory.turns import TurnScheduler
 from colocate.worker.serving.definitions import Definitions
+from colocate.worker.serving.role_instance import RoleInstance
 from colocate.worker.torch_groups.groups import ProcessGroups
 
 
@@ -39,21 +38,21 @@ class WorkerContext(Worker):
         codec: How values travel.
         instances: Its roles by name, as their contexts know each other.
         groups: The process groups of its roles.
-        sleeper: What of its roles' memory sleeps.
-        accounts: What they have, and may have.
-        residency: Who is awake, where they take turns.
         definitions: What it and its driver know of each other's classes and functions.
         background: Those of their lanes, by role.
         peers: How it gets at other workers' residents.
         recent: When its roles were busy; None where nobody but the driver asks, who knows.
-        begins: Of these halves `begins`, where they have one of their own; `reaches`, `ends`, `blames` likewise.
+        begins: Of these halves `begins`, where they have one of their own; the others likewise.
     """
 
     peers: Peers
     recent: RecentSpans[str] | None = None
+    enters: tuple[Callable[..., None], ...] = ()
+    leaves: tuple[Callable[..., None], ...] = ()
     begins: tuple[Callable[..., None], ...] = ()
     reaches: tuple[Callable[..., None], ...] = ()
     ends: tuple[Callable[..., None], ...] = ()
+    rans: tuple[Callable[..., None], ...] = ()
     blames: tuple[Callable[..., BaseException], ...] = ()
 
     def __init__(self, boot: Boot, codec: Codec, send: Send, in_process: bool) -> None:
@@ -63,9 +62,6 @@ class WorkerContext(Worker):
         self.background: dict[str, Background] = {}
         self.instances: dict[str, object] = {}
         self.groups = ProcessGroups(self, in_process, boot.group, boot.slot, boot.host, boot.device, boot.ports)
-        self.sleeper = Sleeper(self)
-        self.accounts = Accounts(self, self.sleeper)
-        self.residency = TurnScheduler(self, self.sleeper, self.accounts)
         self.definitions = Definitions(self.ask, self.say, in_process)
         self.scope.ends(self.groups.end_waits)
         self.scope.ends(self._end_peers)
@@ -84,8 +80,9 @@ class WorkerContext(Worker):
             if found is None:
                 found = features.of_worker(name)(self)
                 self.parts = {**self.parts, name: found}
+                self.enters, self.leaves = self._own("enters"), self._own("leaves")
                 self.begins, self.reaches = self._own("begins"), self._own("reached")
-                self.ends, self.blames = self._own("ended"), self._own("blamed")
+                self.ends, self.blames, self.rans = self._own("ended"), self._own("blamed"), self._own("ran")
             return found
 
     def _own(self, name: str) -> tuple[Callable[..., Any], ...]:
@@ -98,6 +95,48 @@ class WorkerContext(Worker):
         for blames in self.blames:
             error = blames(error, role, row)
         return error
+
+    def left(self, seq: int) -> None:
+        """Hear that a call is over, however it has ended."""
+        for leaves in self.leaves:
+            leaves(seq)
+
+    def ran(self, role: str | None, label: str, kept: Mapping[str, Any] | None = None) -> None:
+        """Have features refuse what role code has made; see `OfWorker.ran`."""
+        for ran in self.rans:
+            ran(role, label, kept)
+
+    def changed(self, role: str | None) -> None:
+        """Tell features that what a role holds may have changed; None for any of them."""
+        for part in self.parts.values():
+            part.changed(role)
+
+    def constructing(self, role: str) -> ExitStack:
+        """Enter what features have around a role's construction, for a `with` to leave."""
+        return entered(part.constructing(role) for part in self.parts.values())
+
+    def making(self, role: str, plains: Mapping[str, Any]) -> ExitStack:
+        """Enter what features have around a role's constructor; see `constructing`."""
+        names = [*{**self.parts, **plains}]
+        return entered(self.part(name).making(role, plains.get(name)) for name in names)
+
+    def awake(self, role: RoleInstance, why: str) -> ExitStack:
+        """Have all memory of a role be there in a block; see `constructing`."""
+        return entered(part.awake(role, why) for part in self.parts.values())
+
+    def have_awake(self, role: str, tags: Sequence[str]) -> None:
+        """Have such memory of a role be there until what runs is over, or refuse that.
+
+        Raises:
+            ColocateError: It can't be.
+        """
+        for part in self.parts.values():
+            part.have_awake(role, tags)
+
+    def who_has_what(self) -> str:
+        """Return who has how much memory, as a note to an error says it; by the feature "memory"."""
+        found: str = self.part("memory").words()  # type: ignore[attr-defined]
+        return found
 
     def start_child(self, *args: Any) -> Any:
         """See `Context.start`; by the feature "children"."""
@@ -115,7 +154,7 @@ class WorkerContext(Worker):
         if self.reaches and (role := self.roles.get(name)) is not None:
             for reaches in self.reaches:
                 reaches(asking, role, tags)
-        self.residency.have_awake(name, tags)
+        self.have_awake(name, tags)
 
     @property
     def moves_tensors(self) -> bool:
@@ -174,6 +213,14 @@ class WorkerContext(Worker):
     def report(self, ctx: Context, done: int, total: int | None) -> None:
         """A role's progress."""
         self.say(from_worker.Progress(ctx.role, _plain(done), None if total is None else _plain(total)))
+
+
+def entered(blocks: Iterable[AbstractContextManager[object]]) -> ExitStack:
+    """Enter blocks, and return what leaves them."""
+    with ExitStack() as stack:
+        for block in blocks:
+            stack.enter_context(block)
+        return stack.pop_all()
 
 
 def _plain(number: Any) -> int | float:

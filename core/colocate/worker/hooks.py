@@ -6,7 +6,8 @@ that override what it asks (`WorkerContext.part`): where there are none, that co
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from types import MappingProxyType
 from typing import Any, ClassVar
 
@@ -37,7 +38,22 @@ class OfWorker:
         """Take one of the feature's messages. On the receiving thread: nothing waits here, nor runs role code."""
         raise AssertionError(message)
 
+    def given(self, plain: Any) -> None:
+        """Hear, before any role is constructed, what the group's half says (`OfGroup.gives`). On the lane.
+
+        Raises:
+            ColocateError: This worker can't do it.
+        """
+
     # -- roles
+
+    def constructing(self, role: str) -> AbstractContextManager[object]:
+        """Return a block in which a role is constructed, from the arguments on."""
+        return nullcontext()
+
+    def making(self, role: str, plain: Any) -> AbstractContextManager[object]:
+        """Return a block in which a role's constructor runs, and nothing else; `plain` as of `built`."""
+        return nullcontext()
 
     def built(self, role: RoleInstance, plain: Any) -> None:
         """Hear that a role was constructed; `plain` is what the group's half said of it (`OfGroup.builds`)."""
@@ -58,6 +74,20 @@ class OfWorker:
         Asked of all halves that are there, and of those of which the checkpoint has something: else `told` is None.
         """
 
+    def awake(self, role: RoleInstance, why: str) -> AbstractContextManager[object]:
+        """Return a block in which all memory of a role is there; what it holds may change."""
+        return nullcontext()
+
+    def have_awake(self, role: str, tags: Sequence[str]) -> None:
+        """Have such memory of a role be there until what runs is over.
+
+        Raises:
+            ColocateError: It can't be.
+        """
+
+    def changed(self, role: str | None) -> None:
+        """Hear that what a role holds may have changed; None for any of them."""
+
     # -- calls of methods that this feature runs (`MethodSpec.feature`)
 
     def work(self, *arguments: Any) -> Work:
@@ -69,6 +99,23 @@ class OfWorker:
         raise AssertionError(work)
 
     # -- all calls; each is asked only of those that override it
+
+    def enters(self, seq: int, role: RoleInstance, spec: MethodSpec) -> None:
+        """Have what a call needs be there, or refuse the call, before anything else; `leaves` follows.
+
+        Raises:
+            ColocateError: It can't be.
+        """
+
+    def leaves(self, seq: int) -> None:
+        """Hear that a call is over, however it has ended."""
+
+    def ran(self, role: str | None, label: str, kept: Mapping[str, Any] | None) -> None:
+        """Look at what role code has made, a constructor or a call that went well; `kept`: what it keeps, by its label.
+
+        Raises:
+            ColocateError: It mustn't be.
+        """
 
     def begins(self, role: RoleInstance, tags: Collection[str] | None, label: str, row: RowState | None = None) -> None:
         """Refuse a call, or a row of one, that can't run.
@@ -110,6 +157,13 @@ class OfWorker:
         """Hear that the group is about to close: nothing begins any more, and what runs has its grace."""
 
     # -- looks, on any thread
+
+    def away(self) -> Collection[int]:
+        """Return the storages, as torch calls them (`_cdata`), that have no memory now; others follow in it."""
+        return ()
+
+    def freed(self) -> None:
+        """Hear that residents were freed. On the receiving thread."""
 
     def told(self, role: RoleInstance) -> Any:
         """Return what the driver gets to know of a role when it looks (`OfGroup.told`); None for nothing."""

@@ -24,7 +24,7 @@ from colocate._values.dispatch import Scatter
 from colocate._values.leaving import Watch, ordinary, placed
 from colocate._values.nesting import no_end
 from colocate._values.plain import is_plain
-from colocate.errors import DispatchError, RoleError
+from colocate.errors import CapabilityError, DispatchError, RoleError
 from colocate.worker.background import Background
 from colocate.worker.birth.ending import RoleCode
 from colocate.worker.birth.template import tell_imports
@@ -72,7 +72,8 @@ class Runner:
         start = time.time()
         try:
             worker_context.definitions.compare_modules()
-            worker_context.sleeper.begin(worker_context.accounts.budgets.swap)
+            for name, plain in message.given.items():
+                worker_context.part(name).given(plain)
             self._has_default = message.default_group
             if message.default_group:
                 worker_context.groups.have_default()
@@ -92,10 +93,10 @@ class Runner:
                 worker_context.definitions.load(work.bundles_seen)
                 self._lane.have_loop()
                 before = worker_context.device.begin()
-                with worker_context.residency.constructing(build.name), self._role_code:
+                with worker_context.constructing(build.name), self._role_code:
                     worker_context.roles[build.name] = construct(build, worker_context)
                 worker_context.device.end(f"{build.name}.__init__", before)
-                worker_context.residency.check(build.name, f"the constructor of role {build.name!r}")
+                worker_context.ran(build.name, f"the constructor of role {build.name!r}")
             except BaseException as error:
                 self._failed(0, None, build.name, error)
                 return False
@@ -139,12 +140,11 @@ class Runner:
             work.operations, work.cuts = torch_books.count(), worker_context.groups.cuts
         work.before = role.operations - work.operations
         try:
-            if worker_context.residency.takes_turns:
-                worker_context.residency.enter(call.seq, role, spec)
+            if worker_context.enters:
+                for enters in worker_context.enters:
+                    enters(call.seq, role, spec)
             if self._device.is_gpu and not spec.is_async:  # not where others run beside it
                 work.allocated = self._device.begin()
-            if worker_context.sleeper.asleep.roles:
-                worker_context.sleeper.check(role, spec)
             if worker_context.begins and not spec.revives:
                 for begins in worker_context.begins:
                     begins(role, spec.awake, work.label)
@@ -169,11 +169,11 @@ class Runner:
             if work.watches:
                 work.forget()
         except PutBack:
-            worker_context.residency.leave(call.seq)
+            worker_context.left(call.seq)
             work.body = body
             return None
         except BaseException as error:  # whatever role code raises is the caller's to see, SystemExit included
-            worker_context.residency.leave(call.seq)
+            worker_context.left(call.seq)
             worker_context.peers.given_back(work.seq, work.label)
             role.operations = max(role.operations, work.before + self._count())
             self._failed(call.seq, call.keep, role.name, error, work)
@@ -199,7 +199,7 @@ class Runner:
                 if name in worker_context.background:  # it has none, and may be amid a call
                     continue
                 if name is not None and (message.everybody or worker_context.groups.concerns(message.names, name)):
-                    with worker_context.residency.awake(role, "process groups were dropped"), self._role_code:
+                    with worker_context.awake(role, "process groups were dropped"), self._role_code:
                         role.renew()
                         worker_context.device.end(f"{name}.renew")
         except BaseException as error:
@@ -264,7 +264,7 @@ class Runner:
             self._setting.have(self._setting.base)
             self._finish(result, work, call, role, spec, resolver, start)
         except BaseException as error:
-            self._worker_context.residency.leave(call.seq)
+            self._worker_context.left(call.seq)
             self._worker_context.peers.given_back(work.seq, work.label)
             role.operations = max(role.operations, work.before + self._count())
             self._failed(call.seq, call.keep, role.name, error, work)
@@ -328,13 +328,12 @@ class Runner:
                 device.end(label)  # with what was copied of it
             is_of_worker = call.method in GROUP_WIDE_CALLS
             if is_of_worker:  # what changes there is no resident, and they have looked whether there is room
-                worker_context.accounts.changed(None)
-                worker_context.accounts.tell()
+                worker_context.changed(None)
             else:
                 if worker_context.store.entries or resolver is not None or work.watches:
                     self._check_writes(work, role, resolver)
-                if worker_context.accounts.budgets.limits:
-                    worker_context.residency.check(role.name, label, None if call.keep is None else {label: result})
+                if worker_context.rans:
+                    worker_context.ran(role.name, label, None if call.keep is None else {label: result})
             operations = torch_books.count() if self._counts else 0
             valid, step_events = work.valid_rows, _updates(work, operations) if self._counts else 0
             if operations != work.operations:
@@ -364,8 +363,8 @@ class Runner:
             raise
         if worker_context.recent is not None and role.name is not None:
             worker_context.recent.add(role.name, start, time.time())
-        if worker_context.residency.takes_turns:
-            worker_context.residency.leave(call.seq)
+        if worker_context.leaves:
+            worker_context.left(call.seq)
 
     def _check_writes(self, work: Work, role: RoleInstance, resolver: Resolver | None) -> None:
         worker_context, label = self._worker_context, work.label
@@ -410,11 +409,11 @@ class Runner:
     ) -> None:
         worker_context = self._worker_context
         error = worker_context.blamed(error, role)
-        worker_context.accounts.changed(role)
-        worker_context.accounts.tell()  # what the call has let go of, or has now besides
+        worker_context.changed(role)  # it has let go of something, or has something besides
         if failure.is_out_of_memory(error):
-            with suppress(RoleError, MemoryError):  # there is perhaps no memory even to look
-                failure.note(error, worker_context.accounts.told())
+            # There is perhaps no memory even to look.
+            with suppress(RoleError, MemoryError, CapabilityError):
+                failure.note(error, worker_context.who_has_what())
         self._lane.waits()
         begun, operations = self._count(), worker_context.groups.operations() if self._is_main else {}
         step_events = _updates(work, begun) if work is not None and self._counts else 0

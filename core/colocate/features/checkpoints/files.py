@@ -35,7 +35,7 @@ OWN = ".colocate"
 def save(
     roles: Sequence[RoleInstance],
     directory: str,
-    awake: Callable[[RoleInstance], AbstractContextManager[None]],
+    awake: Callable[[RoleInstance], AbstractContextManager[object]],
     wait: bool,
     strict: bool,
     parts: Mapping[str, OfWorker],

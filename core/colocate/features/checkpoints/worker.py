@@ -44,7 +44,7 @@ class CheckpointsOfWorker(OfWorker):
         """
         context = self._worker_context
         self._saver.leave(())  # what is left of an earlier one, which came to nothing, takes memory
-        awake, strict = partial(context.residency.awake, why="to be saved"), context.store.strict
+        awake, strict = partial(context.awake, why="to be saved"), context.store.strict
         left = files.save(self._roles(), directory, awake, wait, strict, context.parts)
         if left:
             context.device.end("the checkpoint")  # copies on the device are read on another thread then
@@ -63,10 +63,10 @@ class CheckpointsOfWorker(OfWorker):
     def _restore(self, role: RoleInstance, directory: str, identity: str) -> None:
         """Have a role go on from a checkpoint, within the memory that it may have."""
         context = self._worker_context
-        with context.residency.awake(role, "to be restored"):
+        with context.awake(role, "to be restored"):
             files.restore(context, role, directory, identity)
             context.device.end(f"{role.name}.restore")
-        context.residency.check(role.name, f"restoring role {role.name!r}")
+        context.ran(role.name, f"restoring role {role.name!r}")
 
 
 _METHODS = {CHECKPOINT: "save", RESTORE: "restore"}

@@ -1,45 +1,117 @@
-"""Memory of a group's roles, the driver's half: what the workers say of it when they are asked."""
+"""Memory of a group's roles, the driver's half: budgets, which roles may sleep, and what workers say when asked."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
-from colocate._protocol.ledger import Ledger
+from colocate._calls.records import MoveRecord
 from colocate._protocol.message import Message
+from colocate._role.method import TAGS
+from colocate._signals.deferred import run_deferred
 from colocate._system.deadline import Deadline
+from colocate._system.limits import LEDGERS_WITHIN_S
+from colocate._views.sending import Draft
 from colocate._worker_group.hooks import OfGroup
 from colocate._worker_group.worker_group import WorkerGroup
 from colocate._worker_group.workforce import Worker
-from colocate.errors import ColocateError
-from colocate.features.memory.messages import LedgerTold
+from colocate.errors import ColocateError, MemoryBudgetError
+from colocate.features.memory import sleeping
+from colocate.features.memory.marks import Sleepers
+from colocate.features.memory.messages import Beside, Holds, Ledger, LedgerTold, Moved
 from colocate.features.memory.questions import Ledgers
 from colocate.features.memory.tables import GroupMemory, SlotMemory, slot_memory
 
 
 class MemoryOfGroup(OfGroup):
-    """What a driver knows of the memory of a group's roles."""
+    """What a driver knows of the memory of a group's roles.
+
+    Attributes:
+        sleepers: Which of them may have memory that sleeps: the workers know, and the driver errs on the safe side.
+    """
 
     def __init__(self, worker_group: WorkerGroup) -> None:
         self._worker_group = worker_group
         self._ledgers = Ledgers(worker_group)
+        self.sleepers = Sleepers(worker_group.order.gate)
+        for role in worker_group.roles if worker_group.home.attachment is not None else ():
+            self.sleepers.mark(role, TAGS, until_woken=False)  # another driver may have put it to sleep
+        if worker_group.declared.budgets:
+            worker_group.frees_first = True
 
     # -- hooks
 
+    def gives(self) -> tuple[Any, str | None]:
+        """Return the budgets, and where memory that sleeps lies."""
+        return self._worker_group.declared.budgets.plain(), self._worker_group.services.spill_dir
+
+    def builds(self) -> Mapping[str, bool]:
+        """Return which roles have memory that keeps its addresses when it sleeps."""
+        return {name: True for name, spec in self._worker_group.declared.specs.items() if spec.sleep == "vmm"}
+
     def renewed(self) -> None:
-        """Ask the new workers from now on."""
+        """Ask the new workers from now on, of which nothing sleeps."""
         self._ledgers = Ledgers(self._worker_group)
+        self.sleepers.renew()
 
     def failed(self, error: ColocateError) -> None:
         """Have nobody wait for an answer any more."""
         self._ledgers.fail(error)
 
+    def drafted(self, drafts: Sequence[Draft]) -> Sequence[Draft]:
+        """Put wakes of what may sleep before the calls that need it."""
+        return sleeping.behind_wakes(self._worker_group, self.sleepers, drafts) if self.sleepers.marks else drafts
+
+    def greets(self, worker: Worker) -> None:
+        """Tell a new worker what the roles of those hold that share its slot."""
+        home = self._worker_group.home
+        with home.telling:
+            for other in home.beside(self._worker_group, worker.slot):
+                holds = other.parts.get("memory", {})
+                if holds or other.exit is not None:  # of others an earlier driver may have told it
+                    worker.send(Beside(other.boot.group, holds))
+
+    def gone(self, worker: Worker) -> None:
+        """Tell those that share a worker's slot that its roles hold nothing any more."""
+        self._share(worker, Holds({}))
+
     def heard(self, worker: Worker, message: Message, body: Any) -> None:
-        """Take a worker's answer."""
-        assert isinstance(message, LedgerTold)
-        if message.ledger is not None:
-            for name, of_roles in message.ledger.told.items():
-                self._worker_group.part(name).told(of_roles)
-        self._ledgers.answered(worker, message)
+        """Hear what a worker's roles hold, or what of it sleeps."""
+        match message:
+            case LedgerTold():
+                if message.ledger is not None:
+                    for name, of_roles in message.ledger.told.items():
+                        self._worker_group.part(name).told(of_roles)
+                self._ledgers.answered(worker, message)
+            case Holds():
+                self._share(worker, message)
+            case Moved():
+                group = self._worker_group
+                rank, kind = group.roles[message.role].slots.index(worker.slot), "sleep" if message.asleep else "wake"
+                told = message.nbytes, message.start, message.end, message.whole, message.why
+                how = message.in_call, message.kept_awake
+                record = MoveRecord(group.name, message.role, rank, kind, *told, *how)
+                group.services.tell("colocate_memory_moved", record)
+            case _:
+                raise AssertionError(message)
+
+    def kept(self) -> dict[str, list[str]] | None:
+        """Return the tags that calls leave asleep, by role."""
+        return self.sleepers.until_woken or None
+
+    def take(self, kept: dict[str, list[str]]) -> None:
+        """Leave asleep what calls leave asleep."""
+        for role, tags in kept.items():
+            self.sleepers.mark(role, tags, until_woken=True)
+
+    def _share(self, worker: Worker, message: Holds) -> None:
+        """Tell the workers that share a worker's slot what its roles hold from now on."""
+        group, home = self._worker_group, self._worker_group.home
+        with home.telling:
+            worker.parts["memory"] = message.roles
+            for other in home.beside(group, worker.slot) if home.closed_by is None else ():  # else it goes on
+                other.send(Beside(group.name, message.roles))
 
     # -- for users
 
@@ -65,3 +137,30 @@ class MemoryOfGroup(OfGroup):
             if isinstance(ledger, Ledger)
         }
         return found, next((error for error in told.values() if isinstance(error, Exception)), None)
+
+    def sleep(
+        self,
+        role: str,
+        tags: Sequence[str] | None,
+        timeout: float | None,
+        on_call: str,
+        discard: Sequence[str],
+    ) -> int:
+        """See `ColocatedGroup.sleep`."""
+        with self._telling_who_has_it():
+            return sleeping.sleep(self._worker_group, role, tags, timeout, on_call, discard)
+
+    def wake(self, role: str, tags: Sequence[str] | None, timeout: float | None) -> int:
+        """See `ColocatedGroup.wake`."""
+        with self._telling_who_has_it():
+            return sleeping.wake(self._worker_group, role, tags, timeout)
+
+    @contextmanager
+    def _telling_who_has_it(self) -> Iterator[None]:
+        """Have an error that memory doesn't suffice say what it is used for, where that can be had."""
+        try:
+            yield
+        except MemoryBudgetError as error:
+            with suppress(ColocateError, TimeoutError):
+                error.add_note(str(run_deferred(lambda: self.asked(Deadline(LEDGERS_WITHIN_S)))))
+            raise

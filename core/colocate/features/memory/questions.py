@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from colocate._calls.pending import Link
-from colocate._protocol.ledger import Ledger
 from colocate._protocol.requests import Requests
 from colocate._system.deadline import Deadline
 from colocate._worker_group.workforce import Worker
 from colocate.errors import ColocateError, RoleError
-from colocate.features.memory.messages import AskLedger, LedgerTold
+from colocate.features.memory.messages import AskLedger, Ledger, LedgerTold
 
 
 class Ledgers:

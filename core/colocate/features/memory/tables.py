@@ -10,10 +10,11 @@ import attrs
 
 from colocate import _display as html
 from colocate._display import columns, weights_age
-from colocate._protocol.ledger import Ledger, Purpose
+from colocate._protocol.ledger import Purpose
 from colocate._system.numbers import size_text
 from colocate._worker_group.worker_group import WorkerGroup
 from colocate._worker_group.workforce import Worker
+from colocate.features.memory.messages import Ledger
 
 KINDS = tuple(purpose.word for purpose in Purpose)
 _SOMETIMES = ("asleep", "activations")

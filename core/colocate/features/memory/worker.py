@@ -1,44 +1,241 @@
-"""Memory of a worker's roles, the worker's half."""
+"""Memory of a worker's roles, the worker's half: what they hold and may hold, and what of it sleeps."""
 
 from __future__ import annotations
 
+import contextlib
+import time
 import traceback
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
+from colocate._protocol.ledger import TAGS, Purpose
 from colocate._protocol.message import Message
+from colocate._role.budget import Budgets
+from colocate._role.method import method
+from colocate._role.method_spec import MethodSpec
 from colocate._system.jobs import JobThread, error_text, report_exception
-from colocate.features.memory.messages import AskLedger, LedgerTold
+from colocate._system.numbers import size_text
+from colocate.errors import CapabilityError
+from colocate.features.memory.ledger import Accounts, LookError
+from colocate.features.memory.messages import SLEEP, WAKE, AskLedger, Beside, LedgerTold, Moved
+from colocate.features.memory.sleep import Outcome, Sleeper
+from colocate.features.memory.turns import TurnScheduler
+from colocate.features.memory.vmm import Elsewhere, kept_addresses
 from colocate.worker.context import WorkerContext
+from colocate.worker.holdings import Objects, held_by
 from colocate.worker.hooks import OfWorker
-from colocate.worker.memory.ledger import LookError
+from colocate.worker.serving.functions import current_slots
+from colocate.worker.serving.role_instance import RoleInstance
 
 
 class MemoryOfWorker(OfWorker):
-    """What a worker says of the memory of its roles."""
+    """The memory of a worker's roles.
+
+    Attributes:
+        sleeper: What of it sleeps.
+    """
 
     def __init__(self, worker_context: WorkerContext) -> None:
         self._worker_context = worker_context
+        self.sleeper = Sleeper(worker_context)
+        self._accounts = Accounts(worker_context, self.sleeper)
+        self._turns = TurnScheduler(worker_context, self.sleeper, self._accounts)
+        self._elsewhere: Elsewhere | None = None  # of a constructor that has just run
         # Neither where messages wait, nor on the lane, where a call may take long; a role's `device_state` may keep it.
         self._looks = JobThread(f"colocate-ledger-{worker_context.boot.worker}", lambda error: report_exception())
 
+    # -- hooks
+
     def heard(self, message: Message, body: Any) -> None:
-        """Look at what the roles hold, on a thread of its own."""
-        assert isinstance(message, AskLedger)
-        try:
-            self._looks.soon(partial(self._tell, message.token))
-        except RuntimeError as error:  # no thread is to be had
-            self._worker_context.say(LedgerTold(message.token, None, "", error_text(error)))
+        """Look at what the roles hold, on a thread of its own; or hear what those of other groups on the slot do."""
+        match message:
+            case AskLedger():
+                try:
+                    self._looks.soon(partial(self._tell_ledger, message.token))
+                except RuntimeError as error:  # no thread is to be had
+                    self._worker_context.say(LedgerTold(message.token, None, "", error_text(error)))
+            case Beside():
+                # Made anew, as the lane may be reading what was there.
+                others = {name: roles for name, roles in self._accounts.beside.items() if name != message.group}
+                self._accounts.beside = {**others, message.group: message.roles} if message.roles else others
+            case _:
+                raise AssertionError(message)
+
+    def given(self, plain: tuple[Any, str | None]) -> None:
+        """Keep the budgets from now on, and have what sleeps lie where the driver says."""
+        budgets, self.sleeper.spill_dir = plain
+        self._accounts.budgets = Budgets.read(budgets)
+        if any(not limit.device for limit in self._accounts.budgets.limits):
+            self._worker_context.store.copies_bytes = 0  # what the host may have is for what roles make of it
+        self._turns.begin()
+        self.sleeper.begin(self._accounts.budgets.swap)
+
+    def constructing(self, role: str) -> AbstractContextManager[None]:
+        """Have all others make room for a role whose size nobody knows."""
+        return self._turns.constructing(role)
+
+    @contextlib.contextmanager
+    def making(self, role: str, plain: bool | None) -> Iterator[None]:
+        """Have what a constructor makes keep its addresses, where that was asked for."""
+        if plain is None:
+            yield
+            return
+        with kept_addresses(self._worker_context.boot.device) as self._elsewhere:
+            yield
+
+    def built(self, role: RoleInstance, plain: bool | None) -> None:
+        """Refuse a role of which not all keeps its addresses that was to."""
+        if plain is not None:
+            role.parts["memory"] = plain
+        if self._elsewhere is not None:
+            _check_addresses(role.instance, self._worker_context, self._elsewhere)
+            self._elsewhere = None
+
+    def enters(self, seq: int, role: RoleInstance, spec: MethodSpec) -> None:
+        """Have what a call needs be awake where roles take turns, or refuse the call."""
+        if self._turns.takes_turns:
+            self._turns.enter(seq, role, spec)
+        if self.sleeper.asleep.roles:
+            self.sleeper.check(role, spec)
+
+    def leaves(self, seq: int) -> None:
+        """Need no longer what a call has needed."""
+        self._turns.leave(seq)
+
+    def ran(self, role: str | None, label: str, kept: Mapping[str, Any] | None) -> None:
+        """Refuse what a call has made where all have more than they may, and nobody can make room."""
+        self._turns.check(role, label, kept)
+
+    def changed(self, role: str | None) -> None:
+        """Look at a role, or at all, anew, and tell other groups on the slot what has become of it."""
+        self._accounts.changed(role)
+        self._accounts.tell()
+
+    def freed(self) -> None:
+        """Tell other groups on the slot."""
+        if self._accounts.count_others:
+            self._worker_context.lane.do(self._accounts.tell)
+
+    def awake(self, role: RoleInstance, why: str) -> AbstractContextManager[None]:
+        """Have all of a role be awake in a block."""
+        return self._turns.awake(role, why)
+
+    def have_awake(self, role: str, tags: Sequence[str]) -> None:
+        """Wake a role where roles take turns, or refuse it while it sleeps."""
+        self._turns.have_awake(role, tags)
+
+    def away(self) -> Collection[int]:
+        """Return the storages that sleep."""
+        return self.sleeper.asleep.away
+
+    def adopted(self) -> None:
+        """Tell the next driver what the roles hold."""
+        self._worker_context.lane.do(partial(self._accounts.tell, anew=True))
 
     def close(self) -> None:
-        """End, without waiting for a look."""
+        """End, without waiting for a look, and let go of what sleeps."""
         self._looks.close(0.0)
+        self.sleeper.offload.close()
 
-    def _tell(self, token: int) -> None:
+    # -- for who looks
+
+    def words(self) -> str:
+        """Return who has how much, as a note to an error says it."""
+        return self._accounts.told()
+
+    def glimpse(self) -> tuple[Mapping[str, tuple[int, int]] | None, str | None]:
+        """Return the bytes that roles have in memory, and asleep; or None, and why that isn't known."""
         try:
-            told = LedgerTold(token, self._worker_context.accounts.ledger())
+            found = self._accounts.ledger()
+        except LookError as error:
+            return None, str(error)
+        except Exception as error:  # CUDA's, say, which is out of order
+            return None, error_text(error)
+        names = found.roles.keys() | found.asleep.keys()
+        return {name: (sum(found.roles.get(name, {}).values()), found.asleep.get(name, 0)) for name in names}, None
+
+    @property
+    def is_looking(self) -> bool:
+        """Whether the lane has a look at gradients before it, which is no call."""
+        return self._accounts.gradients.is_due
+
+    def _tell_ledger(self, token: int) -> None:
+        try:
+            told = LedgerTold(token, self._accounts.ledger())
         except LookError as error:
             told = LedgerTold(token, None, error.role, error.trace)
         except Exception:  # CUDA's, say, which is out of order
             told = LedgerTold(token, None, "", traceback.format_exc())
         self._worker_context.say(told)
+
+    # -- sleep and wake
+
+    @method
+    def sleep(self, role: str, tags: Sequence[str], discard: Sequence[str], why: str) -> Outcome:
+        """Put memory of a role to sleep, and why."""
+        start, before, had = time.time(), self.sleeper.asleep.tags(role), self._asleep(role)
+        outcome = self.sleeper.sleep(role, tags, discard, current_slots())
+        more = self._asleep(role) - had  # as a wake will tell, also where the device keeps some of them
+        if more or self.sleeper.asleep.tags(role) != before:
+            self._tell(role, True, more, start, why, self.sleeper.asleep.kept_awake(role, tags))
+        return outcome
+
+    @method
+    def wake(self, role: str, tags: Sequence[str], why: str) -> Outcome:
+        """Have it be there again, and why."""
+        self._turns.make_room(role)
+        start, before = time.time(), self.sleeper.asleep.tags(role)
+        outcome = self.sleeper.wake(role, tags, current_slots())
+        if self.sleeper.asleep.tags(role) != before:
+            self._tell(role, False, outcome.nbytes, start, why)
+        return outcome
+
+    def _asleep(self, role: str) -> int:
+        """The bytes of a role that sleep."""
+        tags = self.sleeper.asleep.tags(role)
+        return self.sleeper.asleep.coming(role, tags).size if tags else 0
+
+    def _tell(
+        self,
+        role: str,
+        asleep: bool,
+        nbytes: int,
+        start: float,
+        why: str,
+        kept: Mapping[str, int] = MappingProxyType({}),
+    ) -> None:
+        """Tell the driver, and who counts it, what sleeps now, or is awake."""
+        self._accounts.moved(role)
+        whole = asleep and len(self.sleeper.asleep.tags(role)) == len(TAGS)
+        self._worker_context.say(Moved(role, asleep, nbytes, start, time.time(), whole, why, kept_awake=dict(kept)))
+
+
+_METHODS = {SLEEP: "sleep", WAKE: "wake"}
+MemoryOfWorker.calls = {said: MemoryOfWorker.__dict__[name].spec for said, name in _METHODS.items()}
+
+
+def _check_addresses(instance: object, worker_context: WorkerContext, elsewhere: Elsewhere) -> None:
+    """Raise where not all weights and buffers that were made for a constructor keep their addresses.
+
+    Of others some may not: threads of autograd's make gradients, for one.
+
+    Raises:
+        CapabilityError: They don't.
+    """
+    device = worker_context.boot.device
+    others = [role.instance for role in worker_context.roles.values() if role.name is not None]
+    found, _ = held_by(instance, apart=others, storages=partial(Objects, device))
+    storages: dict[int, Any] = {}
+    for pieces in (found[Purpose.PARAMETERS], found[Purpose.BUFFERS]):
+        assert isinstance(pieces, Objects)
+        storages |= {key: pieces.storages[key] for key in pieces.get(device, ())}
+    if nbytes := elsewhere(storages.values()):
+        raise CapabilityError(
+            f'sleep="vmm": {size_text(nbytes)} of weights and buffers on {device} would have other addresses after a '
+            "sleep, as other threads have made them than that which runs the constructor. Models of transformers are "
+            'read so (device_map=): set env={"HF_DEACTIVATE_ASYNC_LOAD": "1"} in the pool, or read them on the host '
+            "and move them with .to; or leave sleep= out"
+        )

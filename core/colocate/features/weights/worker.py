@@ -148,14 +148,14 @@ class WeightsOfWorker(OfWorker):
             SleepingError: A weight of the source sleeps.
             BaseException: A role's code has raised.
         """
-        roles, residency = self._worker_context.roles, self._worker_context.residency
+        roles = self._worker_context.roles
         source, target = roles.get(plan.source), roles.get(plan.target)
         start, slot = time.time(), self._worker_context.boot.slot
         self._told = None
         self._over.clear()  # of one that has failed
         for role, name in ((source, "named_weights"), (target, "load_weights")):
             if role is not None:
-                residency.have_awake(str(role.name), awake_for(type(role.instance), name))
+                self._worker_context.have_awake(str(role.name), awake_for(type(role.instance), name))
         had = None if source is None else received_by(source)
         if had is not None and not had.whole:
             had.check(str(plan.source), f"the sync of {plan.giver} to {plan.taker}")
@@ -180,7 +180,7 @@ class WeightsOfWorker(OfWorker):
             try:
                 shared = self._load(source, target, weights, received, plan)
                 self._tell_over(plan)
-                residency.check(target.name, f"the sync of {plan.giver} to {plan.taker}")
+                self._worker_context.ran(target.name, f"the sync of {plan.giver} to {plan.taker}")
                 self._meet(plan.members)
             except BaseException as error:
                 if weights.loaded:
@@ -231,7 +231,7 @@ class WeightsOfWorker(OfWorker):
         import torch
 
         dtype, left, came = _dtype(plan), iter(specs.items()), set[str]()
-        away = self._worker_context.sleeper.asleep.away
+        aways = [part.away() for part in self._worker_context.parts.values()]
         for name, tensor in _each(source, weights):
             wanted, spec = next(left, ("nothing", None))
             if not isinstance(tensor, torch.Tensor):
@@ -247,7 +247,7 @@ class WeightsOfWorker(OfWorker):
                 )
             if (called := plan.names.get(name, name)) is None:
                 continue
-            if away and tensor.untyped_storage()._cdata in away:
+            if any(away and tensor.untyped_storage()._cdata in away for away in aways):
                 self._told = SleepingError(
                     f"weight {name} of {plan.giver} sleeps, and a sync doesn't wake it: say by @method(awake=...) at "
                     "named_weights what is to be awake, or call group.wake before"
@@ -434,7 +434,7 @@ class WeightsOfWorker(OfWorker):
         """Whether the target has some of what it was given, and not only who looks at what it does, or holds."""
         if not is_there():
             return False
-        for looking in (LOOKING, self._worker_context.accounts.looking):
+        for looking in (LOOKING, self._worker_context.looking):
             with looking:  # whoever looked before has let go of it
                 pass
         gc.collect()  # some may be part of a circle

@@ -247,6 +247,7 @@ class Detaching(DetachedCase):
             assert not runtime.audit()
             assert borrowed._node.request.id not in [each.id for each in runtime._node.services.executor.strays()]
 
+    @needs_feature("memory")
     @needs(Detachable)
     @of_executor
     @needs_feature("pausing")
@@ -263,7 +264,8 @@ class Detaching(DetachedCase):
         train, roll = group.role("train", Beside), group.role("roll", Beside)
         assert train.read() == [[]] * 2
         assert roll.read() == [["first"]] * 2  # each has been woken by now, which has its place in both orders
-        wait_until(lambda: not group._node.sleepers, "the driver knows")  # or another wake waits for `roll` below
+        memory: Any = group._node.part("memory")
+        wait_until(lambda: not memory.sleepers.marks, "the driver knows")  # or another wake waits for `roll` below
         with Gate() as gate:
             running = roll.do.submit("second", gate.address)
             gate.wait_for(2)

@@ -12,7 +12,6 @@ from colocate import Role, method
 from colocate._system.room import free_memory
 from colocate.testing.gate import Address, pass_gate
 from colocate.testing.probes import optional
-from colocate.worker.memory.sleep import Sleeper
 
 if TYPE_CHECKING:
     import torch
@@ -228,10 +227,9 @@ def asleep(ctx: colocate.Context) -> list[str]:
     return list(_sleeper(ctx).asleep.tags(ctx.role))
 
 
-def _sleeper(ctx: colocate.Context) -> Sleeper:
+def _sleeper(ctx: colocate.Context) -> Any:
     reach: Any = ctx._reach
-    found: Sleeper = reach.__self__.sleeper
-    return found
+    return reach.__self__.part("memory").sleeper
 
 
 def digest_of(*values: Any) -> str:

@@ -6,25 +6,19 @@ import functools
 import importlib
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
-from functools import partial
 from typing import Any
 
 import attrs
 
 from colocate import wire
-from colocate._protocol.ledger import Purpose
 from colocate._role.context import Context, MeshPlace, attach, derive_seed, reset_current, set_current
 from colocate._role.role import check_role
 from colocate._system.installed import version_line, version_of
-from colocate._system.numbers import size_text
 from colocate._system.tracebacks import rebuilding
 from colocate._values.leaving import on_device
 from colocate._values.mesh import Mesh
-from colocate.errors import CapabilityError, PluginError
+from colocate.errors import PluginError
 from colocate.worker.context import WorkerContext
-from colocate.worker.holdings import Objects, held_by
-from colocate.worker.memory.vmm import Elsewhere, kept_addresses
 from colocate.worker.process_wide import own_of
 from colocate.worker.serving.handlers import calls_role_code
 from colocate.worker.serving.role_instance import RoleInstance
@@ -83,7 +77,6 @@ class RoleBuild:
     group: str
     seed: int
     generation: int
-    keeps_addresses: bool  # whether what it makes on a GPU as it is constructed keeps its addresses when it sleeps
     parts: Mapping[str, Any]  # what features of the group say of it (`OfGroup.builds`)
 
 
@@ -144,10 +137,8 @@ def construct(build: RoleBuild, worker_context: WorkerContext) -> RoleInstance:
                 args, kwargs = worker_context.codec.unpack(build.arguments, "cpu")
             if worker_context.moves_tensors:
                 args, kwargs = on_device((args, kwargs), "cpu")
-        with kept_addresses(worker_context.boot.device) if build.keeps_addresses else nullcontext() as elsewhere:
+        with worker_context.making(build.name, build.parts):
             instance = cls(*args, **kwargs)
-        if elsewhere is not None:
-            _check_addresses(instance, worker_context, elsewhere)
         attach(instance, ctx)
         settings = worker_context.setting.now()
     finally:
@@ -157,31 +148,7 @@ def construct(build: RoleBuild, worker_context: WorkerContext) -> RoleInstance:
     if (background := worker_context.background.get(build.name)) is not None:  # which has a stream of its own
         setting, settings, own = background.setting, attrs.evolve(settings, stream=None, own=None), None
         setting.base = attrs.evolve(worker_context.setting.base, stream=None)
-    role = RoleInstance(build.name, instance, methods, ctx, setting, settings, build.keeps_addresses, own=own)
+    role = RoleInstance(build.name, instance, methods, ctx, setting, settings, own=own)
     for name in {**worker_context.parts, **build.parts}:
         worker_context.part(name).built(role, build.parts.get(name))
     return role
-
-
-def _check_addresses(instance: object, worker_context: WorkerContext, elsewhere: Elsewhere) -> None:
-    """Raise where not all weights and buffers that were made for a constructor keep their addresses.
-
-    Of others some may not: threads of autograd's make gradients, for one.
-
-    Raises:
-        CapabilityError: They don't.
-    """
-    device = worker_context.boot.device
-    others = [role.instance for role in worker_context.roles.values() if role.name is not None]
-    found, _ = held_by(instance, apart=others, storages=partial(Objects, device))
-    storages: dict[int, Any] = {}
-    for pieces in (found[Purpose.PARAMETERS], found[Purpose.BUFFERS]):
-        assert isinstance(pieces, Objects)
-        storages |= {key: pieces.storages[key] for key in pieces.get(device, ())}
-    if nbytes := elsewhere(storages.values()):
-        raise CapabilityError(
-            f'sleep="vmm": {size_text(nbytes)} of weights and buffers on {device} would have other addresses after a '
-            "sleep, as other threads have made them than that which runs the constructor. Models of transformers are "
-            'read so (device_map=): set env={"HF_DEACTIVATE_ASYNC_LOAD": "1"} in the pool, or read them on the host '
-            "and move them with .to; or leave sleep= out"
-        )

@@ -16,7 +16,6 @@ from typing import Any
 
 from colocate._protocol import from_worker, to_worker
 from colocate._protocol.bundle import take_apart
-from colocate._protocol.ledger import Ledger
 from colocate._protocol.message import Head, read
 from colocate._protocol.to_worker import Call
 from colocate._protocol.uses import Peers
@@ -24,7 +23,7 @@ from colocate._signals import at_once
 from colocate._system.jobs import OUR_FAULT, JobThread, error_text, report_exception
 from colocate._values.codec import Codec
 from colocate._values.leaving import describe
-from colocate.errors import ColocateError
+from colocate.errors import CapabilityError, ColocateError
 from colocate.executor import Boot
 from colocate.features import CALLS, of_message
 from colocate.wire import Arriving, Turns
@@ -34,7 +33,6 @@ from colocate.worker.birth.imports import importing
 from colocate.worker.birth.template import tell_imports
 from colocate.worker.context import WorkerContext
 from colocate.worker.lane import Lane, Work
-from colocate.worker.memory.ledger import LookError
 from colocate.worker.residents.store import Entry
 from colocate.worker.runner import Runner
 from colocate.worker.serving import failure
@@ -119,12 +117,8 @@ class WorkerHost(WorkerContext):
                         self.lane_for(call.role).put(called)
             case to_worker.Free() as message:
                 self.store.free(message.keys)
-                if self.accounts.count_others:
-                    self.lane.do(self.accounts.tell)
-            case to_worker.Beside() as message:
-                # Made anew, as the lane may be reading what was there.
-                others = {name: roles for name, roles in self.accounts.beside.items() if name != message.group}
-                self.accounts.beside = {**others, message.group: message.roles} if message.roles else others
+                for part in self.parts.values():
+                    part.freed()
             case to_worker.Define() as message:
                 self.definitions.arrived(message, body)
             case to_worker.Build() as message:
@@ -132,11 +126,6 @@ class WorkerHost(WorkerContext):
                 default = self.groups.default
                 default.slots, default.generation = message.slots, message.generation
                 default.timeout_s = message.collective_timeout
-                self.spill_dir = message.spill_dir
-                self.accounts.budgets = message.budgets
-                if any(not limit.device for limit in message.budgets.limits):
-                    self.store.copies_bytes = 0  # what the host may have is for what roles make of it
-                self.residency.begin()
                 for name in message.background:
                     found = Background(name, self.boot, self.scope, partial(self._stopped, name), self._lane_broken)
                     found.runner = Runner(self, self.broken, found)
@@ -224,7 +213,7 @@ class WorkerHost(WorkerContext):
             said, label = call.method, call.method
             if said not in GROUP_WIDE_CALLS:
                 said, label = FUNCTION, f"function {call.method}"
-            key = *call.role, CALLS.get(said)
+            key = *call.role, CALLS[said]
             if (hosted := self.roles.get(key)) is None:
                 hosted = self.roles[key] = hosted_functions(self, *key)
             spec = hosted.methods[said]
@@ -313,7 +302,6 @@ class WorkerHost(WorkerContext):
         self._transfer.soon(former.close)
         for part in self.parts.values():
             part.adopted()
-        self.lane.do(partial(self.accounts.tell, anew=True))
 
     def _thread_failed(self, what: str, error: BaseException) -> None:
         """A thread of the worker has met an exception that nothing of a user's can cause, but a mistake here can."""
@@ -341,7 +329,6 @@ class WorkerHost(WorkerContext):
         self.ended = True
         self.roles.clear()  # on threads the driver may hold the group for long
         self.instances.clear()  # by which the roles' contexts know each other
-        self.sleeper.offload.close()
         self.say(from_worker.Closed())
         self._on_end()
 
@@ -416,14 +403,15 @@ def snapshot(worker_context: WorkerContext) -> dict[str, Any]:
     """Return what a worker runs, what waits, what its roles hold, as plain data. On any thread; as slow as a ledger."""
     now, work = time.time(), worker_context.lane.last()
     boot = worker_context.boot
-    found: Ledger | None = None
-    trouble: str | None = None
+    held: Mapping[str, tuple[int, int]] | None = None
+    looks = 0
     try:
-        found = worker_context.accounts.ledger()
-    except LookError as error:
-        trouble = str(error)
-    except Exception as error:  # CUDA's, say, which is out of order
-        trouble = error_text(error)
+        memory: Any = worker_context.part("memory")
+    except CapabilityError as error:
+        trouble = error.message
+    else:
+        held, trouble = memory.glimpse()
+        looks = memory.is_looking
     running = [
         (work.message.role, work.began, now)
         for lane in worker_context.lanes
@@ -436,8 +424,8 @@ def snapshot(worker_context: WorkerContext) -> dict[str, Any]:
             "role": role.name,
             "rank": role.ctx.rank,
             "busy": round(busy.get(role.name, 0.0), 4),
-            "bytes": None if found is None else sum(found.roles.get(role.name, {}).values()),
-            "asleep": None if found is None else found.asleep.get(role.name, 0),
+            "bytes": None if held is None else held.get(role.name, (0, 0))[0],
+            "asleep": None if held is None else held.get(role.name, (0, 0))[1],
         }
         for role in list(worker_context.roles.values())
         if role.name is not None
@@ -449,8 +437,7 @@ def snapshot(worker_context: WorkerContext) -> dict[str, Any]:
         "node": boot.node,
         "device": boot.device,
         "pid": os.getpid(),
-        # A look at gradients is no call.
-        "queue": max(0, sum(lane.waiting for lane in worker_context.lanes) - worker_context.accounts.gradients.is_due),
+        "queue": max(0, sum(lane.waiting for lane in worker_context.lanes) - looks),
         "call": None if work is None else work.label,
         "age": None if work is None or not work.began else round(now - work.began, 3),
         "roles": roles,

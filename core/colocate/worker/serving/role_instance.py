@@ -33,7 +33,6 @@ class RoleInstance:
     ctx: Context
     setting: Setting  # what makes torch's settings
     settings: Settings | None = None  # which the role has of its own; None for those of all, and what is `own`
-    keeps_addresses: bool = False  # whether what its constructor has made on a GPU keeps its addresses when it sleeps
     own: Own | None = None  # its default generators and switches; None where these are the driver's, or of another lane
     parts: dict[str, Any] = attrs.field(factory=dict, init=False)  # what features keep of it, by their names
     # whether its process is the driver's, and others have roles of it, until somebody was told that it seeds for all

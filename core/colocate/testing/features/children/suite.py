@@ -396,6 +396,7 @@ class Children(Scripted):
         engines, given = ({role.role: role.total for role in slot.roles}[name] for name in ("engines", "given"))
         assert engines == 0 < given
 
+    @needs_feature("memory")
     def test_budgets_count_it(self, spawn: Spawn) -> None:
         """With the host's memory of its role."""
         roles = {"starter": colocate.role(Starter).on(host_memory="256MiB")}

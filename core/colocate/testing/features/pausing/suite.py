@@ -278,6 +278,7 @@ class Pausing(ExecutorCase):
         assert used.result(PATIENCE_S) == [["late"] * 2] * 2
         assert colocate.sync_weights(train, roll).version == 2
 
+    @needs_feature("memory")
     def test_what_is_refused(self, spawn: Spawn, two_lanes: ColocatedGroup) -> None:
         """Turns, shared weights, and pauses of what isn't in the background: before anything has begun."""
         with pytest.raises(ConfigError, match=r'residency="swap": .*roll is to run in the background'):

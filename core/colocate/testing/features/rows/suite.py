@@ -165,6 +165,7 @@ class Streams(RowsCase):
             logs = playing.logged()
         assert not {event for log in logs for event, row in log if row not in range(OUT + 1)}
 
+    @needs_feature("memory")
     @needs_feature("checkpoints")
     @needs_feature("functions")
     def test_who_waits_behind_a_half_read_stream(

@@ -27,6 +27,7 @@ from colocate._system.numbers import size_text
 from colocate._system.room import free_memory
 from colocate._system.tracebacks import frames_of_users, told
 from colocate.errors import ColocateError, ConfigError, SleepingError
+from colocate.features.memory.offload import HOST, Key, Offload, place_of
 from colocate.worker.base import Worker, beside, named
 from colocate.worker.holdings import (
     Holdings,
@@ -38,7 +39,6 @@ from colocate.worker.holdings import (
     lie_in,
     search,
 )
-from colocate.worker.memory.offload import HOST, Key, Offload, place_of
 from colocate.worker.serving.failure import is_out_of_memory
 from colocate.worker.serving.role_instance import RoleInstance
 from colocate.worker.torch_groups.waits import finish_works
@@ -409,6 +409,7 @@ class Sleeper:
     Attributes:
         asleep: What sleeps.
         offload: Where that is.
+        spill_dir: In which folder the host's lies there; None for where there is room.
         free: How much of the host's memory is free.
         refuse_more: Raises when a budget has no room for so many more bytes of a role, of the device or the host, that
             sleeps or wakes.
@@ -416,20 +417,19 @@ class Sleeper:
 
     def __init__(self, worker_context: Worker) -> None:
         self._worker_context = worker_context
-        self.offload = Offload(worker_context.boot.device, lambda: self.free(), lambda: worker_context.spill_dir)
+        self.offload = Offload(worker_context.boot.device, lambda: self.free(), lambda: self.spill_dir)
         self.asleep = Asleep(worker_context.boot.device, self.offload)
+        self.spill_dir: str | None = None
         self.free: Callable[[], int] = free_memory
         self.refuse_more: Callable[[str, int, bool, bool], None] = lambda role, nbytes, device, wakes: None
 
     def begin(self, in_turns: bool) -> None:
         """No role is constructed yet. That there is no place for what sleeps isn't to show hours later."""
-        if self._worker_context.spill_dir is not None or (in_turns and self._worker_context.boot.device == "cpu"):
+        if self.spill_dir is not None or (in_turns and self._worker_context.boot.device == "cpu"):
             try:
                 self.offload.file()
             except ValueError as error:
-                where = (
-                    "" if self._worker_context.spill_dir is None else f"spill_dir={self._worker_context.spill_dir!r}: "
-                )
+                where = "" if self.spill_dir is None else f"spill_dir={self.spill_dir!r}: "
                 raise ConfigError(f"{where}{error} (on node {self._worker_context.boot.node})") from None
 
     def check(self, role: RoleInstance, spec: MethodSpec) -> None:
@@ -610,7 +610,7 @@ class Sleeper:
             storages = {key: storage for each in among for key, storage in each.storages.items()}
             return [(key, storage) for key, storage in storages.items() if key not in self.asleep.away]
 
-        graphs = any(each.keeps_addresses for each in list(worker_context.roles.values()))
+        graphs = any(each.parts.get("memory") for each in list(worker_context.roles.values()))
         why = {key: _PINNED for each in found for key in each.pinned}
         # Another library may have memory of torch's, too, and torch have it from there once more.
         arrays = [piece for each in noted for piece in each.arrays.items()]

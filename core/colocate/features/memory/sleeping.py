@@ -4,20 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from colocate._calls.pending import PendingCall
 from colocate._plugins.needs import require
 from colocate._role.method import DISCARDABLE, TAGS
+from colocate._signals.deferred import run_deferred
 from colocate._signals.in_framework import refuse_to_wait
 from colocate._system.nearest import did_you_mean
 from colocate._system.numbers import FOREVER_S
 from colocate._values.dispatch import plan
-from colocate._views.sending import arguments, everyone, note, outcomes, ready, recording, refuse_inside, start
+from colocate._views.sending import Draft, everyone, give_place, ready, recording, refuse_inside, settled, start
 from colocate._worker_group.worker_group import WorkerGroup
 from colocate.errors import ConfigError, MemoryBudgetError, RoleError
 from colocate.executor import OwnProcess
-from colocate.worker.serving.functions import SLEEP, SPECS, WAKE
+from colocate.features.memory.marks import Mark, Sleepers, Slept
+from colocate.features.memory.messages import SLEEP, WAKE
+from colocate.features.memory.sleep import Outcome
+from colocate.features.memory.worker import MemoryOfWorker
 
 _ON_CALL = ("wake", "fail")
 
@@ -56,11 +60,12 @@ def start_sleep(
             f"group.sleep(on_call='fail'): roles of group {worker_group.name!r} take turns (residency='swap'), and "
             "wake for their calls"
         )
-    worker_group.sleepers.mark(role, chosen, until_woken)
+    mark = partial(_sleepers(worker_group).mark, role, chosen, until_woken)
+    run_deferred(mark)
     worker_group.home.changed()
-    given = {**arguments(worker_group, role, chosen), "discard": lost}
+    given = {**_arguments(role, chosen), "discard": lost}
     call = _start(worker_group, SLEEP, f"sleep of {role}", given, timeout)
-    worker_group.sleepers.mark(role, chosen, until_woken)  # what has woken it before that doesn't count
+    run_deferred(mark)  # what has woken it before that doesn't count
     return call
 
 
@@ -73,9 +78,10 @@ def wake(worker_group: WorkerGroup, role: str, tags: Sequence[str] | None, timeo
 def start_wake(worker_group: WorkerGroup, role: str, tags: Sequence[str] | None, timeout: float | None) -> PendingCall:
     """Send a wake to all workers."""
     chosen = _tags(worker_group, role, tags, "wake")
-    marks = worker_group.sleepers.seen(role, chosen)
-    call = _start(worker_group, WAKE, f"wake of {role}", arguments(worker_group, role, chosen), timeout)
-    call._then(partial(note, worker_group, marks))
+    sleepers = _sleepers(worker_group)
+    marks = sleepers.seen(role, chosen)
+    call = _start(worker_group, WAKE, f"wake of {role}", _arguments(role, chosen), timeout)
+    call._then(partial(note, sleepers, marks))
     return call
 
 
@@ -117,7 +123,7 @@ def _start(
         recorder.refuse_call(f"the {label}")
     worker_group.check()
     refuse_inside(f"the {label}", worker_group.name)
-    info, spec = everyone(worker_group), SPECS[method]
+    info, spec = everyone(worker_group), MemoryOfWorker.calls[method]
     planned = plan(spec.dispatch, dict(given), info.ranks)
     call = PendingCall(label, "", method, info.slots)
     return start(ready(worker_group, call, info, spec, planned, [], FOREVER_S if timeout is None else timeout))
@@ -129,7 +135,7 @@ def _result(worker_group: WorkerGroup, role: str, call: PendingCall, done: str) 
     Raises:
         ColocateError: A rank could not do it, so that none has.
     """
-    told = outcomes(call)
+    told = _outcomes(call)
     refusal = next((each for each in told if each.own), None)
     if refusal is None:
         return sum(each.nbytes for each in told)
@@ -140,3 +146,70 @@ def _result(worker_group: WorkerGroup, role: str, call: PendingCall, done: str) 
         text += f", and is as it was: {refusal.refusal}"
     kind = RoleError if refusal.fits else MemoryBudgetError
     raise kind(text, group=worker_group.name, role=role, remote_traceback=refusal.trace)
+
+
+# -- before calls
+
+
+def behind_wakes(worker_group: WorkerGroup, sleepers: Sleepers, drafts: Sequence[Draft]) -> Sequence[Draft]:
+    """Return calls with those before them that wake what they need."""
+    found: list[Draft] = []
+    waking: dict[Mark, Draft] = {}
+    for draft in drafts:
+        for role, tags in _needs(draft).items():
+            seen = sleepers.for_call(role, tags)
+            if marks := {mark: slept for mark, slept in seen.items() if mark not in waking}:
+                found.append(_waking(worker_group, sleepers, role, marks, draft))
+                waking.update(dict.fromkeys(marks, found[-1]))
+            for mark in seen:  # it has as long as who waits for it longest
+                waking[mark].timeout = max(waking[mark].timeout, draft.timeout)
+        found.append(draft)
+    return found if waking else drafts
+
+
+def note(sleepers: Sleepers, marks: Mapping[Mark, Slept], call: PendingCall) -> None:
+    """A call that wakes a role is over: if it has, calls need no other one.
+
+    That what it says can't be read here is for whoever reads the call that it goes before.
+    """
+    if call.exception() is None and all(outcome.refusal is None for outcome in _outcomes(call)):
+        sleepers.woken(dict(marks))
+
+
+def _needs(draft: Draft) -> Mapping[str, Sequence[str]]:
+    """Return what of which roles' memory a call needs."""
+    role, spec = draft.call.role, draft.call.spec
+    if draft.wakes is not None or spec is None or role not in draft.worker_group.roles:
+        return draft.wakes or {}
+    return {role: TAGS if spec.awake is None else spec.awake}
+
+
+def _arguments(role: str, tags: Sequence[str], why: str = "asked for") -> dict[str, Any]:
+    """Return the arguments of a call that has a role sleep or wake, and what for."""
+    return {"role": role, "tags": list(tags), "why": why}
+
+
+def _outcomes(call: PendingCall) -> Sequence[Outcome]:
+    """Return what has become of a sleep or a wake, by slot."""
+    found: Sequence[Outcome] = call.result()
+    return found
+
+
+def _sleepers(worker_group: WorkerGroup) -> Sleepers:
+    return cast("Sleepers", cast("Any", worker_group.part("memory")).sleepers)
+
+
+def _waking(
+    worker_group: WorkerGroup, sleepers: Sleepers, role: str, marks: Mapping[Mark, Slept], before: Draft
+) -> Draft:
+    info, spec, label = everyone(worker_group), MemoryOfWorker.calls[WAKE], f"wake of {role}"
+    given = _arguments(role, [tag for _, tag in marks], f"needed by {before.call.label}")
+    planned = plan(spec.dispatch, given, info.ranks)
+    call = PendingCall(label, "", WAKE, info.slots)
+    call.at, call.submitted = before.call.at, before.call.submitted
+    call.link, call.info, call.spec = worker_group, info, spec
+    give_place(worker_group, call)
+    call.on_end = partial(settled, worker_group)
+    call._then(partial(note, sleepers, marks))
+    body = worker_group.services.executor.codec.pack_arguments(dict(planned.arguments[0]), label)
+    return Draft(worker_group, call, [body] * len(info.slots), planned.valid, before.timeout)

@@ -13,18 +13,18 @@ from typing import Any
 import attrs
 
 from colocate._devices.cuda_driver import beside_captures
-from colocate._protocol import from_worker
-from colocate._protocol.ledger import Ledger, Purpose, Sizes
+from colocate._protocol.ledger import Purpose
 from colocate._role import torch_books
 from colocate._role.budget import NO_BUDGETS, Budgets, Limit
 from colocate._system.numbers import size_text
 from colocate._system.room import private_bytes
 from colocate.errors import MemoryBudgetError, RoleError
+from colocate.features.memory.messages import Holds, Ledger, Sizes
+from colocate.features.memory.sleep import Sleeper
+from colocate.features.memory.vmm import absent
 from colocate.gpus import in_use
 from colocate.worker.base import Worker, beside, named
 from colocate.worker.holdings import Holdings, Storages, gradients_of, held_by, lie_in, search
-from colocate.worker.memory.sleep import Sleeper
-from colocate.worker.memory.vmm import absent
 from colocate.worker.serving.failure import LOOKING
 from colocate.worker.serving.role_instance import RoleInstance
 
@@ -84,7 +84,6 @@ class Accounts:
         budgets: What they may have.
         gradients: What is known of their gradients beside the lane.
         beside: What roles of other groups hold that have workers on the slot, by group, as these told it last.
-        looking: Held by who looks beside the lane, and so keeps what a role has, though the role lets go of that.
     """
 
     def __init__(self, worker_context: Worker, sleeper: Sleeper) -> None:
@@ -97,7 +96,6 @@ class Accounts:
         self.budgets: Budgets = NO_BUDGETS
         self.beside: dict[str, Sizes] = {}
         self._last_told: Sizes = {}
-        self.looking = threading.Lock()
 
     def ledger(self) -> Ledger:
         """Look at everything that the worker holds, beside the lane."""
@@ -108,7 +106,7 @@ class Accounts:
         for name, role in named(worker_context).items():
             with _looking_at(name):
                 declared = role.declared()  # first: it may take long
-                with self.looking:
+                with worker_context.looking:
                     held[name], leaves[name], is_all = self._held_beside_lane(role, declared)
             if not is_all:
                 partly.append(name)
@@ -204,7 +202,7 @@ class Accounts:
             own = {role: [self._parts(found, role, device) for device in (True, False)] for role in roles}
             if (told := {role: parts for role, parts in own.items() if any(parts)}) != self._last_told:
                 self._last_told = told
-                self._worker_context.say(from_worker.Holds(told))
+                self._worker_context.say(Holds(told))
         return found
 
     def judge(self, role: str | None, what: str, shares: Shares) -> None:

@@ -18,7 +18,6 @@ from typing import Any
 
 import attrs
 
-from colocate._protocol import from_worker
 from colocate._protocol.consequence import Consequence
 from colocate._protocol.ledger import TAGS, Purpose
 from colocate._role.budget import Limit
@@ -27,9 +26,10 @@ from colocate._role.method_spec import MethodSpec
 from colocate._system.jobs import error_text
 from colocate._system.numbers import size_text
 from colocate.errors import MemoryBudgetError, SleepingError
+from colocate.features.memory.ledger import Accounts, Shares
+from colocate.features.memory.messages import Moved
+from colocate.features.memory.sleep import RestorePlan, Sleeper, lacks_room, reason
 from colocate.worker.base import Worker, named
-from colocate.worker.memory.ledger import Accounts, Shares
-from colocate.worker.memory.sleep import RestorePlan, Sleeper, lacks_room, reason
 from colocate.worker.serving.role_instance import RoleInstance
 
 _ALL = tuple(TAGS)
@@ -420,4 +420,4 @@ class TurnScheduler:
     ) -> None:
         in_call = any(use.is_call for use in self._uses.values())
         told = name, asleep, nbytes, start, time.time(), whole, why, in_call, dict(kept)
-        self._worker_context.say(from_worker.Moved(*told))
+        self._worker_context.say(Moved(*told))

@@ -24,9 +24,9 @@ from colocate._system.jobs import by_threads
 from colocate._system.libc import LARGE_PAGE_BYTES, advise_large
 from colocate._system.numbers import size_text
 from colocate._system.room import SpillFile, free_memory
+from colocate.features.memory.vmm import Mapped
 from colocate.gpus import in_use
 from colocate.worker.holdings import WeakStorage, name_of
-from colocate.worker.memory.vmm import Mapped
 
 GRAIN = 512  # bytes: where pieces may begin
 _THREADS = 8

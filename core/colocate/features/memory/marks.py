@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Collection, Iterable
 from typing import TypeAlias
 
 import attrs
 
-from colocate._role.method import TAGS
+from colocate._signals.at_once import Gate
 
 Mark: TypeAlias = tuple[str, str]
 """A role and a tag of its memory."""
@@ -23,23 +24,23 @@ class Slept:
 class Sleepers:
     """Marks for what may sleep. A call whose role has some is sent behind a call that wakes it, or fails of them.
 
-    Each step is one of a dict's, so no lock is taken. A mark is made before a sleep is sent and renewed after that, and
-    what has been woken takes away only marks that it has seen: whatever comes between, a mark stays too long at worst.
+    As long as there are any no call is sent at once (`Gate`). A mark is made before a sleep is sent and renewed after
+    that, and what has been woken takes away only marks that it has seen: whatever comes between, a mark stays too long
+    at worst.
     """
 
-    def __init__(self, roles: Iterable[str]) -> None:
-        """Args: roles: Those of a group that another driver may have put to sleep."""
+    def __init__(self, gate: Gate) -> None:
+        """Args: gate: Of the group's calls."""
         self.marks: dict[Mark, Slept] = {}  # the marks
-        for role in roles:
-            self.mark(role, TAGS, until_woken=False)
-
-    def __bool__(self) -> bool:
-        return bool(self.marks)
+        self._gate = gate
+        self._lock = threading.Lock()  # held while they change, which is never on the main thread
 
     def mark(self, role: str, tags: Iterable[str], until_woken: bool) -> None:
         """Mark what is about to sleep, or has been told to."""
-        for tag in tags:
-            self.marks[role, tag] = Slept(until_woken)
+        with self._lock:
+            self._gate.shut("sleep")
+            for tag in tags:
+                self.marks[role, tag] = Slept(until_woken)
 
     def seen(self, role: str, tags: Collection[str]) -> dict[Mark, Slept]:
         """Return the marks that a role has."""
@@ -60,10 +61,15 @@ class Sleepers:
 
     def woken(self, seen: dict[Mark, Slept]) -> None:
         """Forget marks of what a call has woken that was made when these were there."""
-        for mark, slept in seen.items():
-            if self.marks.get(mark) is slept:
-                del self.marks[mark]
+        with self._lock:
+            for mark, slept in seen.items():
+                if self.marks.get(mark) is slept:
+                    del self.marks[mark]
+            if not self.marks:
+                self._gate.open("sleep")
 
     def renew(self) -> None:
         """Forget all: the roles have been made anew."""
-        self.marks.clear()
+        with self._lock:
+            self.marks.clear()
+            self._gate.open("sleep")

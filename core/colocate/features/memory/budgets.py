@@ -1,0 +1,106 @@
+"""Memory budgets of a pool's slots, a group and its roles: whether they go together, and what workers are told."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from colocate._role.budget import Budget, Budgets, Limit
+from colocate._system.nearest import did_you_mean
+from colocate._system.numbers import shown, size_text
+from colocate.errors import ConfigError
+
+
+def budgets(
+    slot: Budget,
+    group: Budget,
+    roles: Mapping[str, Any],
+    residency: Literal["swap"] | None = None,
+    step: Sequence[str] | None = None,
+    is_shared: bool = False,
+) -> Budgets:
+    """Return the budgets of a group.
+
+    Args:
+        slot: What its pool's slots have.
+        group: What it has of each.
+        roles: Its roles, as they were declared (`RoleSpec`).
+        residency: Whether they take turns.
+        step: The order in which they are called, again and again.
+        is_shared: Whether other groups may have workers on the slots, too.
+
+    Raises:
+        ConfigError: They contradict each other.
+    """
+    of_slots, of_group = _limits(slot, "the pool's slots", is_shared=is_shared), _limits(group, "the group")
+    for limit in of_group:
+        for above in of_slots:
+            if above.device is limit.device and above.nbytes < limit.nbytes:
+                raise ConfigError(
+                    f"the group may have {size_text(limit.nbytes)} ({limit.word}), and the pool's slots have "
+                    f"{size_text(above.nbytes)} for it"
+                )
+    limits = [*of_slots, *of_group]
+    for name, spec in roles.items():
+        own = _limits(spec.budget, f"role {name!r}", name)
+        for limit in own:
+            for above in limits:
+                if above.role is None and above.device is limit.device and above.nbytes < limit.nbytes:
+                    raise ConfigError(
+                        f"role {name!r} can't fit: it may have {size_text(limit.nbytes)} ({limit.word}), and "
+                        f"{above.owner} {size_text(above.nbytes)}"
+                    )
+        limits += own
+    for name, spec in roles.items():
+        if spec.activations and not any(each.device and each.role in (None, name) for each in limits):
+            raise ConfigError(
+                f"role {name!r}: reserve_activations keeps a part of device_memory free, and there is no budget of "
+                "that: say device_memory= of the role, the group or the pool"
+            )
+    activations = {name: spec.activations for name, spec in roles.items() if spec.activations}
+    for limit in limits:
+        for name in activations if limit.device else ():
+            if limit.role in (None, name) and activations[name] >= limit.nbytes:
+                raise ConfigError(
+                    f"role {name!r} can't fit: {size_text(activations[name])} are to stay free for what it computes "
+                    f"with (reserve_activations), and {limit.owner} may have {size_text(limit.nbytes)} ({limit.word})"
+                )
+    return Budgets(tuple(limits), activations, *_turns(limits, roles, residency, step))
+
+
+def _limits(budget: Budget, owner: str, role: str | None = None, is_shared: bool = False) -> list[Limit]:
+    """Return what a budget says, as workers are told."""
+    sizes = ((True, budget.device), (False, budget.host))
+    return [Limit(owner, role, device, nbytes, is_shared) for device, nbytes in sizes if nbytes is not None]
+
+
+def _turns(
+    limits: Sequence[Limit], roles: Mapping[str, Any], residency: str | None, step: Sequence[str] | None
+) -> tuple[bool, tuple[str, ...]]:
+    if residency not in (None, "swap"):
+        raise ConfigError(f'residency={residency!r}: it is "swap", or None for roles that stay where they are')
+    if residency is None:
+        if step is not None:
+            raise ConfigError('step= is the order in which roles take turns: it needs residency="swap"')
+        return False, ()
+    if background := [name for name, spec in roles.items() if spec.background]:
+        raise ConfigError(
+            f'residency="swap": roles that take turns run one after the other, and {", ".join(background)} is to run '
+            "in the background: leave one of both out"
+        )
+    if not any(limit.role is None and limit.device for limit in limits):
+        given = "; host_memory counts what sleeps, too" if any(not limit.device for limit in limits) else ""
+        raise ConfigError(
+            'residency="swap" keeps the roles of a group within device_memory (of a CPU slot, the host\'s): say it, as '
+            f'in pool.spawn(..., residency="swap", device_memory="40GiB"){given}'
+        )
+    if isinstance(step, str):
+        raise ConfigError(f"step={step!r} is a string; write step=({step!r}, ...)")
+    if step is not None and (
+        not isinstance(step, list | tuple) or not step or not all(isinstance(name, str) for name in step)
+    ):
+        raise ConfigError(f"step={shown(step)} is no list of roles; write step=({next(iter(roles))!r}, ...)")
+    for name in step or ():
+        if name not in roles:
+            raise ConfigError(f"step= names role {name!r}: there are {', '.join(roles)}{did_you_mean(name, roles)}")
+    return True, tuple(step or ())
