@@ -13,7 +13,7 @@ from colocate._api.group import ColocatedGroup
 from colocate._api.held import Held
 from colocate._api.slots import Slots
 from colocate._owned.owned import Making
-from colocate._plugins.needs import check_alone, check_needs
+from colocate._plugins.needs import NEEDS, check_alone, check_needs
 from colocate._role.budget import Budget, budgets
 from colocate._role.role import RoleSpec
 from colocate._signals.deferred import run_deferred
@@ -194,10 +194,14 @@ class Pool(Held[Slots], node=Slots, by="runtime.reserve"):
         if limits.swap:
             node.connection.require(OwnProcess, "have roles take turns, for which they sleep (residency=)")
         declared = attrs.evolve(declared, budgets=limits, env=variables)
+        asking = {}
         for role, info in declared.infos.items():
             spec, kind = declared.specs[role], type(node.connection.services.executor)
-            check_needs(role, info.cls, spec, len(info.slots), node.request.gpus, kind)
-        check_alone(declared.infos)
+            if spec.default_group or spec.env or spec.sleep or hasattr(info.cls, NEEDS):
+                check_needs(role, info.cls, spec, len(info.slots), node.request.gpus, kind)
+                asking[role] = info
+        if asking:
+            check_alone(asking)
         if on_failure == "restart" and node.least < node.request.slots:
             refuse_fixed(declared.specs, mesh, node.least, node.request.slots)
             if len(indices) < node.request.slots:

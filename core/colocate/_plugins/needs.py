@@ -25,7 +25,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 Said: TypeAlias = Iterable[tuple[str | Sequence[str | int], str | PluginError]]
 """What is wrong with options: the name of each, or the keys to a value inside it, and what is to be said of that."""
 
-_NEEDS = "__colocate_needs__"
+NEEDS = "__colocate_needs__"
 _CHECK = "__colocate_check__"
 _KNOWN = ("process_group", "process")
 _OF_TORCH = {"device", "generator", "process_group"}  # what a role asks its context for, and is torch's
@@ -47,7 +47,7 @@ def needs(*what: Literal["process_group", "process"]) -> Callable[[C], C]:
         raise ConfigError(f"@colocate.needs({', '.join(map(repr, what))}): what can be needed is {', '.join(_KNOWN)}")
 
     def declare(cls: C) -> C:
-        setattr(cls, _NEEDS, needed_by(cls) | {*what})
+        setattr(cls, NEEDS, needed_by(cls) | {*what})
         return cls
 
     return declare
@@ -55,7 +55,7 @@ def needs(*what: Literal["process_group", "process"]) -> Callable[[C], C]:
 
 def needed_by(cls: type) -> frozenset[str]:
     """Return what a role class says that it needs."""
-    found: frozenset[str] = getattr(cls, _NEEDS, frozenset())
+    found: frozenset[str] = getattr(cls, NEEDS, frozenset())
     return found
 
 

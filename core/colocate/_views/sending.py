@@ -20,7 +20,7 @@ from colocate._calls.pending import PendingCall, Unsent, held_open
 from colocate._calls.records import Ended
 from colocate._definitions.bundles import refuse_apart
 from colocate._definitions.codec import pack
-from colocate._definitions.packed import packed_bytes
+from colocate._definitions.packed import Packed, packed_bytes
 from colocate._kept.handles import KeptResident, Reference
 from colocate._kept.residents import Kept, Pin
 from colocate._protocol import to_worker
@@ -365,7 +365,7 @@ class Messages:
             if body is not None:
                 self._needs = self._needs or bool(getattr(body, "needs", ()))
             others: Sequence[tuple[int, to_worker.Passed]] = ()
-            if len(slots) > 1 and packed_bytes(body) >= to_worker.PASSED_BYTES:
+            if len(slots) > 1 and isinstance(body, Packed) and body.nbytes >= to_worker.PASSED_BYTES:
                 slots, others = self._pass_on(message, slots)
             self._add(lot, message, body, slots)
             for slot, passed in others:  # after it: whoever waits for a body knows that it has been sent
