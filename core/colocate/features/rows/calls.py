@@ -260,8 +260,8 @@ class RowsCall(PendingCall, abc.ABC):
         """Have its ranks told of rows that were read: of all those together that are by then."""
         if self._is_telling or not self._wants_read():
             return
-        self._is_telling = True
-        try:
+        try:  # first, as a signal may come behind any line: twice is once too often, and never is a hang
+            self._is_telling = True
             self.group.services.timers.soon(self._note_read)
         except BaseException:  # of a signal's handler, say: it is told when the next one is read, or waited for
             self._is_telling = False

@@ -213,7 +213,7 @@ class WorkerHost(WorkerContext):
             said, label = call.method, call.method
             if said not in GROUP_WIDE_CALLS:
                 said, label = FUNCTION, f"function {call.method}"
-            key = *call.role, CALLS[said]
+            key: Any = *call.role, CALLS[said]
             if (hosted := self.roles.get(key)) is None:
                 hosted = self.roles[key] = hosted_functions(self, *key)
             spec = hosted.methods[said]
