@@ -112,9 +112,9 @@ class Driver:
         """Wait until observers have been told of all that has happened; False when one of them doesn't return."""
         return self._services.settle()
 
-    def untold(self, tell: Callable[..., object]) -> Counter[str]:
+    def undelivered(self, tell: Callable[..., object]) -> Counter[str]:
         """Return how often observers are still to be told of something, by hook; by `soon`, too, of parts of `tell`."""
-        return self._services.untold(tell)
+        return self._services.undelivered(tell)
 
     def give_up_while(self, hangs: Callable[[], bool]) -> None:
         """Don't wait for the observers' thread at the end as long as something hangs there."""

@@ -148,7 +148,7 @@ class RunObservers:
         listening = [each for each in self._told if not each.stopped]
         for each in listening:  # before counting: what they haven't been told, they won't be
             each.stopped = True
-        waiting = driver.untold(self._tell)
+        waiting = driver.undelivered(self._tell)
         calls = waiting[CALL_FINISHED]
         # It keeps the runtime's thread as long as it likes, and the run has ended well.
         if slow is not None:
@@ -175,7 +175,7 @@ class RunObservers:
             each.end(record, error)
 
 
-def _words(untold: Counter[str]) -> str:
-    steps, calls = untold.pop(LOGGED, 0), untold.pop(CALL_FINISHED, 0)
-    parts = {"logged step": steps, "call": calls, "other event": untold.total()}
+def _words(undelivered: Counter[str]) -> str:
+    steps, calls = undelivered.pop(LOGGED, 0), undelivered.pop(CALL_FINISHED, 0)
+    parts = {"logged step": steps, "call": calls, "other event": undelivered.total()}
     return listed([plural(number, what) for what, number in parts.items() if number])

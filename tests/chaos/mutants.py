@@ -79,7 +79,7 @@ def uncounted_updates() -> None:
     """A group goes on whose ranks have made different numbers of updates."""
     from colocate._calls.order import _Hold
 
-    _replace(_Hold, "torn", lambda self: None)
+    _replace(_Hold, "diverged_update", lambda self: None)
 
 
 def lost_byte() -> None:

@@ -246,7 +246,7 @@ MUTANTS: dict[str, tuple[Mutant, ...]] = {
             "amid-a-step",
             "A step that all ranks have left in its middle leaves no model in the middle of it.",
             _ORDER,
-            "if not broken and not hold.amid:",
+            "if not broken and not hold.in_backward_or_step:",
             "if not broken:",
             _on_processes("test_failed_steps_are_done_again[first-ddp]"),
         ),

@@ -202,7 +202,7 @@ def detach(pool: Slots, name: str, ttl: float) -> None:
         for group in groups:
             group.workforce.look()
         raise
-    failed = [error for group in groups for error in group.residents.unseen()]
+    failed = [error for group in groups for error in group.residents.unreported_failures()]
     _left(pool, groups)
     executor.let_go(reservation)
     raise_together(f"pool {pool.name!r} was detached, and this had gone wrong", failed)

@@ -201,7 +201,9 @@ def holders_error(link: Link, slot: int, names: Sequence[str], cause: ColocateEr
     return error
 
 
-def torn_error(link: Link, call: PendingCall, updates: Mapping[int, int], cause: ColocateError | None) -> RenewalError:
+def diverged_error(
+    link: Link, call: PendingCall, updates: Mapping[int, int], cause: ColocateError | None
+) -> RenewalError:
     """The error of a group whose ranks have gone different numbers of updates of what they share."""
     each = ", ".join(
         f"rank {call.rank_of(slot)} {step_events // 2}{' and a part of one' if step_events % 2 else ''}"

@@ -25,6 +25,7 @@ from typing import Any
 import attrs
 
 from colocate._calls.failures import (
+    diverged_error,
     failure_error,
     holders_error,
     hung_error,
@@ -32,7 +33,6 @@ from colocate._calls.failures import (
     never_sent,
     renew_error,
     timeout_error,
-    torn_error,
 )
 from colocate._calls.pending import Link, PendingCall
 from colocate._protocol import from_worker, to_worker
@@ -80,14 +80,14 @@ class _Hold:
     patient: bool = False  # the cause of what is suspected may come from a rank that is alive
     begun: dict[str, list[tuple[int, int]]] = attrs.field(factory=dict)  # operations of each process group, by rank
     cut: set[str] = attrs.field(factory=set)
-    amid: bool = False  # a call has raised when models that ranks share were in the middle of a step
+    in_backward_or_step: bool = False  # a call has raised when models that ranks share were in the middle of a step
     renews: bool = False  # all were back, and process groups are being renewed
 
     def cause(self) -> ColocateError | None:
         """Return what is known of why it was begun."""
         return self.root or (self.suspected[1] if self.suspected is not None else None)
 
-    def torn(self) -> tuple[PendingCall, dict[int, int]] | None:
+    def diverged_update(self) -> tuple[PendingCall, dict[int, int]] | None:
         """A call after which its ranks don't have one state of what they share, and their updates in it, by slot."""
         later = [call for call, _, _ in self.later]
         for call in (*self.failures, *later, *(self.suspected or ())[:1]):
@@ -299,7 +299,7 @@ class CallOrder:
             if hold is None:  # perhaps its caller has been told already: another rank failed first
                 hold = self._begin_hold(seq, known=slot, lane=failed.lane)
             self._tell_left(hold, slot, failed.operations)
-            hold.amid = hold.amid or failed.amid
+            hold.in_backward_or_step = hold.in_backward_or_step or failed.in_backward_or_step
             if call is None:
                 self._note_updates(slot, seq, failed.updates)
                 return
@@ -463,18 +463,18 @@ class CallOrder:
 
     def _all_back(self, hold: _Hold) -> None:
         """No rank runs anything: renew what is broken, and go on."""
-        if (torn := hold.torn()) is not None:
-            self.link.fail(torn_error(self.link, *torn, hold.cause()))
+        if (diverged := hold.diverged_update()) is not None:
+            self.link.fail(diverged_error(self.link, *diverged, hold.cause()))
             return
         broken = hold.broken()
-        if not broken and not hold.amid:
+        if not broken and not hold.in_backward_or_step:
             self._resume(hold)
             return
         hold.waiting, hold.renews = set(self.link.live()), True
         if hold.timer is not None:
             hold.timer.cancel()
         hold.timer = self._timers.after(RENEWED_WITHIN_S, lambda: self._overdue(hold))
-        self.link.send(sorted(hold.waiting), to_worker.DropGroups(hold.number, broken, hold.amid))
+        self.link.send(sorted(hold.waiting), to_worker.DropGroups(hold.number, broken, hold.in_backward_or_step))
 
     def _resume(self, hold: _Hold) -> None:
         self._settle_suspicion(hold)

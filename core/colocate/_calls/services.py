@@ -77,7 +77,7 @@ class Services:
         run_deferred(lambda: self.dispatcher.soon(told.set))
         return told.wait(TOLD_WITHIN_S)
 
-    def untold(self, tell: Callable[..., object]) -> Counter[str]:
+    def undelivered(self, tell: Callable[..., object]) -> Counter[str]:
         """How often observers are still to be told of something, by hook: by this runtime, or by such a function."""
         found: Counter[str] = Counter()
         for job in self.dispatcher.waiting():

@@ -108,7 +108,7 @@ class Kept:
         return self.call._error or self.lost
 
     @property
-    def untold(self) -> bool:
+    def is_unreported(self) -> bool:
         """Whether its call has failed and nobody knows: by its use, or by another call that has failed of the same."""
         error = self.call._error
         return error is not None and not self.used and not (isinstance(error, ColocateError) and error._told)
@@ -318,7 +318,7 @@ class Residents:
             found: list[BaseException] = []
             for kept in (*mine, *dropped):
                 error = kept.call._error
-                if kept.untold and error is not None and (error is not self.link.failure or kept in mine):
+                if kept.is_unreported and error is not None and (error is not self.link.failure or kept in mine):
                     kept.used = True
                     found.append(error)
                     if kept.freed_by:
@@ -333,10 +333,10 @@ class Residents:
         if errors:
             raise BaseExceptionGroup(f"kept calls of group {self.link.name!r} failed and were never used", errors)
 
-    def unseen(self) -> list[BaseException]:
+    def unreported_failures(self) -> list[BaseException]:
         """Return failures of kept calls that nobody has used, but for the group's own, which is told by itself."""
         kept = list(self.kept.values())
-        found = [each for each in kept if each.untold and each.call._error is not self.link.failure]
+        found = [each for each in kept if each.is_unreported and each.call._error is not self.link.failure]
         return list(dict.fromkeys(cast("BaseException", each.call._error) for each in found))
 
     # -- other groups' calls
@@ -375,7 +375,7 @@ class Residents:
 
     # -- telling the workers what they may forget
 
-    def untold(self) -> tuple[tuple[int, ...], Callable[[], object]]:
+    def unsent_frees(self) -> tuple[tuple[int, ...], Callable[[], object]]:
         """Return what the workers may forget and haven't been told to, and what notes that they have been told.
 
         It takes no lock, and takes nothing away: that is `tell`'s. What is told twice does no harm.
@@ -412,7 +412,7 @@ class Residents:
             return
         if not call.done():
             call.on_end = partial(self._note_over, kept, call.on_end)  # no message looks at it until then
-        elif not kept.untold:
+        elif not kept.is_unreported:
             del self.kept[key]
         elif (error := call._error) is not link.failure:  # which is told by itself
             # Logged now; and raised by its scope, or else by the group's next scope end, checkpoint or close.

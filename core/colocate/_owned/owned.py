@@ -131,7 +131,7 @@ class Lifecycle:
         self._is_told = True
         return self.failure
 
-    def untold(self) -> ColocateError | None:
+    def unreported_failure(self) -> ColocateError | None:
         """The failure, if nobody has been told it."""
         return None if self._is_told or (self.failure is not None and self.failure._told) else self.failure
 

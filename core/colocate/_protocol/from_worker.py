@@ -61,7 +61,7 @@ class Failed(Message):
     failure: Failure  # what it raised
     operations: Operations  # how many it has begun on each process group; see `Left`
     updates: int  # see `Done`
-    amid: bool  # whether it has begun some in this call, or has raised in a backward pass
+    in_backward_or_step: bool  # whether it has begun some in this call, or has raised in a backward pass
     start: float  # when it began, in seconds of `time.time()`
     end: float  # when it was over
     taken: Sequence[Taken] = ()  # see `Done`

@@ -352,7 +352,7 @@ class Messages:
         lots, everywhere = _lots(drafts)
         frees: tuple[int, ...] = ()
         if worker_group.residents.ended and everywhere == len(worker_group.workforce.workers):
-            frees, self._told = worker_group.residents.untold()
+            frees, self._told = worker_group.residents.unsent_frees()
         for lot, slots in lots:
             calls = [_message(draft, index, HOLE + place) for place, (draft, index) in enumerate(lot)]
             message: to_worker.Call | to_worker.Batch

@@ -617,7 +617,7 @@ class WorkerGroup(Link):
             errors += self.workforce.end(grace)
             self.restarts.join()
         finally:
-            failed = self.residents.unseen()
+            failed = self.residents.unreported_failures()
             self._fail_what_is_left()
             self.disown()
             self.home.vacate(self)
@@ -633,7 +633,7 @@ class WorkerGroup(Link):
             return
         self.residents.break_borrows()
         failed = [error for part in self.parts.values() for error in part.ending(0.0)]
-        failed += self.residents.unseen()
+        failed += self.residents.unreported_failures()
         self.leave()
         raise_together(f"group {self.name!r} was closed, and this had gone wrong", failed)
 

@@ -465,7 +465,7 @@ class Workforce:
         """End all: lanes after what they run, in `grace` seconds at most; then what is left. Return what went wrong."""
         link = self.link
         errors: list[BaseException] = []
-        if (failure := link.life.untold()) is not None:
+        if (failure := link.life.unreported_failure()) is not None:
             errors.append(failure)
         self._note_unlaunched()
         try:

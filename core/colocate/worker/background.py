@@ -12,7 +12,7 @@ from colocate._role.context import CallState, RowState
 from colocate.errors import ColocateError
 from colocate.executor import Boot
 from colocate.worker.device import Device
-from colocate.worker.lane import Lane, Stand, Work
+from colocate.worker.lane import BarrierWork, Lane, Work
 from colocate.worker.serving.scope import Scope
 from colocate.worker.torch_groups.settings import Setting
 
@@ -105,7 +105,7 @@ class Background:
         return found
 
 
-class Standing:
+class LaneBarrier:
     """The background lanes of a worker stand still at one place in their orders, while the main lane does a call."""
 
     def __init__(self, seq: int, label: str, lanes: Sequence[Lane], news: threading.Condition, scope: Scope) -> None:
@@ -121,7 +121,7 @@ class Standing:
         self._seq, self._lanes, self._missing, self._is_over = seq, lanes, len(lanes), False
         self._news, self._scope = news, scope
         for lane in lanes:
-            lane.put(Stand(seq, partial(self._stand, lane), label))
+            lane.put(BarrierWork(seq, partial(self._stand, lane), label))
 
     def _stand(self, lane: Lane, work: Work) -> bool:
         with self._news:

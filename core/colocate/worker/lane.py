@@ -96,7 +96,7 @@ class Work(CallState):
         self.watches, self.raised, self.role = {}, None, None
 
 
-class Stand(Work):
+class BarrierWork(Work):
     """What a lane does about a call of another lane: it stands still."""
 
     stands = True

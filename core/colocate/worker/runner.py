@@ -418,7 +418,7 @@ class Runner:
         begun, operations = self._count(), worker_context.groups.operations() if self._is_main else {}
         step_events = _updates(work, begun) if work is not None and self._counts else 0
         # Models of one rank only are in the middle of a step, too, though it has begun nothing that anybody counts.
-        amid = (
+        in_backward_or_step = (
             self._is_main
             and work is not None
             and (begun != work.operations or (torch_books.are_any() and failure.is_in_backward(error)))
@@ -434,7 +434,8 @@ class Runner:
             start = end if work is None else work.began
             lane = "" if self._is_main or role is None else role
             worker_context.say(
-                from_worker.Failed(seq, told, operations, step_events, amid, start, end, taken, lane), body
+                from_worker.Failed(seq, told, operations, step_events, in_backward_or_step, start, end, taken, lane),
+                body,
             )
         if keep is not None:  # who uses it fails of that in turn, and is to be heard of later than this
             worker_context.store.fail(keep, f"{told.type}: {told.text}")

@@ -120,7 +120,7 @@ class CheckpointsOfGroup(OfGroup):
             self.saves.fail(late)
             if not saving.wait(AFTER_FORCE_S):  # what writes to a disk hears of it later
                 return [late]
-        error = saving.untold()
+        error = saving.unreported_failure()
         return [] if error is None else [error]
 
     def kept(self) -> tuple[Checkpoint | None, Tag] | None:
@@ -182,7 +182,7 @@ class CheckpointsOfGroup(OfGroup):
     def raise_unasked(self) -> None:
         """Raise what the last one has failed of that was written beside calls, unless somebody was told."""
         saving, self.saving = self.saving, None
-        if saving is not None and (error := saving.untold()) is not None:
+        if saving is not None and (error := saving.unreported_failure()) is not None:
             error.add_note(f"that was {saving.label} of group {self._worker_group.name!r}; another one wasn't begun")
             raise error
 

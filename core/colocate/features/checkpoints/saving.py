@@ -97,7 +97,7 @@ class Saving(Underway):
         """Whether it is under way, or nobody was told what it has failed of."""
         return not (self.is_set and (self._is_asked or self._error is None))
 
-    def untold(self) -> BaseException | None:
+    def unreported_failure(self) -> BaseException | None:
         """Wait until it is over; what it has failed of, unless somebody was told."""
         self.wait()
         return None if self._is_asked or self.is_void else self._failure()

@@ -27,7 +27,7 @@ from colocate.errors import CapabilityError, ColocateError
 from colocate.executor import Boot
 from colocate.features import CALLS, of_message
 from colocate.wire import Arriving, Turns
-from colocate.worker.background import Background, Standing
+from colocate.worker.background import Background, LaneBarrier
 from colocate.worker.base import Send
 from colocate.worker.birth.imports import importing
 from colocate.worker.birth.template import tell_imports
@@ -243,10 +243,10 @@ class WorkerHost(WorkerContext):
         if (found := self.background.get(call.role)) is not None:
             work.run = found.runner.call
         elif call.method in GROUP_WIDE_CALLS:
-            standing = Standing(call.seq, work.label, self.lanes[1:], self._stands, self.scope)
+            standing = LaneBarrier(call.seq, work.label, self.lanes[1:], self._stands, self.scope)
             work.run, work.on_drop = partial(self._alone, standing), standing.end
 
-    def _alone(self, standing: Standing, work: Work) -> bool | None:
+    def _alone(self, standing: LaneBarrier, work: Work) -> bool | None:
         """Run a call while the other lanes stand still; None where this one is held up before they do."""
         self.lane.waits()
         if not standing.wait():
