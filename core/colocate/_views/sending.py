@@ -39,7 +39,7 @@ from colocate._worker_group.worker_group import WorkerGroup
 from colocate._worker_group.workforce import Worker
 from colocate.errors import ColocateError, PipelineError
 from colocate.wire import HOLE
-from colocate.worker.serving.functions import GROUP_WIDE_CALLS
+from colocate.worker.serving.build import GROUP_WIDE_CALLS
 
 
 class Recorder(Unsent, Protocol):

@@ -32,8 +32,7 @@ from colocate.worker.context import WorkerContext
 from colocate.worker.lane import Work
 from colocate.worker.results import counts, rows_to_join, without_padding
 from colocate.worker.serving import failure
-from colocate.worker.serving.build import RoleBuild, construct
-from colocate.worker.serving.functions import GROUP_WIDE_CALLS
+from colocate.worker.serving.build import GROUP_WIDE_CALLS, RoleBuild, construct
 from colocate.worker.serving.handlers import calls_role_code, put_off, raise_put_off
 from colocate.worker.serving.role_instance import RoleInstance
 from colocate.worker.torch_groups.settings import OwnSettings, Steps, own_block

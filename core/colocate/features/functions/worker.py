@@ -10,8 +10,7 @@ from colocate._role.awaited import awaited
 from colocate._role.context import current
 from colocate._role.method import method
 from colocate.worker.hooks import OfWorker
-from colocate.worker.serving.build import Shipped
-from colocate.worker.serving.functions import FUNCTION
+from colocate.worker.serving.build import FUNCTION, Shipped
 from colocate.worker.serving.handlers import calls_role_code
 
 

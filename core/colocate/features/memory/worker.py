@@ -14,6 +14,7 @@ from typing import Any
 from colocate._protocol.ledger import TAGS, Purpose
 from colocate._protocol.message import Message
 from colocate._role.budget import Budgets
+from colocate._role.context import context
 from colocate._role.method import method
 from colocate._role.method_spec import MethodSpec
 from colocate._system.jobs import JobThread, error_text, report_exception
@@ -27,7 +28,6 @@ from colocate.features.memory.vmm import Elsewhere, kept_addresses
 from colocate.worker.context import WorkerContext
 from colocate.worker.holdings import Objects, held_by
 from colocate.worker.hooks import OfWorker
-from colocate.worker.serving.functions import current_slots
 from colocate.worker.serving.role_instance import RoleInstance
 
 
@@ -177,7 +177,7 @@ class MemoryOfWorker(OfWorker):
     def sleep(self, role: str, tags: Sequence[str], discard: Sequence[str], why: str) -> Outcome:
         """Put memory of a role to sleep, and why."""
         start, before, had = time.time(), self.sleeper.asleep.tags(role), self._asleep(role)
-        outcome = self.sleeper.sleep(role, tags, discard, current_slots())
+        outcome = self.sleeper.sleep(role, tags, discard, context().world_size)
         more = self._asleep(role) - had  # as a wake will tell, also where the device keeps some of them
         if more or self.sleeper.asleep.tags(role) != before:
             self._tell(role, True, more, start, why, self.sleeper.asleep.kept_awake(role, tags))
@@ -188,7 +188,7 @@ class MemoryOfWorker(OfWorker):
         """Have it be there again, and why."""
         self._turns.make_room(role)
         start, before = time.time(), self.sleeper.asleep.tags(role)
-        outcome = self.sleeper.wake(role, tags, current_slots())
+        outcome = self.sleeper.wake(role, tags, context().world_size)
         if self.sleeper.asleep.tags(role) != before:
             self._tell(role, False, outcome.nbytes, start, why)
         return outcome

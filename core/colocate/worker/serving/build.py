@@ -1,4 +1,7 @@
-"""Roles on their way into a worker: described by the driver, constructed on the lane."""
+"""Roles on their way into a worker: described by the driver, constructed on the lane.
+
+What concerns a whole worker, as functions, checkpoints and sleep do, a role without a name does, which is of a feature.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +19,18 @@ from colocate._role.role import check_role
 from colocate._system.installed import version_line, version_of
 from colocate._system.tracebacks import rebuilding
 from colocate._values.leaving import on_device
-from colocate._values.mesh import Mesh
+from colocate._values.mesh import Mesh, one_axis
 from colocate.errors import PluginError
+from colocate.features import CALLS
 from colocate.worker.context import WorkerContext
 from colocate.worker.process_wide import own_of
 from colocate.worker.serving.handlers import calls_role_code
 from colocate.worker.serving.role_instance import RoleInstance
+
+FUNCTION = "a function"
+"""The call that has the name of a function, which it runs."""
+GROUP_WIDE_CALLS = frozenset(CALLS) - {FUNCTION}
+"""What calls say: no name of a function can be the same."""
 
 
 @attrs.frozen
@@ -152,3 +161,13 @@ def construct(build: RoleBuild, worker_context: WorkerContext) -> RoleInstance:
     for name in {**worker_context.parts, **build.parts}:
         worker_context.part(name).built(role, build.parts.get(name))
     return role
+
+
+def hosted_functions(worker_context: WorkerContext, slots: int, seed: int, feature: str) -> RoleInstance:
+    """Make what calls of a feature on whole workers run in: every slot of the group is a rank."""
+    boot = worker_context.boot
+    generation = worker_context.groups.default.generation
+    ctx = context_in(worker_context, None, range(slots), one_axis(slots), boot.group, seed, generation)
+    setting, own = worker_context.setting, own_of(seed, boot.group, None, boot.slot, generation)
+    part = worker_context.part(feature)
+    return RoleInstance(None, part, part.calls, ctx, setting, own=own)

@@ -36,7 +36,7 @@ from colocate.worker.lane import Lane, Work
 from colocate.worker.residents.store import Entry
 from colocate.worker.runner import Runner
 from colocate.worker.serving import failure
-from colocate.worker.serving.functions import FUNCTION, GROUP_WIDE_CALLS, hosted_functions
+from colocate.worker.serving.build import FUNCTION, GROUP_WIDE_CALLS, hosted_functions
 
 LANE = "colocate-lane-"  # on `local` threads names of lanes begin with it, and go on with the id of their worker
 
