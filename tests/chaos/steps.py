@@ -19,7 +19,7 @@ from tests.chaos.records import Played, Sent
 
 import colocate
 from colocate._signals.deferred import run_deferred
-from colocate.features.memory.sleeping import start_sleep, start_wake
+from colocate.features.memory.calls import start_sleep, start_wake
 from colocate.features.rows.row_stream import RowStream
 
 LONG_S = float(os.environ.get("COLOCATE_CHAOS_LONG_S", "30"))

@@ -20,8 +20,8 @@ from colocate._protocol.ledger import TAGS
 from colocate._protocol.message import read
 from colocate._protocol.to_worker import Call
 from colocate._signals import at_once
+from colocate.features.memory.calls import note
 from colocate.features.memory.marks import Sleepers
-from colocate.features.memory.sleeping import note
 from colocate.testing.gate import Address, Gate, pass_gate
 from colocate.testing.waiting import PATIENCE_S, wait_until
 from colocate_local.threads import ThreadHost

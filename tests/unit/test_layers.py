@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -148,3 +149,17 @@ def test_what_core_has_from_packages_beside_it() -> None:
         "config": "colocate_run.config",
     }
     assert {home.partition(".")[0] for home in colocate._BESIDE.values()} == set(layers.BESIDE)
+
+
+def test_where_the_page_says_that_one_looks() -> None:
+    """Each file is there: a bare name in the folder of the one before it."""
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    rows = page.partition("## Where to look first\n")[2].partition("\n## ")[0].splitlines()[3:]
+    assert len(rows) > 10
+    for row in filter(None, rows):
+        folder = ROOT
+        for name in re.findall(r"`([\w/]+\.py)`", row):
+            places = [root / name for root in (folder, layers.CORE, ROOT / "executors")]
+            path = next(filter(Path.is_file, places), None)
+            assert path is not None, f"{name}: {row}"
+            folder = path.parent

@@ -17,7 +17,7 @@ from colocate._worker_group.hooks import OfGroup
 from colocate._worker_group.worker_group import WorkerGroup
 from colocate._worker_group.workforce import Worker
 from colocate.errors import ColocateError, MemoryBudgetError
-from colocate.features.memory import sleeping
+from colocate.features.memory import calls
 from colocate.features.memory.marks import Sleepers
 from colocate.features.memory.messages import Beside, Holds, Ledger, LedgerTold, Moved
 from colocate.features.memory.questions import Ledgers
@@ -61,7 +61,7 @@ class MemoryOfGroup(OfGroup):
 
     def drafted(self, drafts: Sequence[Draft]) -> Sequence[Draft]:
         """Put wakes of what may sleep before the calls that need it."""
-        return sleeping.behind_wakes(self._worker_group, self.sleepers, drafts) if self.sleepers.marks else drafts
+        return calls.behind_wakes(self._worker_group, self.sleepers, drafts) if self.sleepers.marks else drafts
 
     def greets(self, worker: Worker) -> None:
         """Tell a new worker what the roles of those hold that share its slot."""
@@ -148,12 +148,12 @@ class MemoryOfGroup(OfGroup):
     ) -> int:
         """See `ColocatedGroup.sleep`."""
         with self._telling_who_has_it():
-            return sleeping.sleep(self._worker_group, role, tags, timeout, on_call, discard)
+            return calls.sleep(self._worker_group, role, tags, timeout, on_call, discard)
 
     def wake(self, role: str, tags: Sequence[str] | None, timeout: float | None) -> int:
         """See `ColocatedGroup.wake`."""
         with self._telling_who_has_it():
-            return sleeping.wake(self._worker_group, role, tags, timeout)
+            return calls.wake(self._worker_group, role, tags, timeout)
 
     @contextmanager
     def _telling_who_has_it(self) -> Iterator[None]:
