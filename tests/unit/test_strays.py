@@ -96,7 +96,7 @@ def test_the_command(gone: int, capsys: pytest.CaptureFixture[str], monkeypatch:
     with pretending(*worker(gone, label)) as process:
         only: list[int] = [process.pid]
         monkeypatch.setattr(
-            "colocate_run.cli.cluster.of_this_machine",
+            "colocate.driver.of_this_machine",
             lambda: [each for each in strays.of_this_machine() if each.pid in only],
         )
         assert find_strays(Cluster(), json=False) == 1
