@@ -68,7 +68,7 @@ class Passed(Message):
 class Shared(Message):
     """A part of a resident of another machine; answered by `Value`, or by `Number` where it isn't here (any more)."""
 
-    who: tuple[str, int, int]  # who has it: the group, the slot, the generation
+    who: tuple[str, int, int, int]  # who has it, as `WhereIs` says it
     key: int  # the resident
 
 

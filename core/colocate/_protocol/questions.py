@@ -15,6 +15,7 @@ class WhereIs(Message):
     group: str  # its group's name
     slot: int  # its slot in that
     generation: int  # that of the group
+    number: int  # that of the group: one that comes later may have its name
 
 
 @message

@@ -49,6 +49,7 @@ class Origin:
         collect: How the parts become the value.
         label: What errors call it.
         generation: That of the group; the workers of another one never had it.
+        number: That of the group: one that comes later may have its name.
     """
 
     group: str
@@ -57,6 +58,7 @@ class Origin:
     collect: Collect
     label: str
     generation: int = 0
+    number: int = 0
 
     @functools.cached_property
     def _packed(self) -> bytes:

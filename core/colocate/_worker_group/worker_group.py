@@ -290,6 +290,7 @@ class WorkerGroup(Link):
         self.roles: Mapping[str, RoleInfo] = declared.infos  # its roles by name
         self.seed = services.seed  # what the generators of its roles are derived from
         self._start_timeout: float | None = None
+        self.number = services.new_key()  # which no group of its name has had before
         self._origins: dict[str, Origin] = {}  # by method
         self.order = CallOrder(self)
         self.life.on_change = self._look_at_life
@@ -346,11 +347,11 @@ class WorkerGroup(Link):
         assert call.keep is not None
         if call.targets is not role.slots:
             ranks = Ranks(role.ranks.world_size, role.ranks.meshes, targets=call.ranks)
-            origin = Origin(self.name, role.slots, ranks, spec.collect, call.label, self.generation)
+            origin = Origin(self.name, role.slots, ranks, spec.collect, call.label, self.generation, self.number)
             return Source(call.keep, origin)
         known = self._origins.get(call.label)
         if known is None or known.generation != self.generation:
-            known = Origin(self.name, role.slots, role.ranks, spec.collect, call.label, self.generation)
+            known = Origin(self.name, role.slots, role.ranks, spec.collect, call.label, self.generation, self.number)
             self._origins[call.label] = known
         return Source(call.keep, known, call.partition)
 
@@ -463,7 +464,7 @@ class WorkerGroup(Link):
         """Tell where a worker of some group is reached."""
         group = asked.group
         found = self.home.others().get(group)
-        if found is None or not found.alive:
+        if found is None or not found.alive or found.number != asked.number:
             tell(None, f"group {group!r} is closed")
             return
         if found.generation != asked.generation:

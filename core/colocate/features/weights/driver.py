@@ -304,6 +304,7 @@ def _planned(
             Gather(),
             f"the weights of {giver.name}",
             worker_group.generation,
+            worker_group.number,
         )
         offers = Source(-((worker_group.base + services.new_key()) << BUCKETS), origin)
     return SyncPlan(

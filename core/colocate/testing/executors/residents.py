@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import colocate
-from colocate import ColocatedGroup, Resident
+from colocate import ColocatedGroup, Resident, Runtime
 from colocate._system.lines import caller
 from colocate.errors import ClosedError, ColocateError, RoleError
 from colocate.testing.executors._base import ExecutorCase, Spawn, needs_feature, of_executor, smoke
@@ -65,6 +65,16 @@ class Residents(ExecutorCase):
         for call, args in calls:
             with call.keep(*args) as kept:
                 assert kept.fetch() == echo.first(kept.ref) == call(*args), call
+
+    @of_executor
+    def test_of_a_group_with_the_name_of_an_earlier_one(self, spawn: Spawn, runtime: Runtime) -> None:
+        """Who has taken from the earlier one takes from the later one: a name is used again."""
+        taking = spawn({"echo": colocate.role(Echo)}, slots=1).role("echo", Echo)
+        with runtime.reserve(1, cpus=0) as pool:
+            for text in ("earlier", "later"):
+                with pool.spawn({"echo": colocate.role(Echo)}, name="again") as giving:
+                    kept = giving.role("echo", Echo).first.keep(text)
+                    assert taking.first(kept.ref) == text
 
     def test_own_partition(self, pair: ColocatedGroup) -> None:
         """Scatter keeps the producer's partition where the ranks match, however uneven."""

@@ -12,7 +12,7 @@ from colocate._protocol import parts
 from colocate._protocol.consequence import Consequence, Poisoned
 from colocate._protocol.to_worker import Passed
 
-_Part: TypeAlias = tuple[tuple[str, int, int], int]  # who has it: group, slot and generation; its key
+_Part: TypeAlias = tuple[tuple[str, int, int, int], int]  # who has it, as `WhereIs` says it; its key
 
 
 class Passing:

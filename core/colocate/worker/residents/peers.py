@@ -181,9 +181,9 @@ class ChannelPeers(_HostPeers):
         self._channel = wire.PeerChannel(host.boot.secret, self._answer, elsewhere, tls, host.boot.ports, host.broken)
         self._passing = Passing(host.boot.secret, tls)
         self._sharing = Sharing()
-        self._addresses: dict[tuple[str, int, int], str] = {}
+        self._addresses: dict[tuple[str, int, int, int], str] = {}
         self._borrower = Borrower(host.boot.device)
-        self._by_host: set[tuple[str, int, int]] = set()  # who can't lend to this worker
+        self._by_host: set[tuple[str, int, int, int]] = set()  # who can't lend to this worker
 
     @property
     def address(self) -> str:
@@ -293,7 +293,7 @@ class ChannelPeers(_HostPeers):
         assert isinstance(answer, parts.Number)
         return answer.number
 
-    def _address_of(self, where: tuple[str, int, int]) -> str:
+    def _address_of(self, where: tuple[str, int, int, int]) -> str:
         address = self._addresses.get(where)
         if address is None:
             address = self._addresses[where] = self._host.ask(WhereIs(*where))
@@ -380,5 +380,5 @@ class ChannelPeers(_HostPeers):
         return parts.Value(waited, lender.lent, lender.refusal), body
 
 
-def _where(source: Source, rank: int) -> tuple[str, int, int]:
-    return source.group, source.slot(rank), source.generation
+def _where(source: Source, rank: int) -> tuple[str, int, int, int]:
+    return source.group, source.slot(rank), source.generation, source.origin.number
