@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 import subprocess
 import zlib
 from pathlib import Path
-from typing import get_type_hints
 
 import pytest
 from tests.docs.blocks import ROOT
@@ -15,6 +13,7 @@ from tests.unit.test_surface import SURFACE
 
 import colocate
 from colocate import Context, errors
+from colocate.features.looking.graph import Graph
 from colocate_run.config import schema
 from colocate_run.config.schema import key_of, keys
 from colocate_run.config.trust import HARMLESS_VARIABLES
@@ -27,7 +26,7 @@ CLASSES = {
     "method": "RoleCall",
     "call": "Call",
     "resident": "Resident",
-    "graph": get_type_hints(inspect.getattr_static(colocate.Runtime, "graph").fget)["return"],
+    "graph": Graph,
 }
 
 
