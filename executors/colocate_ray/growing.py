@@ -7,6 +7,7 @@ generations the report is read, in which a cluster without one calls each type o
 from __future__ import annotations
 
 import json
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -16,6 +17,8 @@ import ray
 
 _STATUS = b"__autoscaling_status"
 _NO_TYPE = "node_"
+_NEXT_WITHIN_S = 15.0  # an autoscaler makes a report every 5 s
+_LOOKS_AGAIN_S = 0.2
 
 
 @attrs.frozen
@@ -38,13 +41,20 @@ class Autoscaler:
 
 
 def autoscaler() -> Autoscaler | None:
-    """Return what the cluster's autoscaler says; None when it has none."""
-    try:
-        found = _first_generation() or _second_generation()
-    except Exception:  # what its report looks like is nothing that Ray promises
-        return None
-    types = [*(found.nodes if found else ()), *(found.coming if found else ())]
-    return found if any(not each.startswith(_NO_TYPE) for each in types) else None
+    """Return what the cluster's autoscaler says; None when it has none.
+
+    A report without any node, not even the head, tells nothing: the next one is waited for, as it comes by itself.
+    """
+    deadline = time.monotonic() + _NEXT_WITHIN_S
+    while True:
+        try:
+            found = _first_generation() or _second_generation()
+        except Exception:  # what its report looks like is nothing that Ray promises
+            return None
+        types = [*(found.nodes if found else ()), *(found.coming if found else ())]
+        if found is None or types or time.monotonic() > deadline:
+            return found if any(not each.startswith(_NO_TYPE) for each in types) else None
+        time.sleep(_LOOKS_AGAIN_S)
 
 
 def _first_generation() -> Autoscaler | None:

@@ -121,6 +121,12 @@ def test_what_autoscalers_say(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     report["autoscaler_report"] |= {"active_nodes": {"node_12ab": 1}, "pending_nodes": [], "pending_launches": {}}
     assert autoscaler() is None
+    nodes: dict[str, int] = report["autoscaler_report"]["active_nodes"]
+    nodes.clear()  # as long as it has seen no node, not even the head
+    monkeypatch.setattr("colocate_ray.growing.time.sleep", lambda seconds: nodes.update(head=1))
+    found = autoscaler()
+    assert found is not None
+    assert found.nodes == {"head": 1}
 
     report.clear()
     node = partial(schema.NodeInfo, "", instance_id="", ip_address="", node_status="IDLE")
