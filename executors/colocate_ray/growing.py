@@ -40,19 +40,21 @@ class Autoscaler:
         return found + "".join(f"; {failure}" for failure in self.failures)
 
 
-def autoscaler() -> Autoscaler | None:
+def autoscaler(within_s: float = 0.0) -> Autoscaler | None:
     """Return what the cluster's autoscaler says; None when it has none.
 
-    A report without any node, not even the head, tells nothing: the next one is waited for, as it comes by itself.
+    Args:
+        within_s: Seconds in which another report is waited for, where one has no node, not even the head: it tells
+            nothing.
     """
-    deadline = time.monotonic() + _NEXT_WITHIN_S
+    deadline = time.monotonic() + min(within_s, _NEXT_WITHIN_S)
     while True:
         try:
             found = _first_generation() or _second_generation()
         except Exception:  # what its report looks like is nothing that Ray promises
             return None
         types = [*(found.nodes if found else ()), *(found.coming if found else ())]
-        if found is None or types or time.monotonic() > deadline:
+        if found is None or types or time.monotonic() >= deadline:
             return found if any(not each.startswith(_NO_TYPE) for each in types) else None
         time.sleep(_LOOKS_AGAIN_S)
 

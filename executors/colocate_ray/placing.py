@@ -180,10 +180,10 @@ class Placing:
 
     def _grows(self, request: Request) -> bool:
         """Whether nodes may come for a request."""
-        return self._autoscaler() is not None if request.grow is None else request.grow
+        return self._autoscaler(request.timeout) is not None if request.grow is None else request.grow
 
-    def _autoscaler(self) -> Autoscaler | None:
-        return None if self.cluster.private else autoscaler()
+    def _autoscaler(self, within_s: float = 0.0) -> Autoscaler | None:
+        return None if self.cluster.private else autoscaler(within_s)
 
     def _place(self, held: Held) -> bool:
         """Have a placement group made, and wait until it has its slots; False when it has none in time.
