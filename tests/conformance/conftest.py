@@ -17,15 +17,16 @@ IN_MAKE_TEST = {
 }
 # Pools without a driver: each test takes several drivers of their own. `make test` has what holds of one that leaves.
 DETACHED = ("attaching",)
+SUITES = ("colocate.testing.executors.", "colocate.testing.features.")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark what `make test` leaves out, and have `-k` find all tests of an area by its module's name."""
     for item in items:
         function = getattr(item, "function", None)
-        if function is None or not function.__module__.startswith("colocate.testing.executors."):
+        if function is None or not function.__module__.startswith(SUITES):
             continue
-        area, level = function.__module__.rpartition(".")[2], getattr(function, "level", "core")
+        area, level = function.__module__.removesuffix(".suite").rpartition(".")[2], getattr(function, "level", "core")
         item.extra_keyword_matches.add(area)
         if LEVELS.index(level) > LEVELS.index(IN_MAKE_TEST.get(item.path.stem, "smoke")) or area in DETACHED:
             item.add_marker("long")
