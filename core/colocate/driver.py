@@ -47,8 +47,8 @@ if TYPE_CHECKING:
     from colocate._api.pool import Pool as Pool
     from colocate.errors import ColocateError
     from colocate.executor import Executor
+    from colocate.features.checkpoints.checkpoint import found_in as found_in
     from colocate.features.checkpoints.driver import CheckpointsOfGroup as CheckpointsOfGroup
-    from colocate.features.checkpoints.saved import found_in as found_in
     from colocate.features.checkpoints.saving import Saving as Saving
     from colocate.features.looking.audit import Audit as Audit
     from colocate.features.looking.audit import audit_strays as audit_strays
@@ -64,7 +64,7 @@ _OF_FEATURES = {
     "Saving": "checkpoints.saving",
     "SlotMemory": "memory.tables",
     "audit_strays": "looking.audit",
-    "found_in": "checkpoints.saved",
+    "found_in": "checkpoints.checkpoint",
 }
 __getattr__ = features.offered(__name__, _OF_FEATURES)
 

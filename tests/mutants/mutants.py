@@ -361,7 +361,7 @@ MUTANTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "any-checkpoint",
             "A group comes back from its own checkpoint, and not from one that has taken its place.",
-            "core/colocate/features/checkpoints/files.py",
+            "core/colocate/features/checkpoints/share.py",
             "return identity_of(_record(place)) == identity",
             'return identity_of(_record(place)) != ""',
             "tests/found/test_found.py::test_found[restore_mixed.py-processes]",

@@ -28,7 +28,8 @@ from colocate._values import batch
 from colocate._values.batch import Beside, Cut, check_sets
 from colocate._values.collect import Collect, Concat, Gather
 from colocate._values.dispatch import check_items
-from colocate._values.leaves import Memo, map_leaves
+from colocate._values.kinds import Memo
+from colocate._values.leaves import map_leaves
 from colocate._values.leaving import Watch
 from colocate._values.mesh import Ranks
 from colocate._values.plain import PLAIN, Partition, even_sizes, padded_sizes

@@ -11,7 +11,7 @@ records those in a pipeline's block, by one append; it leaves a scope where noth
 in any of these has the rest done by another thread.
 
 On all other threads `run_deferred` runs its work here and now: no signal comes there. Nor does one come amid colocate's
-own code in a worker process, whose main thread is the lane (`worker/serving/handlers.py`).
+own code in a worker process, whose main thread is the lane (`worker/serving/signal_handlers.py`).
 """
 
 from __future__ import annotations

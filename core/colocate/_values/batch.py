@@ -14,18 +14,8 @@ import attrs
 from colocate._definitions.structure import structure_of
 from colocate._system.by_type import by_type
 from colocate._system.numbers import plural
-from colocate._values.leaves import (
-    Kind,
-    Label,
-    Memo,
-    check_alike,
-    is_container,
-    kind_of,
-    leaves,
-    named_leaves,
-    rebuild,
-    take_apart,
-)
+from colocate._values.kinds import Kind, Memo, kind_of
+from colocate._values.leaves import Label, check_alike, is_container, leaves, named_leaves, rebuild, take_apart
 from colocate._values.leaving import on_one_device
 from colocate.errors import DispatchError
 

@@ -24,7 +24,8 @@ from colocate._devices.copies import Copies, exposed, flat
 from colocate._system.by_type import by_type
 from colocate._system.imported import imported
 from colocate._system.jobs import error_text
-from colocate._values.leaves import is_collection, map_leaves
+from colocate._values.kinds import is_collection
+from colocate._values.leaves import map_leaves
 from colocate._values.plain import are_plain
 from colocate.errors import DispatchError
 

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 from colocate._definitions.structure import named, structure_of
 from colocate._system.by_type import by_type
-from colocate._values.leaves import is_collection
+from colocate._values.kinds import is_collection
 from colocate._values.plain import PLAIN
 from colocate.errors import SerializationError
 

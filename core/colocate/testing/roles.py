@@ -32,7 +32,7 @@ from colocate._plugins.needs import lacks_processes
 from colocate._plugins.plugins import find_executor, find_role
 from colocate._role.method_spec import MethodSpec
 from colocate._role.role import methods_of
-from colocate.features.checkpoints.files import hook
+from colocate.features.checkpoints.share import hook
 from colocate.testing.probes.plain import Echo
 
 _CHECKPOINT = frozenset({"save", "restore"})

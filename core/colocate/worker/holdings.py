@@ -23,7 +23,7 @@ from colocate._protocol.ledger import Purpose
 from colocate._role.context import Context
 from colocate._system.by_type import by_type
 from colocate._system.imported import imported
-from colocate._values.leaves import is_collection
+from colocate._values.kinds import is_collection
 from colocate._values.leaving import has_memory, memories, slots, sparse_parts
 from colocate._values.plain import PLAIN
 from colocate.gpus import in_use

@@ -33,8 +33,8 @@ from colocate.worker.lane import Work
 from colocate.worker.results import counts, rows_to_join, without_padding
 from colocate.worker.serving import failure
 from colocate.worker.serving.build import GROUP_WIDE_CALLS, RoleBuild, construct
-from colocate.worker.serving.handlers import calls_role_code, put_off, raise_put_off
 from colocate.worker.serving.role_instance import RoleInstance
+from colocate.worker.serving.signal_handlers import calls_role_code, put_off, raise_put_off
 from colocate.worker.torch_groups.settings import OwnSettings, Steps, own_block
 
 

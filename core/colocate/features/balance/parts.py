@@ -12,7 +12,8 @@ from colocate._system.imported import imported
 from colocate._system.numbers import plural
 from colocate._values.batch import Beside, check_sets, count_rows, is_deferred, same_rows, take
 from colocate._values.dispatch import Arguments, Scatter, whole
-from colocate._values.leaves import Memo, take_apart
+from colocate._values.kinds import Memo
+from colocate._values.leaves import take_apart
 from colocate._values.plain import Partition, even_sizes
 from colocate.errors import DispatchError
 

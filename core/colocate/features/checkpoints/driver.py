@@ -30,11 +30,18 @@ from colocate._worker_group.hooks import OfGroup
 from colocate._worker_group.worker_group import WorkerGroup
 from colocate._worker_group.workforce import Worker
 from colocate.errors import ClosedError, ColocateError, ConfigError, RoleError
+from colocate.features.checkpoints.checkpoint import (
+    Checkpoint,
+    Tag,
+    does_nothing,
+    refuse_others,
+    savable,
+    takes_other_ranks,
+)
 from colocate.features.checkpoints.contents import sizes_of
-from colocate.features.checkpoints.files import RECORD
 from colocate.features.checkpoints.messages import CHECKPOINT, RESTORE, Saved
-from colocate.features.checkpoints.saved import Checkpoint, Tag, does_nothing, refuse_others, savable, takes_other_ranks
 from colocate.features.checkpoints.saving import Saves, Saving
+from colocate.features.checkpoints.share import RECORD
 from colocate.features.checkpoints.worker import CheckpointsOfWorker
 
 

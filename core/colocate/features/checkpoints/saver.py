@@ -23,9 +23,9 @@ from colocate.features.checkpoints.read_later import ReadLater
 from colocate.worker.device import Device
 from colocate.worker.serving import failure
 from colocate.worker.serving.definitions import Definitions
-from colocate.worker.serving.handlers import calls_role_code
 from colocate.worker.serving.over import going_on, wait_until_over
 from colocate.worker.serving.role_instance import RoleInstance
+from colocate.worker.serving.signal_handlers import calls_role_code
 
 SAVE = "save"
 

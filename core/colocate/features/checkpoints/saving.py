@@ -15,8 +15,8 @@ from colocate._role.call import Underway
 from colocate._system.deadline import NEVER
 from colocate._worker_group.workforce import Worker
 from colocate.errors import ColocateError, ForkedError
+from colocate.features.checkpoints.checkpoint import Tag
 from colocate.features.checkpoints.messages import AskSaved, Saved
-from colocate.features.checkpoints.saved import Tag
 
 
 class Saves:

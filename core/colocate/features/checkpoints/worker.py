@@ -7,7 +7,7 @@ from typing import Any
 
 from colocate._protocol.message import Message
 from colocate._role.method import method
-from colocate.features.checkpoints import files
+from colocate.features.checkpoints import share
 from colocate.features.checkpoints.messages import CHECKPOINT, RESTORE, AskSaved
 from colocate.features.checkpoints.saver import Saver
 from colocate.worker.context import WorkerContext
@@ -45,7 +45,7 @@ class CheckpointsOfWorker(OfWorker):
         context = self._worker_context
         self._saver.leave(())  # what is left of an earlier one, which came to nothing, takes memory
         awake, strict = partial(context.awake, why="to be saved"), context.store.strict
-        left = files.save(self._roles(), directory, awake, wait, strict, context.parts)
+        left = share.save(self._roles(), directory, awake, wait, strict, context.parts)
         if left:
             context.device.end("the checkpoint")  # copies on the device are read on another thread then
         self._saver.leave(left)
@@ -64,7 +64,7 @@ class CheckpointsOfWorker(OfWorker):
         """Have a role go on from a checkpoint, within the memory that it may have."""
         context = self._worker_context
         with context.awake(role, "to be restored"):
-            files.restore(context, role, directory, identity)
+            share.restore(context, role, directory, identity)
             context.device.end(f"{role.name}.restore")
         context.ran(role.name, f"restoring role {role.name!r}")
 

@@ -41,7 +41,7 @@ from colocate.worker.birth.signals import ASKS
 from colocate.worker.context import WorkerContext
 from colocate.worker.hooks import OfWorker
 from colocate.worker.lane import Work
-from colocate.worker.serving import handlers
+from colocate.worker.serving import signal_handlers
 from colocate.worker.serving.output import say_for
 from colocate.worker.serving.role_instance import RoleInstance
 
@@ -177,7 +177,7 @@ class ChildrenOfWorker(OfWorker):
 
         from colocate.features.children.connection import ChildConnection
 
-        handlers.waits_for_role_code(ChildConnection.recv)  # as for all of its methods
+        signal_handlers.waits_for_role_code(ChildConnection.recv)  # as for all of its methods
         data = _packed(function, f"ctx.start({child.name!r})")
         here, there = socket.socketpair()
         with there:  # closed here, its end shows that of the child
@@ -218,10 +218,10 @@ class ChildrenOfWorker(OfWorker):
             raise ClosedError("ctx.start: this worker is about to end", closed_by=self._worker_context.scope.closed)
         with self._lock:
             if self._loop is None:
-                handlers.waits_for_role_code(Child.wait)
+                signal_handlers.waits_for_role_code(Child.wait)
                 self._loop = EventLoop(f"children-{self._worker_context.boot.worker}")
                 if not self._worker_context.in_process:
-                    handlers.on_interrupt(self._raise_here)
+                    signal_handlers.on_interrupt(self._raise_here)
             return self._loop
 
     # -- hooks
@@ -361,7 +361,7 @@ class ChildrenOfWorker(OfWorker):
         if child not in self.dead or loop is None:
             return
         if any(self._concerns(child, work) for work in list(lane.running.values())):
-            signal.pthread_kill(lane.thread.ident or 0, handlers.INTERRUPT)
+            signal.pthread_kill(lane.thread.ident or 0, signal_handlers.INTERRUPT)
             loop.later(after_s, partial(self._nudge, child, min(2 * after_s, _LONGEST_NUDGE_S)))
 
     def _concerns(self, child: Child, work: Work) -> bool:

@@ -11,7 +11,7 @@ from colocate._role.context import current
 from colocate._role.method import method
 from colocate.worker.hooks import OfWorker
 from colocate.worker.serving.build import FUNCTION, Shipped
-from colocate.worker.serving.handlers import calls_role_code
+from colocate.worker.serving.signal_handlers import calls_role_code
 
 
 class FunctionsOfWorker(OfWorker):

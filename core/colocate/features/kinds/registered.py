@@ -9,7 +9,7 @@ import attrs
 
 from colocate._definitions.structure import Structure, note
 from colocate._system.by_type import forget
-from colocate._values.leaves import NAMED, Kind, Memo, kind_of, kinds
+from colocate._values.kinds import NAMED, Kind, Memo, kind_of, kinds
 from colocate.errors import ConfigError, DispatchError
 
 B = TypeVar("B")

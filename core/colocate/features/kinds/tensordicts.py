@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from colocate._values.leaves import Kind, Memo, concat_jagged, slice_jagged
+from colocate._values.kinds import Kind, Memo, concat_jagged, slice_jagged
 
 
 class _TensorDict(Kind):

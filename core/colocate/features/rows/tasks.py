@@ -25,8 +25,8 @@ from colocate.worker.birth.ending import RoleCode
 from colocate.worker.context import WorkerContext
 from colocate.worker.results import sources_of
 from colocate.worker.serving import failure
-from colocate.worker.serving.handlers import calls_role_code
 from colocate.worker.serving.role_instance import RoleInstance
+from colocate.worker.serving.signal_handlers import calls_role_code
 
 
 class RowTasks:

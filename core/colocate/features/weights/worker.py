@@ -39,8 +39,8 @@ from colocate.worker.context import WorkerContext
 from colocate.worker.holdings import Objects, WeakStorage, held_by
 from colocate.worker.hooks import OfWorker
 from colocate.worker.serving.failure import LOOKING
-from colocate.worker.serving.handlers import calls_role_code
 from colocate.worker.serving.role_instance import RoleInstance
+from colocate.worker.serving.signal_handlers import calls_role_code
 
 if TYPE_CHECKING:
     import torch

@@ -28,10 +28,10 @@ from colocate._values.codec import BY_VALUE
 from colocate.executor import Boot
 from colocate.worker.birth.template import renew
 from colocate.worker.residents.peers import ChannelPeers
-from colocate.worker.serving.handlers import guard, leave
 from colocate.worker.serving.host import WorkerHost
 from colocate.worker.serving.output import label_output, show_logs
 from colocate.worker.serving.service import Service, given
+from colocate.worker.serving.signal_handlers import guard, leave
 from colocate.worker.torch_groups.hooks import count_updates, when_imported
 
 SPAWNED = "colocate.worker.birth.spawned"

@@ -24,8 +24,8 @@ from colocate.errors import PluginError
 from colocate.features import CALLS
 from colocate.worker.context import WorkerContext
 from colocate.worker.process_wide import own_of
-from colocate.worker.serving.handlers import calls_role_code
 from colocate.worker.serving.role_instance import RoleInstance
+from colocate.worker.serving.signal_handlers import calls_role_code
 
 FUNCTION = "a function"
 """The call that has the name of a function, which it runs."""

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Iterator, Mapping
 from typing import Any
 
 from colocate._role.awaited import awaited
-from colocate.worker.serving.handlers import calls_role_code
+from colocate.worker.serving.signal_handlers import calls_role_code
 
 
 @calls_role_code

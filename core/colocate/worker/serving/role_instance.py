@@ -15,8 +15,8 @@ from colocate._role.method_spec import MethodSpec
 from colocate._role.role import own_method
 from colocate._system.imported import imported
 from colocate.worker.process_wide import Own
-from colocate.worker.serving.handlers import calls_role_code
 from colocate.worker.serving.over import wait_until_over
+from colocate.worker.serving.signal_handlers import calls_role_code
 from colocate.worker.torch_groups.settings import Setting, Settings
 
 T = TypeVar("T")

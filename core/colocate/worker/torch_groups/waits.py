@@ -24,7 +24,7 @@ from colocate._role import torch_works
 from colocate._system.deadline import Deadline
 from colocate._system.limits import COLLECTIVE_PATIENCE_S, WORKS_DONE_WITHIN_S
 from colocate._system.threads import Thread
-from colocate.worker.serving.handlers import waits_for_role_code
+from colocate.worker.serving.signal_handlers import waits_for_role_code
 
 _SLICE = datetime.timedelta(milliseconds=20)
 _hopeless: Callable[[], str | None] | None = None  # of this process's worker

@@ -15,7 +15,7 @@ from colocate._system.files import json_of
 from colocate._values.dispatch import Broadcast
 from colocate.errors import ConfigError, Mistake
 from colocate.features.checkpoints.contents import changed_sizes, refusal
-from colocate.features.checkpoints.files import OWN, RECORD, hook, identity_of, read, takes_ranks
+from colocate.features.checkpoints.share import OWN, RECORD, hook, identity_of, read, takes_ranks
 
 Tag: TypeAlias = str | int | float | None
 

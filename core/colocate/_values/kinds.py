@@ -1,0 +1,207 @@
+"""Kinds of values with rows: how the rows of a list, an array or a tensor are counted, cut and joined (`kind_of`).
+
+The kinds of other libraries are found by their class's name, so that none of those libraries is imported here: whoever
+holds a tensor has imported torch already. A library's own kind is in `features/kinds`, as that of TensorDicts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from itertools import accumulate, chain, pairwise
+from typing import Any
+
+import attrs
+
+from colocate import features
+from colocate._system.by_type import by_type
+from colocate._system.imported import imported
+from colocate.errors import DispatchError
+
+
+@attrs.define(eq=False)
+class Memo:
+    """What was already worked out during one operation.
+
+    Jagged tensors compute together only when they hold the very same offsets, so those that shared them before an
+    operation have to share them after it.
+    """
+
+    _found: dict[Hashable, tuple[Any, Any]] = attrs.field(factory=dict)
+
+    def get(self, what: str, sources: Sequence[Any], extra: Hashable, make: Callable[[], Any]) -> Any:
+        """Return the result of `make` for these very source objects, made once."""
+        key = (what, *map(id, sources), extra)
+        if key not in self._found:
+            self._found[key] = (make(), tuple(sources))  # the sources are held, or their ids could be reused
+        return self._found[key][0]
+
+
+class Kind:
+    """One kind of leaf with rows; this one is a list's."""
+
+    def length(self, value: Any) -> int | None:
+        """Return the number of rows, None when this very value has none (a 0-d tensor)."""
+        return len(value)
+
+    def slice(self, value: Any, start: int, stop: int, memo: Memo) -> Any:
+        """Return the rows from `start` to before `stop`."""
+        return value[start:stop]
+
+    def concat(self, parts: Sequence[Any], memo: Memo) -> Any:
+        """Join the parts, at least two, one after the other."""
+        return list(chain.from_iterable(parts))
+
+    def split(self, value: Any, sizes: Sequence[int], memo: Memo) -> list[Any]:
+        """Cut contiguous parts of these sizes, which add up to the length."""
+        return [self.slice(value, start, stop, memo) for start, stop in pairwise(accumulate(sizes, initial=0))]
+
+    def items(self, value: Any, memo: Memo) -> Sequence[Any]:
+        """Return the rows one by one: of a list its items, of a tensor with an axis less."""
+        return list(value.unbind(0)) if hasattr(value, "unbind") else list(value)
+
+    def take(self, value: Any, rows: Sequence[int], memo: Memo) -> Any:
+        """Return these rows, in this order."""
+        runs: list[tuple[int, int]] = []
+        for row in rows:
+            if runs and runs[-1][1] == row:
+                runs[-1] = runs[-1][0], row + 1
+            else:
+                runs.append((row, row + 1))
+        if len(runs) < 2:
+            return self.slice(value, *(runs or [(0, 0)])[0], memo)
+        return self._take(value, rows, runs, memo)
+
+    def _take(self, value: Any, rows: Sequence[int], runs: Sequence[tuple[int, int]], memo: Memo) -> Any:
+        return self.concat([self.slice(value, *run, memo) for run in runs], memo)
+
+
+class _Array(Kind):
+    def length(self, value: Any) -> int | None:
+        return len(value) if value.ndim else None
+
+    def concat(self, parts: Sequence[Any], memo: Memo) -> Any:
+        import numpy as np
+
+        if any(isinstance(part, np.ma.MaskedArray) for part in parts):
+            concatenate: Callable[[Sequence[Any]], Any] = np.ma.concatenate  # the plain one would drop the masks
+            return concatenate(parts)
+        joined = np.concatenate(parts)
+        if type(joined) is not type(parts[0]) and {*map(type, parts)} == {type(parts[0])}:  # one of a subclass
+            return parts[0].__array_wrap__(joined)
+        return joined
+
+    def _take(self, value: Any, rows: Sequence[int], runs: Sequence[tuple[int, int]], memo: Memo) -> Any:
+        return value[list(rows)]
+
+
+class _Tensor(Kind):
+    def length(self, value: Any) -> int | None:
+        if value.is_nested:
+            return int(value.size(0)) if str(value.layout) == "torch.jagged" else None
+        return int(value.shape[0]) if value.dim() else None
+
+    def slice(self, value: Any, start: int, stop: int, memo: Memo) -> Any:
+        layout = str(value.layout)
+        if layout == "torch.sparse_coo":
+            return value.narrow_copy(0, start, stop - start)
+        if layout.startswith("torch.sparse_"):
+            raise DispatchError(f"a tensor of layout {layout} can't be cut by rows; give it as .to_sparse_coo()")
+        return slice_jagged(value, start, stop, memo) if value.is_nested else value[start:stop]
+
+    def concat(self, parts: Sequence[Any], memo: Memo) -> Any:
+        import torch
+
+        device = parts[0].device
+        parts = [part if part.device == device else part.to(device) for part in parts]
+        if any(part.is_nested for part in parts):
+            return concat_jagged(parts, memo)
+        shapes = [tuple(part.shape) for part in parts]
+        if len({shape[1:] for shape in shapes}) > 1:  # torch lets an empty vector through whatever the others are
+            more = f" and {len(shapes) - 6} more" if len(shapes) > 6 else ""
+            raise ValueError(f"their shapes are {', '.join(map(str, shapes[:6]))}{more}")
+        return torch.cat(list(parts))
+
+    def split(self, value: Any, sizes: Sequence[int], memo: Memo) -> list[Any]:
+        if value.is_nested or str(value.layout).startswith("torch.sparse_"):
+            return super().split(value, sizes, memo)
+        return list(value.split(list(sizes)))
+
+    def _take(self, value: Any, rows: Sequence[int], runs: Sequence[tuple[int, int]], memo: Memo) -> Any:
+        if value.is_nested or str(value.layout) != "torch.strided":
+            return super()._take(value, rows, runs, memo)
+        return value[list(rows)]
+
+
+def _packed(value: Any, memo: Memo) -> tuple[Any, Any, int]:
+    """Return a jagged tensor's values without holes, their offsets, and the dimension in which they are ragged."""
+    import torch
+
+    dim, offsets, lengths = value._ragged_idx, value.offsets(), value.lengths()
+    if lengths is None:
+        return value.values(), offsets, dim - 1
+
+    def add_up() -> Any:
+        return torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(offsets.dtype)
+
+    items = [item for item in value.unbind() if item.shape[dim - 1]]
+    values = torch.cat(items, dim - 1) if items else value.values().narrow(dim - 1, 0, 0)
+    return values, memo.get("packed", [offsets, lengths], None, add_up), dim - 1
+
+
+def slice_jagged(value: Any, start: int, stop: int, memo: Memo) -> Any:
+    """Cut rows of a jagged tensor."""
+    import torch
+
+    values, offsets, dim = _packed(value, memo)
+    first, last = int(offsets[start]), int(offsets[stop])
+    part = memo.get("slice", [offsets], (start, stop), lambda: offsets[start : stop + 1] - first)
+    values = values.narrow(dim, first, last - first)
+    return torch.nested.nested_tensor_from_jagged(values, offsets=part, jagged_dim=dim + 1)
+
+
+def concat_jagged(parts: Sequence[Any], memo: Memo) -> Any:
+    """Join jagged tensors."""
+    import torch
+
+    if not all(part.is_nested and part.layout is torch.jagged for part in parts):
+        raise ValueError("some of them are jagged tensors and some are not")
+    packed = [_packed(part, memo) for part in parts]
+    dim = packed[0][2]
+    if any(other != dim for _, _, other in packed):
+        raise ValueError("they are jagged in different dimensions")
+
+    def chained() -> Any:
+        *starts, end = accumulate((int(offsets[-1]) for _, offsets, _ in packed), initial=0)
+        shifted = [offsets[:-1] + start for (_, offsets, _), start in zip(packed, starts, strict=True)]
+        return torch.cat([*shifted, packed[-1][1].new_tensor([end])])
+
+    offsets = memo.get("concat", [offsets for _, offsets, _ in packed], None, chained)
+    values = torch.cat([values for values, _, _ in packed], dim)
+    return torch.nested.nested_tensor_from_jagged(values, offsets=offsets, jagged_dim=dim + 1)
+
+
+kinds: dict[type, Kind] = {list: Kind()}
+"""The kinds of types: a list's, and those that were registered."""
+NAMED = {"numpy.ndarray": _Array(), "torch.Tensor": _Tensor()}
+
+
+@by_type
+def is_collection(kind: type) -> bool:
+    """Whether values of this type are TensorDicts, or of a tensorclass."""
+    tensordict = imported("tensordict")
+    if tensordict is None or not hasattr(kind, "batch_size"):  # tensordict keeps every type that it is asked about
+        return False
+    return bool(tensordict.is_tensor_collection(kind))
+
+
+@by_type
+def kind_of(cls: type) -> Kind | None:
+    """Return how values of this type are counted, cut and joined; None when they have no rows.
+
+    The nearest class in the method resolution order decides.
+    """
+    for base in cls.__mro__:
+        kind = kinds.get(base) or NAMED.get(f"{base.__module__}.{base.__qualname__}")
+        if kind is not None:
+            return kind
+    return features.module("kinds.tensordicts").KIND if is_collection(cls) else None
