@@ -1,9 +1,11 @@
 """Both halves of order and hold on one thread: N ranks under random schedules, failures, deadlines and deaths.
 
-The driver's half is `CallOrder` with `Pauses`, the worker's is `LaneOrder` with `Scope`, as they are. Here are the
-lanes between them, one of them a background role's, what a worker does about each message, and process groups, as far
-as it matters who waits for whom: operations are counted, whoever waits in vain cuts, what is cut is of no use
-(`worker/torch_groups`). What happens next is drawn from a seed, which is enough to have it happen again.
+The driver's half is `CallOrder` with `Pauses`, the worker's is `LaneOrder` with `Scope` and `Usable`, as they are. Here
+are the lanes between them, one of them a background role's, what a worker does about each message, and process groups,
+as far as it matters who waits for whom: operations are counted, whoever waits in vain cuts, what is cut is of no use
+(`worker/torch_groups`). Roles renew what was dropped, together, or can't; and some programs train: a rank that raises
+between the operation and the update leaves the ranks with different models. What happens next is drawn from a seed,
+which is enough to have it happen again.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from __future__ import annotations
 import heapq
 import random
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, ClassVar, cast
@@ -22,12 +24,13 @@ from colocate._calls.order import CallOrder
 from colocate._calls.pending import PendingCall
 from colocate._protocol import from_worker, to_worker
 from colocate._protocol.requests import Request
-from colocate.errors import CallCancelled, CallTimeout, ColocateError, WorkerDied
+from colocate.errors import CallCancelled, CallTimeout, ColocateError, RenewalError, WorkerDied
 from colocate.features.pausing.messages import GoOn, Pause, PauseAfter, Paused, Pausing
 from colocate.features.pausing.pauses import Pauses
 from colocate.worker import lane_order
 from colocate.worker.lane_order import LaneOrder
 from colocate.worker.serving.scope import Scope
+from colocate.worker.torch_groups.usable import Usable
 
 RANKS = 3
 SLOTS = {"all": tuple(range(RANKS)), "two": (0, RANKS - 1)}
@@ -77,6 +80,7 @@ class Work:
     steps: int = 0  # which it has gone, of a background role
     rests: bool = False  # at a pause point
     arrived: tuple[str, int, int] | None = None  # at which operation: group, instance, number
+    updates: int = 0  # beginnings and ends of updates of its role's model
 
     def drop(self) -> None:
         """Hear that it will never begin."""
@@ -156,6 +160,8 @@ class Lane:
     def step(self) -> bool:
         """Do one thing; False where it waits."""
         order, tasks = self.order, self.tasks
+        if not self.name and self.rank.renewing is not None:
+            return self.rank.renew(*self.rank.renewing)
         if self.computing and not self.computing[-1].rests:
             return self.rank.go_on(self, self.computing[-1])
         if (taken := self.taken) is not None:
@@ -255,11 +261,11 @@ class Rank:
         self.over: set[int] = set()  # such calls for which none has to any more
         self.received_definitions: deque[Any] = deque()
         self.outbox: deque[Any] = deque()
-        # Process groups: operations begun on each, by its name and instance; which are cut here.
+        # Process groups: operations begun on each, by its name and instance; updates of each role's model.
         self.begun: dict[str, tuple[int, int]] = {}
-        self.cut: set[str] = set()
-        self.gone: dict[int, Any] = {}
-        self.epoch = 0
+        self.usable = Usable()
+        self.renewing: tuple[int, deque[str]] | None = None  # the hold, and roles that are to renew their groups
+        self.updates = dict.fromkeys(SLOTS, 0)
 
     def _lane_of(self, seq: int) -> str:
         work = self.lanes[BESIDE].order.running.get(seq)
@@ -281,10 +287,9 @@ class Rank:
             lane.queue += [(message.failed,), item]
             self.scope.end(message.failed, "a call has failed", message.lane)
             if message.cut and not message.lane and any(seq >= message.failed for seq in lane.order.running):
-                self._cut([name for name, (_, count) in self.begun.items() if count])
+                self._cut(name for name, (_, count) in self.begun.items() if count)
         elif isinstance(message, to_worker.Left):
-            if message.number > self.epoch:
-                self.gone[message.slot] = message.operations
+            self.usable.left(message.number, message.slot, message.operations)
         elif isinstance(message, to_worker.DropGroups):
             self.scope.resume()
             lane.queue.append(message)
@@ -334,16 +339,32 @@ class Rank:
         if lane.name:
             self.outbox.append(from_worker.Held(number, begun, {}, [], lane.name))
             return
-        self.epoch = number
-        self.gone.clear()
-        self.outbox.append(from_worker.Held(number, begun, self.operations(), sorted(self.cut)))
+        self.usable.back(number)
+        self.outbox.append(from_worker.Held(number, begun, self.operations(), sorted(self.usable.cuts)))
 
     def drop(self, message: to_worker.DropGroups) -> None:
-        """Drop process groups."""
+        """Drop process groups, and have roles renew theirs."""
+        whose = [name for name, slots in SLOTS.items() if self.slot in slots]
         for name in message.names:
             self.begun.pop(name, None)
-        self.cut.clear()
-        self.outbox.append(from_worker.GroupsDropped(message.number, [], None))
+        self.usable.cuts.update(message.names)
+        self.renewing = message.number, deque(name for name in whose if message.everybody or name in message.names)
+
+    def renew(self, hold: int, roles: deque[str]) -> bool:
+        """Go on with the renewal of roles; False where one waits for its peers."""
+        failure = None
+        while roles and failure is None:
+            how = self.world.renewals[roles[0]]
+            if how == "again" and roles[0] not in self.begun and not self._makes(roles[0], None):
+                return False  # its peers come, or the group fails
+            if how == "raises" and self.slot == RANKS - 1:
+                failure = from_worker.Failure("Boom", f"renewal of {roles[0]}", "", False, False, roles[0], None)
+            roles.popleft()
+        if failure is None:
+            self.usable.cuts.clear()
+        self.renewing = None
+        self.outbox.append(from_worker.GroupsDropped(hold, [], failure))
+        return True
 
     def go_on(self, lane: Lane, work: Work) -> bool:
         """Go on with a call that runs; False where it waits."""
@@ -381,7 +402,8 @@ class Rank:
         elif fails:
             self._fail(work)
         else:
-            self.outbox.append(from_worker.Done(work.seq, None, 0.0, 0.0, None, 0))
+            self._update(work)
+            self.outbox.append(from_worker.Done(work.seq, None, 0.0, 0.0, None, work.updates))
             lane.end(work)
             self.over.add(work.seq)
         return True
@@ -402,11 +424,13 @@ class Rank:
     def _fail(self, work: Work, secondary: bool = False) -> None:
         lane = self.lanes[BESIDE if work.plan.role == BESIDE else ""]
         groups = not lane.name
-        lost = secondary or (groups and (bool(self.cut) or any(self._is_broken(name) for name in self.begun)))
+        lost = secondary or (groups and (bool(self.usable.cuts) or any(map(self._is_broken, self.begun))))
         kind = "colocate._protocol.consequence.Consequence" if secondary else "Boom"
         failure = from_worker.Failure(kind, f"{work.seq} on {self.slot}", "", False, lost, work.plan.role, None)
-        operations = self.operations() if groups else {}
-        self.outbox.append(from_worker.Failed(work.seq, failure, operations, 0, False, 0.0, 0.0, (), lane.name))
+        operations, in_step = self.operations() if groups else {}, work.arrived is not None
+        self.outbox.append(
+            from_worker.Failed(work.seq, failure, operations, work.updates, in_step, 0.0, 0.0, (), lane.name)
+        )
         lane.order.failed(work)
         lane.end(work)
         self.over.add(work.seq)
@@ -420,8 +444,10 @@ class Rank:
     def _meets(self, work: Work) -> bool:
         """Have a call go on in an operation of its role's group; False where its peers aren't there yet."""
         name = work.plan.role
-        if name not in self.begun and not self._makes(work, name):
-            return work.seq not in self.lanes[""].order.running
+        if name not in self.begun and not (made := self._makes(name, work.seq)):
+            if made is False:
+                self._fail(work, secondary=True)
+            return made is False
         if work.arrived is None:
             instance, count = self.begun[name]
             self.begun[name] = instance, count + 1
@@ -439,35 +465,37 @@ class Rank:
             return True
         return False
 
-    def _makes(self, work: Work, name: str) -> bool:
-        """Make a group with all its ranks, or none; False while they aren't there, or once the call has failed."""
-        there = self.world.making.setdefault((name, self.epoch), set())
+    def _makes(self, name: str, seq: int | None) -> bool | None:
+        """Make a group with all its ranks, or none; None while they aren't there."""
+        there = self.world.making.setdefault((name, self.usable.epoch), set())
         self.world.arrivals += self.slot not in there
         there.add(self.slot)
         if None not in there and there >= set(SLOTS[name]):
-            self.begun[name] = self.epoch, 0
+            self.begun[name] = self.usable.epoch, 0
             return True
-        if None in there or self.scope.why(work.seq) is not None:
+        if None in there or self.scope.why(seq) is not None:
             there.add(None)  # the others don't make it either
-            self._fail(work, secondary=True)
-        return False
+            return False
+        return None
+
+    def _update(self, work: Work) -> None:
+        """Have a call that trains update its role's model, after the operation."""
+        if self.world.trains and work.arrived is not None:
+            work.updates = 2
+            self.updates[work.plan.role] += 1
 
     def _is_broken(self, name: str) -> bool:
         instance, _ = self.begun[name]
         return (name, instance) in self.world.cut
 
     def _free_those_that_wait(self) -> None:
-        vain = []
-        for name, (_, count) in self.begun.items():
-            told = [gone[name][0] if name in gone else 0 for slot, gone in self.gone.items() if slot in SLOTS[name]]
-            if told and count > min(told):
-                vain.append(name)
-        self._cut(vain)
+        self._cut(self.usable.vain(self.operations(), SLOTS.__getitem__))
 
-    def _cut(self, names: Sequence[str]) -> None:
-        self.world.arrivals += not self.cut.issuperset(names)
-        self.cut.update(names)
-        self.world.cut.update((name, self.begun[name][0]) for name in names)
+    def _cut(self, names: Iterable[str]) -> None:
+        new = set(names) - self.usable.cuts
+        self.world.arrivals += len(new)
+        self.usable.cuts |= new
+        self.world.cut.update((name, self.begun[name][0]) for name in new)
 
 
 class Link(SimpleNamespace):
@@ -488,6 +516,8 @@ class Link(SimpleNamespace):
 
     def send(self, slots: Sequence[int], message: Any, body: Any = None) -> None:
         """Send a message to some ranks."""
+        if isinstance(message, to_worker.Resume) and not message.lane:
+            check_groups(self.world)
         for slot in slots:
             self.world.ranks[slot].received_definitions.append(message)
 
@@ -525,6 +555,9 @@ class World:
         self.meetings: dict[tuple[str, int, int], dict[int, int]] = {}
         self.making: dict[tuple[str, int], set[int | None]] = {}
         self.cut: set[tuple[str, int]] = set()
+        kinds = random.Random(f"renewals {seed}")  # else other programs would be drawn
+        self.renewals = {name: kinds.choice(["no", "no", *["again"] * 7, "raises"]) for name in SLOTS}
+        self.trains = kinds.random() < 0.2
         self.arrivals = 0  # how often a rank that waits has done what others wait for
         self.ranks = [Rank(self, slot) for slot in range(RANKS)]
         self.link: Any = Link(self, self.timers)
@@ -595,7 +628,7 @@ class World:
             else:
                 self.pauses.pause(BESIDE, how, None)
                 self.is_paused = True
-        except WorkerDied:
+        except (WorkerDied, RenewalError):
             pass
 
     def time_out(self) -> bool:
@@ -696,7 +729,7 @@ def _cancel_one(world: World) -> None:
 
 def check(world: World) -> None:
     """What holds of every program once it is over."""
-    if world.failure is not None and not world.dead:
+    if world.failure is not None and not world.dead and not is_renewal_error(world):
         raise BrokenLaw(f"the group has failed: {world.failure}")
     for rank in world.ranks:
         for lane in rank.lanes.values():
@@ -715,7 +748,7 @@ def check(world: World) -> None:
         if error is None:
             if plan.fails or begun != list(plan.targets):
                 raise BrokenLaw(f"call {seq} went well though it was begun on {begun}: {plan}")
-        elif not isinstance(error, WorkerDied):
+        elif not isinstance(error, WorkerDied | RenewalError):
             has_reason = (
                 (plan.fails and set(begun) & set(plan.fails))
                 or (plan.timeout and isinstance(error, CallTimeout))
@@ -726,6 +759,39 @@ def check(world: World) -> None:
             if not has_reason:
                 raise BrokenLaw(f"call {seq} had no reason to fail: {error!r}: {plan}")
         troubled = troubled or (isinstance(error, ColocateError) and not isinstance(error, CallCancelled))
+
+
+def is_renewal_error(world: World) -> bool:
+    """Whether the group has failed since a role's `renew` raised, or ranks have different models."""
+    if not isinstance(world.failure, RenewalError):
+        return False
+    if world.failure.method == "renew":
+        return "raises" in world.renewals.values()
+    return bool(diverged(world))
+
+
+def diverged(world: World) -> list[str]:
+    """The roles whose ranks have made different numbers of updates."""
+    return [role for role, slots in SLOTS.items() if len({world.ranks[slot].updates[role] for slot in slots}) > 1]
+
+
+def check_groups(world: World) -> None:
+    """After a hold all ranks have the same groups, or none of them; nobody has one that another has cut.
+
+    They have begun as many operations on each, and have the same models.
+    """
+    ranks = [rank for rank in world.ranks if rank.slot not in world.dead]
+    for name, slots in SLOTS.items():
+        found = {rank.begun.get(name) for rank in ranks if rank.slot in slots}
+        if len(found) > 1:
+            raise BrokenLaw(f"after a hold ranks have different groups of {name}, or are at different places: {found}")
+        for instance, _ in filter(None, found):
+            if (name, instance) in world.cut:
+                raise BrokenLaw(f"after a hold ranks go on with {name}, which one of them has cut")
+    if any(rank.usable.cuts for rank in ranks):
+        raise BrokenLaw(f"after a hold ranks take groups for cut: {[rank.usable.cuts for rank in ranks]}")
+    if roles := diverged(world):
+        raise BrokenLaw(f"after a hold ranks go on with different models of {roles}")
 
 
 def check_one_order(orders: Sequence[Sequence[int]]) -> None:

@@ -14,6 +14,7 @@ from tests.laws.simulator import BrokenLaw
 from colocate._calls.order import CallOrder, _Hold
 from colocate.worker import lane_order
 from colocate.worker.lane_order import LaneOrder
+from colocate.worker.torch_groups.usable import Usable
 
 LONGER = int(os.environ.get("COLOCATE_LAWS", "1"))  # as tests/laws/conftest.py has it
 FOUND_WITHIN = 3000  # programs; a fault shows in some hundred
@@ -94,12 +95,58 @@ def _drops_later(does: Any) -> Any:
     return resume
 
 
+def _does_not_wait_for_all(does: Any) -> Any:
+    def renewed(self: CallOrder, slot: int, told: Any, body: Any) -> None:
+        if (hold := self._holds.get("")) is not None and hold.number == told.number:
+            hold.waiting.clear()
+        does(self, slot, told, body)
+
+    return renewed
+
+
+def _disturbs(does: Any) -> Any:
+    def break_off(self: CallOrder, call: Any, error: Any) -> None:
+        if (hold := self._holds.get(call.lane)) is not None:
+            hold.renews = False
+        does(self, call, error)
+
+    return break_off
+
+
+def _keeps_what_it_heard(does: Any) -> Any:
+    def back(self: Usable, hold: int) -> None:
+        self.epoch = hold
+
+    return back
+
+
 MUTANTS: dict[str, tuple[type, str, Wrap]] = {
     "process groups outlive a failed call": (_Hold, "broken", lambda does: lambda self: []),
     "what was cut isn't noted": (
         CallOrder,
         "held",
         lambda does: lambda self, slot, held: does(self, slot, _whole(held)),
+    ),
+    "one rank's renewal is all ranks'": (CallOrder, "renewed", _does_not_wait_for_all),
+    "a renewal that raised is none": (
+        CallOrder,
+        "renewed",
+        lambda does: lambda self, slot, told, body: does(self, slot, type(told)(told.number, [], None), body),
+    ),
+    "who is late disturbs a renewal": (CallOrder, "break_off", _disturbs),
+    "models that differ go on": (_Hold, "diverged_update", _nothing),
+    "updates of a call that has failed aren't noted": (CallOrder, "_note_updates", _nothing),
+    "who waits in vain cuts nothing": (Usable, "vain", lambda does: lambda self, begun, members: set()),
+    "who cuts knows nothing of operations": (
+        Usable,
+        "vain",
+        lambda does: lambda self, begun, members: set(begun) if self._gone else set(),
+    ),
+    "what was heard of ranks outlives a hold": (Usable, "back", _keeps_what_it_heard),
+    "what ranks say late counts in the next hold": (
+        Usable,
+        "left",
+        lambda does: lambda self, hold, slot, told: does(self, self.epoch + 1, slot, told),
     ),
     "a call that failed after another isn't withdrawn": (CallOrder, "failed", _forgets_withdrawn),
     "a hold isn't lowered to an earlier call": (CallOrder, "_lower", _nothing),

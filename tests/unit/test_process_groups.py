@@ -95,7 +95,7 @@ def test_who_is_back_knows_of_every_cut(monkeypatch: pytest.MonkeyPatch) -> None
 
     def waits() -> bool:
         lane.start()  # the call has ended after this was asked
-        wait_until(lambda: groups._epoch == 1, "the lane is about to tell that it is back")
+        wait_until(lambda: groups._usable.epoch == 1, "the lane is about to tell that it is back")
         assert not told
         return True
 

@@ -30,6 +30,7 @@ from colocate.gpus import backend_for, number_of
 from colocate.worker.base import Worker
 from colocate.worker.serving.failure import LOOKING
 from colocate.worker.torch_groups.making import DefaultGroup, Made, Making, Together
+from colocate.worker.torch_groups.usable import Usable
 from colocate.worker.torch_groups.waits import destroy_later, guard, transferring
 
 if TYPE_CHECKING:
@@ -67,9 +68,7 @@ class ProcessGroups:
         self._asked: dict[tuple[str | None, str | None], None] = {}  # by role and axis, in order
         self._meshes: dict[tuple[str | None, str], DeviceMesh] = {}
         self._former_meshes: dict[tuple[str | None, str], weakref.ref[DeviceMesh]] = {}
-        self._epoch = 0
-        self._gone: dict[int, Operations] = {}  # ranks that begin nothing more in this hold, and what they had begun
-        self._cut: set[str] = set()
+        self._usable = Usable()
         self._watching: threading.Event | None = None
         self._dropped: list[tuple[weakref.ref[ProcessGroup], str]] = []
         self._left: list[Any] = []  # the backends of these
@@ -95,7 +94,7 @@ class ProcessGroups:
             self._asked[ctx.role, axis] = None
             if not self._in_process:
                 self.default.have()
-            rendezvous_key = f"{ctx.group}/{self.default.generation}/{self._epoch}/{name}"
+            rendezvous_key = f"{ctx.group}/{self.default.generation}/{self._usable.epoch}/{name}"
             whole = f"{ctx.group}/{name}"
             plan = Plan(
                 whole, rendezvous_key, slots, index, False, not self._in_process, self._device, self.default.timeout_s
@@ -203,7 +202,7 @@ class ProcessGroups:
 
         All were there to make a group that couldn't be made; or the other end of a connection is gone.
         """
-        fails = self._making.failed_in == self._worker.asking() or bool(self._cut)
+        fails = self._making.failed_in == self._worker.asking() or bool(self._usable.cuts)
         return fails or torch_books.lost_a_peer(self.operations())
 
     def operations(self) -> Operations:
@@ -217,9 +216,8 @@ class ProcessGroups:
     def left(self, hold: int, slot: int, operations: Operations) -> None:
         """Another rank begins nothing any more until the hold is over: nobody is to wait for it."""
         with self._lock:
-            if hold <= self._epoch:  # this one is back, which the driver hadn't heard
+            if not self._usable.left(hold, slot, operations):
                 return
-            self._gone[slot] = operations
             over, begins = self._watching, self._watching is None and torch_books.are_any()
             if over is None:
                 over = threading.Event()
@@ -237,17 +235,12 @@ class ProcessGroups:
     def _free_those_that_wait(self) -> None:
         """Cut the groups on which this rank has begun more operations than can end: some ranks begin none any more."""
         with LOOKING:  # until it is done: who drops groups, and makes others of the same names, waits for that
+            begun, sent = torch_books.operations(), torch_books.with_transfers() if transferring else ()
             with self._lock:
-                gone = dict(self._gone)
-            vain = set()
-            for name, (count, _) in torch_books.operations().items():
-                slots = torch_books.members(name)
-                can_end = [told.get(name, (0, 0))[0] for slot, told in gone.items() if name in told or slot in slots]
-                if can_end and count > min(can_end):
-                    vain.add(name)
-            if transferring:  # which nobody counts: with whom isn't known either
-                vain.update(name for name in torch_books.with_transfers() if gone.keys() & torch_books.members(name))
-            self._cut_those(vain - self._cut - self._making.unfinished())
+                vain = self._usable.vain(begun, torch_books.members)
+                # Transfers nobody counts: with whom isn't known either.
+                vain.update(name for name in sent if self._usable.shares(torch_books.members(name)))
+            self._cut_those(vain - self._usable.cuts - self._making.unfinished())
 
     def cut(self, waits: Callable[[], bool] = lambda: True) -> None:
         """Cut all groups in use, so that this rank and its peers are freed where they wait in a collective.
@@ -262,7 +255,7 @@ class ProcessGroups:
     def _cut_those(self, names: Collection[str]) -> threading.Thread | None:
         """Do it; what goes on with that, if not all is done."""
         with self._lock:
-            self._cut.update(names)
+            self._usable.cuts.update(names)
         self.cuts += len(names)
         return torch_books.cut(names)
 
@@ -270,13 +263,12 @@ class ProcessGroups:
         """This rank runs nothing: how many operations it has begun, and which groups it has cut. On the lane."""
         self._making.back()
         with self._lock:
-            self._epoch = hold
+            self._usable.back(hold)
             over, self._watching = self._watching, None
-            self._gone.clear()
         if over is not None:
             over.set()
         operations = self.operations()  # and with that, who is about to cut has done so
-        return operations, sorted(self._cut)
+        return operations, sorted(self._usable.cuts)
 
     def concerns(self, names: Sequence[str], role: str) -> bool:
         """Whether a role has to do with one of these groups: it is its own, or anybody's."""
@@ -305,13 +297,13 @@ class ProcessGroups:
                 self._dropped.append((found, name))
             self._left += torch_books.forget(name)
         with self._lock:
-            self._cut.update(names)  # until the roles have gone on without them: who comes after this driver asks again
-        self.default.dropped(self._epoch if whole else None)
+            self._usable.cuts.update(names)  # until the roles have gone on: who comes after this driver asks again
+        self.default.dropped(self._usable.epoch if whole else None)
 
     def renewed(self) -> None:
         """The roles go on without those that were dropped."""
         with self._lock:
-            self._cut.clear()
+            self._usable.cuts.clear()
 
     def holders(self) -> list[str]:
         """Return which of the dropped groups somebody still holds, and know none as dropped after that. On the lane."""
