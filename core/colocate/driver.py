@@ -53,6 +53,8 @@ if TYPE_CHECKING:
     from colocate.features.looking.audit import Audit as Audit
     from colocate.features.looking.audit import audit_strays as audit_strays
     from colocate.features.looking.glance import Recent as Recent
+    from colocate.features.looking.idle import Idling as Idling
+    from colocate.features.looking.idle import idle as idle
     from colocate.features.memory.tables import GroupMemory as GroupMemory
     from colocate.features.memory.tables import SlotMemory as SlotMemory
 
@@ -60,11 +62,13 @@ _OF_FEATURES = {
     "Audit": "looking.audit",
     "CheckpointsOfGroup": "checkpoints.driver",
     "GroupMemory": "memory.tables",
+    "Idling": "looking.idle",
     "Recent": "looking.glance",
     "Saving": "checkpoints.saving",
     "SlotMemory": "memory.tables",
     "audit_strays": "looking.audit",
     "found_in": "checkpoints.checkpoint",
+    "idle": "looking.idle",
 }
 __getattr__ = features.offered(__name__, _OF_FEATURES)
 

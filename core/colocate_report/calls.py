@@ -5,12 +5,12 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 import attrs
 
-from colocate.driver import CallRecord, CheckpointRecord, MoveRecord
+from colocate.driver import CallRecord, CheckpointRecord, Idling, MoveRecord, idle
 from colocate.errors import ColocateError
 from colocate.features import CALLS
 from colocate.plugins import hookimpl
@@ -87,6 +87,7 @@ class Naps:
 
 
 K = TypeVar("K")
+N = TypeVar("N", int, float)
 KEPT_SPANS = 100_000  # a long run keeps its last hours in its report, and all of it in the totals
 
 
@@ -127,9 +128,13 @@ class CallLog:
     _handed_over: dict[tuple[str, str, str], int] = attrs.field(factory=dict, init=False)
     _naps: Naps = attrs.field(factory=lambda: Naps(time.time()), init=False)
     _saved: dict[str, float] = attrs.field(factory=dict, init=False)  # when a group's last checkpoint was made
+    _idling: Idling = attrs.field(init=False)
     _lost: dict[str, Restart] = attrs.field(factory=dict, init=False)  # those that aren't back
     _restarts: list[Restart] = attrs.field(factory=list, init=False)
     _lock: threading.Lock = attrs.field(factory=threading.Lock, init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self._idling = Idling(self._slot, KEPT_SPANS)
 
     @hookimpl
     def colocate_call_finished(self, record: CallRecord) -> None:
@@ -139,6 +144,7 @@ class CallLog:
         key = (record.group, record.role, record.method)
         longest = max((end - start for _, start, end in record.ran), default=0.0)
         with self._lock:
+            self._idling.add(record)
             calls, seconds = self._totals.get(key, (0, 0.0))
             self._totals[key] = calls + 1, seconds + longest
             for rank, start, end in record.ran:
@@ -165,6 +171,7 @@ class CallLog:
             slot = self._slot(record.group, record.role, record.rank)
             span = Span(record.group, slot, record.role, record.kind, record.start, record.end, record.why)
             self._spans.append(span)
+            self._idling.move(record)
             self._busy.append((span, record.start, Move.IN_CALL if record.in_call else Move.ALONE))
             times, nbytes = self._moved.get((record.group, record.role), (0, 0))
             self._moved[record.group, record.role] = times + 1, nbytes + record.nbytes
@@ -198,6 +205,22 @@ class CallLog:
             slots.setdefault((span.group, span.slot), []).append(busy)
         return tuple(contention(slots, moved, transferred, awake))
 
+    def idle(self, since: float, until: float) -> Mapping[str, float]:
+        """Return what slots waited for while they ran nothing: seconds of all slots, the most first.
+
+        Of a long run it is the last part.
+        """
+        with self._lock:
+            calls, moves = self._idling.copy()
+            slots = self._idling.slots()
+            if len(self._spans) >= KEPT_SPANS:
+                since = max(since, min((each.start for each in calls), default=since))
+        found: dict[str, float] = {}
+        for each in idle(calls, moves, dict.fromkeys(slots, (since, until))).values():
+            for why, seconds in each.items():
+                _add(found, why, seconds)
+        return dict(sorted(found.items(), key=lambda each: -each[1]))
+
     def restarts(self, saved: Sequence[float]) -> tuple[Restart, ...]:
         """Groups that were lost and are back; their state had also been saved at these times."""
         with self._lock:
@@ -218,6 +241,6 @@ class CallLog:
             return tuple(self._spans)
 
 
-def _add(counts: dict[K, int], key: K, more: int) -> None:
+def _add(counts: dict[K, N], key: K, more: N) -> None:
     if more:
-        counts[key] = counts.get(key, 0) + more
+        counts[key] = more + counts.get(key, 0)

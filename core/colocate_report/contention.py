@@ -112,6 +112,21 @@ def _overlap(some: Sequence[Interval], others: Sequence[Interval]) -> float:
     return total
 
 
+CAUSES = 12
+"""So many are told by name."""
+
+
+def idling(found: Mapping[str, float]) -> list[dict[str, str | float]]:
+    """Return rows of what slots waited for while they ran nothing: seconds, and which part of all of these."""
+    whole = sum(found.values())
+    told = sorted(found.items(), key=lambda each: -each[1])
+    rest = sum(seconds for _, seconds in told[CAUSES:])
+    told = [*told[:CAUSES], *([(f"{len(told) - CAUSES} others", rest)] if rest else [])]
+    return [
+        {"waited for": why, "idle (s)": round(seconds, 3), "part": f"{seconds / whole:.0%}"} for why, seconds in told
+    ]
+
+
 def waits(found: Sequence[RoleUse]) -> list[dict[str, str | float]]:
     """The same as rows, where there is anything to tell: seconds busy, waited for others, awake and moving; bytes."""
     slept, transferred = any(use.moved for use in found), any(use.transferred for use in found)

@@ -12,7 +12,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from colocate.texts import plural
 from colocate_report.calls import KEPT_SPANS
-from colocate_report.contention import waits
+from colocate_report.contention import idling, waits
 from colocate_report.curves import Curves, Series, curves, headline, series_of
 from colocate_report.ownership import Memory, Node, memory, ownership
 from colocate_report.record import saved, timed_phases, told_restarts
@@ -51,6 +51,7 @@ class Page:
     tables: tuple[Table, ...]
     times: Times
     waits: Table | None
+    idle: Table | None
     saved: str
     timeline: Timeline
     dropped: int
@@ -85,6 +86,7 @@ def page_of(record: RunRecord, error: str | None = None) -> Page:
     names = dict.fromkeys([*(total.role for total in record.totals), *(span.role for span in record.spans), *holding])
     # In the order of their first calls, with the number of the colour that is theirs on all of the page.
     roles, waiting = {name: index % COLOURS for index, name in enumerate(names)}, waits(record.contention)
+    idle_rows = idling(record.idle)
     series = series_of(record.metrics)
     dropped = len(record.spans) >= KEPT_SPANS
     start = min((span.start for span in record.spans), default=record.started) if dropped else record.started
@@ -100,6 +102,7 @@ def page_of(record: RunRecord, error: str | None = None) -> Page:
         log=record.log,
         times=times(timed_phases(record), record.totals, roles, record.seconds),
         waits=tables({"waits": waiting})[0] if waiting else None,
+        idle=tables({"idle": idle_rows})[0] if idle_rows else None,
         saved=saved(record),
         timeline=timeline(record.spans, roles, start, record.started + record.seconds, record.restarts),
         dropped=KEPT_SPANS if dropped else 0,

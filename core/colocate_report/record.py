@@ -99,6 +99,7 @@ class RunRecord:
         handed_over: What roles used of others' results that lay where they ran: the copies that fusing saved.
         contention: What roles did to each other on their slots (of a long run: in its last part).
         restarts: Groups that were lost while it ran, and made anew.
+        idle: Seconds in which slots ran nothing, by what they waited for, all added up (of a long run: its last part).
         memory: What the memory of the groups was used for when the job was done, of those that could be asked.
     """
 
@@ -122,6 +123,7 @@ class RunRecord:
     contention: Sequence[RoleUse] = ()
     handed_over: Sequence[HandedOver] = ()
     restarts: Sequence[Restart] = ()
+    idle: Mapping[str, float] = attrs.field(factory=dict)
 
     def __repr__(self) -> str:
         """Short: a notebook shows it, and a long run has a hundred thousand spans."""

@@ -179,7 +179,7 @@ class Scene:
         self._since = time.time()
         from colocate.driver import Recent  # of a feature, which who looks needn't have
 
-        self.recent = Recent()
+        self.recent = Recent(Driver(runtime).slot_of)
 
     def seen(self) -> dict[str, Any]:
         """Return what the groups do just now."""

@@ -291,6 +291,7 @@ def _record(begun: Begun, run: Run, calls: CallLog, started: float, start_up: fl
         start_up=start_up,
         memory=_memory(run),
         contention=calls.contention(),
+        idle=calls.idle(started + start_up, time.time()),
         handed_over=calls.handed_over(),
         restarts=calls.restarts([started + start_up, *run._checkpoints.times]),
         log=tail_of(run.directory / "log.txt"),

@@ -76,7 +76,7 @@ class Waiting(library.Role):
 
 def test_since_when_a_call_runs() -> None:
     """Not since it was asked for: another one was ahead of it."""
-    recent = glance.Recent()
+    recent = glance.Recent(lambda group, role, rank: rank)
     with library.connect() as runtime, Gate() as first, Gate() as second:
         runtime.observe(recent)
         group = runtime.reserve().spawn({"waiting": library.role(Waiting)}, name="policy")
@@ -153,7 +153,7 @@ def test_an_executor_that_there_is_not(colocate: CommandLine) -> None:
 
 def test_a_rank_that_is_ahead() -> None:
     """What it has done counts though the call isn't over: the other rank is the one that all wait for."""
-    recent = glance.Recent()
+    recent = glance.Recent(lambda group, role, rank: rank)
     with library.connect() as runtime, Gate() as soon, Gate() as late, Gate() as second:
         runtime.observe(recent)
         group = runtime.reserve(2).spawn({"waiting": library.role(Waiting)}, name="policy")

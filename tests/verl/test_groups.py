@@ -132,7 +132,7 @@ class TestSeveralClasses:
         with runtime.trace(trace):
             calls = both.spawn({"critic"})["critic"].train_mini_batch(tmp_path / "until")
             name = group_of(both).name
-            (now,) = [each for each in Driver(runtime).glance(Recent()) if each["group"] == name]
+            (now,) = [each for each in Driver(runtime).glance(Recent(Driver(runtime).slot_of)) if each["group"] == name]
             graph = runtime.graph.render("tree")
             (tmp_path / "until").touch()
             with pytest.raises(colocate.RoleError, match=r"critic\.train_mini_batch raised ValueError on rank"):

@@ -24,7 +24,7 @@ from colocate_run.screen import console, show_table, table_that_fits
 _HERE = "on this machine"
 _SIZES = ("holds", "asleep", "busy", "queue", "for")
 # What a narrow terminal leaves out first. What a role holds and what its slot runs stays longest.
-_SPARE = ("node", "device", "queue", "asleep", "busy", "for", "holds")
+_SPARE = ("node", "device", "queue", "idle for", "asleep", "busy", "for", "holds")
 
 
 @attrs.frozen
@@ -183,8 +183,15 @@ def _title(told: Mapping[str, Any]) -> str:
     return f"{told['job']} ({where}), {told['seconds']:.0f} s; busy: of the last {RECENT_S:.0f} s"
 
 
+def _idle(found: Mapping[str, float]) -> str:
+    """Return what a slot mostly waited for while it ran nothing."""
+    why, share = max(found.items(), key=lambda each: each[1], default=("", 0.0))
+    return f"{why} {share:.0%}" if share >= 0.005 else ""
+
+
 def rows(told: Mapping[str, Any]) -> Iterator[dict[str, str]]:
     """A row for each role of each slot; what the slot itself does is in its first one."""
+    idles = any(slot.get("idle") for group in told["groups"] for slot in group["slots"])
     for group in told["groups"]:
         for slot in group["slots"]:
             first = True
@@ -198,6 +205,7 @@ def rows(told: Mapping[str, Any]) -> Iterator[dict[str, str]]:
                     "holds": "" if role["bytes"] is None else size_text(role["bytes"]),
                     "asleep": size_text(role["asleep"]) if role["asleep"] else "",
                     "busy": f"{role['busy']:.0%}",
+                    **({"idle for": _idle(slot.get("idle", {})) if first else ""} if idles else {}),
                     "queue": str(slot["queue"]) if first else "",
                     "runs": (slot["call"] or "") if first else "",
                     "for": f"{slot['age']:.1f} s" if first and slot["age"] is not None else "",

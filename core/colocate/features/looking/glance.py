@@ -2,32 +2,56 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, cast
 
 from colocate._api.connection import Connection
 from colocate._calls.pending import PendingCall
 from colocate._calls.records import CallRecord, MoveRecord
 from colocate._system.deadline import Deadline
-from colocate._system.recent import RecentSpans
+from colocate._system.recent import RECENT_S, Interval, RecentSpans
 from colocate._worker_group.worker_group import WorkerGroup
 from colocate.errors import CapabilityError
+from colocate.features.looking.idle import Called, Idling, Slot, idle, label_of
 
 _LEDGERS_WITHIN_S = 1.0
+_MOST_RANKS = 20_000
 
 
 class Recent(RecentSpans[tuple[str, str, int]]):
     """An observer that knows how long each role has run on each slot in the last seconds: by group, role and rank."""
 
+    def __init__(self, slot_of: Callable[[str, str, int], int]) -> None:
+        """Begin to know it. Args: slot_of: Returns the slot of a group, a role and a rank."""
+        super().__init__()
+        self._since = time.time()
+        self._idling = Idling(slot_of, _MOST_RANKS)
+        self._of_idling = threading.Lock()
+
+    def idle(self, now: float, running: Iterable[Called], slots: Iterable[Slot]) -> dict[Slot, dict[str, float]]:
+        """Return which part of the last seconds slots ran nothing, by what they waited for; see `idle`."""
+        since = max(self._since, now - RECENT_S)
+        with self._of_idling:
+            self._idling.forget(since)
+            calls, moves = self._idling.copy()
+        found = idle([*calls, *running], moves, dict.fromkeys(slots, (since, now)))
+        return {slot: {why: seconds / RECENT_S for why, seconds in each.items()} for slot, each in found.items()}
+
     def colocate_call_finished(self, record: CallRecord) -> None:
         """A call has ended."""
+        with self._of_idling:
+            self._idling.add(record)
+            self._idling.forget(record.finished - 2 * RECENT_S)
         for rank, start, end in record.ran:
             self.add((record.group, record.role, rank), start, end)
 
     def colocate_memory_moved(self, record: MoveRecord) -> None:
         """A sleep or a wake is busy, too, but for one that is a part of a call."""
+        with self._of_idling:
+            self._idling.move(record)
         if not record.in_call:
             self.add((record.group, record.role, record.rank), record.start, record.end)
 
@@ -45,7 +69,24 @@ def glance(connection: Connection, recent: Recent) -> list[dict[str, Any]]:
         if call.role in worker_group.roles
     ]
     shares = recent.shares(now, more)
-    return [_group(worker_group, shares, recent) for worker_group in worker_groups]
+    unfinished = [each for worker_group in worker_groups for each in _unfinished(worker_group, recent, now)]
+    slots = [
+        (worker_group.name, each.slot) for worker_group in worker_groups for each in worker_group.workforce.workers
+    ]
+    waits = recent.idle(now, unfinished, slots)
+    return [_group(worker_group, shares, recent, waits) for worker_group in worker_groups]
+
+
+def _unfinished(worker_group: WorkerGroup, recent: Recent, now: float) -> list[Called]:
+    """Return the calls that run, as far as their ranks have begun: those that do run until now."""
+    found: dict[PendingCall, dict[Slot, Interval]] = {}
+    for call, slot, start, end in _done(worker_group):
+        found.setdefault(call, {})[worker_group.name, slot] = start, end
+    for slot, (call, since) in _running(worker_group, recent).items():
+        found.setdefault(call, {})[worker_group.name, slot] = since, now
+    return [
+        Called(label_of(call.role, call.method), call.submitted, call.submitted, ran) for call, ran in found.items()
+    ]
 
 
 def _running(worker_group: WorkerGroup, recent: Recent) -> dict[int, tuple[PendingCall, float]]:
@@ -70,7 +111,12 @@ def _done(worker_group: WorkerGroup) -> list[tuple[PendingCall, int, float, floa
     return [(call, call.targets[index], start, end) for call in calls for index, start, end in list(call.spans)]
 
 
-def _group(worker_group: WorkerGroup, shares: Mapping[tuple[str, str, int], float], recent: Recent) -> dict[str, Any]:
+def _group(
+    worker_group: WorkerGroup,
+    shares: Mapping[tuple[str, str, int], float],
+    recent: Recent,
+    waits: Mapping[Slot, Mapping[str, float]],
+) -> dict[str, Any]:
     # One that is starting, or hangs, doesn't answer: the rest is of use all the same.
     try:
         held, trouble = cast("Any", worker_group.part("memory")).asked_each(Deadline(_LEDGERS_WITHIN_S))
@@ -100,6 +146,7 @@ def _group(worker_group: WorkerGroup, shares: Mapping[tuple[str, str, int], floa
                 "queue": max(0, waiting[worker.slot] - 1),
                 "call": None if call is None else call.label,
                 "age": None if call is None else round(max(0.0, now - since), 3),
+                "idle": {why: round(share, 4) for why, share in waits[worker_group.name, worker.slot].items()},
                 "roles": roles,
             }
         )

@@ -1,0 +1,139 @@
+"""What idle slots waited for, by the order of calls: constructed times whose truth is known, and calls that run."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+
+import colocate
+from colocate import CallRecord, MoveRecord
+from colocate.driver import RECENT_S, Driver, Recent
+from colocate.features.looking.idle import DRIVER, MOVES, Called, Idling, Slot, idle
+from colocate_run.cli.top import rows
+
+A, B, C = ("policy", 0), ("policy", 1), ("rewards", 0)
+
+
+def called(label: str, submitted: float, ran: dict[Slot, tuple[float, float]], ready: float | None = None) -> Called:
+    return Called(label, submitted, submitted if ready is None else ready, ran)
+
+
+GENERATE = called("rollout.generate", 1.0, {A: (1.0, 3.0), B: (1.0, 6.0)})
+SCORE = called("reward.score", 6.5, {C: (6.5, 8.0)})
+UPDATE = called("actor.update", 8.0, {A: (8.0, 9.0), B: (8.0, 9.0)})
+
+
+def test_every_second_has_one_cause() -> None:
+    """Stragglers, then the driver's own half second, then the reward; before, between and after."""
+    found = idle([UPDATE, SCORE, GENERATE], (), dict.fromkeys((A, B, C), (0.0, 10.0)))
+    assert found[A] == {
+        "the last ranks of rollout.generate": 3.0,
+        "reward.score": 1.5,
+        DRIVER: 1.0 + 0.5 + 1.0,
+    }
+    assert found[B] == {"reward.score": 1.5, DRIVER: 1.0 + 0.5 + 1.0}
+    assert found[C] == {"rollout.generate": 5.0, "actor.update": 1.0, DRIVER: 1.0 + 0.5 + 1.0}
+    busy = {A: 3.0, B: 6.0, C: 1.5}
+    for slot, causes in found.items():
+        assert sum(causes.values()) == pytest.approx(10.0 - busy[slot])
+
+
+def test_what_goes_on_isnt_waited_for() -> None:
+    """A call elsewhere that still runs when the next one is made: the driver can't have waited for it."""
+    other = called("reward.score", 1.0, {C: (1.0, 9.0)})
+    first, then = called("actor.act", 1.0, {A: (1.0, 2.0)}), called("actor.act", 5.0, {A: (5.0, 6.0)})
+    assert idle([other, first, then], (), {A: (1.0, 6.0)})[A] == {DRIVER: 3.0}
+
+
+def test_a_value_from_elsewhere_is_waited_for() -> None:
+    """The call was made at once, and what it uses is there later."""
+    maker = called("reward.score", 1.0, {C: (1.0, 5.0)})
+    user = called("actor.update", 1.5, {A: (5.25, 6.0)}, ready=5.0)
+    found = idle([maker, user], (), {A: (1.0, 6.0)})[A]
+    assert found == pytest.approx({"reward.score": 4.0, DRIVER: 0.25})
+
+
+def test_the_longest_of_several_is_named() -> None:
+    """Of two that the driver waited for, the later one is what it had to wait for at last."""
+    short, long = called("a.run", 1.0, {B: (1.0, 2.0)}), called("b.run", 1.0, {C: (1.5, 4.0)})
+    then = called("actor.update", 4.0, {A: (4.0, 5.0)})
+    assert idle([short, long, then], (), {A: (1.0, 5.0)})[A] == {"b.run": 2.5, "a.run": 0.5}
+
+
+def test_memory_that_moves() -> None:
+    """Also amid a call, which is no less idle then; each second counts once."""
+    call = called("actor.act", 2.0, {A: (2.0, 5.0)})
+    moves = [(A, (1.0, 2.0)), (A, (1.5, 3.0)), (B, (0.0, 9.0))]
+    assert idle([call], moves, {A: (0.0, 6.0)})[A] == {MOVES: 2.0, DRIVER: 2.0}
+
+
+def test_calls_that_overlap_and_a_window() -> None:
+    """Those of async methods: what one covers isn't idle, and nothing counts that is outside of the window."""
+    long, inner = called("a.run", 1.0, {A: (1.0, 5.0)}), called("a.run", 2.0, {A: (2.0, 3.0)})
+    last = called("a.run", 7.0, {A: (7.0, 9.0)})
+    assert idle([long, inner, last], (), {A: (4.0, 8.0)})[A] == {DRIVER: 2.0}
+    assert idle([], (), {A: (4.0, 8.0)})[A] == {DRIVER: 4.0}
+
+
+def test_old_ones_are_forgotten() -> None:
+    idling = Idling(lambda group, role, rank: rank + 1, most=3)
+    for at in (1.0, 2.0, 3.0):
+        spans = ((0, at, at + 0.5), (1, at, at + 0.6))
+        idling.add(CallRecord("policy", "a", "run", (0, 1), at, at + 1, spans, False, None, at))
+        idling.move(MoveRecord("policy", "a", 0, "sleep", 1, at, at + 0.1, True, "asked for"))
+    sleep = CallRecord("policy", "", "the sleep", (0,), 1.0, 2.0, ((0, 1.0, 2.0),), False, None, 1.0)
+    idling.add(sleep)  # of which each move is told
+    calls, moves = idling.copy()
+    assert [each.submitted for each in calls] == [3.0]
+    assert len(moves) == 3
+    idling.forget(3.05)
+    assert [each.submitted for each in idling.copy()[0]] == [3.0]
+    assert len(idling.copy()[1]) == 1
+    assert idling.slots() == {("policy", 1), ("policy", 2)}
+
+
+class Sleeper(colocate.Role):
+    """Works for as long as it is told."""
+
+    @colocate.method(dispatch=colocate.PerRank("seconds"))
+    def work(self, seconds: Any) -> None:
+        time.sleep(seconds)
+
+
+def test_who_looks_sees_it_too() -> None:
+    """Rank 0 has ended and waits for rank 1, which goes on: at most of the seconds since somebody looks."""
+    with colocate.connect() as runtime, runtime.reserve(2) as pool:
+        sleeper = pool.spawn({"sleeper": colocate.role(Sleeper)}).role("sleeper", Sleeper)
+        driver = Driver(runtime)
+        recent = Recent(driver.slot_of)
+        runtime.observe(recent)
+        call = sleeper.work.submit([0.0, 0.6])
+        time.sleep(0.3)
+        first, second = driver.glance(recent)[0]["slots"]
+        call.result()
+    waited = first["idle"]["the last ranks of sleeper.work"] * RECENT_S
+    assert 0.2 < waited < 0.6
+    assert set(second["idle"]) <= {DRIVER}
+    assert [row["idle for"] for row in rows({"groups": [{"group": "g", "state": "ready", "slots": [first]}]})] == [
+        f"the last ranks of sleeper.work {waited / RECENT_S:.0%}"
+    ]
+
+
+def test_a_run_says_what_its_slots_waited_for(tmp_path: object) -> None:
+    """Rank 0 waits 0.4 s for rank 1, then both 0.2 s for a driver that does something else: of the run's 0.7 s."""
+    with colocate.connect() as runtime, runtime.reserve(2) as pool:
+        group = pool.spawn({"sleeper": colocate.role(Sleeper)}, name="policy")
+        sleeper = group.role("sleeper", Sleeper)
+        with colocate.record(runtime, f"{tmp_path}/run") as run:
+            sleeper.work([0.05, 0.45])
+            time.sleep(0.2)
+            sleeper.work([0.05, 0.05])
+        assert run.record is not None
+        found = run.record.idle
+        assert found["the last ranks of sleeper.work"] == pytest.approx(0.4, abs=0.1)
+        assert found[DRIVER] == pytest.approx(0.4, abs=0.2)
+        page = (run.directory / "report.html").read_text()
+    assert "What idle slots waited for" in page
+    assert "the last ranks of sleeper.work" in page
