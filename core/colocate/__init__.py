@@ -49,6 +49,7 @@ if TYPE_CHECKING:
         SerializationError,
         SleepingError,
         StaleWeightsError,
+        WeightsDifferError,
         WorkerDied,
     )
     from colocate.features.children.child import Child
@@ -56,6 +57,7 @@ if TYPE_CHECKING:
     from colocate.features.looking.audit import Audit
     from colocate.features.memory.tables import GroupMemory, RoleMemory, SlotMemory
     from colocate.features.rows.row_stream import RowStream
+    from colocate.features.weights.comparing import WeightsTable, compare_weights
     from colocate.features.weights.driver import sync_weights
     from colocate.features.weights.weights import Weights, WeightSync
     from colocate_report.record import Leaving, LogRecord, RunInfo, RunRecord
@@ -87,13 +89,14 @@ _HOMES = {
     "features.kinds.registered": "register_batch",
     "features.looking.audit": "Audit",
     "features.rows.row_stream": "RowStream",
+    "features.weights.comparing": "WeightsTable compare_weights",
     "features.weights.driver": "sync_weights",
     "features.weights.weights": "WeightSync Weights",
     "errors": (
         "BorrowedError CallCancelled CallTimeout CapabilityError ChildDied ClosedError ColocateError ConfigError "
         "DispatchError ClusterError ForkedError GroupRestarted MemoryBudgetError PipelineError PlacementError "
         "PlacementTimeout PluginError RenewalError RoleError RoleStartError SerializationError SleepingError "
-        "StaleWeightsError WorkerDied"
+        "StaleWeightsError WeightsDifferError WorkerDied"
     ),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
@@ -180,9 +183,12 @@ __all__ = [
     "TransferRecord",
     "WeightSync",
     "Weights",
+    "WeightsDifferError",
+    "WeightsTable",
     "WorkerDied",
     "as_completed",
     "checks",
+    "compare_weights",
     "connect",
     "context",
     "hookimpl",

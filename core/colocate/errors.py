@@ -295,6 +295,16 @@ class StaleWeightsError(ColocateError, RuntimeError):
     """A role's weights aren't those of its source any more, or only some of them: `sync_weights` brings them."""
 
 
+class WeightsDifferError(ColocateError, RuntimeError):
+    """After a sync a role's weights aren't what was to arrive, as `sync_weights(check=True)` has found.
+
+    Attributes:
+        names: The weights that differ, all of them, by the target's names.
+    """
+
+    names: tuple[str, ...] = ()
+
+
 class PipelineError(ColocateError, RuntimeError):
     """A call inside `group.pipeline()` that needs an answer before the pipeline has been sent."""
 

@@ -11,6 +11,7 @@ from colocate.errors import (
     SerializationError,
     SleepingError,
     StaleWeightsError,
+    WeightsDifferError,
 )
 
 OWN_WORDS = (
@@ -21,6 +22,7 @@ OWN_WORDS = (
     SerializationError,
     SleepingError,
     StaleWeightsError,
+    WeightsDifferError,
 )
 """Errors that are colocate's words wherever role code hasn't raised them: the caller is told them as they are."""
 

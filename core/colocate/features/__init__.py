@@ -40,7 +40,10 @@ class Feature(NamedTuple):
 FEATURES = {
     "balance": Feature(),
     "weights": Feature(
-        "driver:WeightsOfGroup", "worker:WeightsOfWorker", calls=("the sync of weights",), options=("weights",)
+        "driver:WeightsOfGroup",
+        "worker:WeightsOfWorker",
+        calls=("the sync of weights", "the digests of weights"),
+        options=("weights",),
     ),
     "checkpoints": Feature(
         "driver:CheckpointsOfGroup",

@@ -151,6 +151,7 @@ def sync_weights(
     dtype: torch.dtype | str | None = None,
     bucket: str | int = "256MiB",
     finite: bool = False,
+    check: bool = False,
     timeout: float | None = None,
 ) -> WeightSync:
     """Bring the weights of a role to another one, and wait until all of its ranks have them.
@@ -176,6 +177,9 @@ def sync_weights(
         dtype: What floating-point weights are converted to before the target gets them, as torch.bfloat16.
         bucket: How many bytes travel together between workers, as "256MiB": two of these are there at once.
         finite: Whether a weight that isn't finite is an error.
+        check: Whether the bits of what the target has then are compared with what was to arrive, converted to the
+            target's dtypes. The target has a method `named_weights` for that, too, which gives what it has under the
+            names under which it takes it. Each rank digests its tensors where they lie. Without it, nothing is.
         timeout: Seconds until it is given up; None for never.
 
     Returns:
@@ -184,18 +188,20 @@ def sync_weights(
     Raises:
         ConfigError: They don't fit; all that doesn't is told, and nothing was written.
         RoleError: `named_weights` or `load_weights` has raised; the target is stale if it had got some.
+        WeightsDifferError: A rank of the target has something else; the target is stale.
         SleepingError: Memory of one of them, or a weight, sleeps and is only woken by `group.wake`.
     """
     limited = limit(timeout, "sync_weights(timeout)", positive=True)
-    (worker_group, giver), (other, taker) = _viewed(source, "source"), _viewed(target, "target")
-    _check(worker_group, giver, other, taker)
+    worker_group, giver = viewed(source, "sync_weights", "source")
+    other, taker = viewed(target, "sync_weights", "target")
+    _check(worker_group, giver, other, taker, check)
     label = f"the sync of {giver.name} to {taker.name}"
     for each in {id(worker_group): worker_group, id(other): other}.values():
         if (recorder := recording(each)) is not None:
             recorder.refuse_call(label)
         each.check()
         refuse_inside(label, each.name)
-    given = _planned(worker_group, giver, other, taker, names, dtype, bucket, finite)
+    given = _planned(worker_group, giver, other, taker, names, dtype, bucket, finite, check)
     seconds = FOREVER_S if limited is None else limited
     found = _draft(other, label, given if worker_group is other else attrs.evolve(given, serves={}), seconds)
     if _waits.get():
@@ -211,37 +217,65 @@ def sync_weights(
     return cast("WeightSync", found.call)
 
 
-def _viewed(view: Any, what: str) -> tuple[WorkerGroup, RoleInfo]:
+def viewed(view: Any, asks: str, what: str) -> tuple[WorkerGroup, RoleInfo]:
+    """Return a view's group and role; `asks` is the function that was given it, as its argument `what`.
+
+    Raises:
+        ConfigError: It is no view.
+    """
     found = getattr(view, "__dict__", {}).get("_colocate_view")
     if found is None:
-        raise ConfigError(f"sync_weights({what}={view!r}): it is a view, as group.role(name) gives it")
+        raise ConfigError(f"{asks}({what}={view!r}): it is a view, as group.role(name) gives it")
     return found  # type: ignore[no-any-return]
 
 
-def _check(worker_group: WorkerGroup, giver: RoleInfo, other: WorkerGroup, taker: RoleInfo) -> None:
-    for role, name, example in (
-        (giver, "named_weights", "named_weights(self), which yields (name, tensor)"),
-        (taker, "load_weights", "load_weights(self, weights, version), which takes them from an iterator"),
-    ):
-        found = getattr(role.cls, name, None)
-        if not callable(found) and not isinstance(found, RoleMethod):
-            near = did_you_mean(name, [each for each in dir(role.cls) if not each.startswith("_")])
-            raise ConfigError(
-                f"sync_weights: {role.cls.__qualname__} (role {role.name!r}) has no method {example}{near}"
-            )
-        function = found.spec.function if isinstance(found, RoleMethod) else found
-        try:
-            inspect.signature(function).bind(*("self", "weights", "version")[: 1 if role is giver else 3])
-        except TypeError as error:
-            raise ConfigError(
-                f"sync_weights: {role.cls.__qualname__}.{name} (role {role.name!r}) must be {example}: {error}"
-            ) from None
+def _check(worker_group: WorkerGroup, giver: RoleInfo, other: WorkerGroup, taker: RoleInfo, check: bool) -> None:
+    has_method("sync_weights", giver, "named_weights")
+    has_method("sync_weights", taker, "load_weights")
+    if check:
+        has_method("sync_weights(check=True)", taker, "named_weights", _FOR_CHECK)
     if worker_group.services is not other.services:
         raise ColocateError(
             f"sync_weights: roles {giver.name!r} and {taker.name!r} are of two runtimes, and weights have no way there"
         )
     if worker_group is other and giver.name == taker.name:
         raise ConfigError(f"sync_weights: source and target are one role, {giver.name!r}")
+
+
+_METHODS = {
+    "named_weights": (1, "named_weights(self), which yields (name, tensor)"),
+    "load_weights": (3, "load_weights(self, weights, version), which takes them from an iterator"),
+}
+_FOR_CHECK = (
+    ". What it yields is compared with what was to arrive, under the names by which load_weights takes it; for modules "
+    "colocate.torch.named_weights(module) does it"
+)
+
+
+def has_method(asks: str, role: RoleInfo, name: str, more: str = "") -> None:
+    """Refuse a role that hasn't a method, or one that can't be called so.
+
+    Args:
+        asks: What needs it.
+        role: The role.
+        name: The method's name.
+        more: What else errors say.
+
+    Raises:
+        ConfigError: It hasn't.
+    """
+    count, example = _METHODS[name]
+    found = getattr(role.cls, name, None)
+    if not callable(found) and not isinstance(found, RoleMethod):
+        near = did_you_mean(name, [each for each in dir(role.cls) if not each.startswith("_")])
+        raise ConfigError(f"{asks}: {role.cls.__qualname__} (role {role.name!r}) has no method {example}{near}{more}")
+    function = found.spec.function if isinstance(found, RoleMethod) else found
+    try:
+        inspect.signature(function).bind(*("self", "weights", "version")[:count])
+    except TypeError as error:
+        raise ConfigError(
+            f"{asks}: {role.cls.__qualname__}.{name} (role {role.name!r}) must be {example}: {error}{more}"
+        ) from None
 
 
 def _planned(
@@ -253,6 +287,7 @@ def _planned(
     dtype: torch.dtype | str | None,
     bucket: str | int,
     finite: bool,
+    check: bool,
 ) -> SyncPlan:
     """How weights get from a role to another: in a slot that both have by reference, else each takes them from a rank.
 
@@ -316,6 +351,7 @@ def _planned(
         names=dict(names or {}),
         dtype=_dtype(dtype),
         finite=finite,
+        check=check,
         shares=shares,
         described=giver.name in weights_of(worker_group).described,
         bucket=size,
@@ -329,10 +365,14 @@ def _draft(worker_group: WorkerGroup, label: str, given: SyncPlan, timeout: floa
     info, spec = everyone(worker_group), WeightsOfWorker.calls[SYNC]
     planned = plan(spec.dispatch, {"plan": given}, info.ranks)
     draft = ready(worker_group, PendingCall(label, "", SYNC, info.slots), info, spec, planned, [], timeout)
-    roles = {given.source: "named_weights", given.target: "load_weights"}
-    draft.wakes = {
-        role: awake_for(worker_group.roles[role].cls, name) for role, name in roles.items() if role is not None
-    }
+    needs = [(given.source, "named_weights"), (given.target, "load_weights")]
+    if given.check:
+        needs.append((given.target, "named_weights"))
+    draft.wakes = {}
+    for role, name in needs:
+        if role is not None:
+            tags = awake_for(worker_group.roles[role].cls, name)
+            draft.wakes[role] = tuple(dict.fromkeys((*draft.wakes.get(role, ()), *tags)))
     return draft
 
 

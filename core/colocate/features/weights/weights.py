@@ -11,6 +11,7 @@ import attrs
 from colocate._system.nearest import did_you_mean
 from colocate._system.numbers import size_text
 from colocate.errors import ConfigError, StaleWeightsError
+from colocate.features.weights.messages import Digest
 
 if TYPE_CHECKING:
     import torch
@@ -108,9 +109,9 @@ class Weights(Iterator[tuple[str, "torch.Tensor"]]):
         ]
         near = {name: did_you_mean(name, missing or wanted) for name in unknown}
         said = [
-            *_few(f"{whose} has no {name}{hint}" for name, hint in near.items()),
-            *_few(f"{name} doesn't come" for name in missing),
-            *_few(odd),
+            *few(f"{whose} has no {name}{hint}" for name, hint in near.items()),
+            *few(f"{name} doesn't come" for name in missing),
+            *few(odd),
         ]
         if said:
             advice = ". Map names by sync_weights(names={'of the source': 'of the target'})" if unknown else ""
@@ -120,7 +121,8 @@ class Weights(Iterator[tuple[str, "torch.Tensor"]]):
             raise self.mismatch
 
 
-def _few(said: Iterable[str]) -> list[str]:
+def few(said: Iterable[str]) -> list[str]:
+    """Return the first mistakes of a kind, and how many others there are."""
     found = [*said]
     return found if len(found) <= _TOLD else [*found[:_TOLD], f"... and {len(found) - _TOLD} more"]
 
@@ -136,6 +138,25 @@ def _fits(spec: WeightSpec, tensor: torch.Tensor, shared: bool) -> bool:
     return alike and spec.shape == tuple(tensor.shape)
 
 
+def differences(arrived: Mapping[str, Digest], has: Mapping[str, Digest]) -> dict[str, str]:
+    """Return which weights aren't what has arrived, by the target's names, and how; both ends under these names.
+
+    What a target has under several names is right under each of them when it is under one that has come.
+    """
+    found: dict[str, str] = {}
+    for name, digest in arrived.items():
+        own = has.get(name)
+        if own is None:
+            found[name] = "isn't among those that it gives back"
+        elif own.content != digest.content:
+            found[name] = "has other bits" if own[:2] == digest[:2] else f"is {own}, and {digest} was to arrive"
+    comes = {has[name].tied for name in arrived if name in has}
+    for name, own in has.items():
+        if name not in arrived and own.tied not in comes:
+            found[name] = "hasn't come"
+    return found
+
+
 def awake_for(cls: type, name: str) -> Sequence[str]:
     """Return what of a role's memory its method needs in a sync: what it is declared with.
 
@@ -145,28 +166,33 @@ def awake_for(cls: type, name: str) -> Sequence[str]:
     return ("weights", "cache") if spec is None or spec.awake is None else spec.awake
 
 
-def described(weights: Iterable[tuple[str, torch.Tensor]], source: str) -> dict[str, WeightSpec]:
-    """Return the names, shapes and dtypes of weights, in order.
+def pairs(weights: Iterable[Any], source: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield weights, which are such.
 
     Raises:
         ConfigError: They are no pairs of a name and a tensor, a name comes twice, or there are none.
     """
     import torch
 
-    found: dict[str, WeightSpec] = {}
-    for each in weights:
-        pair: Any = each
+    came = set[str]()
+    for pair in weights:
         if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str)):
             raise ConfigError(f"named_weights of {source} yields {type(pair).__name__}: it yields (name, tensor)")
         name, tensor = pair
         if not isinstance(tensor, torch.Tensor):
             raise ConfigError(f"named_weights of {source}: {name!r} is {type(tensor).__name__}, and no tensor")
-        if name in found:
+        if name in came:
             raise ConfigError(f"named_weights of {source} yields {name!r} twice")
-        found[name] = _spec(tensor)
-    if not found:
+        came.add(name)
+        yield name, tensor
+        del pair, tensor
+    if not came:
         raise ConfigError(f"named_weights of {source} yields nothing")
-    return found
+
+
+def described(weights: Iterable[Any], source: str) -> dict[str, WeightSpec]:
+    """Return the names, shapes and dtypes of weights, in order. Raises: as `pairs`."""
+    return {name: _spec(tensor) for name, tensor in pairs(weights, source)}
 
 
 @attrs.define(eq=False)
@@ -237,13 +263,16 @@ class WeightSync:
         seconds: How long the slowest rank took.
         by: "shared" (the same tensors), "reference" (the source's tensors, copied by the target), "peers" (from worker
             to worker); several, in this order, where ranks differ.
+        checked: How many weights of the target were compared with the source's, and are right, with `check=True`; else
+            None.
     """
 
     version: int
     nbytes: int
     seconds: float
     by: tuple[str, ...]
+    checked: int | None = None
 
     def __str__(self) -> str:
-        how = " and ".join(self.by)
+        how = " and ".join(self.by) + ("" if self.checked is None else f", {self.checked} of them checked")
         return f"weights version {self.version}: {size_text(self.nbytes)} in {self.seconds:.3g} s by {how}"

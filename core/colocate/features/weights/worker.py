@@ -27,12 +27,22 @@ from colocate._role.method import RoleMethod, method
 from colocate._system.jobs import error_text
 from colocate._system.limits import CAUSE_WITHIN_S
 from colocate._system.nearest import did_you_mean
-from colocate._values.collect import Collect
+from colocate._values.collect import Collect, Gather
 from colocate._values.leaving import Watch, version
 from colocate._values.mesh import Ranks
-from colocate.errors import ColocateError, ConfigError, RoleError, SleepingError
-from colocate.features.weights.messages import BUCKETS, SYNC, Synced, SyncPlan
-from colocate.features.weights.weights import Received, Weights, WeightSpec, WeightSync, awake_for, described
+from colocate.errors import ColocateError, ConfigError, RoleError, SleepingError, WeightsDifferError
+from colocate.features.weights.messages import BUCKETS, DIGESTS, SYNC, Digest, Synced, SyncPlan, Wanted
+from colocate.features.weights.weights import (
+    Received,
+    Weights,
+    WeightSpec,
+    WeightSync,
+    awake_for,
+    described,
+    differences,
+    few,
+    pairs,
+)
 from colocate.wire import Area
 from colocate.worker.base import beside
 from colocate.worker.context import WorkerContext
@@ -44,6 +54,8 @@ from colocate.worker.serving.signal_handlers import calls_role_code
 
 if TYPE_CHECKING:
     import torch
+
+    from colocate.features.weights.digests import Digests
 
 _IN_CACHE = 16 << 20
 """What goes by the host's memory goes in so large parts, or weight by weight: what one process writes the other reads
@@ -63,7 +75,8 @@ class _JoinSynced(Collect):
             return None
         ways = {each.by for each in found}
         by = tuple(way for way in ("shared", "reference", "peers") if way in ways)
-        return WeightSync(found[0].version, found[0].nbytes, max(each.seconds for each in found), by)
+        checked = min([each.checked for each in found if each.checked is not None], default=None)
+        return WeightSync(found[0].version, found[0].nbytes, max(each.seconds for each in found), by, checked)
 
 
 class WeightsOfWorker(OfWorker):
@@ -77,6 +90,7 @@ class WeightsOfWorker(OfWorker):
         self._areas = [Area() for _ in range(_AREAS)]  # of what is offered: new memory costs more than a copy
         self._over: deque[tuple[int, list[WeakStorage]]] = deque()  # what was taken and isn't told to be over
         self._buffered: list[WeakStorage] = []  # what was taken, and was there when it was told to be over
+        self._sent: Mapping[str, Digest] | None = None  # what another worker says that it has offered
 
     # -- hooks
 
@@ -151,11 +165,13 @@ class WeightsOfWorker(OfWorker):
         roles = self._worker_context.roles
         source, target = roles.get(plan.source), roles.get(plan.target)
         start, slot = time.time(), self._worker_context.boot.slot
-        self._told = None
+        self._told = self._sent = None
         self._over.clear()  # of one that has failed
-        for role, name in ((source, "named_weights"), (target, "load_weights")):
+        needs = [(source, "named_weights"), (target, "load_weights"), (target if plan.check else None, "named_weights")]
+        for role, name in needs:
             if role is not None:
                 self._worker_context.have_awake(str(role.name), awake_for(type(role.instance), name))
+        check = _Check(self, target, plan) if plan.check and target is not None else None
         had = None if source is None else received_by(source)
         if had is not None and not had.whole:
             had.check(str(plan.source), f"the sync of {plan.giver} to {plan.taker}")
@@ -163,7 +179,8 @@ class WeightsOfWorker(OfWorker):
             by = "shared" if plan.shares else "reference"
             specs, given = self._source(source, plan)
             if takers := plan.serves.get(slot, 0):
-                given = self._offered(given, specs, takers, plan)
+                sent = _digests(plan.giver) if plan.check else None
+                given = self._offered(given, specs, takers, plan, sent)
                 # What will come is offered now: the target's ranks may wait for each other before they take any.
                 next(given)
         elif target is not None:
@@ -176,11 +193,15 @@ class WeightsOfWorker(OfWorker):
                 deque(given, maxlen=0)
                 return None
             received = target.parts["weights"] = received_by(target) or Received()
-            weights = Weights(plan.giver, given, specs, plan.shares)
+            weights = Weights(plan.giver, given if check is None else check.arriving(given), specs, plan.shares)
             try:
                 shared = self._load(source, target, weights, received, plan)
                 self._tell_over(plan)
                 self._worker_context.ran(target.name, f"the sync of {plan.giver} to {plan.taker}")
+                checked = None
+                if check is not None:
+                    checked = check.compared(self._sent)
+                    check.agree(self._meet(plan.members, "checked", check.first()))
                 self._meet(plan.members)
             except BaseException as error:
                 if weights.loaded:
@@ -192,7 +213,46 @@ class WeightsOfWorker(OfWorker):
         watch = Watch([*shared.values()], contents=self._worker_context.store.strict) if shared else None
         received.came(shared, watch)
         target.ctx.weights_version = received.version
-        return Synced(received.version, nbytes, time.time() - start, "shared" if weights.skipped else by)
+        return Synced(received.version, nbytes, time.time() - start, "shared" if weights.skipped else by, checked)
+
+    # -- comparing
+
+    @method(collect=Gather())
+    def digests(self, wanted: Wanted) -> dict[str, Digest] | None:
+        """Return the digests of a role's weights as they are now, by name; None where the worker hasn't the role.
+
+        Raises:
+            ConfigError: The role gives no weights, or none whose bits are here.
+            SleepingError: A weight sleeps.
+            BaseException: The role's code has raised.
+        """
+        import torch
+
+        role = self._worker_context.roles.get(wanted.role)
+        if role is None:
+            return None
+        self._worker_context.have_awake(wanted.role, awake_for(type(role.instance), "named_weights"))
+        found = _digests(wanted.whose)
+        for name, tensor in self.weights_of(role, wanted.whose):
+            dtype = wanted.dtypes.get(name)
+            found.add(name, tensor, None if dtype is None else getattr(torch, dtype))
+            del tensor
+        return found.told()
+
+    def weights_of(self, role: RoleInstance, whose: str) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield what a role has, as its `named_weights` gives it; `whose` is what errors call the role.
+
+        Raises:
+            ConfigError: It gives no pairs of a name and a tensor, or a name twice, or nothing.
+            SleepingError: A weight sleeps.
+        """
+        aways = [part.away() for part in self._worker_context.parts.values()]
+        weights = _each(role, _in_its_place(role, _function(role, "named_weights", whose)))
+        for name, tensor in pairs(weights, whose):
+            if any(away and tensor.untyped_storage()._cdata in away for away in aways):
+                raise SleepingError(f"weight {name} of {whose} sleeps: call group.wake before its bits are compared")
+            yield name, tensor
+            del tensor
 
     # -- the source
 
@@ -269,11 +329,16 @@ class WeightsOfWorker(OfWorker):
     # -- between workers
 
     def _offered(
-        self, given: Generator[tuple[str, torch.Tensor]], specs: Mapping[str, WeightSpec], takers: int, plan: SyncPlan
+        self,
+        given: Generator[tuple[str, torch.Tensor]],
+        specs: Mapping[str, WeightSpec],
+        takers: int,
+        plan: SyncPlan,
+        sent: Digests | None,
     ) -> Generator[tuple[str, torch.Tensor]]:
         """Offer weights to other workers bucket by bucket, of which two are there at once, and yield them here, too.
 
-        The first thing that it yields is of no use.
+        The first thing that it yields is of no use. `sent` has the digests of all that is offered, which follow it.
         """
         worker_context, keys = self._worker_context, _keys(plan)
         store, why_not = worker_context.store, worker_context.why_not
@@ -303,6 +368,8 @@ class WeightsOfWorker(OfWorker):
                         f"named_weights of {plan.giver} writes into a tensor that it has yielded before {name}: what "
                         "is made for the sync is a tensor of its own for each weight"
                     )
+                if sent is not None:
+                    sent.add(name, tensor)
                 bucket[name] = tensor
                 versions.append(version(tensor))
                 nbytes += _nbytes(specs[name])
@@ -315,7 +382,7 @@ class WeightsOfWorker(OfWorker):
                 offer(bucket)
                 yield from bucket.items()
             del bucket
-            offer(None)
+            offer(() if sent is None else tuple(sent.told().items()))
             while offered:
                 if store.wait_taken(taken := offered.popleft(), why_not):
                     areas[taken % len(areas)].close()
@@ -356,10 +423,12 @@ class WeightsOfWorker(OfWorker):
                 taking.over = first[0], _is_kept(first[1])
                 if taking.over[1]:
                     self._buffered += first[1]  # perhaps until the target has all of them
-            bucket: dict[str, torch.Tensor] | None = self._take(plan, key, taking)
-            over.append((key, [WeakStorage(each.untyped_storage()) for each in (bucket or {}).values()]))
-            if bucket is None:
+            bucket: dict[str, torch.Tensor] | tuple[tuple[str, Digest], ...] = self._take(plan, key, taking)
+            if not isinstance(bucket, dict):
+                over.append((key, []))
+                self._sent = dict(bucket)
                 return
+            over.append((key, [WeakStorage(each.untyped_storage()) for each in bucket.values()]))
             yield from bucket.items()
             del bucket
 
@@ -413,7 +482,7 @@ class WeightsOfWorker(OfWorker):
                 raise ours.with_traceback(None) from None
             raise
         if weights.skipped:
-            if plan.serves or plan.takes or source is None or source.ctx.world_size > plan.members:
+            if plan.check or plan.serves or plan.takes or source is None or source.ctx.world_size > plan.members:
                 deque(weights._given, maxlen=0)  # others take them, or are at what is done in common with them
         elif (left := next(weights._given, None)) is not None:
             raise RoleError(
@@ -469,21 +538,106 @@ class WeightsOfWorker(OfWorker):
             found[name] = tensor
         return found
 
-    def _meet(self, members: int) -> None:
-        """Wait until all ranks of the target have all weights."""
-        if members > 1:
-            call = running_call.get()
-            assert call is not None
-            rendezvous_key = f"weights {call.seq} {self._worker_context.lane.resumed}"
-            self._worker_context.ask(questions.Meet(rendezvous_key, members, None, False, None))
+    def _meet(self, members: int, what: str = "", value: Any = None) -> Any:
+        """Wait until all ranks of the target have all weights, or are so far; return what one of them has brought."""
+        if members == 1:
+            return value
+        call = running_call.get()
+        assert call is not None
+        rendezvous_key = f"weights {call.seq} {self._worker_context.lane.resumed}{what}"
+        return self._worker_context.ask(questions.Meet(rendezvous_key, members, value, False, None))
 
 
-WeightsOfWorker.calls = {SYNC: WeightsOfWorker.__dict__["sync"].spec}
+WeightsOfWorker.calls = {
+    SYNC: WeightsOfWorker.__dict__["sync"].spec,
+    DIGESTS: WeightsOfWorker.__dict__["digests"].spec,
+}
+
+
+class _Check:
+    """The comparing of what a rank of a target has with what was to arrive there.
+
+    A weight's bits are those of the source, converted as the target's own tensor has it. What another worker has sent
+    is compared with what has come, too.
+    """
+
+    def __init__(self, worker: WeightsOfWorker, target: RoleInstance, plan: SyncPlan) -> None:
+        """Raises: ConfigError, SleepingError: As `WeightsOfWorker.weights_of`; nothing was written."""
+        self._worker, self._target, self._plan = worker, target, plan
+        found = _in_its_place(target, _function(target, "named_weights", plan.taker))
+        specs = getattr(found, "specs", None) or described(_each(target, found), plan.taker)
+        self._dtypes = {name: spec.dtype for name, spec in specs.items()}
+        self._came, self._wanted = _digests(plan.giver), _digests(plan.giver)
+
+    def arriving(self, given: Generator[tuple[str, torch.Tensor]]) -> Generator[tuple[str, torch.Tensor]]:
+        """Yield weights, of which each is noted before."""
+        for name, tensor in given:
+            dtype = self._dtypes.get(name, tensor.dtype)
+            self._wanted.add(name, tensor, dtype)
+            if self._plan.takes and dtype != tensor.dtype:
+                self._came.add(name, tensor)
+            yield name, tensor
+            del tensor
+
+    def compared(self, sent: Mapping[str, Digest] | None) -> int:
+        """Return how many weights the target has, all of which are right.
+
+        Raises:
+            WeightsDifferError: Some aren't.
+        """
+        taker, rank = self._plan.taker, self._target.ctx.rank
+        self._arrived = wanted = self._wanted.told()
+        came = self._came.told()
+        found = {
+            name: "has come with other bits than were sent"
+            for name, digest in (sent or {}).items()
+            if came.get(name, wanted.get(name, digest)).content != digest.content
+        }
+        owns = _digests(taker)
+        for name, tensor in self._worker.weights_of(self._target, taker):
+            owns.add(name, tensor)
+            del tensor
+        has = owns.told()
+        found |= differences(wanted, has)
+        if not found:
+            return len(has)
+        said = "; ".join(few(f"{name} {how}" for name, how in found.items()))
+        raise WeightsDifferError(
+            f"{len(found)} of {len({*wanted, *has})} weights of {taker} on rank {rank} aren't those of "
+            f"{self._plan.giver} after the sync: {said}",
+            names=tuple(found),
+        )
+
+    def first(self) -> dict[str, int] | None:
+        """Return what the target's other ranks are to have got, on its first rank."""
+        return None if self._target.ctx.rank else {name: each.value for name, each in self._arrived.items()}
+
+    def agree(self, first: Mapping[str, int]) -> None:
+        """Compare with what the target's first rank has got.
+
+        Raises:
+            WeightsDifferError: This rank has other weights, from another rank of the source.
+        """
+        found = [name for name, each in self._arrived.items() if first.get(name) != each.value]
+        if found:
+            giver, taker = self._plan.giver, self._plan.taker
+            raise WeightsDifferError(
+                f"{len(found)} of {len(self._arrived)} weights that rank {self._target.ctx.rank} of {taker} has from "
+                f"{giver} aren't those that rank 0 has: the ranks of {giver} have different ones "
+                f"(colocate.compare_weights shows them): {'; '.join(few(found))}",
+                names=tuple(found),
+            )
 
 
 def received_by(role: RoleInstance) -> Received | None:
     """Return the weights that a role has from another one; None where it has its own."""
     return role.parts.get("weights")
+
+
+def _digests(whose: str) -> Digests:
+    from colocate.features.weights.digests import Digests  # which imports torch
+
+    return Digests(whose)
 
 
 def _keys(plan: SyncPlan) -> Iterator[int]:

@@ -36,6 +36,15 @@ Fault = Literal[
     "buffers",
     "waits",
     "ends badly",
+    "writes late",
+    "drifts",
+    "stale",
+    "bit",
+    "swaps",
+    "sign",
+    "hides",
+    "adds",
+    "shard",
 ]
 
 
@@ -135,6 +144,9 @@ class Giver(_HasNet):
         with torch.no_grad():
             for parameter in self.net.parameters():
                 parameter.add_(1)
+            if self.fault == "drifts":
+                self.net[0].weight[0, 0].neg_()
+                self.fault = None
 
     def renew(self) -> None:
         colocate.torch.renew(self.net)
@@ -177,6 +189,8 @@ class Giver(_HasNet):
             )
             if self.fault in ("twice", "again"):
                 yield name, tensor
+            if self.fault == "writes late" and number == 1:  # so that nobody notices, and before they travel
+                tensor.data.neg_()
 
 
 class Taker(_HasNet):
@@ -221,6 +235,61 @@ class Taker(_HasNet):
     @method
     def generate(self) -> int:
         return self.ctx.weights_version
+
+
+class Checked(Taker):
+    """Gives back what it has got, or what has become of it."""
+
+    def __init__(self, width: int = 8, seed: int = 0, dtype: str = "float32") -> None:
+        super().__init__(width, seed)
+        self.net.to(getattr(torch, dtype))
+
+    @method(awake=("weights",))
+    def load_weights(self, weights: Weights, version: int) -> None:
+        bias, scale = self.net[0].bias.data, self.net[0].scale
+        before = bias.clone()
+        super().load_weights(weights, version)
+        if self.fault == "stale":
+            bias.copy_(before)
+        elif self.fault == "bit":
+            self.net[0].weight.data.view(torch.uint8)[5, 3] ^= 1
+        elif self.fault == "swaps":
+            before.copy_(bias)
+            bias.copy_(scale)
+            scale.copy_(before)
+        elif self.fault == "sign":
+            self.net[0].weight.data.neg_()
+
+    @method(awake=("weights",))
+    def named_weights(self) -> Any:
+        weights = colocate.torch.named_weights(self.net)
+        if self.fault == "hides":
+            return (each for each in weights if each[0] != "0.bias")
+        if self.fault == "adds":
+            return itertools.chain(weights, [("2.bias", self.net[0].bias[:4])])
+        return weights
+
+
+class Halves(_HasNet):
+    """Has a part of each weight's rows on each of its ranks, as an engine with tensor parallelism; gives back whole."""
+
+    def __init__(self) -> None:
+        super().__init__(seed=1)
+        self.parts = {name: self._part(tensor) for name, tensor in self.net.state_dict().items()}
+
+    def _part(self, whole: torch.Tensor) -> torch.Tensor:
+        return whole.detach().chunk(self.ctx.world_size)[self.ctx.rank].clone()
+
+    def load_weights(self, weights: Weights, version: int) -> None:
+        for name, tensor in weights:
+            if name != "0.bias" or self.fault != "shard":
+                self.parts[name].copy_(self._part(tensor))
+
+    def named_weights(self) -> Any:
+        for name, part in self.parts.items():
+            found = [torch.empty_like(part) for _ in range(self.ctx.world_size)]
+            torch.distributed.all_gather(found, part, group=self.ctx.process_group())
+            yield name, torch.cat(found)
 
 
 class Swapper(Giver, Taker):

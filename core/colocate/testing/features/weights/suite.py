@@ -20,16 +20,20 @@ from colocate.errors import (
     RoleError,
     SleepingError,
     StaleWeightsError,
+    WeightsDifferError,
     WorkerDied,
 )
 from colocate.executor import OwnProcess
+from colocate.testing import assert_same_weights
 from colocate.testing.executors._base import ExecutorCase, Spawn, needs, needs_feature, of_executor
 from colocate.testing.features.weights.probes import (
     Asker,
+    Checked,
     Declared,
     Failure,
     Fault,
     Giver,
+    Halves,
     Plain,
     Sharer,
     Swapper,
@@ -662,4 +666,148 @@ class WeightSyncsBetween(ExecutorCase):
             colocate.sync_weights(group.role("giver"), group.role("taker"))
 
 
-AREAS = [WeightSyncs, WeightSyncsBetween]
+_BITS = r"0\.weight has other bits; 1\.weight has other bits"
+
+
+class WeightChecks(ExecutorCase):
+    """Whether weights are the same at both ends."""
+
+    @pytest.fixture
+    def checking(self, spawn: Spawn) -> ColocatedGroup:
+        """A source, and a target that gives back what it has, on two slots."""
+        pytest.importorskip("torch")
+        return spawn({"giver": colocate.role(Giver), "taker": colocate.role(Checked, seed=1)})
+
+    def test_weights_that_are_checked(self, checking: ColocatedGroup) -> None:
+        """All weights are, each time; without `check` none is."""
+        giver, taker = checking.role("giver", Giver), checking.role("taker", Checked)
+        for _ in range(2):
+            assert colocate.sync_weights(giver, taker, check=True).checked == 4
+            giver.step()
+        assert colocate.sync_weights(giver, taker).checked is None
+
+    @pytest.mark.parametrize(
+        ("fault", "says", "names"),
+        [
+            (
+                "stale",
+                r"1 of 4 weights of taker on rank 1 .*of giver after the sync: 0\.bias has other bits$",
+                "0.bias",
+            ),
+            ("bit", f"2 of 4 .*: {_BITS}$", "0.weight 1.weight"),
+            ("swaps", r"2 of 4 .*: 0\.bias has other bits; 0\.scale has other bits$", "0.bias 0.scale"),
+            ("sign", f"2 of 4 .*: {_BITS}$", "0.weight 1.weight"),
+            ("hides", r"1 of 4 .*: 0\.bias isn't among those that it gives back$", "0.bias"),
+            ("adds", r"1 of 5 .*: 2\.bias hasn't come$", "2.bias"),
+        ],
+    )
+    def test_weights_that_differ(self, checking: ColocatedGroup, fault: Fault, says: str, names: str) -> None:
+        """The target of a sync is stale then, until a whole one; nobody notices without a check."""
+        giver, taker = checking.role("giver", Giver), checking.role("taker", Checked)
+        taker.fail(1, fault)
+        colocate.sync_weights(giver, taker)
+        taker.generate()
+        with pytest.raises(WeightsDifferError, match=says) as caught:
+            colocate.sync_weights(giver, taker, check=True)
+        assert (caught.value.names, caught.value.rank) == ((*names.split(),), 1)
+        with pytest.raises(StaleWeightsError, match="a sync of giver to it has failed when 4 of 4 had come"):
+            taker.generate()
+        taker.fail(1, None)
+        assert colocate.sync_weights(giver, taker, check=True).version == 2
+
+    @of_executor
+    def test_weights_that_differ_between_groups(self, spawn: Spawn) -> None:
+        """What arrives is compared with what was sent, and what is there with what has come, of any dtype."""
+        pytest.importorskip("torch")
+        giver = spawn({"giver": colocate.role(Giver)}).role("giver", Giver)
+        roles: dict[str, Any] = {
+            "taker": colocate.role(Checked, seed=1),
+            "half": colocate.role(Checked, dtype="bfloat16"),
+            "small": colocate.role(Checked, dtype="float8_e4m3fn"),
+        }
+        group = spawn(roles, slots=2)
+        taker, half = group.role("taker", Checked), group.role("half", Checked)
+        for each in (taker, half, group.role("small", Checked)):
+            assert colocate.sync_weights(giver, each, check=True).checked == 4
+        taker.fail(1, "bit")
+        with pytest.raises(WeightsDifferError, match=f"taker on rank 1 .*{_BITS}"):
+            colocate.sync_weights(giver, taker, check=True)
+        half.fail(0, "stale")
+        giver.step()
+        with pytest.raises(WeightsDifferError, match=r"half on rank 0 .*0\.bias has other bits"):
+            colocate.sync_weights(giver, half, check=True)
+        half.fail(0, None)
+        giver.fail(0, "writes late")
+        giver.fail(1, "writes late")
+        with pytest.raises(WeightsDifferError, match=r": 0\.bias has come with other bits than were sent"):
+            colocate.sync_weights(giver, half, check=True)
+
+    @needs(OwnProcess)
+    def test_the_check_of_one_shard(self, spawn: Spawn) -> None:
+        """Where ranks have parts, that of one of them is noticed by all."""
+        pytest.importorskip("torch")
+        group = spawn({"giver": colocate.role(Giver, sharded=True), "taker": colocate.role(Halves)})
+        giver, taker = group.role("giver", Giver), group.role("taker", Halves)
+        assert colocate.sync_weights(giver, taker, check=True).checked == 4
+        assert colocate.compare_weights(giver, taker).same
+        giver.step()
+        taker.fail(1, "shard")
+        with pytest.raises(WeightsDifferError, match=r"1 of 4 .*: 0\.bias has other bits"):
+            colocate.sync_weights(giver, taker, check=True)
+
+    def test_ranks_of_a_source_that_differ(self, checking: ColocatedGroup) -> None:
+        """Each rank of the target has what its rank of the source gives, and they are two: the check says it."""
+        giver, taker = checking.role("giver", Giver), checking.role("taker", Checked)
+        giver.fail(1, "drifts")
+        giver.step()
+        colocate.sync_weights(giver, taker)
+        words = r"2 of 4 weights that rank 1 of taker has from giver aren't those that rank 0 has: .*: 0\.weight; 1\."
+        with pytest.raises(WeightsDifferError, match=words):
+            colocate.sync_weights(giver, taker, check=True)
+        with pytest.raises(StaleWeightsError):
+            taker.generate()
+
+    def test_a_check_that_can_say_nothing(self, checking: ColocatedGroup, spawn: Spawn) -> None:
+        """A target that gives nothing back is refused before anything is written, with what to do."""
+        giver = checking.role("giver", Giver)
+        other = spawn({"taker": colocate.role(Taker)}, slots=1).role("taker", Taker)
+        words = r"no method named_weights\(self\).*What it yields is compared .*colocate\.torch\.named_weights"
+        with pytest.raises(ConfigError, match=rf"sync_weights\(check=True\): Taker \(role 'taker'\) has {words}"):
+            colocate.sync_weights(giver, other, check=True)
+        with pytest.raises(ConfigError, match=r"compare_weights: Taker \(role 'taker'\) has no method named_weights"):
+            colocate.compare_weights(giver, other)
+        assert other.look()[0][1] == 0
+
+    def test_weights_of_two_roles(self, checking: ColocatedGroup, spawn: Spawn) -> None:
+        """The weights are compared as the second role would have got them, on all ranks of both; nothing changes."""
+        giver, taker = checking.role("giver", Giver), checking.role("taker", Checked)
+        half = spawn({"half": colocate.role(Checked, dtype="bfloat16")}, slots=1).role("half", Checked)
+        found = colocate.compare_weights(giver, taker)
+        assert [row["name"] for row in found.differing] == ["0.weight", "0.bias", "1.weight"]
+        with pytest.raises(AssertionError, match=r"(?s)3 of 4 weights of .*0\.bias +\[8\] float32"):
+            assert_same_weights(giver, taker)
+        for role in (taker, half):
+            colocate.sync_weights(giver, role)
+            assert_same_weights(giver, role)
+        taker.fail(1, "bit")
+        colocate.sync_weights(giver, taker)
+        found = colocate.compare_weights(giver, taker)
+        assert [(row["name"], row["differs"]) for row in found.differing] == [
+            ("0.weight", "on rank 1 of b"),
+            ("1.weight", "on rank 1 of b"),
+        ]
+        assert {row["differs"] for row in colocate.compare_weights(taker, taker).differing} == {"on rank 1 of a"}
+        taker.fail(0, "hides")
+        taker.fail(1, "hides")
+        found = colocate.compare_weights(giver, taker, names={"0.scale": None})
+        assert [(row["name"], row["differs"]) for row in found.differing if "bias" in row["name"]] == [
+            ("0.bias", "only in a")
+        ]
+        assert ("0.scale", "only in b") in [(row["name"], row["differs"]) for row in found.rows]
+        with pytest.raises(TypeError, match=r"neither true nor false"):
+            bool(found)
+        with pytest.raises(ConfigError, match=r"giver has no weight '0\.scal'; did you mean '0\.scale'"):
+            colocate.compare_weights(giver, taker, names={"0.scal": None})
+
+
+AREAS = [WeightSyncs, WeightSyncsBetween, WeightChecks]

@@ -1,0 +1,179 @@
+"""`compare_weights`: whether two roles have the same weights, bit by bit, by their digests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NoReturn
+
+import attrs
+
+from colocate._calls.pending import PendingCall
+from colocate._display import columns, page, reason, table
+from colocate._role.role import RoleInfo
+from colocate._signals.in_framework import refuse_to_wait
+from colocate._system.nearest import did_you_mean
+from colocate._system.numbers import FOREVER_S, limit
+from colocate._values.dispatch import plan
+from colocate._views.sending import everyone, ready, recording, refuse_inside, start
+from colocate._worker_group.worker_group import WorkerGroup
+from colocate.errors import ConfigError
+from colocate.features.weights.driver import has_method, viewed
+from colocate.features.weights.messages import DIGESTS, Digest, Wanted
+from colocate.features.weights.weights import awake_for
+from colocate.features.weights.worker import WeightsOfWorker
+
+_SHOWN = 32
+"""So many weights a table's text has."""
+_TO_SEE = "What it yields is what is compared; for modules colocate.torch.named_weights(module) does it"
+Found = Sequence[Mapping[str, Digest]]
+"""Digests by name, of each rank."""
+
+
+@attrs.frozen
+class _Weight:
+    name: str
+    a: str
+    b: str
+    differs: str
+
+
+@attrs.frozen
+class WeightsTable:
+    """The weights of two roles, side by side: by `compare_weights`.
+
+    It is neither true nor false: ask for `same`.
+
+    Attributes:
+        a: The first role, with its group.
+        b: The second one.
+        rows: For each weight of either, by b's names, what the two have ("[8, 8] float32", "" for nothing) and how they
+            differ ("" for not at all), by `name`, `a`, `b` and `differs`.
+    """
+
+    a: str
+    b: str
+    rows: Sequence[Mapping[str, str]]
+
+    @property
+    def same(self) -> bool:
+        """Whether all ranks of both have the same weights."""
+        return not self.differing
+
+    @property
+    def differing(self) -> Sequence[Mapping[str, str]]:
+        """The rows of those that differ."""
+        return [row for row in self.rows if row["differs"]]
+
+    def __bool__(self) -> NoReturn:
+        raise TypeError("a table of weights is neither true nor false: ask for .same, or .differing")
+
+    def __str__(self) -> str:
+        found = self.differing
+        if not found:
+            return self._said()
+        lines = [list(found[0]), *([*row.values()] for row in found[:_SHOWN])]
+        more = [f"... and {len(found) - _SHOWN} more"] if len(found) > _SHOWN else []
+        return "\n".join([self._said(), *columns(lines, [False] * len(lines[0])), *more])
+
+    def _repr_html_(self) -> str:
+        found = self.differing
+        return page(reason(self._said(), "bad" if found else ""), table(found))
+
+    def _said(self) -> str:
+        of = f"of {len(self.rows)} weights of {self.a} and {self.b}"
+        return f"{len(self.differing)} {of} differ" if self.differing else f"0 {of} differ: all bits are the same"
+
+
+def compare_weights(
+    a: Any, b: Any, *, names: Mapping[str, str | None] | None = None, timeout: float | None = None
+) -> WeightsTable:
+    """Compare the weights of two roles bit by bit, as their methods `named_weights` give them, and wait for it.
+
+    Each rank of either digests its tensors where they lie, and all are compared with those of a's first rank, so that
+    ranks which have drifted apart are told, too; `compare_weights(a, a)` compares a's ranks alone. Where dtypes of
+    floating-point numbers differ, a's weights are compared as a sync to b would have converted them. The two may be of
+    any groups and runtimes. Both calls have their place in their groups' orders, b's before a's.
+
+    Args:
+        a: The view of a role with `named_weights`, as an actor's: gathered whole, if it is sharded.
+        b: Likewise, as of a role with an engine.
+        names: What b calls weights, by what a calls them; None for one that isn't compared.
+        timeout: Seconds until a call is given up; None for never.
+
+    Raises:
+        ConfigError: One has no `named_weights`, or what comes are no whole tensors.
+        SleepingError: A weight sleeps, and is only woken by `group.wake`.
+        RoleError: `named_weights` has raised.
+    """
+    limited = limit(timeout, "compare_weights(timeout)", positive=True)
+    seconds = FOREVER_S if limited is None else limited
+    refuse_to_wait("compare_weights")
+    (one, first), (other, second) = viewed(a, "compare_weights", "a"), viewed(b, "compare_weights", "b")
+    for role in (first, second):
+        has_method("compare_weights", role, "named_weights", f". {_TO_SEE}")
+    alone = one is other and first.name == second.name
+    have = _digests(other, second, {}, seconds)
+    called = dict(names or {})
+    wanted = {_origin(name, called): digest.dtype for ranks in have for name, digest in ranks.items()}
+    given = have if alone else _digests(one, first, wanted, seconds)
+    if unknown := [name for name in called if name not in given[0]]:
+        near = did_you_mean(unknown[0], given[0])
+        raise ConfigError(f"compare_weights(names=...): {first.name} has no weight {unknown[0]!r}{near}")
+    left = [
+        {to: digest for name, digest in rank.items() if (to := called.get(name, name)) is not None} for rank in given
+    ]
+    a_name, b_name = (f"{group.name}.{role.name}" for group, role in ((one, first), (other, second)))
+    return WeightsTable(a_name, b_name, [attrs.asdict(each) for each in _rows(left, left[:1] if alone else have)])
+
+
+def _origin(name: str, names: Mapping[str, str | None]) -> str:
+    """Return what role a calls a weight of role b."""
+    return next((own for own, called in names.items() if called == name), name)
+
+
+def _digests(worker_group: WorkerGroup, role: RoleInfo, dtypes: Mapping[str, str], timeout: float) -> Found:
+    label = f"the comparing of {role.name}'s weights"
+    if (recorder := recording(worker_group)) is not None:
+        recorder.refuse_call(label)
+    worker_group.check()
+    refuse_inside(label, worker_group.name)
+    info, spec = everyone(worker_group), WeightsOfWorker.calls[DIGESTS]
+    wanted = Wanted(role.name, f"{worker_group.name}.{role.name}", dtypes)
+    planned = plan(spec.dispatch, {"wanted": wanted}, info.ranks)
+    draft = ready(worker_group, PendingCall(label, "", DIGESTS, info.slots), info, spec, planned, [], timeout)
+    draft.wakes = {role.name: awake_for(role.cls, "named_weights")}
+    found = start(draft).result()
+    return [found[slot] for slot in role.slots]
+
+
+def _rows(a: Found, b: Found) -> Iterator[_Weight]:
+    first = a[0]
+    for name in dict.fromkeys(name for rank in (*a, *b) for name in rank):
+        ours, theirs = [rank.get(name) for rank in a], [rank.get(name) for rank in b]
+        own, other = next(filter(None, ours), None), next(filter(None, theirs), None)
+        if other is None:
+            how = "only in a"
+        elif own is None:
+            if other.tied in first:  # the same tensor, of which a has one name
+                continue
+            how = "only in b"
+        else:
+            wanted = _content(first.get(name))
+            apart = [(ours, "a"), (theirs, "b")]
+            said = [_ranks([_content(each) != wanted for each in ranks], whose) for ranks, whose in apart]
+            how = " and ".join(filter(None, said))
+        yield _Weight(name, str(own or ""), str(other or ""), how)
+
+
+def _content(digest: Digest | None) -> object:
+    return None if digest is None else digest.content
+
+
+def _ranks(differ: Sequence[bool], whose: str) -> str:
+    """Say on which ranks something differs from a's first rank."""
+    ranks = [rank for rank, found in enumerate(differ) if found]
+    if not ranks:
+        return ""
+    if len(ranks) == len(differ):
+        return f"on all ranks of {whose}" if len(differ) > 1 else f"in {whose}"
+    return f"on rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} of {whose}"
