@@ -1,7 +1,8 @@
 """How much of the suite runs where: core's laws once, on processes, and what an executor does itself on each.
 
 `make test` asks engines of others, and what stands for them, for the tests to begin with; Dask stands for all that is
-kept by keepers, and what lies on two machines has tests of its own. `make suites` runs all that the test files ask for.
+kept by keepers, and what lies on two machines has tests of its own. Features run on core alone: their tests have
+processes, and what threads may do otherwise. `make suites` runs all that the test files ask for.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ IN_MAKE_TEST = {
 }
 # Pools without a driver: each test takes several drivers of their own. `make test` has what holds of one that leaves.
 DETACHED = ("attaching",)
-SUITES = ("colocate.testing.executors.", "colocate.testing.features.")
+FEATURES = "colocate.testing.features."
+SUITES = ("colocate.testing.executors.", FEATURES)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -28,5 +30,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             continue
         area, level = function.__module__.removesuffix(".suite").rpartition(".")[2], getattr(function, "level", "core")
         item.extra_keyword_matches.add(area)
-        if LEVELS.index(level) > LEVELS.index(IN_MAKE_TEST.get(item.path.stem, "smoke")) or area in DETACHED:
+        most = IN_MAKE_TEST.get(item.path.stem, "smoke")
+        if item.path.stem == "test_dask" and function.__module__.startswith(FEATURES):
+            most = "smoke"
+        if LEVELS.index(level) > LEVELS.index(most) or area in DETACHED:
             item.add_marker("long")
