@@ -71,6 +71,7 @@ DOORS = {
     ("_role.context", "features.children.child"),
     ("_api.runtime", "features.looking.audit"),
     ("_api.runtime", "features.looking.graph"),
+    ("_api.runtime", "features.recordings.driver"),
     ("_role.method", "features.rows.row_stream"),
 }
 

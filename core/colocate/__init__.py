@@ -56,6 +56,15 @@ if TYPE_CHECKING:
     from colocate.features.kinds.registered import register_batch
     from colocate.features.looking.audit import Audit
     from colocate.features.memory.tables import GroupMemory, RoleMemory, SlotMemory
+    from colocate.features.recordings.driver import Recorder
+    from colocate.features.recordings.reading import (
+        RecordedCall,
+        RecordedError,
+        RecordedRole,
+        RecordedRow,
+        Recording,
+        load_recording,
+    )
     from colocate.features.rows.row_stream import RowStream
     from colocate.features.weights.comparing import WeightsTable, compare_weights
     from colocate.features.weights.driver import sync_weights
@@ -88,6 +97,8 @@ _HOMES = {
     "features.memory.tables": "GroupMemory RoleMemory SlotMemory",
     "features.kinds.registered": "register_batch",
     "features.looking.audit": "Audit",
+    "features.recordings.driver": "Recorder",
+    "features.recordings.reading": "RecordedCall RecordedError RecordedRole RecordedRow Recording load_recording",
     "features.rows.row_stream": "RowStream",
     "features.weights.comparing": "WeightsTable compare_weights",
     "features.weights.driver": "sync_weights",
@@ -155,6 +166,12 @@ __all__ = [
     "Pool",
     "PoolPart",
     "Ranks",
+    "RecordedCall",
+    "RecordedError",
+    "RecordedRole",
+    "RecordedRow",
+    "Recorder",
+    "Recording",
     "Reduce",
     "Rendezvous",
     "RenewalError",
@@ -196,6 +213,7 @@ __all__ = [
     "launch",
     "library",
     "load_config",
+    "load_recording",
     "method",
     "needs",
     "record",

@@ -12,7 +12,19 @@ from colocate.testing.probes.plain import Echo
 
 HELD = ("alive", "close", "name", "owner", "state")
 SURFACE = {
-    "runtime": (*HELD, "attach", "audit", "detached", "graph", "groups", "observe", "reserve", "seed", "trace"),
+    "runtime": (
+        *HELD,
+        "attach",
+        "audit",
+        "detached",
+        "graph",
+        "groups",
+        "observe",
+        "record",
+        "reserve",
+        "seed",
+        "trace",
+    ),
     "pool": (*HELD, "detach", "groups", "slots", "spares", "spawn"),
     "group": (
         *HELD,

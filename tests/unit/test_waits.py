@@ -47,6 +47,7 @@ KNOWN = {
     "worker.residents.passing": "a large argument that another worker passes on, or why it can't",
     "worker.lane": "work",
     "features.children.process": "what a function is, from the worker that has started the process",
+    "features.recordings.files": "room among what is to be written, by the lane that records",
     "features.rows.row_queue": "what the driver says of rows, by a method that yields them",
     "worker.serving.host": "the place of background lanes, by the main one",
     "worker.birth.main": "the host, which is made beside the main thread; and its end",

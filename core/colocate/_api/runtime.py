@@ -45,6 +45,7 @@ from colocate.executor import Detachable, Executor, Growing, Labelled, OwnProces
 if TYPE_CHECKING:
     from colocate.features.looking.audit import Audit
     from colocate.features.looking.graph import Graph
+    from colocate.features.recordings.driver import Recorder
     from colocate_report.trace import Trace
 
 _log = logging.getLogger("colocate")
@@ -165,6 +166,27 @@ class Runtime(Held[Connection], node=Connection, by="colocate.connect"):
         trace = Trace(self, Path(path))
         self.observe(trace)
         return trace
+
+    def record(self, views: Any, folder: str | os.PathLike[str], *, limit: str | int | None = None) -> Recorder:
+        """Write what the calls of roles give into a folder, from now on: to look at, to replay, to compare with.
+
+        Each rank writes its own part, beside its calls: values as they are when a call ends, rows with their order,
+        errors, and what tells arguments from others. The folder is one that driver and workers share.
+        `colocate.load_recording` reads it, also while it grows.
+
+        Args:
+            views: A view, as `group.role(name)` gives it, or several.
+            folder: Where to; none that is there, or one with recordings of other roles.
+            limit: How much is written at most, as "20GiB": the recording ends there with a warning.
+
+        Returns:
+            What records them; a context manager that ends it.
+
+        Raises:
+            ConfigError: What is given is no view of this runtime, or the role is recorded already, also there.
+        """
+        found: Recorder = features.module("recordings.driver").record(views, folder, limit, self._node.services)
+        return found
 
     def reserve(
         self,

@@ -73,6 +73,9 @@ FEATURES = {
     "kinds": Feature(),
     "looking": Feature(),
     "pipelines": Feature(),
+    "recordings": Feature(
+        "driver:RecordingsOfGroup", "worker:RecordingsOfWorker", calls=("the recording",), messages=("Noticed",)
+    ),
     "functions": Feature(worker="worker:FunctionsOfWorker", calls=("a function",)),
     "standalone": Feature(alone="calls:StandaloneCall"),
 }

@@ -1,4 +1,4 @@
-"""The command line: `colocate run / check / plan / schema / example / top / plugins / doctor / audit / groups / close`.
+"""The command line: `colocate run`, `check`, `plan` ... each is a function here.
 
 Commands are imported when they are run, and what completes them when a shell asks.
 """
@@ -235,6 +235,18 @@ def top(
 
     cluster = Cluster(file, executor, address, changes or [], not no_import)
     raise typer.Exit(show_top(job, cluster, once=once, every=every, json=json))
+
+
+@app.command()
+def recordings(
+    run: Annotated[Path, typer.Argument(help="The run's folder, or that of a recording.", show_default=False)],
+    role: Annotated[str | None, typer.Option("--role", metavar="NAME", help="List each call of this role.")] = None,
+    json: Json = False,
+) -> None:
+    """List what was recorded in a run: calls of roles, with their sizes."""
+    from colocate_run.cli.recordings import show_recordings
+
+    raise typer.Exit(show_recordings(run, role, json=json))
 
 
 @app.command()

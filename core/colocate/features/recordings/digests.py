@@ -1,0 +1,135 @@
+"""What is remembered of a call's arguments: small enough to be kept, and enough to say where others differ."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+from typing import Any, TypeAlias
+
+from colocate._definitions.structure import named, structure_of
+from colocate._system.imported import imported
+from colocate._values.leaving import fields
+from colocate._values.plain import PLAIN, is_plain
+
+Digest: TypeAlias = Mapping[str, Sequence[Sequence[str]]]
+"""By parameter: paths of what lies in it, each with what is remembered of that."""
+
+_SHOWN = 40  # letters of a value that is remembered as it is
+_SINGLY = 16  # parts of a list, and of all that a parameter has, that are remembered one by one
+_REST = "this and more"
+_WHOLE = 1 << 16  # bytes of a tensor that are all looked at
+_SAMPLE = 1024  # numbers of a larger one that are
+
+
+def digest_of(arguments: Mapping[str, Any]) -> Digest:
+    """Return what is remembered of arguments: of a large tensor its type, shape and a fixed sample."""
+    found = {}
+    for name, value in arguments.items():
+        try:
+            leaves = [*_leaves(value, "")]
+        except RecursionError:
+            leaves = [("", "what leads to itself")]
+        if rest := leaves[_SINGLY:]:
+            leaves = [*leaves[:_SINGLY], (rest[0][0], f"{_REST}#{_hash(repr(rest).encode())}")]
+        found[name] = leaves
+    return found
+
+
+def first_difference(recorded: Digest, now: Digest) -> str | None:
+    """Return where arguments differ first from others, in words; None where they don't."""
+    for name in dict.fromkeys([*recorded, *now]):
+        if name not in recorded or name not in now:
+            return f"{name} {_gone if name in recorded else _new}"
+        before, after = ({each[0]: each[1] for each in digest[name]} for digest in (recorded, now))
+        for path in dict.fromkeys([*before, *after]):
+            if path not in before or path not in after:
+                return f"{name}{path} {_gone if path in before else _new}"
+            (was, _, contents), (has, _, others) = before[path].partition("#"), after[path].partition("#")
+            if was == has == _REST and contents != others:
+                return f"{name}{path}, or what comes after it, is another one"
+            if was != has:
+                return f"{name}{path} is {has}, and was {was}"
+            if contents != others:
+                return f"{name}{path} is {has} with other contents"
+    return None
+
+
+_gone, _new = "was given, and is not", "is given, and was not"
+
+
+def _leaves(value: Any, path: str) -> Iterator[tuple[str, str]]:
+    kind: type = type(value)
+    torch, numpy = imported("torch"), imported("numpy")
+    if kind in PLAIN:
+        yield path, _short(repr(value), value)
+    elif torch is not None and isinstance(value, torch.Tensor):
+        yield path, _of_tensor(torch, value)
+    elif numpy is not None and isinstance(value, numpy.ndarray):
+        what = f"{value.dtype}{[*value.shape]}"
+        yield path, what if value.dtype.hasobject else f"{what}#{_hash(_sample(numpy, value).tobytes())}"
+    elif (structure := structure_of(kind)) is not None:
+        for inner, each in named(structure.open(value)):
+            yield from _leaves(each, path + inner)
+    elif fields(kind):
+        for name in fields(kind):
+            yield from _leaves(getattr(value, name, None), f"{path}.{name}")
+    elif isinstance(value, dict):
+        for key, each in value.items():
+            yield from _leaves(each, f"{path}[{key!r}]")
+        if not value:
+            yield path, "{}"
+    elif isinstance(value, list | tuple):
+        if not value or (len(value) > _SINGLY and is_plain([*value])):
+            yield path, f"{kind.__name__} of {len(value)}#{_hash(repr(value).encode())}"
+        else:
+            for index, each in enumerate(value):
+                yield from _leaves(each, f"{path}[{index}]")
+    elif isinstance(value, set | frozenset):
+        yield path, f"{kind.__name__} of {len(value)}#{_hash(repr(sorted(map(repr, value))).encode())}"
+    elif numpy is not None and isinstance(value, numpy.generic):
+        yield path, _short(repr(value.item()), value)
+    else:  # nobody knows what it consists of
+        yield path, f"a {kind.__qualname__}"
+
+
+def _short(text: str, value: Any) -> str:
+    if len(text) <= _SHOWN:
+        return text
+    return f"{type(value).__name__} of {len(text)}#{_hash(text.encode('utf-8', 'backslashreplace'))}"
+
+
+def _of_tensor(torch: Any, tensor: Any) -> str:
+    what = f"{str(tensor.dtype).removeprefix('torch.')}{[*tensor.shape]}"
+    tensor = tensor.detach()
+    if tensor.is_nested and str(tensor.layout) == "torch.jagged":
+        return f"{what}#{_of_tensor(torch, tensor.values())}{_of_tensor(torch, tensor.offsets())}"
+    if tensor.layout != torch.strided or tensor.is_meta or tensor.is_quantized:
+        return what
+    if tensor.numel() * tensor.element_size() > _WHOLE:
+        at = _at(tensor.numel(), str(tensor.device))
+        tensor = tensor.view(-1)[at] if tensor.is_contiguous() else tensor[torch.unravel_index(at, tensor.shape)]
+    data = tensor.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).cpu().numpy()
+    return f"{what}#{_hash(data)}"
+
+
+def _sample(numpy: Any, array: Any) -> Any:
+    if array.nbytes <= _WHOLE:
+        return array
+    return array[numpy.unravel_index(_places(array.size), array.shape)]
+
+
+@lru_cache(64)
+def _at(count: int, device: str) -> Any:
+    import torch
+
+    return torch.tensor(_places(count), device=device)
+
+
+def _places(count: int) -> list[int]:
+    """Return which of so many numbers are looked at: some from the beginning to the end."""
+    return [index * (count - 1) // (_SAMPLE - 1) for index in range(_SAMPLE)]
+
+
+def _hash(data: Any) -> str:
+    return hashlib.blake2b(data, digest_size=8).hexdigest()

@@ -1,0 +1,371 @@
+"""The files of a recording: a folder for each role, in which each rank has files of documents, one after the other.
+
+    FOLDER/GROUP.ROLE/role.json
+    FOLDER/GROUP.ROLE/rank-0.0000.calls, rank-0.0001.calls ...
+
+They are readable while they grow. Of a rank that was killed the last document may be torn: it isn't read.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from io import FileIO
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from colocate._system.files import json_of, write_whole
+from colocate._system.jobs import JobThread, error_text
+from colocate._system.nearest import did_you_mean
+from colocate._system.numbers import size_text
+from colocate.errors import ConfigError, SerializationError
+from colocate.features.recordings.values import MOST_HEADER, Find, head_of, unpacked
+
+IN_RUN = "recording"
+"""What the folder of a recording is called in that of a run."""
+ROLE = "role.json"
+STEPS = "steps.jsonl"
+_ENDED = "ended"
+_FILE_BYTES = 256 << 20
+_QUEUED_BYTES = 256 << 20
+_LOOKS_BYTES = 16 << 20  # what a rank writes until it looks again how large the whole is
+
+
+def folder_of(given: str | os.PathLike[str]) -> Path:
+    """Return where a recording lies, given its folder, or that of its run.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    folder = Path(os.path.abspath(given))
+    found = folder / IN_RUN if (folder / IN_RUN).is_dir() else folder
+    if not found.is_dir():
+        raise ConfigError(f"there is no recording in {folder}: there is no such folder")
+    if not any(found.glob(f"*/{ROLE}")):
+        raise ConfigError(f"there is no recording in {folder}: it was to have a folder for each role, with {ROLE}")
+    return found
+
+
+@attrs.frozen
+class RoleFolder:
+    """Where the calls of a role are recorded, and what is told of it.
+
+    Attributes:
+        path: The folder.
+        group: The group's name.
+        role: The role's name.
+        cls: Its class, as "module:Class".
+        ranks: How many it had.
+        seed: The runtime's.
+        methods: Those that it has.
+    """
+
+    path: Path
+    group: str
+    role: str
+    cls: str
+    ranks: int
+    seed: int
+    methods: Sequence[str]
+
+    def begin(self) -> None:
+        """Make the folder.
+
+        Raises:
+            ConfigError: It is there already, or can't be made.
+        """
+        told = {key: value for key, value in attrs.asdict(self).items() if key != "path"}
+        try:
+            self.path.mkdir(parents=True)
+            write_whole(self.path / ROLE, json.dumps({**told, "format": 1}))
+        except FileExistsError:
+            raise ConfigError(f"{self.path} is there already: give the recording a folder of its own") from None
+        except OSError as error:
+            raise ConfigError(f"the recording's folder {self.path} can't be made: {error_text(error)}") from error
+
+    @classmethod
+    def read(cls, path: Path) -> RoleFolder:
+        """Return what is told in a folder.
+
+        Raises:
+            ConfigError: It is no such folder.
+        """
+        try:
+            told = json_of(path / ROLE)
+            if told.pop("format") != 1:
+                raise ConfigError(f"{path} was recorded by a later version of colocate")
+            return cls(path, **told)
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+            raise ConfigError(f"{path / ROLE} can't be read: {error_text(error)}") from error
+
+    @classmethod
+    def find(cls, given: str | os.PathLike[str], group: str, role: str) -> RoleFolder:
+        """Return that of a role: of this group's, else of the only one of its name.
+
+        Raises:
+            ConfigError: It isn't there.
+        """
+        found = {each.parent.name: each.parent for each in folder_of(given).glob(f"*/{ROLE}")}
+        named = [name for name in found if name == f"{group}.{role}"] or [
+            name for name in found if name.partition(".")[2] == role
+        ]
+        if len(named) != 1:
+            hint = did_you_mean(role, [name.partition(".")[2] for name in found])
+            what = "several" if named else "no"
+            has = ", ".join(sorted(found))
+            raise ConfigError(f"the recording in {given} has {what} role {role!r}: it has {has}{hint}")
+        return cls.read(found[named[0]])
+
+
+# -- writing
+
+
+class Writer:
+    """Writes what a rank records, on a thread of its own, while what waits isn't more than some memory.
+
+    Attributes:
+        values: The bytes that were given to it.
+    """
+
+    def __init__(self, folder: Path, rank: int, limit: int | None, tell: Callable[[str], object]) -> None:
+        """Begin. Args: limit: Bytes of the whole recording. tell: Told in words why it has ended before its end."""
+        self._folder, self._rank, self._limit, self._tell = folder, rank, limit, tell
+        self._thread = JobThread(f"colocate-recording-{folder.name}-{rank}", self._failed)
+        self._room = threading.Condition()
+        self._queued = self._number = self._size = self._unlooked = 0
+        self._file: FileIO | None = None
+        self.ended = False
+
+    def add(self, pieces: Sequence[Any], length: int) -> None:
+        """Write a document some time soon; wait while too much is to be written. Nothing once it has ended."""
+        with self._room:
+            self._room.wait_for(lambda: self.ended or not self._queued or self._queued + length <= _QUEUED_BYTES)
+            if self.ended:
+                return
+            self._queued += length
+        self._thread.soon(partial(self._write, pieces, length))
+
+    def close(self, within_s: float | None = None) -> None:
+        """Write what is left. Args: within_s: Seconds that it may take; None for those of a worker's end."""
+        is_over = self._thread.close(within_s)
+        self._end()
+        if is_over and self._file is not None:
+            self._file.close()
+            self._file = None
+
+    # -- on its thread
+
+    def _write(self, pieces: Sequence[Any], length: int) -> None:
+        try:
+            if not self.ended and self._has_room(length):
+                file = self._next_file()
+                begin = file.tell()
+                try:
+                    for piece in pieces:
+                        left = memoryview(piece).cast("B")
+                        while left:
+                            left = left[file.write(left) :]
+                except OSError:
+                    file.truncate(begin)
+                    raise
+                self._size += length
+                self._unlooked += length
+        finally:
+            with self._room:
+                self._queued -= length
+                self._room.notify_all()
+
+    def _next_file(self) -> FileIO:
+        if self._file is None or self._size >= _FILE_BYTES:
+            if self._file is not None:
+                self._file.close()
+            self._file = FileIO(self._folder / f"rank-{self._rank}.{self._number:04}.calls", "x")
+            self._number, self._size = self._number + 1, 0
+        return self._file
+
+    def _has_room(self, length: int) -> bool:
+        if self._limit is None:
+            return True
+        mark = self._folder.parent / _ENDED
+        if mark.exists():  # another rank has found it full
+            self._end()
+            return False
+        if self._unlooked + length >= min(_LOOKS_BYTES, self._limit // 64) or not self._number:
+            self._unlooked = 0
+            if size_of(self._folder.parent) + length > self._limit:
+                self._end()
+                mark.touch()
+                self._tell(
+                    f"the recording in {self._folder.parent} has {size_text(self._limit)}, its limit: nothing is "
+                    "recorded any more, and the run goes on"
+                )
+                return False
+        return True
+
+    def _failed(self, error: BaseException) -> None:
+        self._end()
+        self._tell(f"nothing of {self._folder.name}, rank {self._rank}, is recorded any more: {error_text(error)}")
+
+    def _end(self) -> None:
+        with self._room:
+            self.ended = True
+            self._room.notify_all()
+
+
+def size_of(folder: Path) -> int:
+    """Return the bytes of a recording."""
+    return sum(each.stat().st_size for each in folder.glob("*/*.calls"))
+
+
+# -- reading
+
+
+@attrs.frozen
+class Document:
+    """A document in a file: what it tells of itself, and where its value lies."""
+
+    about: Mapping[str, Any]
+    path: Path
+    begin: int
+    length: int
+    nbytes: int  # with its head
+    entries: Mapping[str, Any]
+
+    def value(self, find: Find, device: str | None = None) -> Any:
+        """Return its value; see `values.unpacked`.
+
+        Raises:
+            SerializationError: It can't be made here.
+            OSError: It can't be read.
+        """
+        data = bytearray(self.length)
+        with FileIO(self.path) as file:
+            file.seek(self.begin)
+            left = memoryview(data)
+            while left and (count := file.readinto(left)):
+                left = left[count:]
+        if left:
+            raise SerializationError(f"{self.path} is shorter than it was")
+        return unpacked(data, self.entries, find, device)
+
+
+class RankFiles:
+    """The documents of a rank, read one after the other as they are asked for.
+
+    Attributes:
+        is_torn: Whether the last one isn't whole, as far as was read.
+    """
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self._folder, self._rank = folder, rank
+        self._number = self._at = 0
+        self.is_torn = False
+
+    def more(self) -> Iterator[Document]:
+        """Give those that weren't given before, and are there."""
+        while True:
+            path = self._folder / f"rank-{self._rank}.{self._number:04}.calls"
+            try:
+                with open(path, "rb") as file:
+                    size = os.fstat(file.fileno()).st_size
+                    while (document := self._read(file, path, size)) is not None:
+                        self._at += document.nbytes
+                        yield document
+            except FileNotFoundError:
+                return
+            self.is_torn = self._at < size
+            if not (self._folder / f"rank-{self._rank}.{self._number + 1:04}.calls").exists():
+                return
+            self._number, self._at = self._number + 1, 0
+
+    def _read(self, file: Any, path: Path, size: int) -> Document | None:
+        file.seek(self._at)
+        head = file.read(8)
+        length = int.from_bytes(head, "little")
+        if len(head) < 8 or self._at + 8 + length > size:
+            return None
+        try:
+            if length > MOST_HEADER:
+                raise ValueError(f"a head of {size_text(length)}")
+            about, entries, body = head_of(file.read(length))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise SerializationError(f"{path} is damaged at byte {self._at}: {error_text(error)}") from error
+        begin = self._at + 8 + length
+        return None if begin + body > size else Document(about, path, begin, body, 8 + length + body, entries)
+
+
+@attrs.define
+class RankCall:
+    """What a rank gave in a call.
+
+    Attributes:
+        method: The method.
+        number: Which of its calls it was, from 0, counted from where the recording begins.
+        place: Which of all calls of the role, on this rank.
+        rows: Of one whose rows end one by one these, in the order in which they have ended.
+        end: Its value, or error, or that its rows are all; None of one that hasn't ended.
+    """
+
+    method: str
+    number: int
+    place: int
+    rows: list[Document] = attrs.field(factory=list)
+    end: Document | None = None
+
+    @property
+    def about(self) -> Mapping[str, Any]:
+        """Return what is told of the call."""
+        return self.end.about if self.end is not None else self.rows[-1].about
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes that the call has in files."""
+        return sum(each.nbytes for each in (*self.rows, *([] if self.end is None else [self.end])))
+
+
+class RankCalls:
+    """The calls of a rank, as far as was read.
+
+    Attributes:
+        found: Those, by method and number.
+        files: Where they are read.
+    """
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self.files = RankFiles(folder, rank)
+        self.found: dict[tuple[str, int], RankCall] = {}
+        self._more: Iterator[Document] = iter(())
+
+    def get(self, method: str, number: int) -> RankCall | None:
+        """Return a call that has ended; reads as far as needed."""
+        while (found := self.found.get((method, number))) is None or found.end is None:
+            if not self.read():
+                return None
+        return found
+
+    def all(self) -> Mapping[tuple[str, int], RankCall]:
+        """Return all that are there."""
+        while self.read():
+            pass
+        return self.found
+
+    def read(self) -> bool:
+        """Read one document; False where there is no other one now."""
+        document = next(self._more, None)
+        if document is None:
+            self._more = self.files.more()
+            if (document := next(self._more, None)) is None:
+                return False
+        about = document.about
+        key = about["method"], about["call"]
+        call = self.found.setdefault(key, RankCall(*key, about["place"]))
+        if "row" in about:
+            call.rows.append(document)
+        else:
+            call.end = document
+        return True

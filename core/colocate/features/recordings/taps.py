@@ -1,0 +1,376 @@
+"""Taps: what sees each call of a role, and what it gave. One records; others replay, or compare.
+
+A role that has one has other routes: its calls are run by this feature, which has the feature run them that would have
+run them. Roles without one have nothing of this.
+"""
+
+from __future__ import annotations
+
+import abc
+import hashlib
+import random
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from colocate._protocol.consequence import PutBack
+from colocate._role.context import RowState, running_call
+from colocate._role.method_spec import MethodSpec
+from colocate._system.imported import imported
+from colocate._system.jobs import message_of
+from colocate._system.tracebacks import told
+from colocate.features.recordings.digests import Digest, digest_of
+from colocate.features.recordings.files import Writer
+from colocate.features.recordings.values import NotRecorded, packed
+from colocate.worker.context import WorkerContext
+from colocate.worker.lane import Work
+from colocate.worker.serving.role_instance import RoleInstance
+from colocate.worker.serving.signal_handlers import calls_role_code
+
+NAME = "recordings"
+
+
+@attrs.define(eq=False)
+class Seen:
+    """A call that a tap sees.
+
+    Attributes:
+        method: The method.
+        number: Which of its calls it is, from 0, since the tap sees them.
+        place: Which of the role's, likewise.
+        seq: Its number in the order of its group.
+        digest: What is remembered of its arguments.
+        begun: When it began, in seconds of time.time().
+        rows: How many of its rows have ended.
+        drew: Where its role's generator stood afterwards; "" where it has none.
+        defaults: The states of the process's default generators, if the call has changed them for all of the process.
+    """
+
+    method: str
+    number: int
+    place: int
+    seq: int
+    digest: Digest
+    begun: float
+    rows: int = 0
+    drew: str = ""
+    defaults: Any = None
+
+
+class Tap(abc.ABC):
+    """Sees the calls of a role on a rank; on its lane."""
+
+    @abc.abstractmethod
+    def gave(self, seen: Seen, value: Any) -> None:
+        """See what a call gave."""
+
+    @abc.abstractmethod
+    def gave_row(self, seen: Seen, row: int, value: Any, digest: Digest) -> None:
+        """See a row of one that has ended, with the digest of what it was given.
+
+        Of a method that yields, which gets all rows at once, the value is what it has yielded, and there is no digest.
+        """
+
+    @abc.abstractmethod
+    def raised(self, seen: Seen, error: BaseException, row: int | None = None) -> None:
+        """See what a call, or a row of it, has raised."""
+
+    @abc.abstractmethod
+    def over(self, seen: Seen) -> None:
+        """See that a call is over whose rows end one by one."""
+
+
+class Player(abc.ABC):
+    """Answers calls in the place of a role."""
+
+    @abc.abstractmethod
+    def begins(self, seen: Seen) -> None:
+        """Find what is the answer to a call, or refuse it."""
+
+    @abc.abstractmethod
+    def value(self, seen: Seen) -> Any:
+        """Return what a call gave, or raise what it has raised."""
+
+    @abc.abstractmethod
+    def row(self, seen: Seen, row: int, digest: Digest) -> Any:
+        """Return, or raise, what came of a row."""
+
+    @abc.abstractmethod
+    def rows(self, seen: Seen) -> Iterator[Any]:
+        """Give the rows of a call that yields them."""
+
+
+class Tapped:
+    """The calls of a role that has taps.
+
+    Attributes:
+        methods: The methods as the role declares them.
+        taps: Who sees what they give.
+        player: Who answers them; None for the role itself.
+        before: How many calls of each method came before these.
+    """
+
+    def __init__(self, context: WorkerContext, role: RoleInstance) -> None:
+        self._context, self._role = context, role
+        self.methods = role.methods
+        self.taps: tuple[Tap, ...] = ()
+        self.player: Player | None = None
+        self._before: dict[str, int] = {}
+        self._places = 0
+        self._under_way: dict[int, Seen] = {}
+        routed = {name: self._routed(spec) for name, spec in role.methods.items()}
+        role.routes = {name: (routed[name], label) for name, (_, label) in role.routes.items()}
+
+    def counts_from_here(self) -> None:
+        """Count the calls that come: from the recording's first one on, or after a restore."""
+        self._before, self._places = dict(self._role.ctx._calls), 0
+
+    def _routed(self, spec: MethodSpec) -> MethodSpec:
+        function = spec.function if spec.feature is None else self._in_rows(spec)
+        routed = attrs.evolve(spec, function=function)
+        object.__setattr__(routed, "feature", NAME)  # it is frozen
+        return routed
+
+    # -- a call
+
+    def runs(self, work: Work, code: Callable[[object, dict[str, Any]], Any]) -> Callable[..., Any]:
+        """Return what runs a call, given what would without taps. On its lane."""
+        if not self.taps and self.player is None:
+            return code
+        spec = self.methods[work.spec.name]
+        ends_in_rows = spec.feature is not None
+
+        def run(instance: object, arguments: dict[str, Any]) -> Any:
+            seen = self._begin(work, spec, arguments)
+            run_it = code
+            if self.player is not None:
+                try:
+                    self.player.begins(seen)
+                except BaseException:
+                    del self._under_way[seen.seq]
+                    raise
+                if not ends_in_rows:
+                    run_it = self._played_async if spec.is_async else self._played
+            if spec.is_async:
+                return self._awaited(seen, run_it, instance, arguments, ends_in_rows)
+            try:
+                result = run_it(instance, arguments)
+            except BaseException as error:
+                self._failed(seen, error)
+                raise
+            self._ended(seen, result, ends_in_rows)
+            return result
+
+        return calls_role_code(run)
+
+    def _begin(self, work: Work, spec: MethodSpec, arguments: Mapping[str, Any]) -> Seen:
+        assert work.place is not None
+        method, count = work.place
+        known = self._under_way.get(work.seq)  # it was put back
+        place = self._places if known is None else known.place
+        self._places += known is None
+        seen = Seen(method, count - self._before.get(method, 0), place, work.seq, digest_of(arguments), time.time())
+        if self._context.in_process and not spec.is_async:
+            seen.defaults = _defaults()
+        self._under_way[work.seq] = seen
+        return seen
+
+    @calls_role_code
+    async def _awaited(self, seen: Seen, code: Any, instance: object, arguments: Any, ends_in_rows: bool) -> Any:
+        try:
+            result = await code(instance, arguments)
+        except BaseException as error:
+            self._failed(seen, error)
+            raise
+        self._ended(seen, result, ends_in_rows)
+        return result
+
+    def _played(self, instance: object, arguments: Any) -> Any:
+        call = running_call.get()
+        assert call is not None
+        assert self.player is not None
+        return self.player.value(self._under_way[call.seq])
+
+    async def _played_async(self, instance: object, arguments: Any) -> Any:
+        return self._played(instance, arguments)
+
+    def _ended(self, seen: Seen, result: Any, ends_in_rows: bool) -> None:
+        self._look(seen)
+        for tap in self.taps:
+            if ends_in_rows:
+                tap.over(seen)
+            else:
+                tap.gave(seen, result)
+
+    def _failed(self, seen: Seen, error: BaseException) -> None:
+        if isinstance(error, PutBack):
+            return
+        self._look(seen)
+        for tap in self.taps:
+            tap.raised(seen, error)
+
+    def _look(self, seen: Seen) -> None:
+        """See what a call has drawn."""
+        del self._under_way[seen.seq]
+        generator = self._role.ctx._generator
+        if generator is not None:
+            seen.drew = hashlib.blake2b(generator.get_state().numpy().tobytes(), digest_size=8).hexdigest()
+        if seen.defaults is not None:
+            now = _defaults()
+            seen.defaults = None if repr(now) == repr(seen.defaults) else now
+
+    # -- its rows
+
+    def _in_rows(self, spec: MethodSpec) -> Callable[..., Any]:
+        if spec.rows is not None:
+            return self._given(spec, spec.rows)
+        return self._yielded_async(spec) if spec.is_async else self._yielded(spec)
+
+    def _given(self, spec: MethodSpec, parameter: str) -> Callable[..., Any]:
+        @calls_role_code
+        async def row(instance: object, *args: Any, **kwargs: Any) -> Any:
+            state = running_call.get()
+            if not isinstance(state, RowState) or (seen := self._under_way.get(state.seq)) is None:
+                return await spec.function(instance, *args, **kwargs)
+            digest = digest_of({parameter: spec.bind((instance, *args)[1:], kwargs).get(parameter)})
+            try:
+                if self.player is not None:
+                    value = self.player.row(seen, state.row, digest)
+                else:
+                    value = await spec.function(instance, *args, **kwargs)
+            except BaseException as error:
+                for tap in self.taps:
+                    tap.raised(seen, error, state.row)
+                raise
+            for tap in self.taps:
+                tap.gave_row(seen, state.row, value, digest)
+            seen.rows += 1
+            return value
+
+        return row
+
+    def _items(self, spec: MethodSpec, instance: object, args: Any, kwargs: Any) -> tuple[Seen | None, Any]:
+        call = running_call.get()
+        seen = None if call is None else self._under_way.get(call.seq)
+        if seen is not None and self.player is not None:
+            return seen, self.player.rows(seen)
+        return seen, spec.function(instance, *args, **kwargs)
+
+    def _saw(self, seen: Seen | None, item: Any) -> None:
+        if seen is not None:
+            index = item[0] if isinstance(item, tuple) and item and type(item[0]) is int else seen.rows
+            for tap in self.taps:
+                tap.gave_row(seen, index, item, {})
+            seen.rows += 1
+
+    def _yielded(self, spec: MethodSpec) -> Callable[..., Any]:
+        @calls_role_code
+        def items(instance: object, *args: Any, **kwargs: Any) -> Iterator[Any]:
+            seen, found = self._items(spec, instance, args, kwargs)
+            try:
+                for item in found:
+                    self._saw(seen, item)
+                    yield item
+            finally:
+                found.close()
+
+        return items
+
+    def _yielded_async(self, spec: MethodSpec) -> Callable[..., Any]:
+        @calls_role_code
+        async def items(instance: object, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
+            seen, found = self._items(spec, instance, args, kwargs)
+            if seen is not None and self.player is not None:
+                for item in found:
+                    self._saw(seen, item)
+                    yield item
+                return
+            try:
+                async for item in found:
+                    self._saw(seen, item)
+                    yield item
+            finally:
+                await found.aclose()
+
+        return items
+
+
+def _defaults() -> tuple[Any, ...]:
+    """Return the states of the process's default generators."""
+    torch, numpy = imported("torch"), sys.modules.get("numpy.random")
+    return (
+        None if torch is None else torch.get_rng_state().numpy().tobytes(),
+        random.getstate(),
+        None if numpy is None else numpy.get_state(),
+    )
+
+
+def have_defaults(states: Sequence[Any]) -> None:
+    """Have the process's default generators stand where they stood."""
+    of_torch, of_random, of_numpy = states
+    if of_torch is not None and (torch := imported("torch")) is not None:
+        torch.set_rng_state(torch.frombuffer(bytearray(of_torch), dtype=torch.uint8))
+    random.setstate(of_random)
+    if of_numpy is not None and (numpy := sys.modules.get("numpy.random")) is not None:
+        numpy.set_state(of_numpy)
+
+
+class RecordingTap(Tap):
+    """Writes what a role gives on a rank."""
+
+    def __init__(self, folder: str, rank: int, limit: int | None, tell: Callable[[str], object]) -> None:
+        self._writer = Writer(Path(folder), rank, limit, tell)
+        self._tell = tell
+        self._told: set[str] = set()
+
+    def gave(self, seen: Seen, value: Any) -> None:
+        """Write what a call gave, as it is now."""
+        self._add(seen, value)
+
+    def gave_row(self, seen: Seen, row: int, value: Any, digest: Digest) -> None:
+        """Write a row."""
+        self._add(seen, value, row=row, digest=digest)
+
+    def raised(self, seen: Seen, error: BaseException, row: int | None = None) -> None:
+        """Write an error: its class, its text, and its traceback as text."""
+        kind = type(error)
+        failed = {"class": f"{kind.__module__}:{kind.__qualname__}", "text": message_of(error), "trace": told(error)}
+        what: dict[str, Any] = {"error": failed} if row is None else {"error": failed, "row": row}
+        try:
+            self._add(seen, (error.args, getattr(error, "__dict__", {})), strict=True, **what)
+        except NotRecorded:
+            self._add(seen, ((failed["text"],), {}), **what)
+
+    def over(self, seen: Seen) -> None:
+        """Write how many rows there were."""
+        self._add(seen, None, rows=seen.rows)
+
+    def close(self, within_s: float | None = None) -> None:
+        """Write what is left."""
+        self._writer.close(within_s)
+
+    def _add(self, seen: Seen, value: Any, strict: bool = False, **more: Any) -> None:
+        if self._writer.ended:
+            return
+        about = {"method": seen.method, "call": seen.number, "place": seen.place, "seq": seen.seq}
+        about |= {"begun": round(seen.begun, 6), "ended": round(time.time(), 6)}
+        if "row" not in more:
+            about["digest"] = seen.digest
+            about |= {"drew": seen.drew} if seen.drew else {}
+        about |= more
+        if seen.defaults is not None and "row" not in more:
+            about["defaults"], value = True, (value, seen.defaults)
+        try:
+            pieces, length = packed(value, about)
+        except NotRecorded as error:
+            if strict:
+                raise
+            if seen.method not in self._told:
+                self._told.add(seen.method)
+                self._tell(f"what {seen.method} gives isn't recorded: {error}")
+            pieces, length = packed(None, {**about, "missing": str(error)})
+        self._writer.add(pieces, length)

@@ -1,0 +1,131 @@
+"""Roles that are recorded, replayed and compared."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+
+from colocate import Concat, Role, Scatter, method
+from colocate.testing.gate import Address, pass_gate_async
+
+
+@attrs.frozen
+class Answer:
+    """A record: a text, and numbers."""
+
+    text: str
+    numbers: torch.Tensor
+
+
+class OutOfLuckError(Exception):
+    """An error of a class of its own, with an attribute."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(f"out of luck: {why}")
+        self.why = why
+
+
+class Player(Role):
+    """Gives values of all kinds; each constructor leaves a mark where it is told to."""
+
+    def __init__(self, marks: str | None = None, bias: float = 0.0) -> None:
+        if marks is not None:
+            (Path(marks) / f"rank-{self.ctx.rank}").touch()
+        self._bias = bias
+        self._buffer = torch.zeros(2)
+        self._weights = torch.ones(3)
+
+    @method(dispatch=Scatter("prompts"), collect=Concat())
+    def generate(self, prompts: torch.Tensor, temperature: float = 1.0) -> dict[str, Any]:
+        """Draw numbers."""
+        noise = torch.rand(prompts.shape, generator=self.ctx.generator)
+        return {"ids": prompts * temperature + noise + self._bias, "text": [f"row {float(row)}" for row in prompts]}
+
+    @method
+    def buffer(self) -> torch.Tensor:
+        """Return a tensor that the next call changes in place."""
+        self._buffer += 1
+        return self._buffer
+
+    @method
+    def answer(self, text: str) -> Answer:
+        """Return a record."""
+        return Answer(text, torch.full((2,), self._bias + self.ctx.rank))
+
+    @method
+    def lucky(self, rank: int) -> str:
+        """Fail on one rank."""
+        if self.ctx.rank == rank:
+            raise OutOfLuckError(f"rank {rank}")
+        return "lucky"
+
+    @method(concurrency=4)
+    async def later(self, number: int) -> int:
+        """Return a number, a little later."""
+        await asyncio.sleep(0)
+        return number + int(self._bias)
+
+    @method
+    def foreign(self) -> object:
+        """Return what isn't recorded."""
+        return object()
+
+    @method
+    def large(self, count: int) -> torch.Tensor:
+        """Return so many numbers."""
+        return torch.zeros(count)
+
+    @method(rows="row", concurrency=8)
+    async def play(self, row: Any, gates: list[Address] | None = None) -> Any:
+        """End a row when its gate is open."""
+        if gates is not None:
+            await pass_gate_async(gates[self.ctx.row or 0])
+        if row == "fails":
+            raise OutOfLuckError("this row")
+        return row
+
+    @method(dispatch=Scatter("rows"))
+    def produce(self, rows: list[int]) -> Iterator[tuple[int, int]]:
+        """Yield rows, the last first."""
+        for index in reversed(range(len(rows))):
+            yield index, rows[index] + int(self._bias)
+
+    @method(dispatch=Scatter("rows"))
+    async def produce_async(self, rows: list[int]) -> AsyncIterator[tuple[int, int]]:
+        """Yield rows, the last first."""
+        for index in reversed(range(len(rows))):
+            await asyncio.sleep(0)
+            yield index, rows[index]
+
+    def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Give weights."""
+        yield "weights", self._weights
+
+    def load_weights(self, weights: Any, version: int) -> None:
+        """Take weights."""
+        for _, tensor in weights:
+            self._weights.copy_(tensor)
+
+    def save(self, directory: str) -> None:
+        """Leave something."""
+        (Path(directory) / f"rank-{self.ctx.rank}").write_text("state", encoding="utf-8")
+
+    def restore(self, directory: str) -> None:
+        """Look that it is there."""
+        assert (Path(directory) / f"rank-{self.ctx.rank}").read_text(encoding="utf-8") == "state"
+
+
+class Critic(Role):
+    """Draws numbers of its own, and uses what others give."""
+
+    @method(dispatch=Scatter("batch"), collect=Concat())
+    def value(self, batch: dict[str, Any]) -> torch.Tensor:
+        """Draw, from a generator of the role, and by the call's seed."""
+        own = torch.Generator().manual_seed(self.ctx.call_seed)
+        found: torch.Tensor = batch["ids"] + torch.rand(batch["ids"].shape, generator=self.ctx.generator)
+        return found + torch.rand(1, generator=own)

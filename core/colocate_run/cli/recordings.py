@@ -1,0 +1,71 @@
+"""`colocate recordings`: what was recorded in a run, by role and method, or call by call."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from rich.text import Text
+
+from colocate import RecordedCall, RecordedRole, Recording, load_recording
+from colocate.texts import size_text
+from colocate_run.cli.output import guarded, print_json
+from colocate_run.screen import console, show_table
+
+
+@guarded
+def show_recordings(run: Path, role: str | None, *, json: bool) -> int:
+    """Show the recording of a run."""
+    recording = load_recording(run)
+    rows = _methods(recording) if role is None else _calls(recording[role])
+    if json:
+        print_json({"folder": str(recording.folder), "methods" if role is None else "calls": rows})
+        return 0
+    to = console()
+    show_table(f"recorded in {run}" if role is None else f"calls of {role}", [_shown(row) for row in rows], to)
+    for name, each in recording.items():
+        for rank in each.torn if role in (None, name) else ():
+            to.print(Text(f"the last entry of {name}, rank {rank}, is torn: it isn't read"), soft_wrap=True)
+    return 0
+
+
+def _methods(recording: Recording) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = []
+    for name, role in recording.items():
+        by_method: dict[str, list[RecordedCall]] = {}
+        for call in role.calls:
+            by_method.setdefault(call.method, []).append(call)
+        found += [
+            {
+                "role": name,
+                "method": method,
+                "ranks": role.ranks,
+                "calls": len(calls),
+                "raised": sum(call.error is not None for call in calls),
+                "bytes": sum(call.nbytes for call in calls),
+                "seconds": round(sum(call.seconds for call in calls), 3),
+            }
+            for method, calls in by_method.items()
+        ]
+    return found
+
+
+def _calls(role: RecordedRole) -> list[dict[str, Any]]:
+    return [
+        {
+            "place": call.place,
+            "method": call.method,
+            "call": call.number,
+            "ranks": len(call.ranks),
+            "rows": len(call.rows) or None,
+            "bytes": call.nbytes,
+            "seconds": round(call.seconds, 3),
+            "raised": None if call.error is None else f"{call.error.cls.partition(':')[2]}: {call.error.text}",
+        }
+        for call in role.calls
+    ]
+
+
+def _shown(row: dict[str, Any]) -> dict[str, Any]:
+    shown = {key: "" if each is None else each for key, each in row.items()}
+    return {**shown, "bytes": size_text(row["bytes"]), "seconds": f"{row['seconds']:.3f} s"}
