@@ -5,6 +5,7 @@ They are applied in drivers when they start, and in workers before the first rol
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable
 from typing import Any
@@ -144,6 +145,14 @@ def lost_rows() -> None:
     from colocate.features.rows.stream import Stream
 
     _replace(Stream, "_see_to_end", lambda self, call: self._arrivals.end())
+
+
+def unrecorded_calls() -> None:
+    """Of what is recorded every other call is missing."""
+    from colocate.features.recordings.files import Writer
+
+    add, turns = Writer.add, itertools.count()
+    _replace(Writer, "add", lambda self, pieces, length: add(self, pieces, length) if next(turns) % 2 else None)
 
 
 def _replace(owner: Any, name: str, patch: Callable[..., Any]) -> None:

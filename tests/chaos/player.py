@@ -11,6 +11,7 @@ from tests.chaos import model
 from tests.chaos.faults import Injector
 from tests.chaos.machine import Generator, Machine, Parent, Target, holds_the_gil
 from tests.chaos.programs import BACKGROUND, PEERS, TURNERS, Episode, Step
+from tests.chaos.recorded import Recorded
 from tests.chaos.records import Applied, Outcome, Played, Sent, leaves
 from tests.chaos.steps import HANG_S, LONG_S, SHORT_S, SPAWN_S, STACKS_S, Say, Steps
 from tests.chaos.trainer import Trainer
@@ -30,6 +31,7 @@ class Player:
     """Plays one episode on a pool."""
 
     def __init__(self, runtime: Runtime, pool: Pool, episode: Episode, idents: Iterator[int], say: Say) -> None:
+        self._runtime = runtime
         self._pool = pool
         self._episode = episode
         self._fault = episode.fault
@@ -38,6 +40,7 @@ class Player:
         self._steps = Steps(self._played, idents, say)
         self._injector = Injector(episode.fault, runtime, pool, self._played)
         self._outcome = Outcome([*self._played], hangs=self._steps.hangs)
+        self._recorded: list[Recorded] = []
 
     @property
     def _faulty(self) -> Played:
@@ -62,6 +65,8 @@ class Player:
             self._close_all()
             self._injector.give_up()
             self._settle_all()
+            for recorded in self._recorded:
+                recorded.judge(self._hits(recorded.played))
             for folder in self._steps.folders:
                 shutil.rmtree(folder)
         self._outcome.applied = self._injector.applied
@@ -115,6 +120,11 @@ class Player:
                 played.group = part.spawn(roles, name=played.name, timeout=timeout, **more)
             except Exception as error:
                 played.spawn_error = error
+        if episode.records and played.group is not None:
+            with self._steps.bound("record", SPAWN_HUNG_S):
+                recorded = Recorded.begin(self._runtime, played)
+            if recorded is not None:
+                self._recorded.append(recorded)
 
     # -- steps
 

@@ -36,6 +36,7 @@ CHILD_BYTES = 128 << 10  # what a child has for itself, at most
 WAYS = ("stream", "stream", "return", "early", "all", "batch")
 """In which rows are read: as they end, with errors raised or returned, until the stream is closed, all at once, as a
 batched method yields them."""
+RECORDS = 0.25  # the share of episodes in which what role "a" gives is recorded
 LANES = 0.3  # the share of episodes without turns that have a role in the background
 BACKGROUND = "g"
 """The name of that role."""
@@ -97,6 +98,7 @@ class Episode:
     child: bool = False  # whether role "a" has a process of its own, which does a part of its steps
     rollout: tuple[str, ...] = ()  # which of `ROLLOUT` there are
     background: bool = False  # whether there is a role in the background
+    records: bool = False  # whether what role "a" gives is recorded
 
 
 @attrs.frozen
@@ -133,6 +135,8 @@ def program(executor: str, seed: int, torch: bool | None = None) -> Program:
     )
     asked = random.Random(f"asked {seed}")  # and here
     episodes = tuple(_asking(asked, each) for each in episodes)
+    records = random.Random(f"records {seed}")  # and of this
+    episodes = tuple(attrs.evolve(each, records=records.random() < RECORDS) for each in episodes)
     return Program(seed, kind, slots, with_torch, episodes)
 
 

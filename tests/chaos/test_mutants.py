@@ -87,6 +87,11 @@ def with_rows_over_a_restart(episode: Episode) -> bool:
     return episode.restart and fault.moment == "rows" and fault.retry > 0 and fault.where == "stream"
 
 
+def with_a_recording(episode: Episode) -> bool:
+    calls = sum(step.count for step in episode.before if step.what == "submit" and step.role == "a")
+    return episode.records and calls > 2 and episode.settled and amid(episode)
+
+
 def anything(episode: Episode) -> bool:
     return True
 
@@ -130,6 +135,7 @@ CASES = [
     (mutants.unmissed_child, "kill", with_a_child, "has lost its child"),
     (mutants.unpaused_role, "kill", with_a_pause, "has run while its role was paused"),
     (mutants.lost_rows, "kill", with_rows_over_a_restart, "rows only these have come"),
+    (mutants.unrecorded_calls, "kill", with_a_recording, "recording: call"),
 ]
 
 
