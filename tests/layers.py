@@ -112,7 +112,7 @@ AROUND = {
         "grpo_plugin plugin",
     ],
     "plugins/colocate_rollout": [
-        "buffer contract lent plugin process",
+        "buffer contract lent plugin process unpacked",
         "models",
         "child transformers vllm",
         "role",

@@ -86,6 +86,7 @@ def train(
     rollout: str = _ACTOR,
     rollout_sleeps: Sequence[Literal["weights", "cache"]] = (),
     staleness: Literal[0, 1] = 0,
+    check_weights: int = 0,
     task: str = "spell_backward",
     task_options: Mapping[str, Any] | None = None,
     max_new_tokens: int | None = None,
@@ -124,6 +125,8 @@ def train(
         rollout_sleeps: What of an engine's memory sleeps while the actor learns.
         staleness: 1 has an engine in a background role generate the answers of the next step while the actor learns
             from those of this one: with weights that are one update older.
+        check_weights: The first time that the engine gets the actor's weights, and each so many times after it, they
+            are compared bit by bit with what it has then; 0 for never.
         task: The name of a reasoning-gym dataset, or "module:function" for a function that gives a list of problems:
             mappings with a `question` and an `answer`. A tenth of them, by question, is held out for evaluation.
         task_options: Options of the dataset, or arguments of the function.
@@ -170,6 +173,7 @@ def train(
         rollout=rollout,
         rollout_sleeps=rollout_sleeps,
         staleness=staleness,
+        check_weights=check_weights,
         samples=samples,
         kl_coefficient=kl_coefficient,
     )
@@ -198,6 +202,7 @@ def train(
     part, longest = training.part, training.longest
     several = inspect(actor).ranks > 1  # only then are rows to be balanced
     ahead: _Asked | None = None
+    syncs = 0
 
     def draw(number: int) -> _Asked:
         asked = _Asked.of(number, training.problems, batch)
@@ -212,7 +217,10 @@ def train(
         return engine.generate.keep(asked.prompts, samples=samples, sampling=sampling)
 
     def sync() -> None:
-        part("sync", lambda: sync_weights(actor, engine))
+        nonlocal syncs
+        check = check_weights > 0 and syncs % check_weights == 0
+        part("sync", lambda: sync_weights(actor, engine, check=check))
+        syncs += 1
 
     def step() -> dict[str, float]:
         nonlocal ahead
@@ -349,6 +357,10 @@ def _wrong(
         yield "kl_coefficient", f"above 0 needs a role 'reference' (`reference: ppo.reference`) {there}"
     if options["rollout_sleeps"] and rollout == _ACTOR:
         yield "rollout_sleeps", "is for a role that only generates; `rollout` is the actor"
+    if options["check_weights"] < 0:
+        yield "check_weights", f"must be 0 or more, not {options['check_weights']}"
+    elif options["check_weights"] and rollout == _ACTOR:
+        yield "check_weights", "is for a role that only generates; `rollout` is the actor"
     if staleness not in (0, 1):
         yield "staleness", f"must be 0 or 1, not {staleness}"
     if rollout not in classes:
@@ -356,6 +368,8 @@ def _wrong(
         return
     cls = classes[rollout]
     lacks = [name for name in ("generate", "load_weights") if cls is not None and not hasattr(cls, name)]
+    if options["check_weights"] and cls is not None and rollout != _ACTOR and not hasattr(cls, "named_weights"):
+        yield "check_weights", f"needs a method `named_weights` of {rollout!r}, which gives back what the role has"
     if lacks and rollout != _ACTOR:
         yield "rollout", f"names a role without {' and '.join(lacks)}; `rollout.engine` has both"
     elif staleness:

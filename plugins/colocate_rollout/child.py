@@ -227,6 +227,27 @@ class ChildEngine:
             raise error
         self._missing, self._has_got = None, True
 
+    def named_weights(self) -> _Given:
+        """See `Engine`: they come as `update` brings others, by shared memory or CUDA IPC.
+
+        Raises:
+            ConfigError: The engine can't give them back.
+        """
+        self._line.send(("described", ()))
+        kind, value = self._answer()
+        if kind == "raised":
+            raise _error(*value)
+        return _Given(value, self._given)
+
+    def _given(self) -> Iterator[tuple[str, Tensor]]:
+        self._line.send(("give", (self._settings.bucket,)))
+        try:
+            yield from colocate.torch.receive_weights(cast("Connection", self._line))
+        finally:  # the child says how it has ended, however that was
+            kind, value = self._answer()
+            if kind == "raised":
+                raise _error(*value)
+
     def managed(self) -> Mapping[str, int]:
         """See `Engine`: as the child has said last, since it is asked for on other threads as well."""
         return self._managed if self._child.alive else {}
@@ -249,6 +270,22 @@ class ChildEngine:
             self._ask_if_alive("close", patience=_CLOSES_S)
         finally:
             self._child.stop()
+
+
+@attrs.frozen(eq=False)
+class _Given:
+    """Weights that a child gives back, and what it has said of them.
+
+    Attributes:
+        specs: Shape and dtype of each, in order.
+        given: Gives them.
+    """
+
+    specs: Mapping[str, Any]
+    given: Callable[[], Iterator[tuple[str, Tensor]]]
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        return self.given()
 
 
 class _Line:
@@ -316,16 +353,34 @@ class _Serving:
     def answer(self, function: Callable[..., object], *args: Any) -> None:
         """Say how a function has ended, and what the engine manages now."""
         try:
-            function(*args)
+            found = function(*args)
             managed = {} if function == self._engine.close else dict(self._engine.managed())
         except BaseException as error:  # whatever an engine raises is for the role to see
             self._say("raised", _told(error))
         else:
-            self._say("returned", None, managed)
+            self._say("returned", found if function == self._described else None, managed)
 
     def do(self, method: str, args: tuple[Any, ...]) -> None:
         """Have one method run, but `rows`."""
-        self.answer(self._update if method == "update" else getattr(self._engine, method), *args)
+        own: Mapping[str, Callable[..., object]] = {
+            "update": self._update,
+            "described": self._described,
+            "give": self._give,
+        }
+        self.answer(own[method] if method in own else getattr(self._engine, method), *args)
+
+    def _named_weights(self) -> Any:
+        if not hasattr(self._engine, "named_weights"):
+            raise ConfigError(f"the engine {type(self._engine).__name__} has no method named_weights(self)")
+        return self._engine.named_weights()
+
+    def _described(self) -> dict[str, Any]:
+        """Say what there is to give: what the engine's own weights say of themselves, or they as they are."""
+        found = self._named_weights()
+        return dict(getattr(found, "specs", None) or Weights.of(found).specs)
+
+    def _give(self, bucket: str) -> None:
+        colocate.torch.send_weights(self._connection, self._named_weights(), bucket)
 
     def rows(self, prompts: Sequence[Prompt], sampling: Sampling) -> None:
         """Send rows as they end."""

@@ -106,7 +106,9 @@ class Engine(Protocol):
     against its signature. All methods are called on the lane of the worker, one at a time, but while `rows` is gone
     through others may be called: `update` and `sleep` between two rows.
 
-    One that keeps process groups has a method `renew()` as well, which does without (see `colocate.torch.renew`).
+    One that keeps process groups has a method `renew()` as well, which does without (see `colocate.torch.renew`). One
+    that can give its weights back has `named_weights()`: whole ones under the names under which `update` takes them,
+    as a source's `named_weights` (see `colocate.sync_weights`), for `check=True` and `colocate.compare_weights`.
     """
 
     def rows(self, prompts: Sequence[Prompt], sampling: Sampling, stop: Callable[[], bool]) -> Iterator[Row]:

@@ -185,6 +185,22 @@ class EngineRole(Role):
         """
         self._engine.update(weights if isinstance(weights, Weights) else Weights.of(weights), version)
 
+    @method(awake=("weights",))
+    def named_weights(self) -> Iterable[tuple[str, Any]]:
+        """Return the weights that the engine has, for `sync_weights(check=True)` and `colocate.compare_weights`.
+
+        Raises:
+            ConfigError: It can't give them back.
+        """
+        give = getattr(self._engine, "named_weights", None)
+        if give is None:
+            raise ConfigError(
+                f"the engine {type(self._engine).__name__} has no method named_weights(self), which gives its weights "
+                "back under the names by which it takes them: without one they can't be compared; leave `check` out"
+            )
+        found: Iterable[tuple[str, Any]] = give()
+        return found
+
     def sleep(self, tags: Sequence[str]) -> None:
         """Have the engine free memory."""
         self._engine.sleep(tags)

@@ -419,6 +419,31 @@ class ModelSuite(EngineSuite):
         finally:
             role.close()
 
+    @pytest.mark.usefixtures("without")
+    @pytest.mark.parametrize("kind", MODELS)
+    def test_weights_given_back(self, kind: str) -> None:
+        """The weights that an engine gives back, if it can, are bit by bit those that it has got, under all names."""
+        import torch
+
+        model = made(MODELS[kind])
+        role = self.make(model=MODELS[kind])
+        engine: Any = role._engine
+        try:
+            if not hasattr(engine, "named_weights"):
+                pytest.skip("the engine gives no weights back")
+            for seed in (1, 2):
+                changed(model, seed)
+                role.load_weights(weights_of(model), seed)
+                wanted = dict(colocate.torch.named_weights(model))
+                given = engine.named_weights()
+                found = {name: tensor.clone() for name, tensor in given}
+                assert found.keys() == wanted.keys()
+                assert all(torch.equal(tensor, wanted[name]) for name, tensor in found.items())
+                for name, spec in getattr(given, "specs", {}).items():
+                    assert (spec.shape, spec.dtype) == (tuple(wanted[name].shape), wanted[name].dtype)
+        finally:
+            role.close()
+
     def test_update_amid_rows(self, role: EngineRole) -> None:
         """Rows go on by other weights, and say which of their tokens are by which."""
         asked, models = itertools.count(), {1: made(self.options["model"]), 2: made(self.options["model"])}

@@ -37,6 +37,8 @@ from colocate_rollout.models import (
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from colocate.torch import NamedWeights
+
 
 @hookimpl
 def colocate_engine() -> type[TransformersEngine]:
@@ -231,6 +233,10 @@ class TransformersEngine:
         self._cache.emptied += 1
         self._version = version
 
+    def named_weights(self) -> NamedWeights | _Lent:
+        """See `Engine`: those of the model that generates, which may be another role's."""
+        return _Lent(self._module) if self._own is None else colocate.torch.named_weights(self._own)
+
     def sleep(self, tags: Sequence[str]) -> None:
         """See `Engine`; weights of its own are moved by colocate."""
         if "cache" in tags:
@@ -263,6 +269,23 @@ class TransformersEngine:
                 module = model_in(role, self._role)
                 check_adapters(module, self._role)
                 yield module
+
+
+@attrs.frozen(eq=False)
+class _Lent:
+    """The weights of a model that another role has, which is looked up each time."""
+
+    module: Callable[[], contextlib.AbstractContextManager[PreTrainedModel]]
+
+    @property
+    def specs(self) -> Mapping[str, Any]:
+        """Shape and dtype of each, in order."""
+        with self.module() as module:
+            return colocate.torch.named_weights(module).specs
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        with self.module() as module:
+            yield from colocate.torch.named_weights(module)
 
 
 @attrs.define(eq=False)

@@ -40,6 +40,7 @@ from colocate_rollout.models import (
     with_room,
 )
 from colocate_rollout.process import Guest
+from colocate_rollout.unpacked import Unpacked
 
 _OWN = {
     "skip_tokenizer_init": True,  # prompts and responses are token ids
@@ -431,6 +432,23 @@ class VllmEngine:
                 if own is self._expected[name] and other not in comes:
                     yield other, tensor
 
+    def named_weights(self) -> Unpacked:
+        """See `Engine`: as transformers calls them, read from the model that vLLM's worker has.
+
+        Raises:
+            ConfigError: They can't be read: a CPU's are packed, and quantized ones and experts are others.
+        """
+        if self._engine is None:  # its ranks have parted after a failure
+            raise ConfigError(f"the engine has no weights that it could give back: {self._missing}")
+        (model,) = self._engine.apply_model(_itself)
+        return Unpacked(model, self._expected, self._of_each_rank)
+
+    def _of_each_rank(self, tensor: Tensor) -> list[Tensor]:
+        parts = [torch.empty_like(tensor) for _ in range(self._ctx.mesh.size("tp"))]
+        bits = [each.view(torch.uint8) for each in parts]  # some backends have fewer kinds of numbers
+        dist.all_gather(bits, tensor.view(torch.uint8), group=self._ctx.process_group("tp"))
+        return parts
+
     def managed(self) -> Mapping[str, int]:
         """See `Engine`. Weights are told, too: vLLM packs them where nobody else finds them."""
         if self._engine is None:
@@ -462,6 +480,10 @@ class VllmEngine:
             storage.resize_(self._sizes[key])
             storage.fill_(0)
         self._awake = True
+
+
+def _itself(model: torch.nn.Module) -> torch.nn.Module:
+    return model
 
 
 def _coordinators() -> list[Any]:

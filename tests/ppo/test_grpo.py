@@ -21,7 +21,7 @@ from tests.ppo.test_job import EASY, EXAMPLES, Recorder
 
 import colocate
 from colocate import CallRecord, MoveRecord
-from colocate_ppo import maths
+from colocate_ppo import grpo, maths
 from colocate_ppo.actor import Actor
 from colocate_ppo.group_actor import GroupActor
 from colocate_ppo.grpo import train
@@ -229,6 +229,32 @@ def test_the_engine_shares_the_actors_module(tmp_path: Path) -> None:
     assert max(row["engine_gap"] for row in recorder.rows[1:]) < 1e-4
 
 
+def test_weights_that_are_checked(tiny: Recorder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first sync of a job is, and each so many after it; an engine that leaves something out ends the job."""
+    checks: list[bool] = []
+
+    def noted(*args: Any, check: bool, **options: Any) -> Any:
+        checks.append(check)
+        return colocate.sync_weights(*args, check=check, **options)
+
+    monkeypatch.setattr(grpo, "sync_weights", noted)
+    changes = [*TINY, *OWN, *KL, "+job.with.check_weights=3"]
+    assert run(changes, tmp_path).rows == tiny.rows
+    assert checks == [True, False, False, True]
+    run([*TINY, *ENGINE, "+job.with.check_weights=2"], tmp_path / "shared")  # which has the actor's module
+    assert checks[4:] == [True, False, True, False]
+    load = colocate.torch.load_weights
+
+    def forgets(module: torch.nn.Module, weights: colocate.Weights) -> None:
+        before = module.model.layers[0].mlp.up_proj.weight.clone()  # type: ignore[union-attr, index]
+        load(module, weights)
+        module.model.layers[0].mlp.up_proj.weight.data.copy_(before)  # type: ignore[union-attr, index]
+
+    monkeypatch.setattr(colocate.torch, "load_weights", forgets)
+    with pytest.raises(colocate.WeightsDifferError, match=r"1 of \d+ weights of rollout .*up_proj\.weight has other"):
+        run(changes, tmp_path / "forgets")
+
+
 def test_staleness(tiny: Recorder, tmp_path: Path) -> None:
     """What a step learns from is one update older; after a stop the problems are those that would have come."""
     whole = run([*TINY, *OWN, *KL, *STALE], tmp_path / "whole")
@@ -322,6 +348,11 @@ def test_with_shuffled_rewards_it_does_not(tmp_path: Path, changes: list[str]) -
             {"rollout_sleeps": ["cache"]},
             "rollout_sleeps: is for a role that only generates; `rollout` is the actor",
         ),
+        (
+            {"check_weights": 10},
+            "check_weights: is for a role that only generates; `rollout` is the actor",
+        ),
+        ({"rollout": "rollout", "check_weights": -1}, "check_weights: must be 0 or more, not -1"),
         ({"batch": -1}, "batch: must be 1 or more, not -1"),
         ({"rollout": "reward"}, "rollout: names a role without generate and load_weights; `rollout.engine` has both"),
         ({"group": "polcy"}, "group: must name the group to train in; the config has policy"),

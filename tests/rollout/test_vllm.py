@@ -6,6 +6,7 @@ import gc
 import itertools
 import os
 import tempfile
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -25,6 +26,7 @@ from colocate_rollout.role import EngineRole
 from colocate_rollout.testing import (
     _NEVER,
     LLAMA,
+    MODELS,
     PROMPTS,
     ModelSuite,
     Trainer,
@@ -57,6 +59,31 @@ class TestVllm(ModelSuite):
     @pytest.fixture
     def leave_nothing(self) -> None:
         """The engine stays for the next test; `test_the_process_is_as_before` holds what is left of one."""
+
+    @pytest.fixture
+    def unpacked(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Have matrices lie where one can read them, as on a GPU."""
+        with warnings.catch_warnings(action="ignore"):  # of what vLLM imports
+            from vllm import _custom_ops
+            from vllm.model_executor.layers import utils
+
+        monkeypatch.setattr(_custom_ops, "_supports_onednn", False)
+        monkeypatch.setattr(utils, "check_cpu_sgl_kernel", lambda *_: False)
+
+    @pytest.mark.usefixtures("without", "unpacked")
+    @pytest.mark.parametrize("kind", MODELS)
+    def test_weights_given_back(self, kind: str) -> None:
+        """Merged projections and padded embeddings come as transformers has them."""
+        super().test_weights_given_back(kind)
+
+    @pytest.mark.usefixtures("without")
+    def test_packed_weights_given_back(self) -> None:
+        """A CPU's matrices are where nobody can read them: that is told, and not something else given."""
+        role = self.ready()
+        engine: Any = role._engine
+        with pytest.raises(ConfigError, match=r"weight model\.layers\.0\..* back: on a CPU vLLM packs matrices"):
+            engine.named_weights()
+        role.close()
 
     @pytest.mark.parametrize("method", ["execute_model", "sample_tokens"])
     def test_failed_inside(
@@ -157,6 +184,15 @@ class TestInAChild(ModelSuite):
     def test_updates(self, kind: str) -> None:
         """See `ModelSuite`."""
         super().test_updates(kind)
+
+    @pytest.mark.parametrize("kind", ["untied"])
+    def test_weights_given_back(self, role: EngineRole, kind: str) -> None:
+        """A child says why it can't, and goes on."""
+        engine: Any = role._engine
+        for _ in range(2):
+            with pytest.raises(ConfigError, match="on a CPU vLLM packs matrices"):
+                engine.named_weights()
+        assert by_number(engine.rows(prompts(), self.sampling, _NEVER))
 
 
 def state() -> dict[str, Any]:
@@ -374,6 +410,50 @@ def test_tensor_parallel() -> None:
             engine.generate.options(timeout=0.5)(PROMPTS * 100, 4, sampling=ENDLESS)
         colocate.sync_weights(trainer, engine)
         check(trainer, engine.generate(PROMPTS, 2, sampling=SAMPLING))
+
+
+class Unpacked(EngineRole):
+    """An engine whose matrices lie where one can read them, as on a GPU, and which may forget a shard of one."""
+
+    def __init__(self, **options: Any) -> None:
+        with warnings.catch_warnings(action="ignore"):
+            from vllm import _custom_ops
+            from vllm.model_executor.layers import utils
+
+        _custom_ops._supports_onednn = False
+        utils.check_cpu_sgl_kernel = lambda *_: False
+        self.forgets = False
+        super().__init__(**options)
+
+    @method
+    def forget(self, rank: int) -> None:
+        self.forgets = self.ctx.rank == rank
+
+    @method(awake=("weights",))
+    def load_weights(self, weights: Any, version: int) -> None:
+        super().load_weights(weights, version)
+        if self.forgets:
+            engine: Any = self._engine
+            (model,) = engine._engine.apply_model(lambda model: model)
+            model.model.layers[1].mlp.gate_up_proj.weight.data[-1, -1] += 1  # of what is up_proj elsewhere
+
+
+def test_weights_of_ranks_that_are_one_engine() -> None:
+    """Parts of merged projections come whole; what one of two ranks has wrong is named as the source calls it."""
+    fields = {**LLAMA, "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True}
+    with colocate.connect("local", processes=True) as runtime, runtime.reserve(slots=2) as pool:
+        role = colocate.role(Unpacked, model=fields, **OPTIONS).on(mesh={"dp": 1, "tp": 2})
+        group = pool.spawn({"engine": role, "trainer": colocate.role(Trainer, fields)})
+        engine, trainer = group.role("engine", Unpacked), group.role("trainer", Trainer)
+        for _ in range(2):
+            trainer.step()
+            assert colocate.sync_weights(trainer, engine, check=True).checked == len(made(fields).state_dict())
+        check(trainer, engine.generate(PROMPTS, 2, sampling=SAMPLING))
+        assert colocate.compare_weights(trainer, engine).same
+        engine.forget(1)
+        with pytest.raises(colocate.WeightsDifferError) as caught:
+            colocate.sync_weights(trainer, engine, check=True)
+        assert caught.value.names == ("model.layers.1.mlp.up_proj.weight",)
 
 
 def test_beside_other_work() -> None:

@@ -1,0 +1,126 @@
+"""The weights of a model of vLLM's as transformers calls them: parts of those that vLLM has merged, whole on each rank.
+
+vLLM's models say which layers they merge (`packed_modules_mapping`), and layers how long their parts are
+(`output_partition_sizes`) and along which dimension ranks have parts of theirs. What is read so is compared bit by bit
+with what was to arrive: a layout that was misread is told as a difference, and never passes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, cast
+
+import attrs
+import torch
+from torch import Tensor, nn
+
+from colocate import ConfigError
+
+Gather = Callable[[Tensor], Sequence[Tensor]]
+"""Returns what each of the ranks that are one engine has."""
+
+
+@attrs.frozen
+class _Spec:
+    """What is known of a weight before it comes, as `colocate.Weights.specs` has it."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+
+
+@attrs.frozen(eq=False)
+class _Part:
+    """What a rank has of a weight.
+
+    Attributes:
+        tensor: A view of it.
+        along: The dimension along which other ranks have the rest; None where all have the whole.
+        replicas: So many ranks, one after the other, have the same.
+        shape: That of the whole, which vLLM may have made longer.
+    """
+
+    tensor: Tensor
+    along: int | None
+    replicas: int
+    shape: tuple[int, ...]
+
+
+class Unpacked:
+    """A model's weights by the names of transformers, one at a time: what a target's `named_weights` gives.
+
+    Attributes:
+        specs: Shape and dtype of each, in order.
+    """
+
+    def __init__(self, model: nn.Module, expected: Mapping[str, Tensor], gather: Gather) -> None:
+        """Find them.
+
+        Args:
+            model: VLLM's.
+            expected: Tensors of these names and shapes.
+            gather: Called for each weight of which ranks have parts, on all of them in the same order.
+
+        Raises:
+            ConfigError: Not all of them can be found.
+        """
+        self._gather = gather
+        own = {**dict(model.named_buffers()), **dict(model.named_parameters(remove_duplicate=False))}
+        self._parts = {name: _part(name, model, own, expected) for name in expected}
+        self.specs = {name: _Spec(part.shape, part.tensor.dtype) for name, part in self._parts.items()}
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield names and tensors, which nobody is to write into."""
+        for name, part in self._parts.items():
+            whole = part.tensor
+            if part.along is not None:
+                whole = torch.cat([*self._gather(whole.contiguous())][:: part.replicas], part.along)
+            for dim, size in enumerate(part.shape):
+                whole = whole.narrow(dim, 0, size)
+            yield name, whole
+            del whole
+
+
+def _part(name: str, model: nn.Module, own: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> _Part:
+    called, index = _called(name, model, own)
+    if called is None:  # a head that is the embedding, say: vLLM may have one of the two
+        ties = [other for other, each in expected.items() if each is expected[name] and other != name]
+        called, index = next((found for other in ties if (found := _called(other, model, own))[0]), (None, None))
+    if called is None:
+        raise _unknown(name, "there is none of that name, nor of one that it could be merged into")
+    tensor, layer = own[called].detach(), cast("Any", model.get_submodule(called.rpartition(".")[0]))
+    if not tensor.numel() and expected[name].numel():
+        raise _unknown(name, "on a CPU vLLM packs matrices where nobody can read them; on a GPU it doesn't")
+    replicas = 1
+    if index is not None:
+        sizes = getattr(layer, "output_partition_sizes", ())
+        if sum(sizes) != tensor.shape[0] or index >= len(sizes):
+            raise _unknown(name, f"{type(layer).__name__} has merged it in an unknown way")
+        tensor = tensor.narrow(0, sum(sizes[:index]), sizes[index])
+        replicas = getattr(layer, "num_kv_head_replicas", 1) if index else 1
+    along = None
+    if getattr(layer, "tp_size", 1) > 1:
+        along = getattr(own[called], "input_dim" if hasattr(layer, "input_is_parallel") else "output_dim", None)
+    shape = tuple(expected[name].shape)
+    whole = [*tensor.shape]
+    if along is not None:
+        whole[along] *= layer.tp_size // replicas
+    if len(whole) != len(shape) or any(size < wanted for size, wanted in zip(whole, shape, strict=True)):
+        raise _unknown(name, f"vLLM has it as {whole}, and it is {[*shape]}")
+    return _Part(tensor, along, replicas, shape)
+
+
+def _called(name: str, model: nn.Module, own: Mapping[str, Tensor]) -> tuple[str | None, int | None]:
+    """Return what vLLM calls a weight, and which part of that it is; None for the whole, or where there is none."""
+    if name in own:
+        return name, None
+    packed: Mapping[str, Sequence[str]] = getattr(model, "packed_modules_mapping", {})
+    for merged, parts in packed.items():
+        for index, part in enumerate(parts):
+            called = name.replace(f".{part}.", f".{merged}.")
+            if called != name and called in own:
+                return called, index
+    return None, None
+
+
+def _unknown(name: str, why: str) -> ConfigError:
+    return ConfigError(f"engine 'vllm' can't give the weight {name} back: {why}. Leave `check` out for it")
