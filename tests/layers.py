@@ -76,7 +76,7 @@ DOORS = {
 }
 
 # A feature imports another one by a row here, and no other: (who, whom).
-FEATURES_ON = {("rows", "standalone")}
+FEATURES_ON = {("profiling", "looking"), ("rows", "standalone")}
 
 # Around core: the modules of each package, from its ground up.
 AROUND = {

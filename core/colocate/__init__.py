@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from colocate.features.kinds.registered import register_batch
     from colocate.features.looking.audit import Audit
     from colocate.features.memory.tables import GroupMemory, RoleMemory, SlotMemory
+    from colocate.features.profiling.driver import Profile, profile
     from colocate.features.recordings.driver import Recorder
     from colocate.features.recordings.reading import (
         RecordedCall,
@@ -99,6 +100,7 @@ _HOMES = {
     "features.looking.audit": "Audit",
     "features.recordings.driver": "Recorder",
     "features.recordings.reading": "RecordedCall RecordedError RecordedRole RecordedRow Recording load_recording",
+    "features.profiling.driver": "Profile profile",
     "features.rows.row_stream": "RowStream",
     "features.weights.comparing": "WeightsTable compare_weights",
     "features.weights.driver": "sync_weights",
@@ -165,6 +167,7 @@ __all__ = [
     "PluginError",
     "Pool",
     "PoolPart",
+    "Profile",
     "Ranks",
     "RecordedCall",
     "RecordedError",
@@ -216,6 +219,7 @@ __all__ = [
     "load_recording",
     "method",
     "needs",
+    "profile",
     "record",
     "register_batch",
     "role",

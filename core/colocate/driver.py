@@ -164,6 +164,20 @@ class Driver:
     def resumed(self, folders: Mapping[str, Path]) -> None:
         self._services.resumed = folders
 
+    def profile(self, groups: Sequence[ColocatedGroup], title: str = "", **options: Any) -> Any:
+        """Return the block of `colocate.profile` of groups; without a title only look whether it could be."""
+        found = features.module("profiling.driver")
+        return found.profile(groups, title=title, **options) if title else found.check_profile(groups, **options)
+
+    @property
+    def run(self) -> Any:
+        """The run that leaves what remains of its calls (`Run`), as features know it; None for none."""
+        return self._services.run
+
+    @run.setter
+    def run(self, run: Any) -> None:
+        self._services.run = run
+
     def close_detached(self, name: str, force: bool) -> None:
         """End a detached pool of its cluster, whoever made it.
 

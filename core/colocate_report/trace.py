@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any
 
 from colocate.driver import (
@@ -48,8 +48,20 @@ class Trace:
     trace, with a warning.
     """
 
-    def __init__(self, runtime: Held[Any], path: Path) -> None:
+    def __init__(
+        self,
+        runtime: Held[Any],
+        path: Path,
+        ahead: Mapping[tuple[str, int], float] = MappingProxyType({}),
+        zero: float = 0.0,
+    ) -> None:
         """Use `runtime.trace`.
+
+        Args:
+            runtime: Whose calls are traced.
+            path: The file.
+            ahead: By group and slot, by how much the clock of its worker is ahead of the driver's, in seconds.
+            zero: What is 0 in the file, in seconds of time.time().
 
         Raises:
             OSError: The file can't be written, or another trace is.
@@ -58,6 +70,8 @@ class Trace:
         if any(isinstance(each, Trace) and each._is_at(path) for each in driver.observers):
             raise OSError(errno.EBUSY, "another trace is being written there", str(path))
         self._driver = driver
+        self._ahead = ahead
+        self._zero = zero
         self._file: GrowingFile | None = GrowingFile(path, anew=True)
         self._process = os.getpid()
         self._lock = threading.Lock()  # observers are told by one thread, and it may be closed by any
@@ -128,8 +142,9 @@ class Trace:
             if record.kept_awake:
                 args["kept awake"] = dict(record.kept_awake)
             name = f"{record.role} {record.kind}"
-            self._span(group, slot, _MEMORY, record.role, name, record.start, record.end, args)
-            self._count(group, slot, record.end)
+            ahead = self._ahead.get((record.group, slot), 0.0)
+            self._span(group, slot, _MEMORY, record.role, name, record.start - ahead, record.end - ahead, args)
+            self._count(group, slot, record.end - ahead)
             self._write()
 
     def colocate_group_changed(self, name: str, state: str, cause: ColocateError | None) -> None:
@@ -180,6 +195,8 @@ class Trace:
         unfinished = {rank for rank, _ in record.unfinished}
         for rank, start, end in record.ran:
             slot = self._driver.slot_of(record.group, record.role, rank)
+            ahead = self._ahead.get((record.group, slot), 0.0)
+            start, end = start - ahead, end - ahead
             more: dict[str, Any] = {"rank": rank, "waited_ms": round(max(0.0, start - record.submitted) * 1e3, 3)}
             if rank in record.raised:
                 more["error"] = record.error
@@ -191,9 +208,10 @@ class Trace:
             self._last[group, slot] = end, name
             self._span(group, slot, _RUNS, record.role or "group", name, start, end, more)
         for each in record.transfers:
-            self._transfer(group, self._driver.slot_of(record.group, record.role, each.rank), name, each)
+            slot = self._driver.slot_of(record.group, record.role, each.rank)
+            self._transfer(group, slot, name, each, self._ahead.get((record.group, slot), 0.0))
 
-    def _transfer(self, group: int, slot: int, call: str, record: TransferRecord) -> None:
+    def _transfer(self, group: int, slot: int, call: str, record: TransferRecord, ahead: float) -> None:
         made, rank = _label(record.role, record.method), record.source
         source = None if rank is None else self._driver.slot_of(record.group, record.role, rank)
         args = {"bytes": record.nbytes, "from_group": record.group, "from_slot": source, "made_by": made, "for": call}
@@ -202,7 +220,7 @@ class Trace:
         if record.refusal:
             args["not_from_gpu_to_gpu"] = record.refusal
         name = f"{made} from {'other slots' if source is None else f'slot {source}'}"
-        self._span(group, slot, _TRANSFERS, "transfers", name, record.start, record.end, args)
+        self._span(group, slot, _TRANSFERS, "transfers", name, record.start - ahead, record.end - ahead, args)
 
     def _on_driver(self, name: str, start: float, end: float, args: Mapping[str, Any], category: str = "calls") -> None:
         self._number += 1
@@ -222,8 +240,8 @@ class Trace:
     def _span(
         self, group: int, slot: int, kind: str, role: str, name: str, start: float, end: float, args: Mapping[str, Any]
     ) -> None:
-        first = _microseconds(start)
-        last = max(first, _microseconds(end))
+        first = _microseconds(start - self._zero)
+        last = max(first, _microseconds(end - self._zero))
         row = self._row(group, slot, kind, first, last)
         self._event(start, ph="X", dur=last - first, cat=role, pid=group, tid=row, name=name, args=args)
 
@@ -248,11 +266,11 @@ class Trace:
         return rows[-1]
 
     def _named(self, kind: str, process: int, thread: int | None = None, **args: str | int) -> None:
-        self._event(0.0, ph="M", pid=process, tid=thread or process, name=kind, args=args)
+        self._event(self._zero, ph="M", pid=process, tid=thread or process, name=kind, args=args)
 
     def _event(self, ts: float, **event: Any) -> None:
         """Note one; `ts` in seconds."""
-        self._lines.append(json.dumps({"ts": _microseconds(ts), **event}))
+        self._lines.append(json.dumps({"ts": _microseconds(ts - self._zero), **event}))
 
     def _write(self) -> None:
         lines, self._lines = self._lines, []

@@ -33,6 +33,7 @@ from colocate_run.leaving import Notices
 from colocate_run.lock import locked
 from colocate_run.log import RunLog, tail_of
 from colocate_run.observing import LEAVING, RunObservers
+from colocate_run.profiling import StepProfile, Wanted
 from colocate_run.run import Run
 from colocate_run.screen import Screen
 from colocate_run.stopping import Asked, StopSignals
@@ -59,6 +60,7 @@ class Begun:
     trace: bool = False  # whether a trace is written
     job: Callable[[Run], object] | None = None  # what it does; None where the code of a block does it
     store: Store | None = None  # where its checkpoints are kept besides
+    profile: Wanted | None = None  # what is profiled of it
     observers: RunObservers = attrs.field(init=False)  # who is told of it
     environment: Mapping[str, str] = attrs.field(init=False)  # versions, machine, command line and commit
     # whether all is there that the job needs; until then there is nothing to report but what went wrong
@@ -79,7 +81,9 @@ class Begun:
         return not self.is_here or (self.job is not None and isinstance(error, KeyboardInterrupt))
 
 
-def begin(config: Config, log: RunLog, *, resume: Resume, screen: Screen) -> AbstractContextManager[Begun]:
+def begin(
+    config: Config, log: RunLog, *, resume: Resume, screen: Screen, profile: Wanted | None = None
+) -> AbstractContextManager[Begun]:
     """Give a config's run its folder. The log goes on there, and what ends the block by an error is told there."""
     if config.job is None:
         raise ConfigError(f"config {config.name!r} has no job to run; add one: `job: plugin.job`, or module:function")
@@ -90,7 +94,7 @@ def begin(config: Config, log: RunLog, *, resume: Resume, screen: Screen) -> Abs
         folder, step, metrics = _folder(config.name, resume, screen, stack, store)
         folder.write("config.yaml", config.dump())
         plain, job = without_secrets(config.plain()), lambda run: function(run, **options)
-        begun = Begun(config.name, folder, step, metrics, screen, plain, config.trace, job, store)
+        begun = Begun(config.name, folder, step, metrics, screen, plain, config.trace, job, store, profile)
         return _in_its_folder(begun, log, config.observe, stack.pop_all().close)
 
 
@@ -194,6 +198,7 @@ def _recording(
     notices = Notices(driver, partial(begun.observers.soon, driver, LEAVING))
     parts = folder, screen, signals, begun.metrics, begun.observers, notices, begun.store
     run = Run(name, runtime, groups, folder.path, resumed, *parts)
+    driver.run = run
     recorded = partial(_record, begun, run, calls, started, start_up)
     try:
         with (
@@ -204,9 +209,15 @@ def _recording(
             notices,
         ):
             try:
+                if begun.profile is not None:
+                    run._profile = StepProfile(begun.profile, driver, groups, screen.say)
                 yield run
                 run._checkpoints.settle()
+                if run._profile is not None:
+                    run._profile.close()
             except BaseException as error:
+                if run._profile is not None and begun.is_here:
+                    run._profile.drop()
                 if not begun.ends_at_once(error):
                     run._checkpoints.settle_quietly(screen.say)
                 raise
@@ -223,6 +234,7 @@ def _recording(
         if begun.is_here:
             _finish(begun, run, recorded)
     finally:
+        driver.run = None
         for each in observers:
             driver.forget(each)
 

@@ -26,6 +26,7 @@ from colocate_run.store import Store
 if TYPE_CHECKING:
     from colocate.connecting import Runtime
     from colocate.driver import ColocatedGroup
+    from colocate_run.profiling import StepProfile
     from colocate_run.screen import Screen
 
 
@@ -66,6 +67,7 @@ class Run:
     _checkpoints: Checkpoints = attrs.field(init=False)
     _is_over: bool = attrs.field(default=False, init=False)
     _warned: set[str] = attrs.field(factory=set, init=False)
+    _profile: StepProfile | None = attrs.field(default=None, init=False)
     _looks_for_slots: bool = attrs.field(default=False, init=False)  # whether there is a checkpoint to go on from
 
     def __attrs_post_init__(self) -> None:
@@ -139,6 +141,8 @@ class Run:
         if self._observers:
             told = LogRecord(step, scalars_of(row), row.get("seconds", {}), now)
             self._observers.soon(Driver(self.runtime), LOGGED, told)
+        if self._profile is not None:
+            self._profile.logged(step)
         self._regrow()
 
     def total(self, steps: int) -> None:

@@ -132,8 +132,8 @@ def test_a_run_says_what_its_slots_waited_for(tmp_path: object) -> None:
             sleeper.work([0.05, 0.05])
         assert run.record is not None
         found = run.record.idle
-        assert found["the last ranks of sleeper.work"] == pytest.approx(0.4, abs=0.1)
-        assert found[DRIVER] == pytest.approx(0.4, abs=0.2)
+        assert 0.3 < found["the last ranks of sleeper.work"] < 0.8  # the machine may be busy
+        assert 0.3 < found[DRIVER] < 1.2
         page = (run.directory / "report.html").read_text()
     assert "What idle slots waited for" in page
     assert "the last ranks of sleeper.work" in page

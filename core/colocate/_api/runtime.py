@@ -160,10 +160,14 @@ class Runtime(Held[Connection], node=Connection, by="colocate.connect"):
         Raises:
             OSError: The file can't be written, or another trace is being written there.
         """
+        return self._trace(Path(path))
+
+    def _trace(self, path: Path, ahead: Mapping[tuple[str, int], float] | None = None, zero: float = 0.0) -> Trace:
+        """Write a trace in a time of its own, see `Trace`."""
         from colocate_report.trace import Trace  # beside core: whoever traces nothing needn't have it
 
         self._node.check()
-        trace = Trace(self, Path(path))
+        trace = Trace(self, path, ahead or {}, zero)
         self.observe(trace)
         return trace
 

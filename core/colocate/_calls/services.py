@@ -43,6 +43,7 @@ class Services:
         observers: Who is told what happens.
         secret: What workers and driver know each other by.
         resumed: Where a run that goes on has checkpoints of groups, by their names.
+        run: The run (`Run`) that leaves what remains of its calls; None for none.
     """
 
     id: str
@@ -60,6 +61,7 @@ class Services:
     observers: Observers = attrs.field(factory=Observers)
     secret: bytes = attrs.field(factory=lambda: secrets.token_bytes(32), repr=False)
     resumed: Mapping[str, Path] = attrs.field(factory=dict)
+    run: Any = None
     _keys: Iterator[int] = attrs.field(factory=lambda: itertools.count(1))
 
     @property

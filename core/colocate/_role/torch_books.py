@@ -101,6 +101,12 @@ def _known_as(name: str, group: ProcessGroup) -> str:
     return f"{name}#{hashlib.blake2b(ranks.encode(), digest_size=6).hexdigest()}"
 
 
+def known_as(group: ProcessGroup) -> str:
+    """Return what a group of this process is called among the slots; "" of one that has no name."""
+    name = _name_of(group)
+    return "" if name is None else _known_as(name, group)
+
+
 def reference(name: str) -> weakref.ref[ProcessGroup] | None:
     """Return what tells whether a group is still held, once it is forgotten."""
     group = named(name)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Work
 
 # Of several versions of torch.
-_METHODS = (
+METHODS = (
     *("allreduce", "allreduce_coalesced", "broadcast", "reduce", "gather", "scatter", "alltoall", "alltoall_base"),
     *("allgather", "allgather_coalesced", "_allgather_base", "allgather_into_tensor_coalesced"),
     *("reduce_scatter", "_reduce_scatter_base", "reduce_scatter_tensor_coalesced"),
@@ -44,7 +44,7 @@ def record() -> None:
     """From now on, know of those that this process begins."""
     from torch.distributed import ProcessGroup
 
-    for name in _METHODS:
+    for name in METHODS:
         begin = getattr(ProcessGroup, name, None)
         if begin is not None and not getattr(begin, "records_works", False):
             setattr(ProcessGroup, name, _recording(begin, name == "send"))

@@ -76,6 +76,12 @@ FEATURES = {
     "recordings": Feature(
         "driver:RecordingsOfGroup", "worker:RecordingsOfWorker", calls=("the recording",), messages=("Noticed",)
     ),
+    "profiling": Feature(
+        "driver:ProfilingOfGroup",
+        "worker:ProfilingOfWorker",
+        calls=("the profile's beginning", "the profile's end"),
+        messages=("AskClock", "Clock"),
+    ),
     "functions": Feature(worker="worker:FunctionsOfWorker", calls=("a function",)),
     "standalone": Feature(alone="calls:StandaloneCall"),
 }

@@ -80,15 +80,19 @@ class WorkerContext(Worker):
             if found is None:
                 found = features.of_worker(name)(self)
                 self.parts = {**self.parts, name: found}
-                self.enters, self.leaves = self._own("enters"), self._own("leaves")
-                self.begins, self.reaches = self._own("begins"), self._own("reached")
-                self.ends, self.blames, self.rans = self._own("ended"), self._own("blamed"), self._own("ran")
+                self.list_hooks()
             return found
+
+    def list_hooks(self) -> None:
+        """List what is asked per call of all halves: of those whose class overrides it, or that do so for a while."""
+        self.enters, self.leaves = self._own("enters"), self._own("leaves")
+        self.begins, self.reaches = self._own("begins"), self._own("reached")
+        self.ends, self.blames, self.rans = self._own("ended"), self._own("blamed"), self._own("ran")
 
     def _own(self, name: str) -> tuple[Callable[..., Any], ...]:
         """Return a method of all halves that override it."""
-        base = getattr(OfWorker, name)
-        return tuple(getattr(part, name) for part in self.parts.values() if getattr(type(part), name) is not base)
+        found = [getattr(part, name) for part in self.parts.values()]
+        return tuple(each for each in found if getattr(each, "__func__", each) is not getattr(OfWorker, name))
 
     def blamed(self, error: BaseException, role: str | None, row: RowState | None = None) -> BaseException:
         """Return what is the cause of a failure in role code, as features know it."""

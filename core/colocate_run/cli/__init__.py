@@ -109,6 +109,14 @@ def run(
             help="Go on from the last complete checkpoint; with =auto, begin where there is none.",
         ),
     ] = None,
+    profile: Annotated[
+        str | None,
+        typer.Option(
+            "--profile",
+            metavar="steps=A:B[,roles=NAME][,ranks=N][,memory]",
+            help="Profile these steps, for Perfetto and the report.",
+        ),
+    ] = None,
     no_import: NoImport = False,
     json: Json = False,
 ) -> None:
@@ -116,7 +124,8 @@ def run(
     from colocate_run.cli.run import run_job
 
     how: Literal[False, True, "auto"] = False if resume is None else True if resume is Resume.last else "auto"
-    raise typer.Exit(run_job(file, executor, changes or [], resume=how, json=json, allow_import=not no_import))
+    may = not no_import
+    raise typer.Exit(run_job(file, executor, changes or [], resume=how, json=json, allow_import=may, profile=profile))
 
 
 @app.command()

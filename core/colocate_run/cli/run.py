@@ -16,6 +16,7 @@ from colocate_report.record import RunRecord
 from colocate_run.cli.output import error_data, guarded, load, print_json
 from colocate_run.launch import opened
 from colocate_run.log import RunLog
+from colocate_run.profiling import Wanted
 from colocate_run.recording import Resume, begin, execute
 from colocate_run.screen import Screen, Unread
 from colocate_run.slurm import refuse_many_tasks
@@ -25,11 +26,18 @@ _LOST = "everything is closed, what came after the last checkpoint is lost"
 
 
 def run_job(
-    file: Path, executor: str | None, changes: Iterable[str], *, resume: Resume, json: bool, allow_import: bool = True
+    file: Path,
+    executor: str | None,
+    changes: Iterable[str],
+    *,
+    resume: Resume,
+    json: bool,
+    allow_import: bool = True,
+    profile: str | None = None,
 ) -> int:
     """Run a config's job."""
     try:
-        return _run(file, executor, changes, resume=resume, json=json, allow_import=allow_import)
+        return _run(file, executor, changes, resume=resume, json=json, allow_import=allow_import, profile=profile)
     except SystemExit as ended:  # Python prints what it says, and nothing else of it
         if json:
             print_json({"errors": [error_data(ended)]})
@@ -50,15 +58,23 @@ def run_job(
 
 @guarded
 def _run(
-    file: Path, executor: str | None, changes: Iterable[str], *, resume: Resume, json: bool, allow_import: bool
+    file: Path,
+    executor: str | None,
+    changes: Iterable[str],
+    *,
+    resume: Resume,
+    json: bool,
+    allow_import: bool,
+    profile: str | None,
 ) -> int:
+    wanted = None if profile is None else Wanted.read(profile)
     screen, log = Screen(quiet=json), RunLog()
     # What a job prints must not get between a script and the JSON it waits for.
     redirected = contextlib.redirect_stdout(sys.stderr) if json else contextlib.nullcontext()
     with StopSignals(screen.stopping) as signals, redirected, log.listening():
         refuse_many_tasks()
         config = load(file, executor, changes, allow_import=allow_import)
-        with begin(config, log, resume=resume, screen=screen) as begun:
+        with begin(config, log, resume=resume, screen=screen, profile=wanted) as begun:
             with contextlib.ExitStack() as stack:
                 with screen.starting(config.name) as stage:
                     job = stack.enter_context(opened(config, stage))

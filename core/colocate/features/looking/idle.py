@@ -64,36 +64,51 @@ def idle(
         moves: Where memory moved, and when.
         windows: The slots that are asked for, and from when to when.
     """
-    by_end = sorted([each for each in calls if each.ran], key=lambda each: each.end)
-    ends = [each.end for each in by_end]
-    moved: dict[Slot, list[Interval]] = {}
-    for slot, interval in moves:
-        moved.setdefault(slot, []).append(interval)
-    return {slot: _of_slot(slot, window, by_end, ends, moved.get(slot, ())) for slot, window in windows.items()}
-
-
-def _of_slot(
-    slot: Slot, window: Interval, by_end: Sequence[Called], ends: Sequence[float], moved: Sequence[Interval]
-) -> dict[str, float]:
-    since, until = window
-    found: dict[str, float] = {}
-    moving = cut(merged(moved), since, until)
-    if moving:
-        found[MOVES] = length(moving)
-    own = sorted([(each.ran[slot], each) for each in by_end if slot in each.ran], key=lambda each: each[0])
-    last = since
-    gaps: list[tuple[float, float, Called | None]] = []
-    for (start, end), each in own:
-        if start > last:
-            gaps.append((last, min(start, until), each))
-        last = max(last, end)
-    if until > last:
-        gaps.append((last, until, None))
-    for start, end, then in gaps:
-        for free in without(cut([(start, end)], since, until), moving):
-            for why, seconds in _why(slot, free, then, by_end, ends):
-                found[why] = found.get(why, 0.0) + seconds
+    known = Known(calls, moves)
+    found: dict[Slot, dict[str, float]] = {}
+    for slot, window in windows.items():
+        causes = found[slot] = {}
+        if moving := known.moving(slot, window):
+            causes[MOVES] = length(moving)
+        for _, why, seconds in known.gaps(slot, window):
+            causes[why] = causes.get(why, 0.0) + seconds
     return found
+
+
+class Known:
+    """Calls and moves of memory, in order."""
+
+    def __init__(self, calls: Iterable[Called], moves: Iterable[tuple[Slot, Interval]]) -> None:
+        """Put them in order; see `idle`."""
+        self._by_end = sorted([each for each in calls if each.ran], key=lambda each: each.end)
+        self._ends = [each.end for each in self._by_end]
+        self._moved: dict[Slot, list[Interval]] = {}
+        for slot, interval in moves:
+            self._moved.setdefault(slot, []).append(interval)
+
+    def moving(self, slot: Slot, window: Interval) -> list[Interval]:
+        """Return when memory moved on a slot within a window."""
+        return cut(merged(self._moved.get(slot, ())), *window)
+
+    def own(self, slot: Slot) -> list[tuple[Interval, Called]]:
+        """Return a slot's calls, in the order in which they began there."""
+        return sorted([(each.ran[slot], each) for each in self._by_end if slot in each.ran], key=lambda each: each[0])
+
+    def gaps(self, slot: Slot, window: Interval) -> Iterator[tuple[Called | None, str, float]]:
+        """Yield before which call a slot ran nothing, and no memory moved; why, and for how many seconds."""
+        since, until = window
+        moving, last = self.moving(slot, window), since
+        gaps: list[tuple[float, float, Called | None]] = []
+        for (start, end), each in self.own(slot):
+            if start > last:
+                gaps.append((last, min(start, until), each))
+            last = max(last, end)
+        if until > last:
+            gaps.append((last, until, None))
+        for start, end, then in gaps:
+            for free in without(cut([(start, end)], since, until), moving):
+                for why, seconds in _why(slot, free, then, self._by_end, self._ends):
+                    yield then, why, seconds
 
 
 def _why(

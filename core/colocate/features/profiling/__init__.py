@@ -1,0 +1,1 @@
+"""Profiles: `colocate.profile`, `colocate run --profile`. The page: docs/profile.md."""

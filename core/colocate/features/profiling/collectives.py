@@ -1,0 +1,104 @@
+"""What a process does with its process groups while it is profiled, as its own threads see it.
+
+Torch's profiler knows from when to when gloo's operations were under way, and not who waited for them, nor of which
+group they were. So what goes through torch's Python functions is noted here.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import attrs
+
+from colocate._role.torch_books import known_as
+from colocate._role.torch_works import METHODS
+from colocate.features.profiling.messages import Meeting
+from colocate.worker.serving.signal_handlers import waits_for_role_code
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup, Work
+
+_METHODS = (*METHODS, "barrier")
+
+
+@attrs.define(eq=False)
+class Collectives:
+    """The operations that this process begins and waits for, from `begin` to `end`; times in ns of time.time_ns().
+
+    Attributes:
+        calls: Each operation: which one, and from when to when it was being begun, in order.
+        waits: Each wait of the thread that began this: for which operation (None: not known), from when to when.
+    """
+
+    calls: list[tuple[Meeting, int, int]] = attrs.field(factory=list, init=False)
+    waits: list[tuple[Meeting | None, int, int]] = attrs.field(factory=list, init=False)
+    _counts: Counter[str] = attrs.field(factory=Counter, init=False)
+    _names: weakref.WeakKeyDictionary[ProcessGroup, str] = attrs.field(factory=weakref.WeakKeyDictionary, init=False)
+    _works: weakref.WeakKeyDictionary[Work, Meeting] = attrs.field(factory=weakref.WeakKeyDictionary, init=False)
+    _undo: list[Callable[[], object]] = attrs.field(factory=list, init=False)
+    _thread: int = attrs.field(factory=threading.get_ident, init=False)
+
+    def begin(self) -> None:
+        """From now on, note them."""
+        from torch import distributed
+
+        if distributed.is_available():
+            for name in _METHODS:
+                if hasattr(distributed.ProcessGroup, name):
+                    self._replace(distributed.ProcessGroup, name, self._begun(name))
+            self._replace(distributed.Work, "wait", self._waited)
+
+    def end(self) -> None:
+        """Note nothing any more."""
+        while self._undo:
+            self._undo.pop()()
+
+    def _replace(self, owner: Any, name: str, by: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        before = getattr(owner, name)
+        setattr(owner, name, by(before))
+        self._undo.append(lambda: setattr(owner, name, before))
+
+    def _begun(self, name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        def by(original: Callable[..., Any]) -> Callable[..., Any]:
+            @waits_for_role_code
+            def begun(group: Any, *args: Any, **kwargs: Any) -> Any:
+                key = self._key(group, name, args)
+                meeting = key, self._counts[key]
+                self._counts[key] += 1
+                start = time.time_ns()
+                work = original(group, *args, **kwargs)
+                self.calls.append((meeting, start, time.time_ns()))
+                if work is not None:
+                    self._works[work] = meeting
+                return work
+
+            return begun
+
+        return by
+
+    def _key(self, group: Any, name: str, args: tuple[Any, ...]) -> str:
+        """Return what numbers an operation: its group, and of one between two ranks those two."""
+        found = self._names.get(group)
+        if found is None:
+            found = self._names[group] = known_as(group)
+        if name not in ("send", "recv"):
+            return found
+        here, there = int(group.rank()), int(args[1])
+        return f"{found} {here}>{there}" if name == "send" else f"{found} {there}>{here}"
+
+    def _waited(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @waits_for_role_code
+        def wait(work: Any, *args: Any, **kwargs: Any) -> Any:
+            start = time.time_ns()
+            try:
+                return original(work, *args, **kwargs)
+            finally:
+                if threading.get_ident() == self._thread:
+                    self.waits.append((self._works.get(work), start, time.time_ns()))
+
+        return wait

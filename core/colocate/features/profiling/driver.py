@@ -1,0 +1,370 @@
+"""`colocate.profile`: torch's profiler on ranks, between two moments of a driver, beside what that knows itself."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import shutil
+import time
+from collections import deque
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import attrs
+
+from colocate._api.connection import Connection
+from colocate._api.group import ColocatedGroup
+from colocate._api.runtime import Runtime
+from colocate._calls.pending import PendingCall
+from colocate._calls.records import CallRecord, MoveRecord
+from colocate._protocol.message import Message
+from colocate._protocol.requests import Requests
+from colocate._signals.deferred import run_deferred
+from colocate._signals.in_framework import refuse_to_wait
+from colocate._system.deadline import Deadline
+from colocate._system.nearest import did_you_mean
+from colocate._system.numbers import FOREVER_S
+from colocate._system.recent import Interval
+from colocate._values.dispatch import plan
+from colocate._views.sending import everyone, ready, recording, refuse_inside, start
+from colocate._worker_group.hooks import OfGroup
+from colocate._worker_group.worker_group import WorkerGroup
+from colocate._worker_group.workforce import Worker
+from colocate.errors import CapabilityError, ColocateError, ConfigError
+from colocate.features.looking.idle import Called, Known, Slot, label_of
+from colocate.features.profiling.messages import BEGIN, END, AskClock, Clock, Meeting, Profiled
+from colocate.features.profiling.parts import Part, Piece, rows, split
+from colocate.features.profiling.worker import ProfilingOfWorker
+
+_LOOKS = 7
+"""So often a worker is asked for its time: the answer that came fastest counts."""
+_CLOCKS_WITHIN_S = 30.0
+_MOST_RECORDS = 200_000
+
+
+class ProfilingOfGroup(OfGroup):
+    """What a driver asks the workers of a group for a profile."""
+
+    def __init__(self, worker_group: WorkerGroup) -> None:
+        self._worker_group = worker_group
+        self._requests: Requests[int, tuple[float, float]] = Requests(worker_group.base)
+
+    def renewed(self) -> None:
+        """Ask the new workers from now on."""
+        self._requests = Requests(self._worker_group.base)
+
+    def failed(self, error: ColocateError) -> None:
+        """Have nobody wait for an answer any more."""
+        self._requests.fail_all(error)
+
+    def heard(self, worker: Worker, message: Message, body: Any) -> None:
+        """Take a worker's answer, with the time at which it has come."""
+        assert isinstance(message, Clock)
+        self._requests.answered(message.token, worker.slot, (message.now, time.time()))
+
+    def ahead(self) -> dict[int, float]:
+        """Return by slot by how much the worker's clock is ahead of the driver's, in seconds.
+
+        It is 0 where the difference is less than what the way of the message hides, as on one machine.
+
+        Raises:
+            ColocateError: The group is gone.
+            TimeoutError: A worker doesn't answer.
+        """
+        deadline, found = Deadline(_CLOCKS_WITHIN_S), dict[int, tuple[float, float]]()
+        for _ in range(_LOOKS):
+            tell, asked = self._worker_group.teller(), dict[int, float]()
+
+            def ask(slot: int, token: int, tell: Any = tell, asked: dict[int, float] = asked) -> None:
+                asked[slot] = time.time()
+                tell(slot, AskClock(token))
+
+            slots = self._worker_group.live()
+            answers = self._requests.ask(slots, ask, deadline, lambda who: f"worker {who} doesn't tell its time")
+            for slot, (told, came) in zip(slots, answers, strict=True):
+                error, ahead = (came - asked[slot]) / 2, told - (asked[slot] + came) / 2
+                if slot not in found or error < found[slot][0]:
+                    found[slot] = error, ahead
+        return {slot: 0.0 if abs(ahead) <= error else ahead for slot, (error, ahead) in found.items()}
+
+
+@attrs.define(eq=False)
+class _Told:
+    """An observer that keeps what happens, as it was told."""
+
+    calls: deque[CallRecord] = attrs.field(factory=lambda: deque(maxlen=_MOST_RECORDS))
+    moves: deque[MoveRecord] = attrs.field(factory=lambda: deque(maxlen=_MOST_RECORDS))
+
+    def colocate_call_finished(self, record: CallRecord) -> None:
+        """A call has ended."""
+        self.calls.append(record)
+
+    def colocate_memory_moved(self, record: MoveRecord) -> None:
+        """A role sleeps, or is awake."""
+        self.moves.append(record)
+
+
+@attrs.define(eq=False, repr=False)
+class Profile:
+    """A profile of ranks, as `colocate.profile` gives it; complete when its block has ended.
+
+    Attributes:
+        trace: The file for Perfetto (ui.perfetto.dev) or chrome://tracing: colocate's calls, and below them what
+            torch's profiler has of each rank.
+        snapshots: The files with snapshots of memory, for https://pytorch.org/memory_viz.
+        seconds: How long it was.
+        slots: The profiled slots, by group.
+        parts: Where the time of these slots went, by role and method.
+        untraced: The slots, by group and number, whose process hadn't imported torch: only their calls are known.
+    """
+
+    trace: Path
+    slots: Mapping[str, Sequence[int]]
+    snapshots: Sequence[Path] = ()
+    seconds: float = 0.0
+    parts: Mapping[str, Part] = attrs.field(factory=dict)
+    untraced: Sequence[Slot] = ()
+
+    def __repr__(self) -> str:
+        return f"<profile of {self.seconds:.3f} s in {self.trace}>"
+
+    def rows(self) -> list[dict[str, str | float]]:
+        """Return a table of the parts: seconds of a slot, on average. Its last row is the sum, `seconds` long."""
+        return rows(self.parts, max(1, sum(map(len, self.slots.values()))))
+
+
+@contextlib.contextmanager
+def profile(
+    group: ColocatedGroup | Sequence[ColocatedGroup],
+    *,
+    roles: str | Collection[str] | None = None,
+    ranks: int | Collection[int] | None = None,
+    memory: bool = False,
+    title: str = "Profile",
+) -> Iterator[Profile]:
+    """Profile ranks while the block runs: with torch's profiler in their workers, and with the driver's own records.
+
+    It begins and ends between calls: both are calls on all workers of the group. In the folder of the run
+    (`colocate.record`, a job), else in the working folder, it leaves `profile.json`; a run's report has its table.
+
+    Args:
+        group: Whose ranks; or several groups of one runtime.
+        roles: The roles whose ranks are profiled, on their whole workers; None for all workers.
+        ranks: Which ranks of these roles; None for all of them.
+        memory: Whether each rank with a GPU also leaves a snapshot of its memory, with the history of allocations.
+        title: What the table is called in the report.
+
+    Raises:
+        ConfigError: There is no such role or rank, or no rank has a GPU for `memory`.
+        CapabilityError: The workers are threads of this process, which torch can profile only as a whole.
+        ColocateError: It is being profiled already.
+        RoleError: Torch's profiler can't begin: another one goes on in that process, say.
+    """
+    groups = [group] if isinstance(group, ColocatedGroup) else list(group)
+    session = _Session(groups, _targets(groups, roles, ranks), memory)
+    session.begin()
+    try:
+        yield session.profile
+    except BaseException:
+        session.forget()
+        raise
+    session.end(title)
+
+
+def check_profile(groups: Sequence[Any], roles: Any, ranks: Any, memory: bool) -> None:
+    """Look whether `profile` could be of that; errors as there."""
+    _Session(groups, _targets(groups, roles, ranks), memory)
+
+
+def _targets(groups: Sequence[Any], roles: Any, ranks: Any) -> dict[str, tuple[int, ...]]:
+    """Return the slots to be profiled, by group."""
+    for each in groups:
+        if not isinstance(each, ColocatedGroup):
+            raise ConfigError(f"colocate.profile(group): it is a group, not {each!r}")
+    named = None if roles is None else [roles] if isinstance(roles, str) else [*roles]
+    numbers = None if ranks is None else [ranks] if isinstance(ranks, int) else [*ranks]
+    known = {name: info for each in groups for name, info in each._node.roles.items()}
+    for name in named or ():
+        if name not in known:
+            there = ", ".join(known)
+            raise ConfigError(f"colocate.profile(roles): there is no role {name!r}: {there}{did_you_mean(name, known)}")
+        if missing := [each for each in numbers or () if each not in range(len(known[name].slots))]:
+            raise ConfigError(
+                f"colocate.profile(ranks): role {name!r} has {len(known[name].slots)}, no rank {missing[0]}"
+            )
+    found: dict[str, tuple[int, ...]] = {}
+    for each in groups:
+        node: WorkerGroup = each._node
+        infos = [info.slots for name, info in node.roles.items() if named is None or name in named]
+        slots = {slot for own in infos for rank, slot in enumerate(own) if numbers is None or rank in numbers}
+        if slots:
+            found[node.name] = tuple(sorted(slots))
+    if not found:
+        raise ConfigError("colocate.profile: this leaves no rank to profile")
+    return found
+
+
+class _Session:
+    """A profile that goes on."""
+
+    def __init__(self, groups: Sequence[ColocatedGroup], slots: Mapping[str, tuple[int, ...]], memory: bool) -> None:
+        self._groups = {each.name: each._node for each in groups if each.name in slots}
+        self._memory = memory
+        first = next(iter(self._groups.values()))
+        connection: Any = first
+        while not isinstance(connection, Connection):
+            connection = connection.owner
+        self._connection = connection
+        for node in self._groups.values():
+            self._check(node, slots[node.name])
+        if memory and not any(
+            worker.boot.device != "cpu" and worker.slot in slots[node.name]
+            for node in self._groups.values()
+            for worker in node.workforce.workers
+        ):
+            raise ConfigError("colocate.profile(memory=True): none of these ranks has a GPU, whose memory that shows")
+        folder = Path.cwd() if first.services.run is None else Path(first.services.run.directory)
+        names = (f"profile{'' if number == 1 else f'-{number}'}" for number in itertools.count(1))
+        stem = next(name for name in names if not (folder / f"{name}.json").exists() and not (folder / name).exists())
+        self._folder = folder / stem
+        self.profile = Profile(folder / f"{stem}.json", slots)
+        self._told = _Told()
+        self._ahead: dict[Slot, float] = {}
+        self._zero = time.time()
+        self._timeline: Any = None
+
+    def _check(self, node: WorkerGroup, slots: Sequence[int]) -> None:
+        label = f"a profile of group {node.name!r}"
+        if node.services.executor.in_process:
+            raise CapabilityError(
+                f"{label}: its workers are threads of this process, and torch profiles a process, not one rank of it. "
+                "Use connect(processes=True) (--set executor.with.processes=true), Ray or Dask"
+            )
+        if (recorder := recording(node)) is not None:
+            recorder.refuse_call(label)
+        node.check()
+        refuse_inside(label, node.name)
+        refuse_to_wait(label)
+
+    def begin(self) -> None:
+        """Begin it."""
+        for node in list(self._connection.worker_groups.values()):
+            if node.alive:
+                found = run_deferred(cast("ProfilingOfGroup", node.part("profiling")).ahead)
+                self._ahead |= {(node.name, slot): seconds for slot, seconds in found.items()}
+        self._folder.mkdir(parents=True)
+        runtime: Runtime = Runtime._of(self._connection)
+        runtime.observe(self._told)
+        try:
+            self._timeline = runtime._trace(self._folder / "timeline.part", self._ahead, self._zero)
+            for name, node in self._groups.items():
+                _call(node, BEGIN, {"slots": self.profile.slots[name], "memory": self._memory}).result()
+        except BaseException:
+            self.forget()
+            raise
+
+    def forget(self) -> None:
+        """End it, and leave nothing."""
+        for node in self._groups.values():
+            with contextlib.suppress(ColocateError, TimeoutError):  # what ends the block is told
+                _call(node, END, {"folder": "", "index": (), "ahead": (), "zero": 0.0}).result()
+        self._stop()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _stop(self) -> None:
+        if self._told in self._connection.services.observers:
+            self._connection.services.observers.remove(self._told)
+        if self._timeline is not None:
+            self._timeline.close()
+
+    def end(self, title: str) -> None:
+        """End it, and write what it has."""
+        profile, counter = self.profile, itertools.count()
+        found: dict[Slot, Profiled] = {}
+        try:
+            for name, node in self._groups.items():
+                places = range(node.size)
+                index = [next(counter) if slot in profile.slots[name] else -1 for slot in places]
+                ahead = [self._ahead.get((name, slot), 0.0) for slot in places]
+                given = {"folder": str(self._folder.absolute()), "index": index, "ahead": ahead, "zero": self._zero}
+                told = _call(node, END, given).result()
+                found |= {(name, slot): each for slot, each in enumerate(told) if each is not None}
+            self._connection.services.settle()
+            self._stop()
+            profile.seconds, profile.parts = self._parts(found)
+            profile.untraced = tuple(slot for slot, each in found.items() if not each.traced)
+            self._merge()
+        except BaseException:
+            self.forget()
+            raise
+        if (run := self._connection.services.run) is not None:
+            run.show(title, profile.rows())
+
+    def _parts(self, found: Mapping[Slot, Profiled]) -> tuple[float, dict[str, Part]]:
+        calls, transfers = list[Called](), dict[Slot, list[Piece]]()
+        windows: dict[str, list[tuple[Slot, Interval]]] = {BEGIN: [], END: []}
+        for record in list(self._told.calls):
+            ran = {}
+            for rank, begin, end in record.ran:
+                slot = record.group, self._connection.slot_of(record.group, record.role, rank)
+                ahead = self._ahead.get(slot, 0.0)
+                ran[slot] = begin - ahead, end - ahead
+            if record.method in windows and not record.role:
+                windows[record.method] += ran.items()
+                continue
+            calls.append(Called(label_of(record.role, record.method), record.submitted, record.ready, ran))
+            for each in record.transfers:
+                slot = record.group, self._connection.slot_of(record.group, record.role, each.rank)
+                if slot in ran:
+                    ahead = self._ahead.get(slot, 0.0)
+                    piece = Piece(ran[slot][0], each.end - ahead, each.start - ahead)
+                    transfers.setdefault(slot, []).append(piece)
+        moves = []
+        for move in list(self._told.moves):
+            slot = move.group, self._connection.slot_of(move.group, move.role, move.rank)
+            ahead = self._ahead.get(slot, 0.0)
+            moves.append((slot, (move.start - ahead, move.end - ahead)))
+        since = max(end for slot, (_, end) in windows[BEGIN] if slot in found)
+        until = min(begin for slot, (begin, _) in windows[END] if slot in found)
+        met: dict[tuple[str, Meeting], list[float]] = {}
+        for (group, _), told in found.items():
+            for meeting, when in told.arrived.items():
+                met.setdefault((group, meeting), []).append(when)
+        last = {meeting: max(times) for meeting, times in met.items() if len(times) > 1}
+        pieces = {
+            slot: sorted(
+                [
+                    *(Piece(begin, end, last.get((slot[0], meeting), begin)) for meeting, begin, end in each.waits),
+                    *transfers.get(slot, ()),
+                ],
+                key=lambda piece: piece.start,
+            )
+            for slot, each in found.items()
+        }
+        return until - since, split(Known(calls, moves), pieces, (since, until))
+
+    def _merge(self) -> None:
+        """Make one file of all parts: the timeline's, which ends as a list does, and then the ranks'."""
+        profile = self.profile
+        merged = self._folder / "merged"
+        with merged.open("wb") as target:
+            timeline = (self._folder / "timeline.part").read_bytes().rstrip()
+            target.write(timeline.removesuffix(b"]").rstrip())
+            for part in sorted(self._folder.glob("*.part")):
+                if part.name != "timeline.part":
+                    with part.open("rb") as source:
+                        shutil.copyfileobj(source, target, 1 << 20)
+            target.write(b"\n]\n")
+        merged.rename(profile.trace)
+        snapshots = []
+        for path in sorted(self._folder.glob("memory-*.pickle")):
+            snapshots.append(path.rename(profile.trace.with_name(f"{profile.trace.stem}-{path.name}")))
+        profile.snapshots = snapshots
+        shutil.rmtree(self._folder)
+
+
+def _call(node: WorkerGroup, what: str, given: Mapping[str, Any]) -> Any:
+    role, spec = everyone(node), ProfilingOfWorker.calls[what]
+    planned = plan(spec.dispatch, dict(given), role.ranks)
+    return start(ready(node, PendingCall(what, "", what, role.slots), role, spec, planned, [], FOREVER_S))

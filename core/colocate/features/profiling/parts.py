@@ -1,0 +1,157 @@
+"""Into which parts the time of profiled slots falls: each moment of each slot into one, and none is left out."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import attrs
+
+from colocate._system.recent import Interval
+from colocate.features.looking.idle import DRIVER, Called, Known, Slot
+
+COMPUTE, COMMUNICATION, OTHERS, DRIVERS, MEMORY = "compute", "communication", "for others", "for the driver", "memory"
+LAST = "(after the last call)"
+
+
+@attrs.frozen
+class Piece:
+    """A time of a slot in which nothing but communication went on in its call.
+
+    Attributes:
+        start: When it began, in seconds of the driver's clock.
+        end: When it ended.
+        met: Since when all that have a part were there: before that the slot waited for them.
+    """
+
+    start: float
+    end: float
+    met: float
+
+
+@attrs.define
+class Part:
+    """The time of one method of one role.
+
+    Attributes:
+        calls: How often it was called, on all slots.
+        seconds: By what the time went into, of all slots.
+    """
+
+    calls: int = 0
+    seconds: dict[str, float] = attrs.field(factory=dict)
+
+    def add(self, what: str, seconds: float) -> None:
+        """Count time."""
+        if seconds > 0:
+            self.seconds[what] = self.seconds.get(what, 0.0) + seconds
+
+
+def split(known: Known, pieces: Mapping[Slot, Sequence[Piece]], window: Interval) -> dict[str, Part]:
+    """Return where the time of slots went, by what was called, in the order of first calls.
+
+    Within a call a slot computes, where it doesn't communicate, wait for others that have a part, or move memory. Of
+    calls that overlap on a slot the one that began last has the time. Between calls it waits for the driver or for
+    what the driver waited for, and the call that comes next has that.
+
+    Args:
+        known: All calls and moves, also those of other slots, in seconds of the driver's clock.
+        pieces: The slots, each with its communication, in order.
+        window: From when to when.
+    """
+    found: dict[str, Part] = {}
+    for slot, its in pieces.items():
+        own = known.own(slot)
+        for (start, end), call in own:
+            part = found.setdefault(call.label, Part())
+            part.calls += int(end > window[0] and start < window[1])
+        for label, what, seconds in _in_calls(own, known.moving(slot, window), its, window):
+            found[label].add(what, seconds)
+        for then, why, seconds in known.gaps(slot, window):
+            part = found.setdefault(LAST if then is None else then.label, Part())
+            part.add(DRIVERS if why == DRIVER else OTHERS, seconds)
+        for label, seconds in _moves_between(own, known.moving(slot, window), window):
+            found.setdefault(label, Part()).add(MEMORY, seconds)
+    if LAST in found:
+        found[LAST] = found.pop(LAST)
+    return {label: part for label, part in found.items() if part.seconds}
+
+
+def _in_calls(
+    own: Sequence[tuple[Interval, Called]], moving: Sequence[Interval], pieces: Sequence[Piece], window: Interval
+) -> Iterator[tuple[str, str, float]]:
+    """Yield what a slot did within calls: whose, what, and for how many seconds."""
+    moments = sorted(
+        {
+            *(min(max(each, window[0]), window[1]) for interval, _ in own for each in interval),
+            *(each for interval in moving for each in interval),
+            *(moment for each in pieces for moment in (each.start, each.met, each.end)),
+        }
+    )
+    calls = _Running((start, end, call.label) for (start, end), call in own)
+    moves, exchanges = _Running((*each, True) for each in moving), _Running((p.start, p.end, p.met) for p in pieces)
+    for start, end in pairwise(moments):
+        label, moves_now, met = calls.at(start), moves.at(start), exchanges.at(start)
+        if label is not None and window[0] <= start and end <= window[1]:
+            what = COMPUTE if met is None else COMMUNICATION if start >= met else OTHERS
+            yield label, MEMORY if moves_now else what, end - start
+
+
+def _moves_between(
+    own: Sequence[tuple[Interval, Called]], moving: Sequence[Interval], window: Interval
+) -> Iterator[tuple[str, float]]:
+    """Yield before which calls memory moved while none ran, and for how many seconds."""
+    last = window[0]
+    for (start, end), call in [*own, ((window[1], window[1]), None)]:
+        for first, then in moving:
+            if (seconds := min(then, start) - max(first, last)) > 0:
+                yield LAST if call is None else call.label, seconds
+        last = max(last, end)
+
+
+class _Running:
+    """What goes on at moments that are asked for in order; of several the one that began last."""
+
+    def __init__(self, spans: Iterable[tuple[float, float, Any]]) -> None:
+        self._coming = sorted(spans, key=lambda each: each[0], reverse=True)
+        self._now: list[tuple[float, int, float, Any]] = []
+        self._count = 0
+
+    def at(self, moment: float) -> Any:
+        """Return what goes on from a moment on; None for nothing."""
+        while self._coming and self._coming[-1][0] <= moment:
+            start, end, what = self._coming.pop()
+            self._count += 1
+            heapq.heappush(self._now, (-start, -self._count, end, what))
+        while self._now and self._now[0][2] <= moment:
+            heapq.heappop(self._now)
+        return self._now[0][3] if self._now else None
+
+
+def rows(found: Mapping[str, Part], slots: int) -> list[dict[str, str | float]]:
+    """Return a table: seconds of a slot, on average, by role and method, and what all of them are together."""
+    columns = [
+        (COMPUTE, "compute (s)"),
+        (COMMUNICATION, "communication (s)"),
+        (OTHERS, "waits for others (s)"),
+        (DRIVERS, "waits for the driver (s)"),
+        (MEMORY, "memory moves (s)"),
+    ]
+    used = [
+        (what, title) for what, title in columns if what != MEMORY or any(MEMORY in e.seconds for e in found.values())
+    ]
+    whole = Part(sum(each.calls for each in found.values()))
+    for each in found.values():
+        for what, seconds in each.seconds.items():
+            whole.add(what, seconds)
+    return [
+        {
+            "call": label,
+            "calls": part.calls,
+            "time (s)": round(sum(part.seconds.values()) / slots, 6),
+            **{title: round(part.seconds.get(what, 0.0) / slots, 6) for what, title in used},
+        }
+        for label, part in [*found.items(), ("all", whole)]
+    ]

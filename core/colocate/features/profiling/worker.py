@@ -1,0 +1,177 @@
+"""Profiles, a worker's half: torch's profiler, begun and ended between calls, with a range for each call meanwhile."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from colocate._protocol.message import Message
+from colocate._role.method import method
+from colocate._role.method_spec import MethodSpec
+from colocate._system.imported import imported
+from colocate.errors import ColocateError
+from colocate.features.profiling.collectives import Collectives
+from colocate.features.profiling.messages import BEGIN, END, AskClock, Clock, Profiled
+from colocate.features.profiling.traces import CLOCK, Rank, Read, convert, waits
+from colocate.gpus import KIND, in_use
+from colocate.worker.context import WorkerContext
+from colocate.worker.hooks import OfWorker
+from colocate.worker.serving.role_instance import RoleInstance
+
+_MOST_ALLOCATIONS = 100_000
+"""Of so many a snapshot of memory has the history."""
+
+
+class ProfilingOfWorker(OfWorker):
+    """The profile of a worker. While there is none, no call asks for it (`WorkerContext.list_hooks`)."""
+
+    def __init__(self, worker_context: WorkerContext) -> None:
+        self._worker_context = worker_context
+        self._session: Session | None = None
+
+    def heard(self, message: Message, body: Any) -> None:
+        """Tell the time, at once."""
+        assert isinstance(message, AskClock)
+        self._worker_context.say(Clock(message.token, time.time()))
+
+    def adopted(self) -> None:
+        """End a profile of the driver before."""
+        self._worker_context.lane.do(self._drop)
+
+    @method
+    def begin(self, slots: Sequence[int], memory: bool) -> None:
+        """Begin to profile these slots' workers."""
+        context = self._worker_context
+        if context.boot.slot not in slots:
+            return
+        if self._session is not None:
+            raise ColocateError(f"worker {context.boot.slot} of group {context.boot.group!r} is being profiled already")
+        session = Session(context.boot.device, memory)
+        session.begin()
+        self._session = session
+        self.enters, self.leaves = session.enters, session.leaves  # type: ignore[method-assign]
+        context.list_hooks()
+
+    @method
+    def end(self, folder: str, index: Sequence[int], ahead: Sequence[float], zero: float) -> Profiled | None:
+        """End it, write what it has into a folder, and tell the rest; None of a worker that isn't profiled.
+
+        Args:
+            folder: The folder; "" to forget all.
+            index: By slot, which of all profiled ranks it is.
+            ahead: By slot, by how much its clock is ahead of the driver's, in seconds.
+            zero: What is 0 in the trace, in seconds of the driver's clock.
+        """
+        session, boot = self._session, self._worker_context.boot
+        if session is None:
+            return None
+        try:
+            slot, name = boot.slot, f"{boot.group} {boot.slot}"
+            stem = Path(folder) / name.replace(" ", "-").replace("/", "_")
+            session.end(stem.with_name(f"memory-{stem.name}.pickle") if folder else None)
+            return session.written(stem, name, index[slot], ahead[slot], zero) if folder else None
+        finally:
+            self._drop()
+
+    def _drop(self) -> None:
+        session, self._session = self._session, None
+        if session is not None:
+            del self.enters, self.leaves
+            self._worker_context.list_hooks()
+            session.end()
+
+
+_METHODS = {BEGIN: "begin", END: "end"}
+ProfilingOfWorker.calls = {said: ProfilingOfWorker.__dict__[name].spec for said, name in _METHODS.items()}
+
+
+@attrs.define(eq=False)
+class Session:
+    """One profile of a worker, on its lane."""
+
+    device: str  # the slot's
+    memory: bool  # whether the history of its memory is recorded
+    _torch: Any = attrs.field(default=None, init=False)  # None where it isn't imported
+    _profile: Any = attrs.field(default=None, init=False)
+    _noted: Collectives = attrs.field(factory=Collectives, init=False)
+    _open: dict[int, Any] = attrs.field(factory=dict, init=False)  # ranges by the numbers of their calls
+    _clocks: list[float] = attrs.field(factory=list, init=False)
+    _nvtx: bool = attrs.field(default=False, init=False)
+    _is_over: bool = attrs.field(default=True, init=False)
+
+    def begin(self) -> None:
+        """Begin it.
+
+        Raises:
+            RuntimeError: Another profile of torch's goes on in this process, say one of the role's own.
+        """
+        if (torch := imported("torch")) is None:
+            return
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else it says on the driver's screen that it begins and ends
+        cuda = KIND.device == "cuda" and in_use(self.device) is not None
+        # What is behind torch.profiler.profile, which would import torch's compiler: that takes seconds.
+        profile = torch.autograd.profiler.profile(use_device="cuda" if cuda else None, use_kineto=True)
+        profile.__enter__()
+        self._torch, self._profile, self._nvtx, self._is_over = torch, profile, cuda, False
+        if self.memory and cuda:
+            torch.cuda.memory._record_memory_history(max_entries=_MOST_ALLOCATIONS)
+        self._noted.begin()
+        self._look_at_clock()
+
+    def end(self, snapshot: Path | None = None) -> None:
+        """End it, once. Args: snapshot: Where a snapshot of memory is written, if it has one."""
+        if self._is_over:
+            return
+        self._is_over = True
+        self._noted.end()
+        for seq in [*self._open]:  # that of the call which ends it
+            self.leaves(seq)
+        self._look_at_clock()
+        self._profile.__exit__(None, None, None)
+        if self.memory and self._nvtx:
+            if snapshot is not None:
+                self._torch.cuda.memory._dump_snapshot(str(snapshot))
+            self._torch.cuda.memory._record_memory_history(enabled=None)
+
+    def written(self, stem: Path, name: str, index: int, ahead: float, zero: float) -> Profiled:
+        """Write the trace; see `ProfilingOfWorker.end`. Args: stem: How its files begin. name: What viewers show."""
+        if self._torch is None:
+            return Profiled({}, (), False, 0, 0)
+        raw, part = stem.with_name(f"{stem.name}.raw.json"), stem.with_name(f"{stem.name}.part")
+        self._profile.export_chrome_trace(str(raw))
+        clocks = self._clocks[0], self._clocks[-1]
+        rank = Rank(index, name, clocks, ahead, zero, os.getpid(), threading.get_native_id())
+        with part.open("w", encoding="utf-8") as target:
+            found: Read = convert(raw, target, rank, self._noted)
+        raw.unlink()
+        arrived, pieces = waits(found, self._noted, rank)
+        return Profiled(arrived, pieces, True, found.events, part.stat().st_size)
+
+    def _look_at_clock(self) -> None:
+        with self._torch.profiler.record_function(CLOCK):
+            before = time.time()
+            self._clocks.append((before + time.time()) / 2)
+
+    def enters(self, seq: int, role: RoleInstance, spec: MethodSpec) -> None:
+        """Begin the range of a call. Those of an async method have none: several go on at once, on one thread."""
+        if self._torch is None or spec.is_async:
+            return
+        label = role.label(spec.name) if spec.name in role.routes else spec.name
+        found = self._torch.profiler.record_function(label)
+        found.__enter__()
+        if self._nvtx:
+            self._torch.cuda.nvtx.range_push(label)
+        self._open[seq] = found
+
+    def leaves(self, seq: int) -> None:
+        """End the range of a call."""
+        if (found := self._open.pop(seq, None)) is not None:
+            if self._nvtx:
+                self._torch.cuda.nvtx.range_pop()
+            found.__exit__(None, None, None)

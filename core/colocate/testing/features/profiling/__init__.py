@@ -1,0 +1,1 @@
+"""The suite of the feature "profiling"."""

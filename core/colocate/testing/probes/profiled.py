@@ -1,0 +1,95 @@
+"""Roles that spend known times on known things. Each needs torch."""
+
+from __future__ import annotations
+
+import gc
+import time
+from typing import TYPE_CHECKING, Any
+
+from colocate import PerRank, Role, method
+from colocate.testing.probes import optional
+
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = optional("torch")
+
+
+class Timed(Role):
+    """Computes, sleeps, and meets other ranks after as many seconds as each is told."""
+
+    def __init__(self) -> None:
+        self.values = torch.ones(8)
+
+    @method(dispatch=PerRank("seconds"))
+    def work(self, seconds: Any) -> None:
+        time.sleep(seconds)
+
+    @method(dispatch=PerRank("late"))
+    def reduce(self, late: Any) -> None:
+        time.sleep(late)
+        torch.distributed.all_reduce(self.values, group=self.ctx.process_group())
+
+    @method(dispatch=PerRank("late"))
+    def overlap(self, late: Any) -> None:
+        """Begin to reduce at once, or late; work for half a second and only then wait for it."""
+        time.sleep(late)
+        work = torch.distributed.all_reduce(self.values, group=self.ctx.process_group(), async_op=True)
+        time.sleep(0.5)
+        assert work is not None
+        work.wait()
+
+    @method(dispatch=PerRank("late"))
+    def step(self, late: Any) -> None:
+        """A backward pass of DDP, which one rank may come to late."""
+        model = torch.nn.parallel.DistributedDataParallel(
+            torch.nn.Linear(64, 64), process_group=self.ctx.process_group()
+        )
+        loss = model(torch.ones(4, 64)).sum()
+        time.sleep(late)
+        loss.backward()
+
+    @method(dispatch=PerRank("late"))
+    def pass_on(self, late: Any) -> None:
+        """Rank 0 sends to rank 1."""
+        time.sleep(late)
+        group = self.ctx.process_group()
+        if self.ctx.rank == 0:
+            torch.distributed.send(self.values, group=group, group_dst=1)
+        else:
+            torch.distributed.recv(self.values, group=group, group_src=0)
+
+    @method
+    def multiply(self) -> None:
+        self.values = torch.mm(self.values.reshape(2, 4), self.values.reshape(4, 2)).repeat(2, 1).reshape(8) * 0 + 1
+
+    @method(concurrency=3)
+    async def wait(self, seconds: float) -> None:
+        import asyncio
+
+        await asyncio.sleep(seconds)
+
+    @method
+    def hooks(self) -> int:
+        """How many hooks of profiles a call of this worker asks."""
+        from colocate.worker.context import WorkerContext
+
+        found = [each for each in gc.get_objects() if isinstance(each, WorkerContext)]
+        hooks = [hook for each in found for hook in (*each.enters, *each.leaves)]
+        return sum("profiling" in str(getattr(hook, "__module__", "")) for hook in hooks)
+
+    @method
+    def patched(self) -> bool:
+        """Whether torch's functions are those that note what they do."""
+        return "profiling" in str(getattr(torch.distributed.Work.wait, "__module__", ""))
+
+
+class Shifted(Timed):
+    """Whose process has another time than the driver's, on its second rank."""
+
+    def __init__(self, by: float) -> None:
+        super().__init__()
+        if self.ctx.rank == 1:
+            now, now_ns = time.time, time.time_ns
+            time.time = lambda: now() + by
+            time.time_ns = lambda: now_ns() + int(by * 1e9)

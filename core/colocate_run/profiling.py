@@ -1,0 +1,140 @@
+"""`colocate run --profile`: what is profiled of a run, and from which step to which."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import attrs
+
+from colocate.errors import ColocateError, ConfigError
+from colocate.texts import did_you_mean, error_text
+
+if TYPE_CHECKING:
+    from colocate.driver import ColocatedGroup, Driver
+
+_KEYS = ("steps", "roles", "ranks", "memory")
+
+
+@attrs.frozen
+class Wanted:
+    """What `--profile` says.
+
+    Attributes:
+        first: The first step.
+        last: The last one, which is profiled, too.
+        roles: The roles; None for all workers of the config.
+        ranks: Their ranks; None for all.
+        memory: Whether there are snapshots of memory.
+    """
+
+    first: int
+    last: int
+    roles: tuple[str, ...] | None = None
+    ranks: tuple[int, ...] | None = None
+    memory: bool = False
+
+    @classmethod
+    def read(cls, text: str) -> Wanted:
+        """Read it, as "steps=3:5,roles=actor,critic,memory".
+
+        Raises:
+            ConfigError: It says something else.
+        """
+        given: dict[str, list[str]] = {}
+        key = ""
+        for word in text.split(","):
+            name, equals, value = word.strip().partition("=")
+            if equals or name == "memory":
+                key = name
+                if key not in _KEYS or key in given:
+                    wrong = "twice" if key in given else f"unknown{did_you_mean(key, _KEYS)}"
+                    raise ConfigError(f"--profile {text}: {key!r} is {wrong}; it is like steps=3:5,roles=actor")
+                given[key] = [value] if equals else []
+            elif key in ("roles", "ranks") and name:
+                given[key].append(name)
+            else:
+                raise ConfigError(f"--profile {text}: {word!r} says nothing; it is like steps=3:5,roles=actor,memory")
+        first, _, last = (given.get("steps") or [""])[0].partition(":")
+        numbers = [first, last or first, *given.get("ranks", ())]
+        if not all(each.isdecimal() for each in numbers):
+            raise ConfigError(f"--profile {text}: steps and ranks are whole numbers, as steps=3:5,ranks=0")
+        if int(numbers[0]) > int(numbers[1]):
+            raise ConfigError(f"--profile {text}: the first step comes after the last one")
+        ranks = tuple(int(each) for each in given["ranks"]) if "ranks" in given else None
+        roles = tuple(given["roles"]) if "roles" in given else None
+        return cls(int(first), int(last or first), roles, ranks, "memory" in given)
+
+
+class StepProfile:
+    """The profile of some steps of a run: it begins when the step before them is logged, and ends with the last one."""
+
+    def __init__(
+        self, wanted: Wanted, driver: Driver, groups: Mapping[str, ColocatedGroup], say: Callable[[str], object]
+    ) -> None:
+        """Look whether that can be, and begin if it is from the run's beginning on.
+
+        Raises:
+            ConfigError: There is no such role or rank, say.
+            CapabilityError: These workers can't be profiled.
+        """
+        self._wanted, self._driver, self._say = wanted, driver, say
+        self._groups = [*groups.values()]
+        self._given: dict[str, Any] = {"roles": wanted.roles, "ranks": wanted.ranks, "memory": wanted.memory}
+        driver.profile(self._groups, **self._given)
+        self._open: contextlib.ExitStack | None = None
+        self._is_over = False
+        if wanted.first == 0:
+            self._begin(0)
+
+    def logged(self, step: int) -> None:
+        """Hear that a step is over."""
+        if self._open is not None:
+            if step >= self._wanted.last:
+                self._end()
+        elif not self._is_over and step >= self._wanted.last:
+            self._is_over = True
+            self._say(
+                f"nothing was profiled: step {step} is the first that was logged, and steps=0 begins with the job"
+            )
+        elif not self._is_over and step + 1 >= self._wanted.first:
+            self._begin(step + 1)
+
+    def close(self) -> None:
+        """End it with the run."""
+        if self._open is not None:
+            self._end()
+        elif not self._is_over:
+            self._say(f"nothing was profiled: the run has ended before its step {self._wanted.first}")
+
+    def drop(self) -> None:
+        """Give it up: the run has failed."""
+        stack, self._open = self._open, None
+        if stack is not None:
+            with contextlib.suppress(_Dropped):
+                stack.__exit__(_Dropped, _Dropped(), None)
+
+    def _begin(self, step: int) -> None:
+        self._open = contextlib.ExitStack()
+        last = self._wanted.last
+        title = f"Profile of step {step}" if step == last else f"Profile of steps {step} to {last}"
+        try:
+            self._profile = self._open.enter_context(self._driver.profile(self._groups, title, **self._given))
+        except (ColocateError, TimeoutError) as error:  # of a worker that has died, say: the job hears of that itself
+            self._open, self._is_over = None, True
+            self._say(f"nothing is profiled: {error_text(error)}")
+
+    def _end(self) -> None:
+        stack, self._open, self._is_over = self._open, None, True
+        assert stack is not None
+        try:
+            stack.close()
+        except (ColocateError, TimeoutError, OSError) as error:
+            self._say(f"the profile is lost: {error_text(error)}")
+        else:
+            self._say(f"profile of {self._profile.seconds:.2f} s, for ui.perfetto.dev: {self._profile.trace}")
+
+
+class _Dropped(Exception):
+    """Ends the block of a profile."""

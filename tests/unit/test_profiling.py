@@ -1,0 +1,227 @@
+"""Profiles, by constructed traces and times whose truth is known: of GPUs that this machine doesn't have, too."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import colocate
+from colocate.errors import CapabilityError, ConfigError
+from colocate.features.looking.idle import Called, Known
+from colocate.features.profiling import traces
+from colocate.features.profiling.collectives import Collectives
+from colocate.features.profiling.messages import Meeting
+from colocate.features.profiling.parts import LAST, Part, Piece, rows, split
+from colocate.features.profiling.traces import CLOCK, Rank, Read, convert, events, waits
+from colocate_run.profiling import Wanted
+
+A, B = ("policy", 0), ("policy", 1)
+NOW = 1_700_000_000.0
+
+
+def call(label: str, start: float, end: float, slot: tuple[str, int] = A) -> Called:
+    return Called(label, start, start, {slot: (start, end)})
+
+
+def test_each_moment_counts_once() -> None:
+    """Calls that overlap, communication beyond its call, memory amid both: the sum is the window, for each slot."""
+    calls = [call("a.run", 1.0, 5.0), call("b.run", 2.0, 3.0), call("b.run", 6.0, 8.0)]
+    moves = [(A, (4.5, 5.5))]
+    pieces = [Piece(1.5, 2.5, 1.75), Piece(4.0, 4.75, 4.25), Piece(4.1, 4.2, 0.0), Piece(7.5, 9.0, 9.5)]
+    found = split(Known(calls, moves), {A: pieces}, (0.0, 10.0))
+    assert {label: part.calls for label, part in found.items()} == {"a.run": 1, "b.run": 2, LAST: 0}
+    # One second of a.run is that of the call in it; until 1.75 and 4.25 others are waited for.
+    whose = {"compute": 0.5 + 1.0, "for others": 0.25 + 0.15, "communication": 0.25 + 0.1 + 0.25}
+    assert found["a.run"].seconds == pytest.approx({**whose, "memory": 0.5, "for the driver": 1.0})
+    whose = {"compute": 0.5 + 1.5, "for others": 0.5, "communication": 0.5}
+    assert found["b.run"].seconds == pytest.approx({**whose, "memory": 0.5, "for the driver": 0.5})
+    assert found[LAST].seconds == pytest.approx({"for the driver": 2.0})
+    assert sum(sum(part.seconds.values()) for part in found.values()) == pytest.approx(10.0)
+
+
+def test_calls_at_the_windows_ends() -> None:
+    """Only what is inside counts: of a call that had begun before, and of one that goes on after it."""
+    found = split(Known([call("a.run", 0.0, 2.0), call("a.run", 3.0, 9.0)], ()), {A: ()}, (1.0, 5.0))
+    assert found == {"a.run": Part(2, {"compute": 3.0, "for the driver": 1.0})}
+
+
+def test_a_table() -> None:
+    parts = {"a.run": Part(2, {"compute": 1.0, "for others": 0.5}), LAST: Part(0, {"for the driver": 0.25})}
+    *_, last = rows(parts, 2)
+    assert last == {
+        "call": "all",
+        "calls": 2,
+        "time (s)": 0.875,
+        "compute (s)": 0.5,
+        "communication (s)": 0.0,
+        "waits for others (s)": 0.25,
+        "waits for the driver (s)": 0.125,
+    }
+
+
+def event(name: str, start: float, end: float, cat: str = "cpu_op", tid: Any = 7, pid: Any = 50, **args: Any) -> Any:
+    """One of torch's, whose own clock is 100 s ahead of Python's."""
+    times = {"ts": (start + 100.0) * 1e6, "dur": (end - start) * 1e6}
+    return {"ph": "X", "cat": cat, "name": name, "pid": pid, "tid": tid, **times, "args": args}
+
+
+def written(folder: Path, found: list[Any]) -> Path:
+    clocks = [event(CLOCK, at - 1e-5, at + 1e-5, "user_annotation") for at in (0.0, 10.0)]
+    text = json.dumps({"schemaVersion": 1, "baseTimeNanoseconds": 5, "traceEvents": [*clocks, *found]}, indent=1)
+    path = folder / "trace.json"
+    path.write_text(text)
+    return path
+
+
+def converted(path: Path, noted: Collectives, index: int = 0) -> tuple[list[Any], Read, Rank]:
+    """A worker's trace whose clock is 3 s ahead of the driver's; 0 in the file is the driver's second 1."""
+    rank = Rank(index, f"policy {index}", (0.0 + 3.0, 10.0 + 3.0), ahead=3.0, zero=1.0, pid=50, thread=7)
+    target = io.StringIO()
+    found = convert(path, target, rank, noted)
+    return json.loads("[" + target.getvalue().lstrip(",\n") + "]"), found, rank
+
+
+@pytest.mark.parametrize("chunk", [1, 17, 1 << 20])
+def test_a_trace_is_read_bit_by_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
+    """Wherever a piece of the file ends: within a word, a number or a bracket."""
+    monkeypatch.setattr(traces, "_CHUNK", chunk)
+    wanted = [event(f'a "name" ] }} {number}', number, number + 0.5) for number in range(20)]
+    path = written(tmp_path, wanted)
+    with path.open() as file:
+        assert list(events(file))[2:] == wanted
+    path.write_text(path.read_text()[:-60])
+    with path.open() as file, pytest.raises(ValueError, match=r"Expecting|Unterminated"):
+        list(events(file))
+
+
+def test_times_threads_and_flows(tmp_path: Path) -> None:
+    """Each time is the driver's, from the file's zero on; nothing of one rank has a number of another one's."""
+    path = written(
+        tmp_path,
+        [
+            event("aten::mm", 2.0, 2.5),
+            event("kernel", 2.25, 2.75, "kernel", tid=7, pid=0),
+            {"ph": "s", "id": 3, "pid": 50, "tid": 7, "ts": 102.0e6, "cat": "ac2g", "name": "ac2g"},
+            {"ph": "M", "name": "process_name", "pid": 50, "tid": 0, "ts": 0, "args": {"name": "python"}},
+            {"ph": "M", "name": "process_name", "pid": 0, "tid": 0, "ts": 0, "args": {"name": "python"}},
+        ],
+    )
+    ranks = [converted(path, Collectives(), index)[0] for index in (0, 1)]
+    first = {each["name"]: each for each in ranks[0] if each["ph"] != "M"}
+    assert (first["aten::mm"]["ts"], first["aten::mm"]["dur"]) == (pytest.approx(1e6), pytest.approx(5e5))
+    assert first["kernel"]["ts"] == pytest.approx(1.25e6)
+    assert first["ac2g"]["ts"] == pytest.approx(1e6)
+    named = {each["pid"]: each["args"]["name"] for each in ranks[0] if each["name"] == "process_name"}
+    assert named == {first["aten::mm"]["pid"]: "policy 0", first["kernel"]["pid"]: "policy 0 GPU 0"}
+    for key in ("pid", "tid", "id"):
+        mine, others = ({each[key] for each in events if key in each} for events in ranks)
+        assert not mine & others
+    assert len({each["tid"] for each in ranks[0] if each["ph"] == "X"}) == 2
+
+
+def test_a_trace_without_its_clock(tmp_path: Path) -> None:
+    """Its times mean nothing then: that is told, and no file is made of it."""
+    path = written(tmp_path, [])
+    path.write_text(path.read_text().replace(CLOCK, "another", 1))
+    with pytest.raises(ValueError, match=r"has 1 ranges 'colocate\.clock', not 2"):
+        converted(path, Collectives())
+
+
+def nccl(start: float, end: float, group: str = "0", kind: str = "AllReduce") -> Any:
+    args = {"Process Group Name": group, "Process Group Ranks": "[0, 1]"}
+    return event(f"ncclDevKernel_{kind}_Sum_f32_RING_LL", start, end, "kernel", tid=20, pid=0, **args)
+
+
+def found_in(folder: Path, found: list[Any], noted: Collectives | None = None) -> tuple[Any, list[Any]]:
+    noted = noted or Collectives()
+    _, read, rank = converted(written(folder, found), noted)
+    return waits(read, noted, rank)
+
+
+def test_kernels_that_communicate(tmp_path: Path) -> None:
+    """While another kernel computes, communication costs nothing; a copy counts as one that computes."""
+    kernels = [event("gemm", 1.0, 2.0, "kernel", pid=0), event("Memcpy DtoD", 2.5, 3.0, "gpu_memcpy", pid=0)]
+    arrived, pieces = found_in(tmp_path, [nccl(1.5, 4.0), *kernels, nccl(5.0, 6.0), nccl(5.0, 5.5, "1")])
+    first: Meeting = ("device 0 [0, 1]", 0)
+    assert arrived[first] == pytest.approx(1.5)
+    assert [(each[0], round(each[1], 4), round(each[2], 4)) for each in pieces] == [
+        (first, 2.0, 2.5),
+        (first, 3.0, 4.0),
+        (("device 1 [0, 1]", 0), 5.0, 5.5),
+        (("device 0 [0, 1]", 1), 5.0, 6.0),
+    ]
+
+
+def test_sends_of_devices_are_nobody_elses(tmp_path: Path) -> None:
+    """They have no number that both ranks know: how long one waited for the other isn't guessed."""
+    arrived, _ = found_in(tmp_path, [nccl(1.0, 2.0, kind="SendRecv")])
+    assert [*arrived] == [("device 0 [0, 1] of policy 0", 0)]
+
+
+def test_operations_that_cpp_begins(tmp_path: Path) -> None:
+    """DDP's, which the thread waits for where it runs no operator; Python's own, and functional ones, are others."""
+    noted = Collectives()
+    noted.calls.append((("group", 0), 4_000_000_000, 4_200_000_000))  # the worker's time: 1.0 to 1.2 of the driver's
+    noted.waits.append((("group", 0), 4_200_000_000, 5_000_000_000))
+    arrived, pieces = found_in(
+        tmp_path,
+        [
+            event("c10d::allreduce_", 1.1, 1.15),
+            event("gloo:all_reduce", 1.15, 2.0, "user_annotation", tid=9),
+            event("c10d::allreduce_", 3.0, 3.1),
+            event("gloo:all_reduce", 3.05, 5.0, "user_annotation", tid=8),
+            event("aten::mul", 3.2, 4.0),
+            event("_c10d_functional::all_reduce", 6.0, 6.2),
+            event("c10d::allreduce_", 6.1, 6.15),
+            event("gloo:all_reduce", 6.15, 8.0, "user_annotation", tid=9),
+            event("_c10d_functional::wait_tensor", 7.0, 8.0),
+        ],
+        noted,
+    )
+    assert arrived == {("group", 0): pytest.approx(1.0), ("C++ allreduce", 0): pytest.approx(3.0)}
+    assert [(each[0], round(each[1], 4), round(each[2], 4)) for each in pieces] == [
+        (("group", 0), 1.2, 2.0),
+        (("C++ allreduce", 0), 3.1, 3.2),
+        (("C++ allreduce", 0), 4.0, 5.0),
+        (("", -1), 7.0, 8.0),
+    ]
+
+
+def test_what_the_option_says() -> None:
+    assert Wanted.read("steps=3:5,roles=actor") == Wanted(3, 5, ("actor",))
+    assert Wanted.read("steps=3,roles=actor,critic,ranks=0,1,memory") == Wanted(3, 3, ("actor", "critic"), (0, 1), True)
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("", "says nothing"),
+        ("roles=actor", "steps and ranks are whole numbers"),
+        ("steps=a:b", "whole numbers"),
+        ("steps=5:3", "the first step comes after the last one"),
+        ("steps=1,steps=2", "'steps' is twice"),
+        ("step=1", "'step' is unknown.*steps"),
+        ("steps=1,ranks=all", "whole numbers"),
+        ("steps=1,actor", "'actor' says nothing"),
+    ],
+)
+def test_what_it_cant_say(text: str, why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        Wanted.read(text)
+
+
+class Still(colocate.Role):
+    @colocate.method
+    def rest(self) -> None: ...
+
+
+def test_threads_cant_be_profiled() -> None:
+    with colocate.connect() as runtime, runtime.reserve(1) as pool:
+        group = pool.spawn({"still": colocate.role(Still)})
+        with pytest.raises(CapabilityError, match=r"connect\(processes=True\)"), colocate.profile(group):
+            raise AssertionError
+        group.role("still", Still).rest()
