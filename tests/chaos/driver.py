@@ -129,7 +129,7 @@ def play(stage: Stage, played: Program, episodes: int | None) -> None:
         if outcome.pool_closed:
             stage.held = None
         else:
-            wrong += _free(pool, _lost(episode, outcome.applied))
+            wrong += _free(pool, _lost(pool, episode, outcome.applied))
             if lost:
                 wrong += stage.let_go(episode.fault.grace)
         if outcome.applied is not None and outcome.applied.kind == "envoy":
@@ -175,12 +175,12 @@ def play_endlessly(stage: Stage, played: Program) -> None:
         stage.close(pool, 0.2)
 
 
-def _lost(episode: Episode, applied: Applied | None) -> Collection[int]:
+def _lost(pool: Pool, episode: Episode, applied: Applied | None) -> Collection[int]:
     """The slots that have lost their keeper, with which none goes on there until others are reserved."""
     if applied is None or applied.kind not in ("keeper", "envoy"):
         return ()
     if applied.kind == "envoy":
-        return range(sum(episode.groups))
+        return range(len(pool.slots))
     return (sum(episode.groups[: applied.group]) + applied.rank,)
 
 

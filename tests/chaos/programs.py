@@ -136,7 +136,8 @@ def program(executor: str, seed: int, torch: bool | None = None) -> Program:
     asked = random.Random(f"asked {seed}")  # and here
     episodes = tuple(_asking(asked, each) for each in episodes)
     records = random.Random(f"records {seed}")  # and of this
-    episodes = tuple(attrs.evolve(each, records=records.random() < RECORDS) for each in episodes)
+    # A driver that is killed leaves what it has recorded, as it should: nothing is to be left of these programs.
+    episodes = tuple(attrs.evolve(each, records=records.random() < RECORDS and kind != "driver") for each in episodes)
     return Program(seed, kind, slots, with_torch, episodes)
 
 
