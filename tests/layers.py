@@ -72,6 +72,7 @@ DOORS = {
     ("_api.runtime", "features.looking.audit"),
     ("_api.runtime", "features.looking.graph"),
     ("_api.runtime", "features.recordings.driver"),
+    ("_role.role", "features.recordings.given"),
     ("_role.method", "features.rows.row_stream"),
 }
 

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
         PlacementTimeout,
         PluginError,
         RenewalError,
+        ReplayError,
         RoleError,
         RoleStartError,
         SerializationError,
@@ -57,7 +58,8 @@ if TYPE_CHECKING:
     from colocate.features.looking.audit import Audit
     from colocate.features.memory.tables import GroupMemory, RoleMemory, SlotMemory
     from colocate.features.profiling.driver import Profile, profile
-    from colocate.features.recordings.driver import Recorder
+    from colocate.features.recordings.driver import ComparedMethod, Recorder, comparison
+    from colocate.features.recordings.given import Compare, Replay
     from colocate.features.recordings.reading import (
         RecordedCall,
         RecordedError,
@@ -98,7 +100,8 @@ _HOMES = {
     "features.memory.tables": "GroupMemory RoleMemory SlotMemory",
     "features.kinds.registered": "register_batch",
     "features.looking.audit": "Audit",
-    "features.recordings.driver": "Recorder",
+    "features.recordings.driver": "ComparedMethod Recorder comparison",
+    "features.recordings.given": "Compare Replay",
     "features.recordings.reading": "RecordedCall RecordedError RecordedRole RecordedRow Recording load_recording",
     "features.profiling.driver": "Profile profile",
     "features.rows.row_stream": "RowStream",
@@ -108,8 +111,8 @@ _HOMES = {
     "errors": (
         "BorrowedError CallCancelled CallTimeout CapabilityError ChildDied ClosedError ColocateError ConfigError "
         "DispatchError ClusterError ForkedError GroupRestarted MemoryBudgetError PipelineError PlacementError "
-        "PlacementTimeout PluginError RenewalError RoleError RoleStartError SerializationError SleepingError "
-        "StaleWeightsError WeightsDifferError WorkerDied"
+        "PlacementTimeout PluginError RenewalError ReplayError RoleError RoleStartError SerializationError "
+        "SleepingError StaleWeightsError WeightsDifferError WorkerDied"
     ),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
@@ -142,6 +145,8 @@ __all__ = [
     "Collect",
     "ColocateError",
     "ColocatedGroup",
+    "Compare",
+    "ComparedMethod",
     "Concat",
     "ConfigError",
     "Context",
@@ -178,6 +183,8 @@ __all__ = [
     "Reduce",
     "Rendezvous",
     "RenewalError",
+    "Replay",
+    "ReplayError",
     "Resident",
     "ResidentSpec",
     "Role",
@@ -209,6 +216,7 @@ __all__ = [
     "as_completed",
     "checks",
     "compare_weights",
+    "comparison",
     "connect",
     "context",
     "hookimpl",

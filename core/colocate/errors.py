@@ -305,6 +305,10 @@ class WeightsDifferError(ColocateError, RuntimeError):
     names: tuple[str, ...] = ()
 
 
+class ReplayError(ColocateError, RuntimeError):
+    """A role that is replayed can't answer a call as it was recorded; says where the call differs, and how."""
+
+
 class PipelineError(ColocateError, RuntimeError):
     """A call inside `group.pipeline()` that needs an answer before the pipeline has been sent."""
 

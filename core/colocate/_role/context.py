@@ -53,6 +53,7 @@ class RowState(CallState):
         at_end: Functions that end what it has begun: called when it is over, the last first, before its value is sent.
             What they return is awaited, if it can be.
         raised: What it fails of, as what it awaited was cancelled.
+        turn: Its place among the call's rows in the order in which the driver takes them; None for as they end.
     """
 
     row: int
@@ -60,6 +61,7 @@ class RowState(CallState):
     at_end: list[Callable[[], object]] = attrs.field(factory=list, init=False)
     raised: BaseException | None = attrs.field(default=None, init=False)
     generator: torch.Generator | None = attrs.field(default=None, init=False)
+    turn: int | None = attrs.field(default=None, init=False)
 
 
 @attrs.define(eq=False)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from os import PathLike
 from types import UnionType
-from typing import Any, Generic, Literal, ParamSpec, TypeVar, get_origin, overload
+from typing import TYPE_CHECKING, Any, Generic, Literal, ParamSpec, TypeVar, get_origin, overload
 
 import attrs
 
@@ -19,6 +20,9 @@ from colocate._system.nearest import did_you_mean
 from colocate._system.numbers import parse_bytes
 from colocate._values.mesh import Mesh, Ranks
 from colocate.errors import ConfigError
+
+if TYPE_CHECKING:
+    from colocate.features.recordings.given import Compare, Replay
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -94,6 +98,8 @@ class RoleSpec(Generic[R]):
         sleep: "vmm": what its constructor makes on a GPU keeps its addresses when it sleeps.
         weights: "from sync": it can't be called before it has got weights from another role.
         background: Whether its calls run on a thread of their own in each worker, beside those of the other roles.
+        replay: The recording that answers its calls (`colocate.Replay`); None for the role itself.
+        compare: The recording with which what it gives is compared (`colocate.Compare`); None for none.
     """
 
     target: type[R] | str
@@ -108,6 +114,8 @@ class RoleSpec(Generic[R]):
     sleep: Literal["vmm"] | None = None
     weights: Literal["from sync"] | None = None
     background: bool = False
+    replay: Any = None
+    compare: Any = None
 
     def on(
         self,
@@ -122,6 +130,8 @@ class RoleSpec(Generic[R]):
         sleep: Literal["vmm"] | None = None,
         weights: Literal["from sync"] | None = None,
         background: bool | None = None,
+        replay: str | PathLike[str] | Replay | None = None,
+        compare: str | PathLike[str] | Compare | None = None,
     ) -> RoleSpec[R]:
         """Return the same role, placed, and how much memory it may have on each of its slots.
 
@@ -147,6 +157,9 @@ class RoleSpec(Generic[R]):
                 has brought it those of another role, its calls are refused (`StaleWeightsError`).
             background: Whether its calls run on a second thread of the worker, in order among themselves, while the
                 group's other roles compute (see "Background roles").
+            replay: The folder of a run, or of a recording, that answers its calls: the role isn't constructed. A
+                `colocate.Replay` says more than the folder.
+            compare: The folder of one with which is compared what it gives; likewise a `colocate.Compare`.
         """
         changes: dict[str, Any] = {}
         if slots is not None:
@@ -183,6 +196,9 @@ class RoleSpec(Generic[R]):
             if not isinstance(background, bool):
                 raise ConfigError(f"background={background!r}: it is true or false")
             changes["background"] = background
+        for name, recording in (("replay", replay), ("compare", compare)):
+            if recording is not None:
+                changes[name] = features.module("recordings.given").given(name, recording)
         return attrs.evolve(self, **changes)
 
     @property
@@ -206,6 +222,8 @@ class RoleInfo:
     origin: str
     key: Any = attrs.field(default=attrs.Factory(lambda self: self.name, takes_self=True), kw_only=True)
     """What workers know it by."""
+    stands_in: bool = attrs.field(default=False, kw_only=True)
+    """Whether something stands in for its objects, which aren't constructed."""
     ranks: Ranks = attrs.field(
         init=False, default=attrs.Factory(lambda self: Ranks(len(self.slots), self.meshes), takes_self=True)
     )

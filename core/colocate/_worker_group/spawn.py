@@ -102,7 +102,7 @@ def _declare_one(
         raise ConfigError(why)
     declared = spec.mesh if spec.mesh is not None else mesh if places == range(slots) else None
     meshes = one_axis(len(places)) if declared is None else parse_meshes(declared, len(places))
-    info = RoleInfo(name, cls, methods, places, meshes, origin)
+    info = RoleInfo(name, cls, methods, places, meshes, origin, stands_in=spec.replay is not None)
     for method, declaration in methods.items():
         check_meshes(declaration.dispatch, declaration.collect, info.ranks, f"{info.name}.{method}")
     return info, distribution

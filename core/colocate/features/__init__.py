@@ -74,7 +74,11 @@ FEATURES = {
     "looking": Feature(),
     "pipelines": Feature(),
     "recordings": Feature(
-        "driver:RecordingsOfGroup", "worker:RecordingsOfWorker", calls=("the recording",), messages=("Noticed",)
+        "driver:RecordingsOfGroup",
+        "worker:RecordingsOfWorker",
+        calls=("the recording", "the comparison"),
+        messages=("Noticed",),
+        options=("replay", "compare"),
     ),
     "profiling": Feature(
         "driver:ProfilingOfGroup",

@@ -47,6 +47,17 @@ class OfWorker:
 
     # -- roles
 
+    def stands_in(self, role: str, cls: type, plain: Any) -> object | None:
+        """Return an object that stands in for a role's, which isn't constructed then; None where nothing does.
+
+        Asked of those halves that are told something of the role (`OfGroup.builds`): that is `plain`. Of such a role no
+        other half is told anything.
+
+        Raises:
+            ColocateError: Nothing can.
+        """
+        return None
+
     def constructing(self, role: str) -> AbstractContextManager[object]:
         """Return a block in which a role is constructed, from the arguments on."""
         return nullcontext()

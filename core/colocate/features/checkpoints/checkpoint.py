@@ -57,10 +57,19 @@ class Checkpoint:
                 f"the checkpoint in {folder} is of a group with other roles: it has {', '.join(missing)}, "
                 f"this one has {', '.join(roles)}"
             )
-        savable({name: roles[name] for name in saved}, "be restored")
+        if lacking := [name for name in record.get("stood in", ()) if name in roles and not roles[name].stands_in]:
+            raise ConfigError(
+                f"the checkpoint in {folder} has nothing of role {lacking[0]!r}, which was replayed in the run that "
+                "wrote it: restore one of another run, or replay the role here, too"
+            )
+        savable({name: role for name, role in roles.items() if name in saved or role.stands_in}, "be restored")
         for name, ranks in saved.items():  # what each of so many has written for itself
             role, here = roles[name], len(roles[name].slots)
-            if ranks != here and not (takes_other_ranks(role.cls, place / name) or does_nothing(role.cls)):
+            if (
+                ranks != here
+                and not role.stands_in
+                and not (takes_other_ranks(role.cls, place / name) or does_nothing(role.cls))
+            ):
                 raise ConfigError(
                     f"the checkpoint in {folder} is of {ranks} ranks of role {name!r}, which has {here} here: restore "
                     f"it with {ranks}. Other numbers of ranks can go on from what save() writes by "
@@ -113,6 +122,8 @@ def savable(roles: Mapping[str, RoleInfo], what: str = "be checkpointed") -> dic
     """
     mistakes, saved = [], {}
     for name, info in roles.items():
+        if info.stands_in:  # it has none
+            continue
         has = {which: found for which in ("save", "restore") if (found := hook(info.cls, which)) is not None}
         where, cls = f"roles.{name}", info.cls.__qualname__
         if len(has) == 2:
@@ -122,7 +133,7 @@ def savable(roles: Mapping[str, RoleInfo], what: str = "be checkpointed") -> dic
             other = "restore" if one == "save" else "save"
             mistakes.append(Mistake(where, None, f"{cls} has {one}() but no {other}()"))
         mistakes += [Mistake(where, None, f"{cls}.{each} {why}") for each in has if (why := _unfit(info, each))]
-    if not saved and not mistakes:
+    if not saved and not mistakes and not any(info.stands_in for info in roles.values()):
         mistakes.append(Mistake("roles", None, "none has save(directory) and restore(directory)"))
     if mistakes:
         raise ConfigError(f"the group can't {what}:", mistakes=tuple(mistakes))

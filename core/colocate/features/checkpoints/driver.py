@@ -311,6 +311,7 @@ def _begun(worker_group: WorkerGroup, folder: Path, tag: Tag, wait: bool) -> Ite
                     "roles": {
                         name: {"class": info.cls.__qualname__, "ranks": len(info.slots)} for name, info in saved.items()
                     },
+                    "stood in": [name for name, info in worker_group.roles.items() if info.stands_in],
                     "files": files,
                     "colocate": __version__,
                 }

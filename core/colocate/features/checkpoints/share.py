@@ -196,7 +196,7 @@ def _save(role: RoleInstance, folder: Path, strict: bool) -> SecondHalf | None:
     """Call a role's `save`, and return what that has left to do; None where it has none."""
     assert role.name is not None
     own = folder / role.name
-    if not own.is_dir():
+    if not own.is_dir() or role.stands_in:
         return None
     half, had = SecondHalf(role, strict), {**getattr(role.instance, "__dict__", {})}
     role.run_hook(_bound(role, "save"), str(own), name="save", by=half.take_state)
@@ -209,7 +209,7 @@ def _restore(role: RoleInstance, folder: Path) -> bool:
     """Call a role's `restore`, and return whether it has one, and its state is there."""
     assert role.name is not None
     own = folder / role.name
-    if not own.is_dir():
+    if not own.is_dir() or role.stands_in:
         return False
     ranks = _record(folder)["roles"][role.name]["ranks"]
     more = {"ranks": ranks} if takes_ranks(type(role.instance)) else {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,6 +13,7 @@ from typing import Any, Self, cast
 
 import attrs
 
+from colocate import features
 from colocate._calls.pending import PendingCall
 from colocate._protocol.message import Message
 from colocate._role.role import RoleInfo
@@ -24,8 +26,10 @@ from colocate._worker_group.hooks import OfGroup
 from colocate._worker_group.worker_group import WorkerGroup
 from colocate._worker_group.workforce import Worker
 from colocate.errors import ColocateError, ConfigError
-from colocate.features.recordings.files import RoleFolder
-from colocate.features.recordings.messages import RECORDING, Noticed, Recorded
+from colocate.features.recordings.files import STEPS, RoleFolder, RowOrder
+from colocate.features.recordings.given import Compare, Replay
+from colocate.features.recordings.messages import COMPARISON, RECORDING, Noticed, Played, Recorded
+from colocate.features.recordings.playing import Compared
 from colocate.features.recordings.worker import RecordingsOfWorker
 
 _log = logging.getLogger("colocate")
@@ -37,6 +41,49 @@ class RecordingsOfGroup(OfGroup):
     def __init__(self, worker_group: WorkerGroup) -> None:
         self._worker_group = worker_group
         self.recorded: dict[str, Path] = {}
+        self.played: dict[str, str] = {}
+        self._rows: dict[int, list[tuple[int, int]]] = {}  # rank and index of those that came, by call
+        self._files: dict[str, RowOrder] = {}  # where that is written, by role
+
+    def builds(self) -> Mapping[str, Sequence[Played]]:
+        """Return which recordings roles are replayed from, or compared with.
+
+        Raises:
+            ConfigError: There is none of a role, or of another number of ranks, or of another seed.
+        """
+        found = {}
+        for name, spec in self._worker_group.declared.specs.items():
+            given = [each for each in (spec.replay, spec.compare) if each is not None]
+            if given:
+                found[name] = [_played(self._worker_group, self._worker_group.roles[name], each) for each in given]
+        self.played = {name: given[0].folder for name, given in found.items()}
+        return found
+
+    def begun(self, recorded: Mapping[str, Path]) -> None:
+        """Note that roles are recorded, and in which folders: from now on the order in which their rows come, too."""
+        self.recorded |= recorded
+        self._files |= {name: RowOrder(folder) for name, folder in recorded.items()}
+        if "rows" in features.FEATURES:
+            cast("Any", self._worker_group.part("rows")).listeners = (self._row_came,)
+
+    def over(self, role: str) -> None:
+        """Note that a role isn't recorded any more."""
+        self.recorded.pop(role, None)
+        if (file := self._files.pop(role, None)) is not None:
+            file.close()
+
+    def _row_came(self, call: Any, slot: int, row: int) -> None:
+        if call.role not in self._files:
+            return
+        if call.seq not in self._rows:
+            self._rows[call.seq] = []
+            call._then(self._rows_over)
+        self._rows[call.seq].append((call.rank_of(slot), row))
+
+    def _rows_over(self, call: Any) -> None:
+        rows, file = self._rows.pop(call.seq, []), self._files.get(call.role)
+        if file is not None:
+            file.add(call.seq, rows)
 
     def heard(self, worker: Worker, message: Message, body: Any) -> None:
         """Tell the user what a rank has noticed."""
@@ -47,11 +94,16 @@ class RecordingsOfGroup(OfGroup):
         """End what is recorded: the calls of the new workers are others, from a checkpoint on."""
         if self.recorded:
             self._tell(f"it has been restarted, with which the recording of {', '.join(self.recorded)} has ended")
-            self.recorded.clear()
+            for role in [*self.recorded]:
+                self.over(role)
 
     def shown(self, role: str) -> Mapping[str, str]:
         """Return where a role is recorded, if it is."""
-        return {"recorded": str(self.recorded[role])} if role in self.recorded else {}
+        shown = {"recorded": str(self.recorded[role])} if role in self.recorded else {}
+        if role in self.played:
+            is_replayed = self._worker_group.declared.specs[role].replay is not None
+            shown["replayed" if is_replayed else "compared"] = self.played[role]
+        return shown
 
     def _tell(self, text: str) -> None:
         words = f"group {self._worker_group.name!r}, {text}"
@@ -71,8 +123,18 @@ class Recorder:
         self._groups = groups
         self._steps: GrowingFile | None = None
 
+    def mark(self, step: int) -> None:
+        """Note that a step is over: `Replay(step=...)` begins with what comes after the one before it."""
+        if self._steps is None:
+            self._steps = GrowingFile(self.folder / STEPS)
+        seqs = {name: worker_group.order.next_seq - 1 for name, (worker_group, _) in self._groups.items()}
+        self._steps.add(json.dumps({"step": step, "calls": seqs}) + "\n")
+
     def close(self) -> None:
         """Record no more, and wait until all is written."""
+        if self._steps is not None:
+            self._steps.close()
+            self._steps = None
         groups, self._groups = self._groups, {}
         for worker_group, roles in groups.values():
             part = of_group(worker_group)
@@ -80,7 +142,7 @@ class Recorder:
                 with suppress(ColocateError):  # of a group that has failed, whose workers have written what they could
                     _tell(worker_group, [Recorded(role.name, None) for role in roles])
             for role in roles:
-                part.recorded.pop(role.name, None)
+                part.over(role.name)
 
     def __enter__(self) -> Self:
         return self
@@ -119,7 +181,7 @@ def record(views: Any, folder: str | os.PathLike[str], limit: str | int | None, 
         # Calls that were received before a rank has got ready for them would have another way there.
         _tell(worker_group, [attrs.evolve(each, begins=False) for each in begun])
         _tell(worker_group, begun)
-        of_group(worker_group).recorded |= {role.name: place for role in roles}
+        of_group(worker_group).begun({each.role: Path(str(each.folder)) for each in begun})
     return Recorder(place, groups)
 
 
@@ -139,7 +201,99 @@ def _begin(place: Path, worker_group: WorkerGroup, role: RoleInfo, limit: int | 
 
 def _tell(worker_group: WorkerGroup, recorded: Sequence[Recorded]) -> None:
     """Tell all workers, in the order of the group's calls, and wait until they have done it."""
-    info, spec = everyone(worker_group), RecordingsOfWorker.calls[RECORDING]
-    planned = plan(spec.dispatch, {"recorded": tuple(recorded)}, info.ranks)
-    call = PendingCall(RECORDING, "", RECORDING, info.slots)
-    start(ready(worker_group, call, info, spec, planned, [], FOREVER_S)).result()
+    _call(worker_group, RECORDING, recorded=tuple(recorded))
+
+
+def _call(worker_group: WorkerGroup, said: str, **arguments: Any) -> Any:
+    info, spec = everyone(worker_group), RecordingsOfWorker.calls[said]
+    planned = plan(spec.dispatch, arguments, info.ranks)
+    call = PendingCall(said, "", said, info.slots)
+    return start(ready(worker_group, call, info, spec, planned, [], FOREVER_S)).result()
+
+
+def _played(worker_group: WorkerGroup, role: RoleInfo, given: Replay | Compare) -> Played:
+    """Return a recording that a role is replayed from, or compared with, as workers are told of it.
+
+    Raises:
+        ConfigError: It isn't there, or isn't of as many ranks, or of another seed.
+    """
+    found = RoleFolder.find(given.folder, worker_group.name, role.name)
+    what = f"role {role.name!r}: the recording in {given.folder} is of"
+    if found.ranks != len(role.slots):
+        raise ConfigError(f"{what} {found.ranks} ranks, and the role has {len(role.slots)}: give it as many slots")
+    seed = worker_group.services.seed
+    if found.seed != seed and not (isinstance(given, Replay) and given.loose):
+        raise ConfigError(f"{what} the seed {found.seed}, and the runtime has {seed}: other roles would draw otherwise")
+    after = 0 if given.step is None else _before(found, given.step)
+    if isinstance(given, Replay):
+        return Played(str(found.path), True, loose=given.loose, after=after)
+    return Played(str(found.path), False, tolerance=given.tolerance, after=after)
+
+
+def _before(found: RoleFolder, step: int) -> int:
+    """Return the last call of before a step."""
+    file = found.path.parent / STEPS
+    told = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    if not any(each["step"] == step for each in told):
+        has = f"{told[0]['step']} to {told[-1]['step']}" if told else "none"
+        raise ConfigError(f"the recording in {found.path.parent} has no step {step}: it has {has}")
+    earlier = [each["calls"].get(found.group, 0) for each in told if each["step"] < step]
+    return max(earlier, default=0)
+
+
+@attrs.frozen
+class ComparedMethod:
+    """What came of comparing the calls of a method with those that were recorded.
+
+    Attributes:
+        method: The method.
+        calls: How many calls of it ended, on all ranks together.
+        differ: How many of these, or of their rows, gave something else.
+        numbers: How many numbers, texts and other parts were compared.
+        different: How many of them differ.
+        absolute: The largest absolute difference of numbers, also of those within the tolerance.
+        relative: The largest one relative to what was recorded.
+        arguments: How many calls, or rows, had other arguments.
+        missing: How many weren't recorded.
+        first: The first difference, in words; None where there is none.
+    """
+
+    method: str
+    calls: int
+    differ: int
+    numbers: int
+    different: int
+    absolute: float
+    relative: float
+    arguments: int
+    missing: int
+    first: str | None
+
+
+def comparison(view: Any) -> list[ComparedMethod]:
+    """Return what came so far of comparing a role with a recording (`role(...).on(compare=...)`), by method.
+
+    Raises:
+        ConfigError: It is no view, or of a role that isn't compared.
+    """
+    found = getattr(view, "__dict__", {}).get("_colocate_view")
+    if found is None:
+        raise ConfigError(f"comparison({view!r}): it takes a view, as group.role(name) gives it")
+    worker_group, role = cast("tuple[WorkerGroup, RoleInfo]", found)
+    if worker_group.declared.specs[role.name].compare is None:
+        raise ConfigError(f"comparison: role {role.name!r} isn't compared: declare it with .on(compare=...)")
+    refuse_to_wait("comparison")
+    worker_group.check()
+    by_method: dict[str, list[Compared]] = {}
+    for methods in _call(worker_group, COMPARISON, role=role.name):
+        for name, compared in (methods or {}).items():
+            by_method.setdefault(name, []).append(compared)
+    return [_joined(name, ranks) for name, ranks in by_method.items()]
+
+
+def _joined(method: str, ranks: Sequence[Compared]) -> ComparedMethod:
+    sums = {name: sum(getattr(each, name) for each in ranks) for name in ("calls", "differ", "numbers", "different")}
+    most = {name: max(getattr(each, name) for each in ranks) for name in ("absolute", "relative")}
+    more = {name: sum(getattr(each, name) for each in ranks) for name in ("arguments", "missing")}
+    first = next((each.first for each in ranks if each.first), None)
+    return ComparedMethod(method, **sums, **most, **more, first=first)

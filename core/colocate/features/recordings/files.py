@@ -11,7 +11,8 @@ from __future__ import annotations
 import json
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from io import FileIO
 from pathlib import Path
@@ -19,8 +20,8 @@ from typing import Any
 
 import attrs
 
-from colocate._system.files import json_of, write_whole
-from colocate._system.jobs import JobThread, error_text
+from colocate._system.files import GrowingFile, json_of, write_whole
+from colocate._system.jobs import JobThread, error_text, report_exception
 from colocate._system.nearest import did_you_mean
 from colocate._system.numbers import size_text
 from colocate.errors import ConfigError, SerializationError
@@ -30,9 +31,10 @@ IN_RUN = "recording"
 """What the folder of a recording is called in that of a run."""
 ROLE = "role.json"
 STEPS = "steps.jsonl"
-_ENDED = "ended"
+_ENDED, _ROWS = "ended", "rows.jsonl"
 _FILE_BYTES = 256 << 20
 _QUEUED_BYTES = 256 << 20
+_AT_ONCE = 256  # documents of which the heads are read together
 _LOOKS_BYTES = 16 << 20  # what a rank writes until it looks again how large the whole is
 
 
@@ -217,6 +219,54 @@ class Writer:
             self._room.notify_all()
 
 
+class RowOrder:
+    """Writes in which order the driver has got the rows of calls: a line for each, on a thread of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._file: GrowingFile | None = None
+        self._thread = JobThread(f"colocate-recording-{folder.name}-rows", lambda error: report_exception())
+
+    def add(self, seq: int, rows: Sequence[tuple[int, int]]) -> None:
+        """Add a call's, by rank and index. This waits for nothing."""
+        self._thread.soon(partial(self._write, json.dumps({"seq": seq, "rows": rows}) + "\n"))
+
+    def close(self) -> None:
+        """Write what is left."""
+        self._thread.close()
+        if self._file is not None:
+            self._file.close()
+
+    def _write(self, line: str) -> None:
+        if self._file is None:
+            self._file = GrowingFile(self._folder / _ROWS)
+        self._file.add(line)
+
+    @classmethod
+    def read(cls, folder: Path) -> Mapping[int, Sequence[tuple[int, int]]]:
+        """Return what was written, by call."""
+        file = folder / _ROWS
+        lines = file.read_text(encoding="utf-8").splitlines(keepends=True) if file.exists() else []
+        told = [json.loads(line) for line in lines if line.endswith("\n")]
+        return {each["seq"]: [(rank, row) for rank, row in each["rows"]] for each in told}
+
+
+def in_order(
+    rows: Sequence[tuple[int, Document]], came: Sequence[tuple[int, int]] | None
+) -> list[tuple[int, Document]]:
+    """Return rows of a call, each with its rank, as the driver has got them; those that it hasn't got come last.
+
+    Where it isn't known what the driver has got, as it was killed, they come as they ended by the ranks' clocks.
+    """
+    by_time = sorted(rows, key=lambda row: row[1].about["ended"])
+    places: dict[tuple[int, int], list[int]] = {}
+    for place, key in reversed([*enumerate(came or ())]):
+        places.setdefault(key, []).append(place)
+    last = len(came or ())
+    turns = [(places.get((rank, each.about["row"])) or [last]).pop() for rank, each in by_time]
+    return [row for _, row in sorted(zip(turns, by_time, strict=True), key=lambda pair: pair[0])]
+
+
 def size_of(folder: Path) -> int:
     """Return the bytes of a recording."""
     return sum(each.stat().st_size for each in folder.glob("*/*.calls"))
@@ -266,22 +316,25 @@ class RankFiles:
         self._number = self._at = 0
         self.is_torn = False
 
-    def more(self) -> Iterator[Document]:
-        """Give those that weren't given before, and are there."""
-        while True:
-            path = self._folder / f"rank-{self._rank}.{self._number:04}.calls"
-            try:
-                with open(path, "rb") as file:
-                    size = os.fstat(file.fileno()).st_size
-                    while (document := self._read(file, path, size)) is not None:
-                        self._at += document.nbytes
-                        yield document
-            except FileNotFoundError:
-                return
-            self.is_torn = self._at < size
-            if not (self._folder / f"rank-{self._rank}.{self._number + 1:04}.calls").exists():
-                return
-            self._number, self._at = self._number + 1, 0
+    def more(self) -> list[Document]:
+        """Return some of those that weren't returned before, and are there."""
+        path = self._folder / f"rank-{self._rank}.{self._number:04}.calls"
+        found: list[Document] = []
+        try:
+            with open(path, "rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                while len(found) < _AT_ONCE and (document := self._read(file, path, size)) is not None:
+                    self._at += document.nbytes
+                    found.append(document)
+        except FileNotFoundError:
+            return []
+        if found:
+            return found
+        self.is_torn = self._at < size
+        if not (self._folder / f"rank-{self._rank}.{self._number + 1:04}.calls").exists():
+            return []
+        self._number, self._at = self._number + 1, 0
+        return self.more()
 
     def _read(self, file: Any, path: Path, size: int) -> Document | None:
         file.seek(self._at)
@@ -339,28 +392,28 @@ class RankCalls:
     def __init__(self, folder: Path, rank: int) -> None:
         self.files = RankFiles(folder, rank)
         self.found: dict[tuple[str, int], RankCall] = {}
-        self._more: Iterator[Document] = iter(())
+        self._more: deque[Document] = deque()
 
     def get(self, method: str, number: int) -> RankCall | None:
         """Return a call that has ended; reads as far as needed."""
         while (found := self.found.get((method, number))) is None or found.end is None:
-            if not self.read():
+            if self.read() is None:
                 return None
         return found
 
     def all(self) -> Mapping[tuple[str, int], RankCall]:
         """Return all that are there."""
-        while self.read():
+        while self.read() is not None:
             pass
         return self.found
 
-    def read(self) -> bool:
-        """Read one document; False where there is no other one now."""
-        document = next(self._more, None)
-        if document is None:
-            self._more = self.files.more()
-            if (document := next(self._more, None)) is None:
-                return False
+    def read(self) -> Document | None:
+        """Read one document; None where there is no other one now."""
+        if not self._more:
+            self._more.extend(self.files.more())
+        if not self._more:
+            return None
+        document = self._more.popleft()
         about = document.about
         key = about["method"], about["call"]
         call = self.found.setdefault(key, RankCall(*key, about["place"]))
@@ -368,4 +421,4 @@ class RankCalls:
             call.rows.append(document)
         else:
             call.end = document
-        return True
+        return document

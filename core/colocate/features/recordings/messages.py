@@ -6,8 +6,8 @@ import attrs
 
 from colocate._protocol.message import Message, message
 
-RECORDING = "the recording"
-"""What the call on whole workers says that it is."""
+RECORDING, COMPARISON = "the recording", "the comparison"
+"""What the calls on whole workers say that they are."""
 
 
 @attrs.frozen
@@ -32,3 +32,22 @@ class Noticed(Message):
     """A rank has something to say of its recording, or of one that it replays or compares with."""
 
     text: str  # in words
+
+
+@attrs.frozen
+class Played:
+    """A recording of a role's that answers its calls, or that they are compared with, as the workers are told.
+
+    Attributes:
+        folder: The role's, in the recording.
+        replays: Whether it answers.
+        loose: Whether differences are only told.
+        tolerance: How far numbers may be away.
+        after: Calls up to this number of the group's order are left out.
+    """
+
+    folder: str
+    replays: bool
+    loose: bool = False
+    tolerance: float = 0.0
+    after: int = 0

@@ -13,7 +13,16 @@ import attrs
 from colocate._system.nearest import did_you_mean
 from colocate.errors import ConfigError, SerializationError
 from colocate.features.recordings.digests import Digest
-from colocate.features.recordings.files import ROLE, Document, RankCall, RankCalls, RoleFolder, folder_of
+from colocate.features.recordings.files import (
+    ROLE,
+    Document,
+    RankCall,
+    RankCalls,
+    RoleFolder,
+    RowOrder,
+    folder_of,
+    in_order,
+)
 from colocate.features.recordings.values import Find, finder
 
 
@@ -106,9 +115,12 @@ class RecordedCall:
     error: RecordedError | None
     _by_rank: Mapping[int, RankCall] = attrs.field(repr=False)
     _find: Find = attrs.field(repr=False)
+    _came: Sequence[tuple[int, int]] | None = attrs.field(repr=False)
 
     @classmethod
-    def of(cls, by_rank: Mapping[int, RankCall], find: Find) -> RecordedCall:
+    def of(
+        cls, by_rank: Mapping[int, RankCall], find: Find, came: Mapping[int, Sequence[tuple[int, int]]]
+    ) -> RecordedCall:
         """Return the call of which ranks have recorded something."""
         first = next(iter(by_rank.values()))
         abouts = [each.about for each in by_rank.values()]
@@ -126,6 +138,7 @@ class RecordedCall:
             next(filter(None, errors), None),
             by_rank,
             find,
+            came.get(first.about["seq"]),
         )
 
     def value(self, rank: int = 0) -> Any:
@@ -151,13 +164,12 @@ class RecordedCall:
 
     @property
     def rows(self) -> list[RecordedRow]:
-        """Return the rows of a call whose rows end one by one, in the order in which they have."""
-        found = [
+        """Return the rows of a call whose rows end one by one, in the order in which the driver has got them."""
+        rows = [(rank, each) for rank, call in self._by_rank.items() for each in call.rows]
+        return [
             RecordedRow(each.about["row"], rank, each.about["ended"], RecordedError.of(each.about), each, self._find)
-            for rank, call in self._by_rank.items()
-            for each in call.rows
+            for rank, each in in_order(rows, self._came)
         ]
-        return sorted(found, key=lambda row: row.ended)
 
     def _of(self, rank: int) -> RankCall:
         if rank not in self._by_rank:
@@ -186,6 +198,7 @@ class RecordedRole:
     torn: Sequence[int]
     _parts: Sequence[RankCalls] = attrs.field(repr=False)
     _find: Find = attrs.field(repr=False)
+    _came: Mapping[int, Sequence[tuple[int, int]]] = attrs.field(repr=False)
 
     @classmethod
     def of(cls, folder: RoleFolder, find: Find) -> RecordedRole:
@@ -193,15 +206,18 @@ class RecordedRole:
         parts = [RankCalls(folder.path, rank) for rank in range(folder.ranks)]
         for part in parts:
             part.all()
+        came = RowOrder.read(folder.path)
         torn = [rank for rank, part in enumerate(parts) if part.files.is_torn]
-        return cls(folder.role, folder.group, folder.cls, folder.ranks, folder.seed, torn, parts, find)
+        return cls(folder.role, folder.group, folder.cls, folder.ranks, folder.seed, torn, parts, find, came)
 
     @cached_property
     def calls(self) -> list[RecordedCall]:
         """Return the role's calls, in order."""
         parts, keys = [*enumerate(self._parts)], dict.fromkeys(key for part in self._parts for key in part.found)
         found = [
-            RecordedCall.of({rank: part.found[key] for rank, part in parts if key in part.found}, self._find)
+            RecordedCall.of(
+                {rank: part.found[key] for rank, part in parts if key in part.found}, self._find, self._came
+            )
             for key in keys
         ]
         return sorted(found, key=lambda call: call.seq)

@@ -47,6 +47,7 @@ class Seen:
         begun: When it began, in seconds of time.time().
         rows: How many of its rows have ended.
         drew: Where its role's generator stood afterwards; "" where it has none.
+        cut: Whether what it yields was read to no end.
         defaults: The states of the process's default generators, if the call has changed them for all of the process.
     """
 
@@ -59,6 +60,7 @@ class Seen:
     rows: int = 0
     drew: str = ""
     defaults: Any = None
+    cut: bool = False
 
 
 class Tap(abc.ABC):
@@ -76,8 +78,8 @@ class Tap(abc.ABC):
         """
 
     @abc.abstractmethod
-    def raised(self, seen: Seen, error: BaseException, row: int | None = None) -> None:
-        """See what a call, or a row of it, has raised."""
+    def raised(self, seen: Seen, error: BaseException, row: int | None = None, digest: Digest | None = None) -> None:
+        """See what a call has raised, or a row of it, with the digest of what that was given."""
 
     @abc.abstractmethod
     def over(self, seen: Seen) -> None:
@@ -102,6 +104,10 @@ class Player(abc.ABC):
     @abc.abstractmethod
     def rows(self, seen: Seen) -> Iterator[Any]:
         """Give the rows of a call that yields them."""
+
+    @abc.abstractmethod
+    def over(self, seen: Seen) -> None:
+        """Hear that a call is over."""
 
 
 class Tapped:
@@ -128,6 +134,10 @@ class Tapped:
     def counts_from_here(self) -> None:
         """Count the calls that come: from the recording's first one on, or after a restore."""
         self._before, self._places = dict(self._role.ctx._calls), 0
+
+    def counted(self, method: str) -> int:
+        """Return how many calls of a method there were so far, with those that were withdrawn."""
+        return self._role.ctx._calls.get(method, 0) - self._before.get(method, 0)
 
     def _routed(self, spec: MethodSpec) -> MethodSpec:
         function = spec.function if spec.feature is None else self._in_rows(spec)
@@ -214,8 +224,10 @@ class Tapped:
             tap.raised(seen, error)
 
     def _look(self, seen: Seen) -> None:
-        """See what a call has drawn."""
+        """See what a call has drawn, now that it is over."""
         del self._under_way[seen.seq]
+        if self.player is not None:
+            self.player.over(seen)
         generator = self._role.ctx._generator
         if generator is not None:
             seen.drew = hashlib.blake2b(generator.get_state().numpy().tobytes(), digest_size=8).hexdigest()
@@ -244,7 +256,7 @@ class Tapped:
                     value = await spec.function(instance, *args, **kwargs)
             except BaseException as error:
                 for tap in self.taps:
-                    tap.raised(seen, error, state.row)
+                    tap.raised(seen, error, state.row, digest)
                 raise
             for tap in self.taps:
                 tap.gave_row(seen, state.row, value, digest)
@@ -275,6 +287,9 @@ class Tapped:
                 for item in found:
                     self._saw(seen, item)
                     yield item
+            except GeneratorExit:
+                _cut(seen)
+                raise
             finally:
                 found.close()
 
@@ -293,10 +308,18 @@ class Tapped:
                 async for item in found:
                     self._saw(seen, item)
                     yield item
+            except GeneratorExit:
+                _cut(seen)
+                raise
             finally:
                 await found.aclose()
 
         return items
+
+
+def _cut(seen: Seen | None) -> None:
+    if seen is not None:
+        seen.cut = True
 
 
 def _defaults() -> tuple[Any, ...]:
@@ -320,10 +343,15 @@ def have_defaults(states: Sequence[Any]) -> None:
 
 
 class RecordingTap(Tap):
-    """Writes what a role gives on a rank."""
+    """Writes what a role gives on a rank.
+
+    Attributes:
+        has_begun: Whether there is something.
+    """
 
     def __init__(self, folder: str, rank: int, limit: int | None, tell: Callable[[str], object]) -> None:
         self._writer = Writer(Path(folder), rank, limit, tell)
+        self.has_begun = False
         self._tell = tell
         self._told: set[str] = set()
 
@@ -335,11 +363,11 @@ class RecordingTap(Tap):
         """Write a row."""
         self._add(seen, value, row=row, digest=digest)
 
-    def raised(self, seen: Seen, error: BaseException, row: int | None = None) -> None:
+    def raised(self, seen: Seen, error: BaseException, row: int | None = None, digest: Digest | None = None) -> None:
         """Write an error: its class, its text, and its traceback as text."""
         kind = type(error)
         failed = {"class": f"{kind.__module__}:{kind.__qualname__}", "text": message_of(error), "trace": told(error)}
-        what: dict[str, Any] = {"error": failed} if row is None else {"error": failed, "row": row}
+        what: dict[str, Any] = {"error": failed} if row is None else {"error": failed, "row": row, "digest": digest}
         try:
             self._add(seen, (error.args, getattr(error, "__dict__", {})), strict=True, **what)
         except NotRecorded:
@@ -347,7 +375,7 @@ class RecordingTap(Tap):
 
     def over(self, seen: Seen) -> None:
         """Write how many rows there were."""
-        self._add(seen, None, rows=seen.rows)
+        self._add(seen, None, rows=seen.rows, **({"cut": True} if seen.cut else {}))
 
     def close(self, within_s: float | None = None) -> None:
         """Write what is left."""
@@ -356,6 +384,7 @@ class RecordingTap(Tap):
     def _add(self, seen: Seen, value: Any, strict: bool = False, **more: Any) -> None:
         if self._writer.ended:
             return
+        self.has_begun = True
         about = {"method": seen.method, "call": seen.number, "place": seen.place, "seq": seen.seq}
         about |= {"begun": round(seen.begun, 6), "ended": round(time.time(), 6)}
         if "row" not in more:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 from colocate._protocol.to_worker import Call
 from colocate._role.method import method
 from colocate._system.numbers import FOREVER_S
-from colocate.features.recordings.messages import RECORDING, Noticed, Recorded
+from colocate._values.collect import Gather
+from colocate.features.recordings.messages import COMPARISON, RECORDING, Noticed, Played, Recorded
+from colocate.features.recordings.playing import Compared, Comparing, Found, ReplayedRole, Replaying, find_for
 from colocate.features.recordings.taps import RecordingTap, Tapped
 from colocate.worker.context import WorkerContext
 from colocate.worker.hooks import OfWorker
@@ -23,6 +25,39 @@ class RecordingsOfWorker(OfWorker):
     def __init__(self, worker_context: WorkerContext) -> None:
         self._worker_context = worker_context
         self._tapped: dict[str, Tapped] = {}
+        self._classes: dict[str, type] = {}  # of roles that are replayed
+
+    # -- roles
+
+    def stands_in(self, role: str, cls: type, plain: Sequence[Played]) -> ReplayedRole | None:
+        """Have an object stand in for a role that is replayed."""
+        replays = next((each for each in plain if each.replays), None)
+        if replays is None:
+            return None
+        self._classes[role] = cls
+        return ReplayedRole(role, replays.folder)
+
+    def built(self, role: RoleInstance, plain: Sequence[Played] | None) -> None:
+        """Have recordings answer the calls of a role, or be compared with them."""
+        for played in plain or ():
+            tapped, cls = self._of(role), self._classes.get(str(role.name), type(role.instance))
+            parts = self._worker_context, role, find_for(cls, role.methods), partial(self.tell, role)
+            found = Found(played, *parts)
+            found.counts = tapped.counted
+            if played.replays:
+                tapped.player = Replaying(found)
+            else:
+                tapped.taps = (*tapped.taps, Comparing(found))
+
+    def restored(self, role: RoleInstance, told: str | None, by_role: bool) -> None:
+        """Count calls from a checkpoint on: what is recorded before is no part of what comes."""
+        tapped = self._tapped.get(str(role.name))
+        if tapped is None:
+            return
+        if any(isinstance(tap, RecordingTap) and tap.has_begun for tap in tapped.taps):
+            self.tell(role, "it was restored from a checkpoint, with which its recording has ended")
+            self._end(tapped)
+        tapped.counts_from_here()
 
     # -- calls
 
@@ -58,6 +93,12 @@ class RecordingsOfWorker(OfWorker):
                 tapped.taps = (*tapped.taps, RecordingTap(each.folder, role.ctx.rank, each.limit, tell))
                 tapped.counts_from_here()
 
+    @method(collect=Gather())
+    def compared(self, role: str) -> dict[str, Compared] | None:
+        """Return what came of comparing a role, by method; None where it isn't, or on other slots."""
+        found = [tap for tap in (self._tapped[role].taps if role in self._tapped else ()) if isinstance(tap, Comparing)]
+        return found[0].methods if found else None
+
     def tell(self, role: RoleInstance, text: str) -> None:
         """Tell the driver's user something."""
         self._worker_context.say(Noticed(f"role {role.name!r}, rank {role.ctx.rank}: {text}"))
@@ -80,4 +121,5 @@ class RecordingsOfWorker(OfWorker):
             self._end(tapped)
 
 
-RecordingsOfWorker.calls = {RECORDING: RecordingsOfWorker.__dict__["record"].spec}
+_METHODS = {RECORDING: "record", COMPARISON: "compared"}
+RecordingsOfWorker.calls = {said: RecordingsOfWorker.__dict__[name].spec for said, name in _METHODS.items()}

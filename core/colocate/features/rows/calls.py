@@ -187,6 +187,8 @@ class RowsCall(PendingCall, abc.ABC):
         self._read: deque[int] = deque()  # the slots of rows that have been
         self._is_withdrawn = False  # perhaps before it was sent
         self._is_over = False  # whether its ranks have been told that no rows will come
+        self._early: dict[int, tuple[int, RowEnded, Any]] = {}  # rows that have ended before their turn, by that
+        self._turn = 0  # the next one
         self._is_telling = False  # whether the timers' thread is about to tell them which rows were read
 
     # -- with the order's lock held
@@ -202,9 +204,28 @@ class RowsCall(PendingCall, abc.ABC):
     def _begin(self) -> None:
         """Give its ranks the rows that they may have at first."""
 
+    def take(self, slot: int, told: RowEnded, body: Any) -> list[tuple[int, RowEnded]]:
+        """Take a row that has ended on a rank, now or when its turn comes; return those that were taken, by slot."""
+        if told.turn is None:
+            self.row_ended(slot, told, body)
+            return [(slot, told)]
+        taken = []
+        self._early[told.turn] = slot, told, body
+        while self._early and (self._turn in self._early or self._none_besides(len(self._early))):
+            turn = min(self._early)
+            self._turn = turn + 1
+            slot, told, body = self._early.pop(turn)
+            self.row_ended(slot, told, body)
+            taken.append((slot, told))
+        return taken
+
+    def _none_besides(self, early: int) -> bool:
+        """Whether no other row can come as long as so many aren't taken."""
+        return False
+
     @abc.abstractmethod
     def row_ended(self, slot: int, told: RowEnded, body: Any) -> None:
-        """A row has ended on a rank."""
+        """Take a row that has ended on a rank."""
 
     def _note(self, row: int, slot: int, body: Any, error: ColocateError | None = None) -> None:
         self.ends[row] = slot, body, error
@@ -341,6 +362,9 @@ class GivenRows(RowsCall):
         elif not again:
             self._note(row, slot, None, failure_error(self.group, self, slot, failure, body, row))
         self._give()
+
+    def _none_besides(self, early: int) -> bool:
+        return early >= len(self._flow.running)
 
     def _note(self, row: int, slot: int, body: Any, error: ColocateError | None = None) -> None:
         self._packed.pop(row, None)

@@ -30,10 +30,16 @@ from colocate.features.rows.stream import Stream
 
 
 class RowsOfGroup(OfGroup):
-    """The calls of a group's methods whose rows end one by one."""
+    """The calls of a group's methods whose rows end one by one.
+
+    Attributes:
+        listeners: Told of each row that is taken: its call, the slot on which it has ended, and its index there. With
+            the order's lock held.
+    """
 
     def __init__(self, worker_group: WorkerGroup) -> None:
         self._worker_group = worker_group
+        self.listeners: tuple[Callable[[RowsCall, int, int], object], ...] = ()
 
     def view_call(self, role: RoleInfo, spec: MethodSpec) -> RowsViewCall:
         """Return such a method of a role, as its view has it."""
@@ -46,7 +52,9 @@ class RowsOfGroup(OfGroup):
         with order.lock:
             call = order.pending.get(message.seq)
             if isinstance(call, RowsCall):  # otherwise it has failed
-                call.row_ended(worker.slot, message, body)
+                for slot, told in call.take(worker.slot, message, body):
+                    for listener in self.listeners:
+                        listener(call, slot, told.row)
 
 
 class RowsViewCall(OnDriver):

@@ -43,13 +43,15 @@ class RowEnded(Message):
     row: int  # its index: in what the driver was given, and of a method that yields in what the rank has got
     failure: Failure | None  # what it has raised
     is_bereft: bool = False  # whether others fail there, too: a child of its role has ended
+    turn: int | None = None  # its place among the call's rows, where the driver takes these in a given order
 
     def head(self) -> Head:
         """Return what travels of it."""
-        return "RowEnded", self.seq, self.row, None if self.failure is None else values(self.failure), self.is_bereft
+        failure = None if self.failure is None else values(self.failure)
+        return "RowEnded", self.seq, self.row, failure, self.is_bereft, self.turn
 
     @classmethod
     def of(cls, *values: Any) -> RowEnded:
         """As `Message.of`."""
-        seq, row, failure, is_bereft = values
-        return cls(seq, row, None if failure is None else Failure(*failure), is_bereft)
+        seq, row, failure, is_bereft, turn = values
+        return cls(seq, row, None if failure is None else Failure(*failure), is_bereft, turn)

@@ -151,9 +151,11 @@ class RowsWork(Work):
 
     Attributes:
         row_queue: By what its rows come and go; None where its result is kept here.
+        turn: Of what it has yielded last, as `RowState.turn`.
     """
 
     row_queue: RowQueue | None = attrs.field(default=None, init=False)
+    turn: int | None = attrs.field(default=None, init=False)
 
     @property
     def is_whole(self) -> bool:

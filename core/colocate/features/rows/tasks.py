@@ -113,7 +113,7 @@ class RowTasks:
                 await end_row(state)
                 if state.raised is not None:
                     raise state.raised from None
-            self._tell(work, state.row, result)
+            self._tell(work, state.row, result, state.turn)
         except BaseException as error:  # whatever role code raises is the row's
             self._tell_failure(work, role, state, error)
 
@@ -125,7 +125,7 @@ class RowTasks:
         secondary = isinstance(error, Consequence)
         told, body = failure.failed(error, worker_context.codec, worker_context.definitions, role.name, secondary)
         bereft = any(part.is_bereft(role) for part in worker_context.parts.values())
-        worker_context.say(RowEnded(work.seq, state.row, told, bereft), body)
+        worker_context.say(RowEnded(work.seq, state.row, told, bereft, state.turn), body)
         if (lost := self._device.why_lost()) is not None:
             self._worker_context.broken(f"{work.label}, row {state.row}: {lost}")
 
@@ -135,14 +135,14 @@ class RowTasks:
         work.active_tasks -= 1
         _queue_of(work).over(state)
 
-    def _tell(self, work: RowsWork, row: int, result: Any) -> None:
+    def _tell(self, work: RowsWork, row: int, result: Any, turn: int | None) -> None:
         worker_context, label = self._worker_context, work.label
         if self._device.is_gpu:
             self._device.end(label)
         if result is not None:
             result = ordinary(result, self._device.lends)
         body = None if result is None else worker_context.packed(result, label)
-        worker_context.say_result(RowEnded(work.seq, row, None), body, label)
+        worker_context.say_result(RowEnded(work.seq, row, None, turn=turn), body, label)
 
     async def _news(self, work: RowsWork) -> None:
         """Wait for something new; meanwhile the call itself is at a pause point."""
@@ -187,7 +187,7 @@ class RowTasks:
                 row, value = yielded.take(item)
                 if tells and not row_queue.withdrawn:
                     row_queue.credit -= 1
-                    self._tell(work, row, value)
+                    self._tell(work, row, value, work.turn)
                 del item, value
         finally:
             items.close()  # type: ignore[attr-defined]
@@ -225,7 +225,7 @@ class RowTasks:
                 row, value = yielded.take(item)
                 if tells and not row_queue.withdrawn:
                     row_queue.credit -= 1
-                    self._tell(work, row, value)
+                    self._tell(work, row, value, work.turn)
                 del item, value
         finally:
             await items.aclose()  # type: ignore[attr-defined]

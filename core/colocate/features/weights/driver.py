@@ -206,7 +206,8 @@ def sync_weights(
     found = _draft(other, label, given if worker_group is other else attrs.evolve(given, serves={}), seconds)
     if _waits.get():
         found.call.refuse_in_vain()
-    found.call._then(partial(_note, worker_group, giver.name, other, taker.name))
+    if not given.idle:
+        found.call._then(partial(_note, worker_group, giver.name, other, taker.name))
     if worker_group is other:
         submit(found)
     else:
@@ -355,6 +356,7 @@ def _planned(
         shares=shares,
         described=giver.name in weights_of(worker_group).described,
         bucket=size,
+        idle=giver.stands_in or taker.stands_in,
         offers=offers,
         takes=takes,
         serves=serves,

@@ -36,6 +36,7 @@ class SyncPlan:
         bucket: How many bytes travel together to ranks of the target on other slots.
         offers: Where that is done: what is offered there, as workers know it, with the source's ranks and slots. The
             keys of what is offered go down from its own.
+        idle: Whether nothing is brought, as the object of one of both roles only stands in for one.
         takes: By slot of this group from which of these ranks it takes them.
         serves: By slot of this group how many take them from it.
     """
@@ -53,6 +54,7 @@ class SyncPlan:
     described: bool
     bucket: int
     offers: Source | None = None
+    idle: bool = False
     takes: Mapping[int, int] = attrs.field(factory=dict)
     serves: Mapping[int, int] = attrs.field(factory=dict)
 

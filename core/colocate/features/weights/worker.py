@@ -165,6 +165,8 @@ class WeightsOfWorker(OfWorker):
         roles = self._worker_context.roles
         source, target = roles.get(plan.source), roles.get(plan.target)
         start, slot = time.time(), self._worker_context.boot.slot
+        if plan.idle:
+            return None if target is None else _idle(target)
         self._told = self._sent = None
         self._over.clear()  # of one that has failed
         needs = [(source, "named_weights"), (target, "load_weights"), (target if plan.check else None, "named_weights")]
@@ -546,6 +548,12 @@ class WeightsOfWorker(OfWorker):
         assert call is not None
         rendezvous_key = f"weights {call.seq} {self._worker_context.lane.resumed}{what}"
         return self._worker_context.ask(questions.Meet(rendezvous_key, members, value, False, None))
+
+
+def _idle(target: RoleInstance) -> Synced:
+    """Have a target be as if it had got weights, if it only stands in for one; another one has those that it had."""
+    target.ctx.weights_version += target.stands_in
+    return Synced(target.ctx.weights_version, 0, 0.0, "", None)
 
 
 WeightsOfWorker.calls = {

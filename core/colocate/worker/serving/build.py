@@ -129,6 +129,7 @@ def construct(build: RoleBuild, worker_context: WorkerContext) -> RoleInstance:
     ctx = context_in(worker_context, build.name, build.slots, build.meshes, build.group, build.seed, build.generation)
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = {}
+    instance, stands_in = None, False
     token = set_current(ctx)
     try:
         wide, own = worker_context.setting.process_wide, None
@@ -140,14 +141,21 @@ def construct(build: RoleBuild, worker_context: WorkerContext) -> RoleInstance:
         worker_context.setting.base = attrs.evolve(worker_context.setting.now(), own=None)
         if wide is not None:
             wide.loaded()
-        methods = check_role(build.name, cls)
-        if build.arguments is not None:  # on the host, from where it takes to the device what it wants there
+        methods, parts = check_role(build.name, cls), build.parts
+        for name, plain in parts.items():
+            if (instance := worker_context.part(name).stands_in(build.name, cls, plain)) is not None:
+                stands_in, parts = True, {name: plain}
+                break
+        if (
+            build.arguments is not None and not stands_in
+        ):  # on the host, from where it takes to the device what it wants there
             with rebuilding("an argument"):
                 args, kwargs = worker_context.codec.unpack(build.arguments, "cpu")
             if worker_context.moves_tensors:
                 args, kwargs = on_device((args, kwargs), "cpu")
-        with worker_context.making(build.name, build.parts):
-            instance = cls(*args, **kwargs)
+        if not stands_in:
+            with worker_context.making(build.name, parts):
+                instance = cls(*args, **kwargs)
         attach(instance, ctx)
         settings = worker_context.setting.now()
     finally:
@@ -157,9 +165,9 @@ def construct(build: RoleBuild, worker_context: WorkerContext) -> RoleInstance:
     if (background := worker_context.background.get(build.name)) is not None:  # which has a stream of its own
         setting, settings, own = background.setting, attrs.evolve(settings, stream=None, own=None), None
         setting.base = attrs.evolve(worker_context.setting.base, stream=None)
-    role = RoleInstance(build.name, instance, methods, ctx, setting, settings, own=own)
-    for name in {**worker_context.parts, **build.parts}:
-        worker_context.part(name).built(role, build.parts.get(name))
+    role = RoleInstance(build.name, instance, methods, ctx, setting, settings, own=own, stands_in=stands_in)
+    for name in {**worker_context.parts, **parts}:
+        worker_context.part(name).built(role, parts.get(name))
     return role
 
 

@@ -34,6 +34,7 @@ class RoleInstance:
     setting: Setting  # what makes torch's settings
     settings: Settings | None = None  # which the role has of its own; None for those of all, and what is `own`
     own: Own | None = None  # its default generators and switches; None where these are the driver's, or of another lane
+    stands_in: bool = False  # whether its object only stands in for one of its class
     parts: dict[str, Any] = attrs.field(factory=dict, init=False)  # what features keep of it, by their names
     # whether its process is the driver's, and others have roles of it, until somebody was told that it seeds for all
     shares_numbers: bool = attrs.field(default=False, init=False)

@@ -71,6 +71,11 @@ class Player(Role):
         return number + int(self._bias)
 
     @method
+    def default(self) -> float:
+        """Draw from torch's default generator."""
+        return float(torch.rand(()))
+
+    @method
     def foreign(self) -> object:
         """Return what isn't recorded."""
         return object()
@@ -122,6 +127,16 @@ class Player(Role):
 
 class Critic(Role):
     """Draws numbers of its own, and uses what others give."""
+
+    @method
+    def default(self) -> float:
+        """Draw from torch's default generator."""
+        return float(torch.rand(()))
+
+    @method
+    def look(self) -> str:
+        """Use a sibling."""
+        return str(self.ctx.sibling("player")._bias)
 
     @method(dispatch=Scatter("batch"), collect=Concat())
     def value(self, batch: dict[str, Any]) -> torch.Tensor:

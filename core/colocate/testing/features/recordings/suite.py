@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +12,10 @@ import pytest
 
 import colocate
 from colocate import ColocatedGroup
-from colocate.errors import ConfigError, RoleError, SerializationError
+from colocate.errors import ConfigError, ReplayError, RoleError, SerializationError
 from colocate.executor import OwnProcess
 from colocate.testing.executors._base import ExecutorCase, Spawn, needs, needs_feature
+from colocate.testing.gate import Gate
 from colocate.testing.waiting import wait_until
 
 torch = pytest.importorskip("torch")
@@ -162,4 +166,254 @@ class Recordings(ExecutorCase):
         assert len(recorded["generate"][0].values()) == 2
 
 
-AREAS = [Recordings]
+def _steps(group: ColocatedGroup, count: int = 3) -> list[Any]:
+    """Call both roles in all ways, and return what came of it."""
+    player, critic = group.role("player", Player), group.role("critic", Critic)
+    found: list[Any] = []
+    for step in range(count):
+        kept = player.generate.keep(torch.full((4,), float(step)))
+        found += [critic.value(kept.ref).tolist(), kept.fetch()["text"], player.answer("yes")[1].numbers.tolist()]
+        try:
+            found.append(player.lucky(step))
+        except RoleError as error:
+            cause: Any = error.__cause__
+            found.append((type(cause), str(cause), cause.why, error.rank))
+        calls = [player.later.submit(number) for number in range(3)]
+        found += [call.result() for call in calls]
+        found.append(critic.value(player.generate(torch.full((3,), float(step)))).tolist())
+    return found
+
+
+class Replays(ExecutorCase):
+    """`role(...).on(replay=...)`: a recording in the place of a role."""
+
+    def _recorded(self, spawn: Spawn, folder: Path, do: Callable[[ColocatedGroup], Any], **options: Any) -> Any:
+        """Record what a group's player gives, and return what came of it; the group is closed."""
+        group = spawn({"player": colocate.role(Player), "critic": colocate.role(Critic)}, name="group", **options)
+        with group.owner.owner.record(group["player"], folder):
+            found = do(group)
+        group.owner.close()
+        return found
+
+    def _replayed(self, spawn: Spawn, replay: Any, marks: Path | None = None, **options: Any) -> ColocatedGroup:
+        player = colocate.role(Player, None if marks is None else str(marks)).on(replay=replay)
+        return spawn({"player": player, "critic": colocate.role(Critic)}, name="group", **options)
+
+    def test_it_answers_as_the_role_did(self, spawn: Spawn, tmp_path: Path) -> None:
+        """What a role gave, and what others made of that, is the same, and its class is never constructed."""
+        before = self._recorded(spawn, tmp_path / "it", _steps)
+        (marks := tmp_path / "marks").mkdir()
+        again = self._replayed(spawn, tmp_path / "it", marks)
+        assert _steps(again) == before
+        assert "replayed" in again.owner.owner.graph.render("json")
+        assert not [*marks.iterdir()]
+
+    @needs_feature("rows")
+    def test_rows_come_as_they_ended(self, spawn: Spawn, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+        """A stream gives its rows in the order in which they ended, on whatever rank; one that failed does so again."""
+
+        def read(group: ColocatedGroup, order: Sequence[int] | None) -> Any:
+            player = group.role("player", Player)
+            with contextlib.ExitStack() as stack:
+                gates = [stack.enter_context(Gate()) for _ in range(4)]
+                addresses = [gate.address for gate in gates]
+                rows = player.play.options(on_error="return").stream(["a", "b", "fails", "d"], gates=addresses)
+                found = []
+                for index in order or range(4):
+                    if order is not None:
+                        gates[index].open()
+                    row, value = next(rows)
+                    found.append((row, str(value.__cause__) if isinstance(value, Exception) else value))
+                return found
+
+        before = self._recorded(spawn, tmp_path / "it", lambda group: read(group, (2, 0, 3, 1)))
+        assert [row for row, _ in before] == [2, 0, 3, 1]
+        again = self._replayed(spawn, colocate.Replay(tmp_path / "it", loose=True))
+        assert read(again, None) == before
+        wait_until(lambda: "player.play, call 0: argument gates[0]" in caplog.text, "it is told that they differ")
+
+    @needs_feature("rows")
+    def test_yielded_rows(self, spawn: Spawn, tmp_path: Path) -> None:
+        """Rows of all ranks come in the order in which they came; kept ones are residents."""
+
+        def read(group: ColocatedGroup) -> Any:
+            player = group.role("player", Player)
+            with player.produce.stream([*range(40)]) as rows:
+                found: list[Any] = [*rows]
+            with player.produce_async.stream([*range(6)]) as rows:
+                found += [*rows]
+            return found, player.produce.keep([1, 2, 3]).fetch(), player.produce([5, 6])
+
+        before = self._recorded(spawn, tmp_path / "it", read)
+        group = self._replayed(spawn, tmp_path / "it")
+        found, kept, whole = read(group)
+        assert (found, kept, whole) == before
+
+    def test_other_calls_are_refused(self, spawn: Spawn, tmp_path: Path) -> None:
+        """The error names call, parameter, and the path of the first difference; or what was never recorded."""
+
+        def do(group: ColocatedGroup) -> None:
+            player = group.role("player", Player)
+            player.generate(torch.arange(4.0))
+            player.generate(torch.arange(4.0), temperature=2.0)
+            player.later(1)
+
+        self._recorded(spawn, tmp_path / "it", do)
+        group = self._replayed(spawn, tmp_path / "it")
+        with pytest.raises(ReplayError, match=r"player\.generate, call 0: argument prompts is float32\[2\] with other"):
+            group.role("player", Player).generate(torch.ones(4))
+        group.close()
+        player = self._replayed(spawn, tmp_path / "it").role("player", Player)
+        player.generate(torch.arange(4.0))
+        with pytest.raises(ReplayError, match=r"call 1: argument temperature is 3\.0, and was 2\.0"):
+            player.generate(torch.arange(4.0), temperature=3.0)
+
+    def test_another_order_is_refused(self, spawn: Spawn, tmp_path: Path) -> None:
+        """A call that comes too early names the one in whose place it is; so does one that was never made."""
+
+        def do(group: ColocatedGroup) -> None:
+            group.role("player", Player).generate(torch.arange(4.0))
+            group.role("player", Player).later(1)
+
+        self._recorded(spawn, tmp_path / "it", do)
+        player = self._replayed(spawn, tmp_path / "it").role("player", Player)
+        with pytest.raises(ReplayError, match=r"answer wasn't recorded in .*: it has generate \(1\), later \(1\)"):
+            player.answer("yes")
+        with pytest.raises(ReplayError, match=r"player\.later, call 0 comes where generate, call 0, was recorded"):
+            player.later(1)
+
+    def test_it_ends_with_the_recording(self, spawn: Spawn, tmp_path: Path) -> None:
+        """A call after the last one that was recorded is an error."""
+        self._recorded(spawn, tmp_path / "it", lambda group: group.role("player", Player).later(1))
+        player = self._replayed(spawn, tmp_path / "it").role("player", Player)
+        assert player.later(1) == [1, 1]
+        with pytest.raises(ReplayError, match=r"call 1 wasn't recorded in .*: it ends with call 0 of that method"):
+            player.later(1)
+
+    def test_what_is_refused_at_once(self, spawn: Spawn, tmp_path: Path) -> None:
+        """A recording that isn't there, or of another number of ranks."""
+        self._recorded(spawn, tmp_path / "it", lambda group: group.role("player", Player).later(1))
+        with pytest.raises(ConfigError, match="is of 2 ranks, and the role has 1"):
+            self._replayed(spawn, tmp_path / "it", slots=1)
+        with pytest.raises(ConfigError, match="there is no recording in"):
+            self._replayed(spawn, tmp_path / "other")
+        with pytest.raises(ConfigError, match="has no role 'critic'"):
+            spawn({"critic": colocate.role(Critic).on(replay=tmp_path / "it")})
+        with pytest.raises(ConfigError, match=r"it is a folder, or a colocate\.Replay"):
+            colocate.role(Critic).on(replay=3)  # type: ignore[arg-type]
+
+    @needs_feature("weights")
+    @needs_feature("checkpoints")
+    def test_what_is_accepted(self, spawn: Spawn, tmp_path: Path) -> None:
+        """Weights that are brought, and checkpoints, are nothing to it; other roles are saved and restored."""
+
+        def do(group: ColocatedGroup) -> Any:
+            player, critic = group.role("player", Player), group.role("critic", Critic)
+            found = [critic.value(player.generate(torch.arange(4.0))).tolist()]
+            group.checkpoint(tmp_path / f"point-{group.owner.name}")
+            found.append(critic.value(player.generate(torch.arange(4.0))).tolist())
+            return found
+
+        before = self._recorded(spawn, tmp_path / "it", do)
+        again = self._replayed(spawn, tmp_path / "it")
+        other = spawn({"taker": colocate.role(Player)})
+        assert do(again) == before
+        again.restore(tmp_path / f"point-{again.owner.name}")
+        with pytest.raises(ConfigError, match="has nothing of role 'player', which was replayed"):
+            spawn({"player": colocate.role(Player)}, restore=tmp_path / f"point-{again.owner.name}")
+        synced = colocate.sync_weights(again["player"], other["taker"])
+        assert (synced.nbytes, synced.version) == (0, 0)
+        synced = colocate.sync_weights(other["taker"], again["player"])
+        assert (synced.nbytes, synced.version) == (0, 1)
+
+    @needs(OwnProcess)
+    @needs_feature("memory")
+    def test_it_holds_nothing_and_sleeps(self, spawn: Spawn, tmp_path: Path) -> None:
+        """A replayed role has no memory, and sleeps."""
+        self._recorded(spawn, tmp_path / "it", lambda group: group.role("player", Player).later(1))
+        group = self._replayed(spawn, tmp_path / "it")
+        assert group.sleep("player") == group.wake("player")
+        assert all(role.total == 0 for slot in group.memory().slots for role in slot.roles if role.role == "player")
+        assert group.role("player", Player).later(1) == [1, 1]
+
+    def test_siblings(self, spawn: Spawn, tmp_path: Path) -> None:
+        """Role code that wants the object of a replayed role is told that there is none."""
+        self._recorded(spawn, tmp_path / "it", lambda group: group.role("player", Player).later(1))
+        critic = self._replayed(spawn, tmp_path / "it").role("critic", Critic)
+        with pytest.raises(RoleError, match=r"role 'player' is replayed from .*, and has no '_bias'"):
+            critic.look()
+
+    def test_default_generators(self, spawn: Spawn, tmp_path: Path) -> None:
+        """Where roles share the process's default generators, they stand as after the role's own calls."""
+
+        def do(group: ColocatedGroup) -> Any:
+            player, critic = group.role("player", Player), group.role("critic", Critic)
+            torch.manual_seed(7)
+            return [each for _ in range(3) for each in (player.default(), critic.default())]
+
+        before = self._recorded(spawn, tmp_path / "it", do, slots=1)
+        assert do(self._replayed(spawn, tmp_path / "it", slots=1)) == before
+
+
+class Comparisons(ExecutorCase):
+    """`role(...).on(compare=...)`: a role beside what it gave before."""
+
+    @pytest.fixture
+    def recorded(self, spawn: Spawn, tmp_path: Path) -> Path:
+        """A recording of some calls."""
+        group = spawn({"player": colocate.role(Player)}, name="group")
+        with group.owner.owner.record(group["player"], tmp_path / "it"):
+            self._calls(group)
+        group.owner.close()
+        return tmp_path / "it"
+
+    @staticmethod
+    def _calls(group: ColocatedGroup) -> None:
+        player = group.role("player", Player)
+        for step in range(3):
+            player.generate(torch.full((4,), float(step)))
+            player.later(step)
+        with pytest.raises(RoleError):
+            player.lucky(0)
+
+    def test_the_same(self, spawn: Spawn, recorded: Path, caplog: pytest.LogCaptureFixture) -> None:
+        """Nothing is told of what is as it was."""
+        group = spawn({"player": colocate.role(Player).on(compare=recorded)}, name="group")
+        self._calls(group)
+        table = {each.method: each for each in colocate.comparison(group["player"])}
+        assert (table["generate"].calls, table["generate"].numbers) == (6, 3 * (4 + 4))
+        assert all((each.differ, each.arguments, each.first) == (0, 0, None) for each in table.values())
+        assert "differs from" not in caplog.text
+
+    def test_what_differs(self, spawn: Spawn, recorded: Path, caplog: pytest.LogCaptureFixture) -> None:
+        """The first difference is told with call, path, count and size; a table has all."""
+        group = spawn({"player": colocate.role(Player, bias=2.0).on(compare=recorded)}, name="group")
+        self._calls(group)
+        words = r"player\.generate, call 0: \['ids'\]\[0\] was \S+, and is \S+; 2 of 4 differ, by 2 at most, relatively"
+        wait_until(lambda: re.search(words, caplog.text), "the first difference has been told")
+        assert "its arguments were the same" in caplog.text
+        table = {each.method: each for each in colocate.comparison(group["player"])}
+        generate, later = table["generate"], table["later"]
+        assert (generate.differ, generate.different, generate.arguments) == (6, 12, 0)
+        assert generate.absolute == pytest.approx(2.0, abs=1e-5)
+        assert (later.differ, later.absolute) == (6, 2)
+
+    def test_within_a_tolerance(self, spawn: Spawn, recorded: Path) -> None:
+        """What is near counts as the same, and how far it is away is told."""
+        near = colocate.Compare(recorded, tolerance=0.01)
+        group = spawn({"player": colocate.role(Player, bias=1e-3).on(compare=near)}, name="group")
+        self._calls(group)
+        table = {each.method: each for each in colocate.comparison(group["player"])}
+        assert table["generate"].differ == 0
+        assert table["generate"].absolute == pytest.approx(1e-3, rel=1e-2)
+
+    def test_other_arguments(self, spawn: Spawn, recorded: Path, caplog: pytest.LogCaptureFixture) -> None:
+        """Where what comes in differs already, the role isn't to blame."""
+        group = spawn({"player": colocate.role(Player).on(compare=recorded)}, name="group")
+        group.role("player", Player).generate(torch.full((4,), 5.0))
+        wait_until(lambda: "its arguments differ, too: prompts is float32[2] with other" in caplog.text, "it is told")
+        (generate,) = colocate.comparison(group["player"])
+        assert (generate.arguments, generate.differ) == (2, 2)
+
+
+AREAS = [Recordings, Replays, Comparisons]

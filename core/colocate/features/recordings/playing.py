@@ -1,0 +1,344 @@
+"""Recordings in the place of a role, and beside it: `Replaying` answers its calls, `Comparing` looks at its answers."""
+
+from __future__ import annotations
+
+import builtins
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NoReturn
+
+import attrs
+
+from colocate._protocol.consequence import Poisoned
+from colocate._role.context import running_call
+from colocate.errors import ReplayError
+from colocate.features.recordings.differences import Difference
+from colocate.features.recordings.digests import Digest, first_difference
+from colocate.features.recordings.files import Document, RankCall, RankCalls, RowOrder, in_order
+from colocate.features.recordings.messages import Played
+from colocate.features.recordings.taps import Player, Seen, Tap, have_defaults
+from colocate.features.recordings.values import Find, finder
+from colocate.worker.context import WorkerContext
+from colocate.worker.results import sources_of
+from colocate.worker.serving.role_instance import RoleInstance
+
+
+class ReplayedRole:
+    """Stands in for the object of a role that is replayed."""
+
+    def __init__(self, role: str, folder: str) -> None:
+        self.__dict__["_replayed"] = f"role {role!r} is replayed from {folder}: it wasn't constructed"
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(f"{self.__dict__['_replayed']}, and has no {name!r}")
+
+
+def find_for(cls: type, methods: Mapping[str, Any]) -> Find:
+    """Return what finds the classes of a role's values: those that its code knows, or its packages have."""
+    packages = {each.__module__.partition(".")[0] for each in cls.__mro__} - {"builtins"}
+    functions = [getattr(spec.function, "__globals__", {}) for spec in methods.values()]
+    return finder(packages, functions)
+
+
+class Found:
+    """The calls of a role as they were recorded, on this rank and the others."""
+
+    def __init__(
+        self, played: Played, context: WorkerContext, role: RoleInstance, find: Find, tell: Callable[[str], object]
+    ) -> None:
+        self.played, self.context, self.role, self.find, self.tell = played, context, role, find, tell
+        self.own = self.of(role.ctx.rank)
+        self.skipped: dict[str, int] = {}  # how many calls of each method come before what is played
+        self.places = 0  # of calls, so far
+        self.counts: Callable[[str], int] = lambda method: 0
+        if played.after:
+            self._skip(played.after)
+
+    def of(self, rank: int) -> RankCalls:
+        """Return the calls of a rank."""
+        return RankCalls(Path(self.played.folder), rank)
+
+    @cached_property
+    def others(self) -> Mapping[int, RankCalls]:
+        """Return those of all ranks."""
+        return {
+            rank: self.own if rank == self.role.ctx.rank else self.of(rank) for rank in range(self.role.ctx.world_size)
+        }
+
+    @cached_property
+    def came(self) -> Mapping[int, Sequence[tuple[int, int]]]:
+        """Return in which order the driver has got rows, by call."""
+        return RowOrder.read(Path(self.played.folder))
+
+    def _skip(self, after: int) -> None:
+        while (document := self.own.read()) is not None and document.about["seq"] <= after:
+            pass
+        for key, call in [*self.own.found.items()]:
+            if call.about["seq"] <= after:
+                self.skipped[call.method] = max(self.skipped.get(call.method, 0), call.number + 1)
+                self.places = max(self.places, call.place + 1)
+                del self.own.found[key]
+
+    def call(self, seen: Seen) -> RankCall | None:
+        """Return what was recorded of a call on this rank."""
+        return self.own.get(seen.method, seen.number + self.skipped.get(seen.method, 0))
+
+    def counted(self, method: str) -> int:
+        """Return how many calls of a method there were so far, with those that were withdrawn, and left out."""
+        return self.counts(method) + self.skipped.get(method, 0)
+
+    def over(self, seen: Seen) -> None:
+        """Forget a call that is over."""
+        for calls in (self.own, *self.__dict__.get("others", {}).values()):
+            calls.found.pop((seen.method, seen.number + self.skipped.get(seen.method, 0)), None)
+
+    def value(self, document: Document) -> Any:
+        """Return the value of a document, or raise the error of which it tells."""
+        about = document.about
+        if (why := about.get("missing")) is not None:
+            raise ReplayError(f"{self.role.name}.{about['method']}, call {about['call']}: it wasn't recorded: {why}")
+        value = document.value(self.find, self.context.boot.device)
+        if about.get("defaults"):
+            value, states = value
+            if self.context.in_process:  # where each role has its own, nobody else draws from them
+                have_defaults(states)
+        if (told := about.get("error")) is not None:
+            raise self._rebuilt(told, *value)
+        return value
+
+    def _rebuilt(self, told: Mapping[str, str], args: tuple[Any, ...], attributes: dict[str, Any]) -> BaseException:
+        module, _, name = told["class"].partition(":")
+        kind = getattr(builtins, name, None) if module == "builtins" else self.find(module, name)
+        if isinstance(kind, type) and issubclass(kind, BaseException):
+            error = kind.__new__(kind, *args)
+            error.args = args
+            error.__dict__.update(attributes)
+        else:
+            error = ReplayError(f"{name}: {told['text']}")
+        error.add_note(f"as it was recorded:\n{told['trace'].rstrip()}")
+        return error
+
+
+class Replaying(Player):
+    """Answers the calls of a role from what was recorded on the same rank."""
+
+    def __init__(self, found: Found) -> None:
+        self._found = found
+        self._calls: dict[int, RankCall] = {}
+        self._rows: dict[int, dict[int, list[tuple[int, Document]]]] = {}  # by call and row, each with its turn
+        self._told: set[tuple[str, str]] = set()
+
+    def begins(self, seen: Seen) -> None:
+        """Find what was recorded of a call, and compare what is known of it."""
+        call = self._found.call(seen)
+        if call is None:
+            self._missing(seen)
+        label = self._label(seen)
+        if (other := self._passed_over(call)) is not None:
+            self._differs(seen, "order", f"{label} comes where {other.method}, call {other.number}, was recorded")
+        self._found.places = call.place + 1
+        recorded: Digest = call.about["digest"]
+        if (where := first_difference(recorded, seen.digest)) is not None:
+            self._differs(seen, "arguments", f"{label}: argument {where}")
+        self._calls[seen.seq] = call
+
+    def value(self, seen: Seen) -> Any:
+        """Return what a call gave, or raise what it has raised."""
+        document = self._calls[seen.seq].end
+        assert document is not None
+        return self._found.value(document)
+
+    def row(self, seen: Seen, row: int, digest: Digest) -> Any:
+        """Return, or raise, what came of a row, on whatever rank."""
+        call = self._calls[seen.seq]
+        rows = self._rows.get(seen.seq)
+        if rows is None:
+            rows = self._rows[seen.seq] = {}
+            for turn, document in enumerate(self._in_order(call, range(self._found.role.ctx.world_size))):
+                rows.setdefault(document.about["row"], []).append((turn, document))
+        if not rows.get(row):
+            raise ReplayError(f"{self._label(seen)}: row {row} wasn't recorded")
+        turn, document = rows[row].pop(0) if len(rows[row]) > 1 else rows[row][0]  # it was tried again
+        state = running_call.get()
+        state.turn = turn  # type: ignore[union-attr]
+        if (where := first_difference(document.about["digest"], digest)) is not None:
+            self._differs(seen, "arguments", f"{self._label(seen)}, row {row}: argument {where}")
+        return self._found.value(document)
+
+    def rows(self, seen: Seen) -> Iterator[Any]:
+        """Give the rows of a call that yields them, each with its turn among those of all ranks that tell theirs."""
+        call = self._calls[seen.seq]
+        role, work = self._found.role, running_call.get()
+        ranks = sources_of(role.methods[seen.method], role.ctx)
+        documents = self._in_order(call, ranks) if role.ctx.rank in ranks else []
+        turns = {(each.path, each.begin): turn for turn, each in enumerate(documents)}
+        for document in call.rows:
+            if hasattr(work, "turn"):  # else they are kept
+                work.turn = turns.get((document.path, document.begin))  # type: ignore[union-attr]
+            yield self._found.value(document)
+        assert call.end is not None
+        if "error" in call.end.about:
+            self._found.value(call.end)
+        if call.end.about.get("cut"):
+            raise ReplayError(f"{self._label(seen)}: its rows were read no further when it was recorded")
+
+    def over(self, seen: Seen) -> None:
+        """Forget a call that is over."""
+        self._calls.pop(seen.seq, None)
+        self._rows.pop(seen.seq, None)
+        self._found.over(seen)
+
+    def _in_order(self, call: RankCall, ranks: Sequence[int]) -> list[Document]:
+        """Return the rows of a call on some ranks, in the order in which the driver has got them."""
+        calls = {rank: self._found.others[rank].get(call.method, call.number) for rank in ranks}
+        rows = [(rank, row) for rank, each in calls.items() if each is not None for row in each.rows]
+        return [row for _, row in in_order(rows, self._found.came.get(call.about["seq"]))]
+
+    def _differs(self, seen: Seen, what: str, words: str) -> None:
+        played = self._found.played
+        if not played.loose:
+            raise ReplayError(f"{words} (recorded in {played.folder}; Replay(loose=True) only warns)")
+        if (seen.method, what) not in self._told:
+            self._told.add((seen.method, what))
+            self._found.tell(f"{words}; it is answered as recorded, and other differences of the kind aren't told")
+
+    def _passed_over(self, call: RankCall) -> RankCall | None:
+        """Return a call that was to come before this one, or this one where it was to come earlier.
+
+        One that was withdrawn here, as another one had failed elsewhere, counts among those of its method.
+        """
+        found = self._found
+        if call.place < found.places:
+            return call
+        between = sorted(
+            (each for each in found.own.found.values() if found.places <= each.place < call.place),
+            key=lambda each: each.place,
+        )
+        for each in between:
+            if each.number >= found.counted(each.method):
+                return each
+            del found.own.found[each.method, each.number]
+        return None
+
+    def _missing(self, seen: Seen) -> NoReturn:
+        number = seen.number + self._found.skipped.get(seen.method, 0)
+        for rank, calls in self._found.others.items():
+            call = calls.get(seen.method, number)
+            if call is not None and call.end is not None and "error" in call.end.about:
+                raise Poisoned(f"{self._label(seen)} failed on rank {rank} before it had begun here, when recorded")
+        counts: dict[str, int] = {}
+        for method, _ in self._found.of(self._found.role.ctx.rank).all():
+            counts[method] = counts.get(method, 0) + 1
+        where = self._found.played.folder
+        if seen.method not in counts:
+            has = ", ".join(f"{name} ({count})" for name, count in counts.items()) or "nothing"
+            raise ReplayError(f"{self._found.role.name}.{seen.method} wasn't recorded in {where}: it has {has}")
+        raise ReplayError(
+            f"{self._label(seen)} wasn't recorded in {where}: it ends with call {number - 1} of that method"
+        )
+
+    def _label(self, seen: Seen) -> str:
+        return f"{self._found.role.name}.{seen.method}, call {seen.number + self._found.skipped.get(seen.method, 0)}"
+
+
+@attrs.define
+class Compared:
+    """What came of comparing a method on a rank; the fields are those of `ComparedMethod`."""
+
+    calls: int = 0
+    differ: int = 0
+    numbers: int = 0
+    different: int = 0
+    absolute: float = 0.0
+    relative: float = 0.0
+    arguments: int = 0
+    missing: int = 0
+    first: str | None = None
+
+
+class Comparing(Tap):
+    """Compares what a role gives with what was recorded on the same rank."""
+
+    def __init__(self, found: Found) -> None:
+        self._found = found
+        self.methods: dict[str, Compared] = {}
+        self._is_told = False
+
+    def gave(self, seen: Seen, value: Any) -> None:
+        """Compare a call's value."""
+        self._look(seen, value, None)
+
+    def gave_row(self, seen: Seen, row: int, value: Any, digest: Digest) -> None:
+        """Compare a row."""
+        self._look(seen, value, row, digest)
+
+    def raised(self, seen: Seen, error: BaseException, row: int | None = None, digest: Digest | None = None) -> None:
+        """Compare an error by its class and text."""
+        self._look(seen, error, row, digest)
+
+    def over(self, seen: Seen) -> None:
+        """Count a call whose rows were compared."""
+        self._look(seen, None, None)
+
+    def _look(self, seen: Seen, value: Any, row: int | None, digest: Digest | None = None) -> None:
+        try:
+            self._compare(seen, value, row, digest)
+        finally:
+            if row is None:
+                self._found.over(seen)
+
+    def _compare(self, seen: Seen, value: Any, row: int | None, digest: Digest | None) -> None:
+        compared = self.methods.setdefault(seen.method, Compared())
+        call = self._found.call(seen)
+        document = None if call is None else call.end if row is None else self._row(call, row)
+        compared.calls += row is None
+        label = f"{self._found.role.name}.{seen.method}, call {seen.number}" + ("" if row is None else f", row {row}")
+        if document is None or "missing" in document.about:
+            compared.missing += 1
+            return
+        recorded = document.about["digest"]
+        where = first_difference(recorded, seen.digest if row is None else digest or recorded)
+        compared.arguments += where is not None
+        difference = Difference(self._found.played.tolerance)
+        if row is None and "rows" in document.about:
+            difference.add(document.about["rows"], seen.rows, "the number of its rows")
+        else:
+            difference.add(self._recorded(document), _told(value))
+        compared.numbers += difference.total
+        compared.absolute = max(compared.absolute, difference.absolute)
+        compared.relative = max(compared.relative, difference.relative)
+        if difference.first is None:
+            return
+        compared.differ += 1
+        compared.different += difference.count
+        words = f"{label}: {difference.first}; {difference.count} of {difference.total} differ"
+        if difference.absolute:
+            words += f", by {difference.absolute:.3g} at most, relatively {difference.relative:.3g}"
+        cause = "its arguments were the same" if where is None else f"its arguments differ, too: {where}"
+        if row is None and (drew := document.about.get("drew")) is not None and drew != seen.drew:
+            cause += "; its generator stands elsewhere"
+        compared.first = compared.first or f"{words} ({cause})"
+        if not self._is_told:
+            self._is_told = True
+            self._found.tell(f"differs from {self._found.played.folder}: {compared.first}")
+
+    def _row(self, call: RankCall, row: int) -> Document | None:
+        rows = call.rows
+        if not rows or rows[0].about["digest"]:  # of a method that the driver gives rows: it may have ended elsewhere
+            calls = [calls.get(call.method, call.number) for calls in self._found.others.values()]
+            rows = [each for other in calls if other is not None for each in other.rows]
+        return next((each for each in rows if each.about["row"] == row), None)
+
+    def _recorded(self, document: Document) -> Any:
+        about = document.about
+        if (error := about.get("error")) is not None:
+            return {"raised": f"{error['class'].partition(':')[2]}: {error['text']}"}
+        value = document.value(self._found.find)
+        return value[0] if about.get("defaults") else value
+
+
+def _told(value: Any) -> Any:
+    if isinstance(value, BaseException):
+        return {"raised": f"{type(value).__qualname__}: {value}"}
+    return value
