@@ -51,15 +51,16 @@ def processes(profile: Profile) -> dict[str, int]:
 class Profiling(ExecutorCase):
     """`colocate.profile`."""
 
-    @pytest.fixture(autouse=True)
-    def _folder(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    @pytest.fixture
+    def in_its_folder(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Run in a folder of the test's own, where torch is."""
         if "looking" not in FEATURES:
             pytest.skip("feature 'looking' isn't here")
         pytest.importorskip("torch")
         monkeypatch.chdir(tmp_path)
 
     @pytest.fixture
-    def two(self, spawn: Spawn) -> ColocatedGroup:
+    def two(self, spawn: Spawn, in_its_folder: None) -> ColocatedGroup:
         """Two ranks that have met before."""
         group = spawn({"timed": colocate.role(Timed)})
         timed = group.role("timed", Timed)
@@ -163,7 +164,7 @@ class Profiling(ExecutorCase):
         assert again.trace.name == "profile-2.json"
         assert seconds(again, "timed.work", "compute") == about(0.2)
 
-    def test_a_clock_that_is_ahead(self, spawn: Spawn) -> None:
+    def test_a_clock_that_is_ahead(self, spawn: Spawn, in_its_folder: None) -> None:
         """A worker whose time is five seconds from the driver's: the same table, and one time in the file."""
         group = spawn({"timed": colocate.role(Shifted, 5.0)})
         timed = group.role("timed", Shifted)
@@ -214,7 +215,7 @@ class Profiling(ExecutorCase):
             raise AssertionError
         assert two.role("timed", Timed).hooks() == [0, 0]
 
-    def test_roles_without_torch(self, spawn: Spawn) -> None:
+    def test_roles_without_torch(self, spawn: Spawn, in_its_folder: None) -> None:
         """Their calls are told, and their waits for each other and for the driver."""
         group = spawn({"echo": colocate.role(Echo, "the tag")})
         with colocate.profile(group) as profile:
