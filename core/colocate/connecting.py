@@ -38,6 +38,7 @@ def connect(
     spill_dir: str | os.PathLike[str] | None = None,
     ports: str | None = None,
     cut_s: float | None = None,
+    debug: bool = False,
     replace: bool = False,
     **options: Any,
 ) -> Runtime:
@@ -57,6 +58,8 @@ def connect(
             None for any that are free. Ray, Dask, gloo and NCCL have ports of their own.
         cut_s: Seconds in which nothing may be heard of another machine until what runs there is given up; None for 15,
             unless its executor knows better. Shorter cuts of a network are waited out.
+        debug: Stop where a role raises, before anybody is told of the error: in a debugger whose terminal is this
+            process's, if it has one, else that of `colocate debug`. On threads it is refused.
         replace: Close this process's earlier runtimes on this executor first, with all that they own: for a notebook's
             cell that is run again. What had gone wrong in them is logged.
         **options: The executor's own options.
@@ -77,7 +80,18 @@ def connect(
 
     with _suggesting(connect, cls):
         return begin(
-            executor, cls, options, seed, strict, call_timeout, collective_timeout, spill_dir, ports, cut_s, replace
+            executor,
+            cls,
+            options,
+            seed,
+            strict,
+            call_timeout,
+            collective_timeout,
+            spill_dir,
+            ports,
+            cut_s,
+            debug,
+            replace,
         )
 
 

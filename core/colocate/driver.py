@@ -40,6 +40,7 @@ from colocate._system.recent import length as length
 from colocate._system.recent import merged as merged
 from colocate._system.room import SpillFile as SpillFile
 from colocate._system.room import free_memory as free_memory
+from colocate._system.terminals import drawing as drawing
 from colocate._system.threads import Thread as Thread
 
 if TYPE_CHECKING:
@@ -154,6 +155,10 @@ class Driver:
     def glance(self, recent: Recent) -> list[dict[str, Any]]:
         """Return what its groups do just now, as plain data."""
         return list(features.module("looking.glance").glance(self._node, recent))
+
+    def stacks(self) -> list[dict[str, Any]]:
+        """Return what the workers of its groups do, as plain data: `group`, `slot`, `node`, and `stack` as a text."""
+        return list(features.module("looking.glance").stacks(self._node))
 
     @property
     def resumed(self) -> Mapping[str, Path]:

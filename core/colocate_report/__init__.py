@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from colocate.driver import write_whole
-
 if TYPE_CHECKING:
     from colocate_report.record import RunRecord
 
@@ -24,6 +22,7 @@ def write(directory: Path, record: RunRecord, *, error: str | None = None) -> Pa
     Returns:
         The page's path.
     """
+    from colocate.driver import write_whole  # which needs all of core, as those don't who only ask which jobs run
     from colocate_report.page import render
 
     path = directory / "report.html"

@@ -13,14 +13,12 @@ import json
 import logging
 import os
 import platform
-import re
 import socket
 import struct
 import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from colocate import wire
 from colocate.driver import (
@@ -36,11 +34,14 @@ from colocate.driver import (
 )
 from colocate.errors import ClosedError, ClusterError, ColocateError
 from colocate.executor import Watchable, Window
+from colocate_report.jobs import Job, address, short
 
 if TYPE_CHECKING:
     from colocate.connecting import Runtime
 
 PATIENCE_S = 5.0
+LOOK, STACKS = b"look", b"stacks"
+_QUESTION_BYTES = 16
 
 
 class ClusterWindow:
@@ -128,26 +129,11 @@ def look_at(window: Window, executor: Watchable) -> Mapping[str, Any]:
     return facts
 
 
-_NAME = "colocate-job"
-_LONGEST = 64  # bytes of a name: a socket's has a limit
 _STEP_S = 0.1
 _CREDENTIALS = struct.Struct("3i")  # of a process: pid, user, group
 _log = logging.getLogger("colocate")
 
 _numbers = itertools.count(1)
-
-
-class Job(NamedTuple):
-    """A job that runs."""
-
-    name: str
-    pid: int  # its driver's process
-    number: int = 1  # which one it is there: a process may run several
-
-    @property
-    def id(self) -> str:
-        """Return what tells it apart on its machine."""
-        return f"{self.pid}/{self.number}"
 
 
 @contextlib.contextmanager
@@ -187,6 +173,10 @@ class Scene:
         seconds = round(time.time() - self._since, 3)
         return {"job": self._name, "node": platform.node(), "pid": os.getpid(), "seconds": seconds, "groups": groups}
 
+    def stacks(self) -> dict[str, Any]:
+        """Return what the workers of the groups are doing."""
+        return {"job": self._name, "stacks": Driver(self._runtime).stacks() if self._runtime.alive else []}
+
 
 class _Window:
     def __init__(self, job: Job, scene: Scene) -> None:
@@ -195,7 +185,7 @@ class _Window:
         self._closing = False
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            self._socket.bind(_address(job._replace(name=short(job.name))))
+            self._socket.bind(address(job._replace(name=short(job.name))))
             self._socket.listen(8)
         except OSError:
             self._socket.close()
@@ -227,29 +217,26 @@ class _Window:
                     told = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
                     _, user, _ = _CREDENTIALS.unpack(told)
                     if user in (os.getuid(), 0):
-                        peer.sendall(json.dumps(self._scene.seen()).encode() + b"\n")
+                        seen = self._scene.stacks if peer.recv(_QUESTION_BYTES) == STACKS else self._scene.seen
+                        peer.sendall(json.dumps(seen()).encode() + b"\n")
                 except Exception as error:  # who looked has gone, say: whatever it is, the job has no part in it
                     if not isinstance(error, OSError):
                         report_exception()
 
 
-def jobs() -> list[Job]:
-    """The jobs that run on this machine, of whichever user."""
-    return sorted(_listed(Path("/proc/net/unix").read_text(errors="replace")))
+def look(job: Job, what: bytes = LOOK) -> dict[str, Any] | None:
+    """Return what a job's groups do just now; None where it has ended, or is another user's.
 
-
-def _listed(sockets: str) -> Iterator[Job]:
-    for found in re.finditer(rf"^\S+ \S+ \S+ 00010000 .* @{_NAME}/(\d+)/(\d+)/(.+)$", sockets, re.MULTILINE):
-        yield Job(found[3], int(found[1]), int(found[2]))
-
-
-def look(job: Job) -> dict[str, Any] | None:
-    """Return what a job's groups do just now; None where it has ended, or is another user's."""
+    Args:
+        job: The job.
+        what: `STACKS` for the stacks of all workers instead.
+    """
     deadline, received = Deadline(PATIENCE_S), b""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as peer:
         try:
             peer.settimeout(PATIENCE_S)
-            peer.connect(_address(job))
+            peer.connect(address(job))
+            peer.sendall(what)
             while chunk := peer.recv(1 << 16):
                 received += chunk
                 peer.settimeout(max(0.01, deadline.left or 0.01))
@@ -264,13 +251,3 @@ def look(job: Job) -> dict[str, Any] | None:
     except ValueError:  # it has ended in the middle of it, or has said nothing
         return None
     return found
-
-
-def short(name: str) -> str:
-    """The name by which `jobs` lists a job of that name."""
-    line = "".join(letter if letter.isprintable() else "_" for letter in name)
-    return line.encode(errors="surrogateescape")[:_LONGEST].decode(errors="ignore")
-
-
-def _address(job: Job) -> str:
-    return f"\0{_NAME}/{job.pid}/{job.number}/{job.name}"

@@ -6,6 +6,7 @@ import contextlib
 import io
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -21,6 +22,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from colocate.driver import drawing
 from colocate.texts import columns
 from colocate_report.contention import waits
 from colocate_report.record import RunRecord, saved, scalars_of, timed_phases, told_restarts
@@ -132,6 +134,7 @@ class Screen:
     console: Console = attrs.field(factory=console)
     quiet: bool = False
     _live: Live | None = attrs.field(default=None, init=False)
+    _drawing: threading.Lock = attrs.field(factory=threading.Lock, init=False)  # while that begins or ends to draw
     _bar: Progress = attrs.field(init=False)
     _last: dict[str, Any] = attrs.field(factory=dict, init=False)
     _seconds: Mapping[str, float] = attrs.field(factory=dict, init=False)
@@ -189,11 +192,27 @@ class Screen:
         hears = contextlib.nullcontext() if self._log is None else self._log.listening()
         with Live(get_renderable=renderable, console=self.console, refresh_per_second=5, transient=transient) as live:
             self._live = live
+            drawing.append(self._undrawn)
             try:
                 with hears:
                     yield
             finally:
-                self._live = None
+                drawing.remove(self._undrawn)
+                with self._drawing:
+                    self._live = None
+
+    @contextlib.contextmanager
+    def _undrawn(self) -> Iterator[None]:
+        """Leave the terminal to something else in a block, which another thread enters."""
+        with self._drawing:
+            if (live := self._live) is not None:
+                live.stop()
+        try:
+            yield
+        finally:
+            with self._drawing:
+                if live is not None and self._live is live:
+                    live.start(refresh=True)
 
     def _starting(self) -> Text:
         now = self._running[-1:]

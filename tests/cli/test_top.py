@@ -19,7 +19,7 @@ from colocate._system.recent import RECENT_S
 from colocate.features.looking import glance
 from colocate.testing.gate import Address, Gate, pass_gate
 from colocate.testing.waiting import PATIENCE_S, wait_until
-from colocate_report.window import Job, jobs
+from colocate_report.jobs import Job, jobs
 from colocate_run.cli.cluster import Cluster
 from colocate_run.cli.top import _page, show_top
 

@@ -62,6 +62,7 @@ def begin(
     spill_dir: str | os.PathLike[str] | None,
     ports: str | None,
     cut_s: float | None,
+    debug: bool,
     replace: bool,
 ) -> Runtime:
     """As `connect`, whose executor has been found."""
@@ -75,6 +76,9 @@ def begin(
     if spill is not None:
         features.needed("memory")
         require(cls.variant(options), OwnProcess, "have roles sleep (spill_dir=)")
+    if debug:
+        features.needed("debugging")
+        require(cls.variant(options), OwnProcess, "stop where a role raises (debug=True)")
     span = port_range(ports, "connect(ports)")
     cut_s = limit(cut_s, "connect(cut_s)", positive=True)
     making: Making[Connection] = Making(f"connect({executor!r})")
@@ -93,7 +97,11 @@ def begin(
             if cut_s is not None:
                 connected.bear(cut_s)
         told = seed, strict, call_timeout, collective_timeout, spill, span, cut_s
-        return making.made(Connection(executor, connected, *told))
+        connection = making.made(Connection(executor, connected, *told))
+        hook = os.environ.get("PYTHONBREAKPOINT", "")
+        if (debug or hook) and not connected.in_process:
+            connection.services.debugging = debug, hook
+        return connection
 
     return making.run(start, Runtime._of)
 

@@ -43,7 +43,9 @@ class SlowCalls:
         now = time.time()
         worker_groups = list(self._crews.values())
         starting = [
-            (worker_group, worker_group.workforce) for worker_group in worker_groups if worker_group.life.is_starting
+            (worker_group, worker_group.workforce)
+            for worker_group in worker_groups
+            if worker_group.life.is_starting and not worker_group.stopped()
         ]
         self._starts = {
             made: self._starts.get(made) or SlowStart(worker_group, made) for worker_group, made in starting
@@ -53,7 +55,9 @@ class SlowCalls:
         for worker_group in worker_groups:
             warned = self._warned.setdefault(worker_group, {})
             for oldest in worker_group.order.oldest():
-                if now - oldest.moved > SLOW_S and warned.get(oldest.lane) != oldest.seq:
+                if now - oldest.moved <= SLOW_S or warned.get(oldest.lane) == oldest.seq:
+                    continue
+                if now - oldest.moved - worker_group.stood(oldest.moved) > SLOW_S:
                     warned[oldest.lane] = oldest.seq
                     what = f"{oldest.label} of group {worker_group.name!r} has been running"
                     if worker_group.is_paused(oldest.lane):

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import itertools
 import operator
+import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
@@ -76,6 +77,7 @@ class _Hold:
     suspected: tuple[PendingCall, ColocateError] | None = None
     later: list[tuple[PendingCall, ColocateError, bool]] = attrs.field(factory=list)  # the last: whether it follows
     timer: Timer | None = None
+    armed: float = 0.0  # when that was begun
     failures: list[PendingCall] = attrs.field(factory=list)  # those that don't go on after it
     patient: bool = False  # the cause of what is suspected may come from a rank that is alive
     begun: dict[str, list[tuple[int, int]]] = attrs.field(factory=dict)  # operations of each process group, by rank
@@ -418,7 +420,7 @@ class CallOrder:
         hold.withdrawn.add(failed)
         self._holds[lane] = hold
         self.gate.shut("a hold")
-        hold.timer = self._timers.after(self.link.grace, lambda: self._overdue(hold))
+        self._arm(hold, self.link.grace)
         # To the rank that failed too, which has stopped by itself: another async call may wait there for its peers.
         self.link.send(live, to_worker.Hold(hold.number, failed, cut, lane))
         return hold
@@ -478,7 +480,7 @@ class CallOrder:
         hold.waiting, hold.renews = set(self.link.live()), True
         if hold.timer is not None:
             hold.timer.cancel()
-        hold.timer = self._timers.after(RENEWED_WITHIN_S, lambda: self._overdue(hold))
+        self._arm(hold, RENEWED_WITHIN_S)
         self.link.send(sorted(hold.waiting), to_worker.DropGroups(hold.number, broken, hold.in_backward_or_step))
 
     def _resume(self, hold: _Hold) -> None:
@@ -498,16 +500,23 @@ class CallOrder:
         if not self._holds:
             self.gate.open("a hold")
 
+    def _arm(self, hold: _Hold, seconds: float) -> None:
+        hold.armed = time.time()
+        hold.timer = self._timers.after(seconds, lambda: self._overdue(hold))
+
     def _overdue(self, hold: _Hold) -> None:
         with self.lock:
             if self._holds.get(hold.lane) is not hold:
+                return
+            if (stood := self.link.stood(hold.armed)) > 0.0:
+                self._arm(hold, stood)
                 return
             # A rank that is still in an earlier call is late with that one, which has no deadline of its own.
             earlier = [call for seq, call in list(self.pending.items()) if seq < hold.failed]
             busy = {slot for each in earlier if each.lane == hold.lane or each.is_for_all for slot in each.missing()}
             stuck = sorted(hold.waiting - busy)
             if not stuck:
-                hold.timer = self._timers.after(self.link.grace, lambda: self._overdue(hold))
+                self._arm(hold, self.link.grace)
                 return
         self.stacks.ask(stuck, lambda found: self._give_up(hold, stuck, found))
 
@@ -524,6 +533,11 @@ class CallOrder:
         call = ref()
         if call is None or call.done() or call.seq < 0:
             return
+        if (stood := self.link.stood(call.submitted)) > 0.0:
+            left = call.submitted + timeout + stood - time.time()
+            if left > 0.0:
+                call.timer = self._timers.after(left, partial(self.late, ref, timeout))
+                return
         self.stacks.ask(call.missing(), lambda found: self._time_out(call, timeout, found))
 
     def _time_out(self, call: PendingCall, timeout: float, stacks: Stacks) -> None:

@@ -65,6 +65,10 @@ class Link(Owned, abc.ABC):
         """Whether a background role is paused."""
 
     @abc.abstractmethod
+    def stood(self, since: float) -> float:
+        """Return seconds since a time (of time.time()) that no deadline counts: somebody had ranks stand still."""
+
+    @abc.abstractmethod
     def send(self, slots: Sequence[int], message: Message, body: Any = None) -> None:
         """Send one message to some workers."""
 

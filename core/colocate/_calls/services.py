@@ -42,6 +42,7 @@ class Services:
         printer: Prints what workers print, and logs.
         observers: Who is told what happens.
         secret: What workers and driver know each other by.
+        debugging: Whether ranks stop where a role raises, and the driver's PYTHONBREAKPOINT; None where neither is.
         resumed: Where a run that goes on has checkpoints of groups, by their names.
         run: The run (`Run`) that leaves what remains of its calls; None for none.
     """
@@ -60,6 +61,7 @@ class Services:
     printer: Printer
     observers: Observers = attrs.field(factory=Observers)
     secret: bytes = attrs.field(factory=lambda: secrets.token_bytes(32), repr=False)
+    debugging: tuple[bool, str] | None = None
     resumed: Mapping[str, Path] = attrs.field(factory=dict)
     run: Any = None
     _keys: Iterator[int] = attrs.field(factory=lambda: itertools.count(1))

@@ -14,6 +14,7 @@ from colocate._worker_group.workforce import Worker
 from colocate.errors import ColocateError
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
+NOTHING_STOPPED: Mapping[int, str] = MappingProxyType({})
 
 
 class OfGroup:
@@ -77,6 +78,14 @@ class OfGroup:
     def is_paused(self, role: str) -> bool:
         """Return whether calls of a role wait until somebody has it go on."""
         return False
+
+    def stood(self, since: float) -> float:
+        """Return seconds since a time (of time.time()) that no deadline of the group counts."""
+        return 0.0
+
+    def stopped(self) -> Mapping[int, str]:
+        """Return why slots stand still for as long as somebody wants, in words."""
+        return NOTHING_STOPPED
 
     def sends(self, call: PendingCall) -> None:
         """Refuse a call on whole workers that is about to be sent. The order's lock is held.

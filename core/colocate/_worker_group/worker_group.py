@@ -339,6 +339,14 @@ class WorkerGroup(Link):
         """Return whether a background role is paused."""
         return any(part.is_paused(role) for part in self.parts.values())
 
+    def stood(self, since: float) -> float:
+        """Return seconds since a time that no deadline counts, as features say."""
+        return sum(part.stood(since) for part in self.parts.values())
+
+    def stopped(self) -> Mapping[int, str]:
+        """Return why slots stand still for as long as somebody wants, as features say."""
+        return {slot: why for part in self.parts.values() for slot, why in part.stopped().items()}
+
     def source(self, call: PendingCall, role: RoleInfo, spec: MethodSpec) -> Source:
         """Return a kept call's resident, as workers know it. This takes no lock, as the main thread calls it.
 

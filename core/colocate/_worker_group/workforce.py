@@ -325,7 +325,11 @@ class Workforce:
             )
             link.send(live, build, body)
             self._building_since = time.time()
-            self.stages.wait(lambda: self.stages.all_reached(Stage.BUILT) or self._build_failed, deadline)
+            began, left = self._building_since, deadline
+            while not self.stages.wait(lambda: self.stages.all_reached(Stage.BUILT) or self._build_failed, left):
+                if (stood := link.stood(began)) <= 0.0:
+                    break
+                began, left = time.time(), Deadline(stood)
             if self._build_failed:
                 # The others are told by a hold, and have as long as after any failed call.
                 if link.closed_by is None:
@@ -353,7 +357,7 @@ class Workforce:
     def constructing(self, longer_than: float) -> list[int]:
         """Return the slots whose roles have been under construction for so many seconds."""
         since = self._building_since
-        if since is None or time.time() - since <= longer_than:
+        if since is None or time.time() - since - self.link.stood(since) <= longer_than:
             return []
         return sorted(self.stages.short_of(Stage.BUILT))
 

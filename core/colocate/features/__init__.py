@@ -27,6 +27,7 @@ class Feature(NamedTuple):
         messages: The messages of its own, which are in the module `messages` of its folder.
         options: The options of roles (`RoleSpec`), groups, pools and runtimes that it is behind.
         alone: What answers for its methods (`MethodSpec.feature`) where an object isn't in a worker, likewise.
+        breakpoints: Whether it answers `breakpoint()` in role code of worker processes.
     """
 
     group: str = ""
@@ -35,6 +36,7 @@ class Feature(NamedTuple):
     messages: tuple[str, ...] = ()
     options: tuple[str, ...] = ()
     alone: str = ""
+    breakpoints: bool = False
 
 
 FEATURES = {
@@ -86,6 +88,13 @@ FEATURES = {
         calls=("the profile's beginning", "the profile's end"),
         messages=("AskClock", "Clock"),
     ),
+    "debugging": Feature(
+        "driver:DebuggingOfGroup",
+        "worker:DebuggingOfWorker",
+        messages=("Stopped", "Printed", "WentOn", "Typed", "LetGo"),
+        options=("debugging",),
+        breakpoints=True,
+    ),
     "functions": Feature(worker="worker:FunctionsOfWorker", calls=("a function",)),
     "standalone": Feature(alone="calls:StandaloneCall"),
 }
@@ -128,6 +137,11 @@ def of_message(kind: str) -> str | None:
     if name is not None:
         module(f"{name}.messages")
     return name
+
+
+def of_breakpoints() -> str | None:
+    """Return the feature that answers `breakpoint()` in role code; None where none does."""
+    return next((name for name, feature in FEATURES.items() if feature.breakpoints), None)
 
 
 def of_options(options: Any) -> list[str]:

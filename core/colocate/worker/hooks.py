@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from types import MappingProxyType
+from types import FrameType, MappingProxyType
 from typing import Any, ClassVar
 
 from colocate._protocol.message import Message
@@ -158,6 +158,10 @@ class OfWorker:
     def is_bereft(self, role: RoleInstance) -> bool:
         """Return whether other rows of a role will fail here as one has failed just now."""
         return False
+
+    def breakpoint(self, frame: FrameType, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], object]:
+        """Return what `breakpoint()` does, as the last thing, in a frame of role code. On any thread of a process."""
+        raise AssertionError(frame)
 
     # -- what ends them, on the receiving thread
 

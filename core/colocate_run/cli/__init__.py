@@ -117,6 +117,10 @@ def run(
             help="Profile these steps, for Perfetto and the report.",
         ),
     ] = None,
+    debug: Annotated[
+        bool,
+        typer.Option("--debug", help="Stop where a role raises, in a debugger; on worker processes only."),
+    ] = False,
     no_import: NoImport = False,
     json: Json = False,
 ) -> None:
@@ -124,8 +128,9 @@ def run(
     from colocate_run.cli.run import run_job
 
     how: Literal[False, True, "auto"] = False if resume is None else True if resume is Resume.last else "auto"
+    changes = [*(changes or []), *(["executor.with.debug=true"] if debug else [])]
     may = not no_import
-    raise typer.Exit(run_job(file, executor, changes or [], resume=how, json=json, allow_import=may, profile=profile))
+    raise typer.Exit(run_job(file, executor, changes, resume=how, json=json, allow_import=may, profile=profile))
 
 
 @app.command()
@@ -256,6 +261,38 @@ def recordings(
     from colocate_run.cli.recordings import show_recordings
 
     raise typer.Exit(show_recordings(run, role, json=json))
+
+
+@app.command()
+def stacks(
+    job: Annotated[
+        str | None, typer.Argument(help="The job's name, or its driver's process; the only one by default.")
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Show what all workers of a job of this machine are doing: equal stacks once, with the workers that have them."""
+    from colocate_run.cli.stacks import show_stacks
+
+    raise typer.Exit(show_stacks(job, json=json))
+
+
+@app.command()
+def debug(
+    job: Annotated[
+        str | None, typer.Argument(help="The job's name, or its driver's process; the only one by default.")
+    ] = None,
+    rank: Annotated[
+        str | None,
+        typer.Option(
+            "--rank", metavar="[[GROUP/]ROLE/]RANK", help="Which rank, where several are stopped: without it a list."
+        ),
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Attach this terminal to a rank that is stopped, by breakpoint() in a role or by --debug; or list those."""
+    from colocate_run.cli.debug import debug_rank
+
+    raise typer.Exit(debug_rank(job, rank, json=json))
 
 
 @app.command()

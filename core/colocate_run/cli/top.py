@@ -16,7 +16,8 @@ from colocate.driver import RECENT_S, Driver, run_deferred
 from colocate.errors import ClusterError, ConfigError
 from colocate.executor import Detachable, Executor, Watchable, Window
 from colocate.texts import did_you_mean, plural, size_text
-from colocate_report.window import Job, jobs, look, look_at, short
+from colocate_report.jobs import Job, jobs, short
+from colocate_report.window import look, look_at
 from colocate_run.cli.cluster import Cluster
 from colocate_run.cli.output import guarded, print_json
 from colocate_run.screen import console, show_table, table_that_fits
@@ -74,6 +75,13 @@ def _show_job(name: str | None, cluster: Cluster, once: bool, every: float, json
 
 def _here(job: Job) -> Sight:
     return Sight(job.name, (job.id, str(job.pid)), partial(look, job))
+
+
+def chosen_job(name: str | None) -> Job:
+    """Return the job of this machine that is meant."""
+    found = jobs()
+    sight = _chosen(name and short(name), [_here(job) for job in found], _HERE)
+    return next(job for job in found if job.id == sight.ids[0])
 
 
 def _there(window: Window, executor: Executor) -> Sight:
@@ -193,8 +201,12 @@ def rows(told: Mapping[str, Any]) -> Iterator[dict[str, str]]:
     """A row for each role of each slot; what the slot itself does is in its first one."""
     idles = any(slot.get("idle") for group in told["groups"] for slot in group["slots"])
     for group in told["groups"]:
+        stops = [slot["stopped"] for slot in group["slots"] if "stopped" in slot]
         for slot in group["slots"]:
             first = True
+            runs = slot["call"] or ""
+            if stops and runs:  # the others wait in a collective, or will at the hold, or for their next call
+                runs += f": {slot['stopped']}" if "stopped" in slot else f" (while {stops[0].partition(' at ')[0]})"
             for role in slot["roles"]:
                 yield {
                     "group": f"{group['group']} ({group['state']})" if first and slot is group["slots"][0] else "",
@@ -207,7 +219,7 @@ def rows(told: Mapping[str, Any]) -> Iterator[dict[str, str]]:
                     "busy": f"{role['busy']:.0%}",
                     **({"idle for": _idle(slot.get("idle", {})) if first else ""} if idles else {}),
                     "queue": str(slot["queue"]) if first else "",
-                    "runs": (slot["call"] or "") if first else "",
+                    "runs": runs if first else "",
                     "for": f"{slot['age']:.1f} s" if first and slot["age"] is not None else "",
                 }
                 first = False

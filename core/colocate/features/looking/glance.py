@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from typing import Any, cast
 
 from colocate._api.connection import Connection
+from colocate._calls.order import Stacks
 from colocate._calls.pending import PendingCall
 from colocate._calls.records import CallRecord, MoveRecord
 from colocate._system.deadline import Deadline
+from colocate._system.limits import STACKS_WITHIN_S
 from colocate._system.recent import RECENT_S, Interval, RecentSpans
 from colocate._worker_group.worker_group import WorkerGroup
 from colocate.errors import CapabilityError
@@ -19,6 +23,7 @@ from colocate.features.looking.idle import Called, Idling, Slot, idle, label_of
 
 _LEDGERS_WITHIN_S = 1.0
 _MOST_RANKS = 20_000
+_STACKS_WITHIN_S = STACKS_WITHIN_S + 1.0
 
 
 class Recent(RecentSpans[tuple[str, str, int]]):
@@ -89,6 +94,24 @@ def _unfinished(worker_group: WorkerGroup, recent: Recent, now: float) -> list[C
     ]
 
 
+def stacks(connection: Connection) -> list[dict[str, Any]]:
+    """What the workers of a runtime are doing, as plain data: in their own words, or as their machine shows them."""
+    found: list[dict[str, Any]] = []
+    for worker_group in list(connection.worker_groups.values()):
+        answers: queue.SimpleQueue[Stacks] = queue.SimpleQueue()
+        slots = worker_group.live()
+        worker_group.order.stacks.ask(slots, answers.put)
+        with suppress(queue.Empty):  # the runtime has just been closed
+            told, stopped = answers.get(timeout=_STACKS_WITHIN_S), worker_group.stopped()
+            for slot in slots:
+                words = [f"{stopped[slot]}\n"] if slot in stopped else []
+                stack = "".join([*words, told.of(slot)])
+                found.append(
+                    {"group": worker_group.name, "slot": slot, "node": worker_group.node(slot), "stack": stack}
+                )
+    return found
+
+
 def _running(worker_group: WorkerGroup, recent: Recent) -> dict[int, tuple[PendingCall, float]]:
     """Return what each slot runs, and since when: it can't have begun before the one ahead of it had ended there."""
     first: dict[int, PendingCall] = {}
@@ -125,6 +148,7 @@ def _group(
     waiting = Counter(slot for call in list(worker_group.order.pending.values()) for slot in call.missing())
     now, running = time.time(), _running(worker_group, recent)  # calls were made while the workers looked
     slots = []
+    stopped = worker_group.stopped()
     for worker in worker_group.workforce.workers:
         call, since = running.get(worker.slot, (None, now))
         roles = [
@@ -147,6 +171,7 @@ def _group(
                 "call": None if call is None else call.label,
                 "age": None if call is None else round(max(0.0, now - since), 3),
                 "idle": {why: round(share, 4) for why, share in waits[worker_group.name, worker.slot].items()},
+                **({} if (why := stopped.get(worker.slot)) is None else {"stopped": why}),
                 "roles": roles,
             }
         )

@@ -252,7 +252,7 @@ class RowsCall(PendingCall, abc.ABC):
                 return
             # Others wait for an earlier call, or a hold, and will find that nobody waits.
             stuck = [slot for slot in self.missing() if self.seq in self.order.stacks.ran.get(slot, ())]
-            if stuck and not self.order.is_held(self.lane):
+            if stuck and not self.order.is_held(self.lane) and not self.group.stood(time.time() - self.group.grace):
                 self.group.fail(left_error(self.group, self, stuck[0], stacks.of(stuck[0])))
             else:
                 self._is_to_end()

@@ -17,6 +17,7 @@ import sys
 import threading
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 from colocate import wire
 from colocate._system.jobs import report_exception
@@ -26,6 +27,7 @@ from colocate._system.room import private_bytes
 from colocate._system.threads import Thread
 from colocate._values.codec import BY_VALUE
 from colocate.executor import Boot
+from colocate.features import of_breakpoints
 from colocate.worker.birth.template import renew
 from colocate.worker.residents.peers import ChannelPeers
 from colocate.worker.serving.host import WorkerHost
@@ -141,6 +143,15 @@ def start(boot: Boot, service: Service, lane: wire.SocketLane, on_end: Callable[
     host.empty = private_bytes()
     when_imported({"torch": look_at_torch, "numpy.random": look_at_numbers})
     host.definitions.install()
+    if (feature := of_breakpoints()) is not None:
+        process = os.getpid()
+
+        def stop(*args: Any, **kwargs: Any) -> object:
+            if os.getpid() != process:  # a process that a role has forked has no way to the driver
+                return sys.__breakpointhook__(*args, **kwargs)
+            return host.part(feature).breakpoint(sys._getframe(1), args, kwargs)()
+
+        sys.breakpointhook = stop
     if service.door is not None:
         host.recent = RecentSpans()
     return host

@@ -182,5 +182,15 @@ def _role_code_at(frame: FrameType | None) -> tuple[bool, bool]:
     return False, False
 
 
+def is_role_code(frame: FrameType) -> bool:
+    """Return whether a frame is of role code, or of what that has called, on whatever thread, but of none of ours."""
+    if _is_own(frame.f_code):
+        return False
+    outer: FrameType | None = frame
+    while outer is not None and not _is_own(outer.f_code):
+        outer = outer.f_back
+    return outer is None or outer.f_code in _calls_role_code
+
+
 def _is_own(code: CodeType) -> bool:
     return is_own_code(code.co_filename) and code not in _waits_for_role_code

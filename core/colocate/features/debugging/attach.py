@@ -1,0 +1,81 @@
+"""Another terminal of this machine comes to ranks that are stopped: `colocate debug`."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+from colocate.errors import ConfigError
+from colocate.features.debugging.terminal import PATIENCE_S, address, send, talk, user_of
+
+
+class Attached(NamedTuple):
+    """A terminal that is attached, or is told what is stopped.
+
+    Attributes:
+        first: What has come first: what the rank shows, or what is stopped, of how many that were meant, and of how
+            many of these without a terminal.
+    """
+
+    sock: socket.socket
+    lines: IO[str]
+    first: Mapping[str, Any]
+
+    @property
+    def stops(self) -> Sequence[Mapping[str, Any]] | None:
+        """Return what is stopped, as plain data; None where this is attached."""
+        found: Sequence[Mapping[str, Any]] | None = self.first.get("stops")
+        return found
+
+    def serve(self) -> int:
+        """Be the terminal, on the main thread, until nobody needs it; returns the process's exit code."""
+        with self.sock:
+            return talk(self.sock, self.lines, self.first, own=False)
+
+
+def stopped_drivers() -> list[int]:
+    """Return the processes of this machine that have ranks which are stopped, of whichever user."""
+    listed = Path("/proc/net/unix").read_text(errors="replace")
+    name = address("")[1:]
+    found = re.finditer(rf"^\S+ \S+ \S+ 00010000 .* @{name}(\d+)$", listed, re.MULTILINE)
+    return sorted({int(each[1]) for each in found})
+
+
+def attach(pid: int, which: str | None) -> Attached:
+    """Attach this process to a rank that is stopped.
+
+    Args:
+        pid: The driver.
+        which: The rank, as `[[GROUP/]ROLE/]RANK`; None for the only one.
+
+    Raises:
+        ConfigError: Nothing is stopped there, or it is another user's.
+    """
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        sock.settimeout(PATIENCE_S)
+        sock.connect(address(pid))
+        if user_of(sock) != os.getuid() and os.getuid():  # who isn't the driver's user gets none of what is typed
+            raise ConnectionResetError
+        send(sock, {"attach": which})
+        lines = sock.makefile("r", encoding="utf-8", newline="\n")
+        first = lines.readline()
+        sock.settimeout(None)
+    except (BrokenPipeError, ConnectionResetError):
+        first = ""
+    except OSError as error:
+        sock.close()
+        raise ConfigError(f"no rank of a run of process {pid} is stopped: {error}") from error
+    if not first:
+        sock.close()
+        raise ConfigError(f"process {pid} is another user's, or has just ended")
+    told = json.loads(first)
+    if told.get("stops") == []:
+        sock.close()
+        raise ConfigError(f"no rank of a run of process {pid} is stopped")
+    return Attached(sock, lines, told)

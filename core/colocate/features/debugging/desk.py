@@ -1,0 +1,344 @@
+"""Where stops of this process's groups and terminals come together: the driver's own, and those of `colocate debug`.
+
+A terminal serves one rank at a time. The driver's own, where there is one, takes whichever has stopped first; another
+one follows the rank that it was attached to. Who connects is the user of this process, as the kernel says.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import attrs
+
+from colocate import wire
+from colocate._protocol.message import Message
+from colocate._system.jobs import JobThread, report_exception
+from colocate._system.terminals import drawing
+from colocate._system.threads import Thread
+from colocate.features.debugging import terminal as client
+from colocate.features.debugging.messages import LetGo, Typed
+from colocate.features.debugging.terminal import PATIENCE_S, address, user_of
+
+
+@attrs.define(eq=False)
+class Stop:
+    """A rank that is stopped.
+
+    Attributes:
+        tell: Tells its worker something.
+        announce: Prints a line for the driver's user.
+        shown: What its debugger has printed for which there was no terminal.
+        asks: Whether it waits for a line.
+    """
+
+    group: str
+    slot: int
+    node: str
+    number: int
+    role: str | None
+    label: str
+    rank: int
+    where: str
+    error: str
+    tell: Callable[[Message], None]
+    announce: Callable[[str], None]
+    since: float = attrs.field(factory=time.time)
+    shown: str = ""
+    asks: bool = False
+    terminal: Terminal | None = None
+
+    @property
+    def name(self) -> str:
+        """Return what `--rank` says of it."""
+        return f"{self.group}/{self.role or 'function'}/{self.rank}"
+
+    def __str__(self) -> str:
+        why = f" by {self.error}" if self.error else ""
+        return f"{self.label} on rank {self.rank} of group {self.group!r} is stopped{why} at {self.where}"
+
+    def row(self) -> dict[str, Any]:
+        """Return it as plain data."""
+        found = {"group": self.group, "role": self.role, "rank": self.rank, "slot": self.slot, "node": self.node}
+        whose = None if self.terminal is None else self.terminal.name
+        more = {"call": self.label, "where": self.where, "error": self.error, "terminal": whose}
+        return {**found, **more, "seconds": round(time.time() - self.since, 1)}
+
+
+@attrs.define(eq=False)
+class Terminal:
+    """One at the other end of a socket. Attributes: follows: The group and slot whose stops it takes."""
+
+    sock: socket.socket
+    name: str
+    process: subprocess.Popen[bytes] | None = None  # of the driver's own
+    stop: Stop | None = None
+    follows: tuple[str, int] | None = None
+    _writer: JobThread = attrs.field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        wire.track_socket(self.sock)
+        self._writer = JobThread(f"colocate-terminal-{self.sock.fileno()}", lambda error: report_exception())
+
+    def say(self, told: Mapping[str, Any]) -> None:
+        """Have something shown there."""
+
+        def send() -> None:
+            with contextlib.suppress(OSError):  # it is gone, which its reader tells
+                client.send(self.sock, told)
+
+        self._writer.soon(send)
+
+    def listen(self, heard: Callable[[Mapping[str, Any] | None], None]) -> None:
+        """Have told what comes from there; None at its end."""
+
+        def read() -> None:
+            with contextlib.suppress(OSError, ValueError), self.sock.makefile("r", encoding="utf-8") as lines:
+                for line in lines:
+                    heard(json.loads(line))
+            heard(None)
+
+        Thread(target=read, name="colocate-terminal").start()
+
+    def close(self, why: str = "") -> None:
+        """End it, when all is shown."""
+
+        def end() -> None:
+            if self.process is not None:
+                try:
+                    self.process.wait(PATIENCE_S)
+                except subprocess.TimeoutExpired:
+                    self.process.kill()
+                    self.process.wait()
+            with contextlib.suppress(OSError):
+                self.sock.shutdown(socket.SHUT_RDWR)  # what was sent is read nevertheless
+            self._writer.close()
+
+        if why or self.process is not None:
+            self.say({"over": why})
+        self._writer.soon(end)
+
+
+class Desk:
+    """All that is stopped, and all terminals. Its methods may be called from any thread, and wait for nothing."""
+
+    def __init__(self) -> None:
+        self._jobs = JobThread("colocate-debug", lambda error: report_exception())
+        self._stops: list[Stop] = []
+        self._terminals: list[Terminal] = []
+        self._own: Terminal | None = None
+        self._undrawn = contextlib.ExitStack()  # what draws on the driver's terminal doesn't, meanwhile
+        self._listener: socket.socket | None = None
+
+    def begin(self, stop: Stop) -> None:
+        """Hear that a rank has stopped."""
+        self._jobs.soon(partial(self._begin, stop))
+
+    def show(self, stop: Stop, text: str, asks: bool) -> None:
+        """Hear what a debugger shows."""
+        self._jobs.soon(partial(self._show, stop, text, asks))
+
+    def end(self, stop: Stop, why: str) -> None:
+        """Hear that a stop is over."""
+        self._jobs.soon(partial(self._end, stop, why))
+
+    def leave(self, group: str, why: str) -> None:
+        """Hear that a group has ended: nobody follows its ranks any more."""
+        self._jobs.soon(partial(self._leave, group, why))
+
+    def close(self) -> None:
+        """End it, when it has done what it was told."""
+        self._jobs.close()
+
+    # -- on its thread
+
+    def _begin(self, stop: Stop) -> None:
+        self._stops.append(stop)
+        self._open()
+        followers = [each for each in self._terminals if each.follows == (stop.group, stop.slot)]
+        if followers:
+            self._attach(stop, followers[0])
+        elif not self._serve_own():
+            stop.announce(f"[colocate] {stop}; its prompt: colocate debug {os.getpid()} --rank {stop.name}")
+
+    def _show(self, stop: Stop, text: str, asks: bool) -> None:
+        if stop.terminal is None:
+            stop.shown, stop.asks = stop.shown + text, asks
+        else:
+            stop.terminal.say({"text": text, "asks": asks})
+
+    def _end(self, stop: Stop, why: str) -> None:
+        if stop not in self._stops:
+            return
+        self._stops.remove(stop)
+        terminal, stop.terminal = stop.terminal, None
+        if terminal is not None:
+            terminal.stop = None
+            terminal.say({"text": f"[colocate] {stop.label} on rank {stop.rank} {why}\n", "asks": False})
+        self._serve_own()
+        self._close_if_idle()
+
+    def _leave(self, group: str, why: str) -> None:
+        for stop in [each for each in self._stops if each.group == group]:
+            self._end(stop, why)
+        for terminal in [each for each in self._terminals if each.follows and each.follows[0] == group]:
+            self._terminals.remove(terminal)
+            terminal.close(f"[colocate] group {group!r}: {why}")
+        self._close_if_idle()
+
+    def _attach(self, stop: Stop, terminal: Terminal) -> None:
+        stop.terminal, terminal.stop = terminal, stop
+        others = sum(each.terminal is None for each in self._stops)
+        more = f" ({others} more wait for a terminal)" if others else ""
+        head, stop.shown = f"[colocate] {stop}{more}\n{stop.shown}", ""
+        terminal.say({"text": head, "asks": stop.asks})
+
+    def _heard(self, terminal: Terminal, told: Mapping[str, Any] | None) -> None:
+        """Take what comes from a terminal."""
+        stop = terminal.stop
+        if told is None:
+            self._left(terminal)
+        elif "attach" in told:
+            self._asked(terminal, told["attach"])
+        elif stop is not None:
+            line = told["line"]
+            stop.tell(LetGo(stop.number) if line is None else Typed(stop.number, f"{line}\n"))
+
+    def _left(self, terminal: Terminal) -> None:
+        """A terminal is gone: what it has stopped goes on."""
+        if (stop := terminal.stop) is not None:
+            stop.terminal, terminal.stop = None, None
+            stop.tell(LetGo(stop.number))
+        if terminal in self._terminals:
+            self._terminals.remove(terminal)
+            terminal.close()
+        terminal.sock.close()
+        if terminal is self._own:
+            self._own = None
+            self._undrawn.close()
+            self._serve_own()
+        self._close_if_idle()
+
+    def _asked(self, terminal: Terminal, which: str | None) -> None:
+        """Attach a terminal to the rank that it asks for; where none is meant, it gets a list."""
+        words = [] if which is None else which.split("/")
+        named = [each for each in self._stops if not words or each.name.split("/")[-len(words) :] == words]
+        free = [each for each in named if each.terminal is None]
+        if len(free) == 1 and (which is not None or len(named) == 1):
+            terminal.follows = free[0].group, free[0].slot
+            self._attach(free[0], terminal)
+            return
+        terminal.say({"stops": [each.row() for each in self._stops], "named": len(named), "free": len(free)})
+        self._terminals.remove(terminal)
+        terminal.close()
+        self._close_if_idle()
+
+    # -- the driver's own terminal
+
+    def _serve_own(self) -> bool:
+        """Have the driver's terminal take the next stop that has none; False where there is no such terminal."""
+        stop = next((each for each in self._stops if each.terminal is None), None)
+        if self._own is not None and self._own.stop is not None:
+            return True
+        if stop is None:
+            if self._own is not None:
+                self._terminals.remove(self._own)
+                self._own.close()
+            return True
+        if self._own is None or self._own not in self._terminals:
+            if (screen := _own_screen()) is None:
+                return False
+            self._own = self._start(screen)
+        self._attach(stop, self._own)
+        return True
+
+    def _start(self, screen: int) -> Terminal:
+        """Start the driver's own terminal, which reads where this process would."""
+        for undrawn in list(drawing):
+            self._undrawn.enter_context(undrawn())
+        here, there = socket.socketpair()
+        with there:
+            command = [sys.executable, "-I", "-S", client.__file__, str(there.fileno())]
+            process = subprocess.Popen(command, stdout=screen, stderr=screen, pass_fds=[there.fileno()])
+        return self._add(Terminal(here, "the driver's", process))
+
+    def _add(self, terminal: Terminal) -> Terminal:
+        self._terminals.append(terminal)
+        terminal.listen(lambda told: self._jobs.soon(partial(self._heard, terminal, told)))
+        return terminal
+
+    # -- those of `colocate debug`
+
+    def _open(self) -> None:
+        """Let terminals come, if they can't."""
+        if self._listener is not None:
+            return
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            listener.bind(address(os.getpid()))
+            listener.listen(8)
+        except OSError:  # another container of this network has a process of that number which is stopped, too
+            listener.close()
+            return
+        self._listener = wire.track_socket(listener)
+        Thread(target=self._accept, args=(listener,), name="colocate-debug-door").start()
+
+    def _accept(self, listener: socket.socket) -> None:
+        while True:
+            try:
+                sock, _ = listener.accept()
+            except OSError:  # it was closed
+                return
+            if user_of(sock) in (os.getuid(), 0):
+                self._jobs.soon(partial(self._add, Terminal(sock, "colocate debug")))
+            else:
+                sock.close()
+
+    def _close_if_idle(self) -> None:
+        """Keep nothing where nothing is stopped, and nobody follows a rank."""
+        if self._stops or self._terminals or self._listener is None:
+            return
+        listener, self._listener = self._listener, None
+        with contextlib.suppress(OSError):
+            listener.shutdown(socket.SHUT_RDWR)
+        listener.close()
+
+
+def _own_screen() -> int | None:
+    """Return where the driver's terminal shows something; None where it has none, or isn't what reads from it."""
+    if hasattr(sys, "ps1"):  # Python's own prompt reads there
+        return None
+    try:
+        if not os.isatty(0) or os.tcgetpgrp(0) != os.getpgrp():
+            return None
+    except OSError:
+        return None
+    return next((each for each in (1, 2) if os.isatty(each)), None)
+
+
+_lock = threading.Lock()
+_users: dict[object, Desk] = {}
+
+
+def desk_of(user: object) -> Desk:
+    """Return this process's desk, for a group with stops."""
+    with _lock:
+        return _users.setdefault(user, next(iter(_users.values()), None) or Desk())
+
+
+def let_go_of_desk(user: object, group: str, why: str) -> None:
+    """Have a group leave the desk, which ends with the last one."""
+    with _lock:
+        if (desk := _users.pop(user, None)) is not None:
+            desk.leave(group, why)
+            if not _users:
+                desk.close()

@@ -1,0 +1,88 @@
+"""Stops, the driver's half: which ranks are stopped, and how long their group has stood still."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from colocate._protocol.message import Message
+from colocate._worker_group.hooks import OfGroup
+from colocate._worker_group.worker_group import WorkerGroup
+from colocate._worker_group.workforce import Worker
+from colocate.errors import ColocateError
+from colocate.features.debugging.desk import Stop, desk_of, let_go_of_desk
+from colocate.features.debugging.messages import Printed, Stopped, WentOn
+
+
+class DebuggingOfGroup(OfGroup):
+    """The ranks of a group that are stopped."""
+
+    def __init__(self, worker_group: WorkerGroup) -> None:
+        self._worker_group = worker_group
+        self._stops: dict[tuple[int, int], Stop] = {}  # by slot and number; changed where messages are heard
+        self._stood: list[tuple[float, float]] = []
+        self._since = 0.0  # when the first of those that are stopped has stopped; 0 where none is
+
+    def gives(self) -> Any:
+        """Return whether ranks stop where a role raises, and what the driver's PYTHONBREAKPOINT says."""
+        return self._worker_group.services.debugging
+
+    def heard(self, worker: Worker, message: Message, body: Any) -> None:
+        """Hear of a stop."""
+        assert isinstance(message, Stopped | Printed | WentOn)
+        key = worker.slot, message.number
+        stop = self._stops.get(key)
+        if isinstance(message, Stopped):
+            if stop is None:
+                self._begin(worker, message)
+            else:
+                stop.where = message.where
+        elif stop is not None:
+            if isinstance(message, Printed):
+                desk_of(self).show(stop, message.text, message.asks)
+            else:
+                self._end(key, "goes on")
+
+    def _begin(self, worker: Worker, told: Stopped) -> None:
+        group = self._worker_group
+        stop = Stop(
+            group.name,
+            worker.slot,
+            worker.boot.node,
+            told.number,
+            told.role,
+            told.label,
+            told.rank,
+            told.where,
+            told.error,
+            worker.send,
+            group.services.printer.line,
+        )
+        self._since = self._since or time.time()
+        self._stops[worker.slot, told.number] = stop
+        desk_of(self).begin(stop)
+
+    def _end(self, key: tuple[int, int], why: str) -> None:
+        desk_of(self).end(self._stops.pop(key), why)
+        if not self._stops:
+            self._stood.append((self._since, time.time()))
+            self._since = 0.0
+
+    def gone(self, worker: Worker) -> None:
+        """Have its stops be over."""
+        for key in [each for each in list(self._stops) if each[0] == worker.slot]:
+            self._end(key, "has ended: its worker is gone")
+
+    def failed(self, error: ColocateError) -> None:
+        """Have nobody wait for its ranks."""
+        let_go_of_desk(self, self._worker_group.name, error.message.partition("\n")[0])
+
+    def stood(self, since: float) -> float:
+        """Return the seconds that ranks were stopped since then."""
+        spans = [*self._stood, *([(self._since, time.time())] if self._since else [])]
+        return sum(max(0.0, end - max(begin, since)) for begin, end in spans)
+
+    def stopped(self) -> Mapping[int, str]:
+        """Return where ranks are stopped, by slot."""
+        return {slot: f"rank {stop.rank} is stopped at {stop.where}" for (slot, _), stop in list(self._stops.items())}

@@ -1,0 +1,253 @@
+"""Stops, the worker's half: a debugger whose terminal is wherever the driver has one."""
+
+from __future__ import annotations
+
+import bdb
+import inspect
+import io
+import itertools
+import os
+import pdb
+import queue
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from types import FrameType, TracebackType
+from typing import Any
+
+from colocate._protocol.consequence import Consequence
+from colocate._protocol.message import Message
+from colocate._role.context import RowState, current, running_call
+from colocate._system.jobs import error_text
+from colocate.features.debugging.messages import LetGo, Printed, Stopped, Typed, WentOn
+from colocate.worker.context import WorkerContext
+from colocate.worker.hooks import OfWorker
+from colocate.worker.serving.signal_handlers import is_role_code
+
+_SHOWN_AT_ONCE = 1 << 16  # characters
+_PYTHONS_OWN = ("", "pdb.set_trace")
+
+
+class DebuggingOfWorker(OfWorker):
+    """What `breakpoint()` does in role code of a worker process, and what is done where role code raises."""
+
+    def __init__(self, worker_context: WorkerContext) -> None:
+        self._context = worker_context
+        self._numbers = itertools.count(1)
+        self._own = threading.local()  # the debugger of each thread: its breakpoints are for the next stop, too
+        self._stops: dict[int, _Terminal] = {}
+        self._post_mortem = self._is_closing = False
+        self._hook: str | None = None  # what the driver's PYTHONBREAKPOINT says
+        worker_context.scope.ends(lambda concerns, reason: self._look())
+
+    def given(self, plain: Any) -> None:
+        """Take what the driver wants."""
+        self._post_mortem, self._hook = plain
+
+    # -- in role code
+
+    def breakpoint(self, frame: FrameType, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], object]:
+        """Return what stops in a frame, as the last thing that is done there."""
+        hook = os.environ.get("PYTHONBREAKPOINT") or self._hook or ""
+        if hook == "0" or self._goes_on():
+            return _nothing
+        if hook not in _PYTHONS_OWN:
+            if self._hook:
+                os.environ["PYTHONBREAKPOINT"] = hook
+            return lambda: sys.__breakpointhook__(*args, **kwargs)
+        debugger: _Debugger | None = getattr(self._own, "debugger", None)
+        if debugger is None:
+            debugger = self._own.debugger = _Debugger(_Terminal(self))
+        return lambda: debugger.set_trace(frame)
+
+    def blamed(self, error: BaseException, role: str | None, row: RowState | None = None) -> BaseException:
+        """Stop where role code has raised, before anybody is told of that; `error` is what comes of it in any case."""
+        trace = error.__traceback__
+        if self._post_mortem and trace is not None and not self._follows(error):
+            _Debugger(_Terminal(self, error_text(error))).look_at(trace)
+        return error
+
+    def _follows(self, error: BaseException) -> bool:
+        """Whether an error comes of what another rank has met, or of the end, and there is nothing to see."""
+        given_up = self._context.why_not() is not None or isinstance(error, Consequence | bdb.BdbQuit)
+        return given_up or self._goes_on() or self._context.groups.lost_a_peer()
+
+    # -- on the receiving thread
+
+    def heard(self, message: Message, body: Any) -> None:
+        """Take what somebody has typed."""
+        assert isinstance(message, Typed | LetGo)
+        if (stop := self._stops.get(message.number)) is not None:  # else it has just gone on
+            stop.lines.put(message.line if isinstance(message, Typed) else None)
+
+    def stops(self) -> None:
+        """Have all go on: the group is about to close."""
+        self._is_closing = True
+        self._look()
+
+    def adopted(self) -> None:
+        """Forget that a group was about to close: it has another driver now."""
+        self._is_closing = False
+
+    def leaves(self, seq: int) -> None:
+        """Hear that a call is over: who has stepped out of it steps no further."""
+        debugger: _Debugger | None = getattr(self._own, "debugger", None)
+        if debugger is not None and debugger.terminal.seq == seq:
+            debugger.steps_no_further()
+
+    def _goes_on(self) -> bool:
+        """Whether nobody is there any more for whom something could stop."""
+        scope, seq = self._context.scope, self._context.asking()
+        return self._is_closing or scope.closed is not None or (seq is not None and scope.let_go(seq))
+
+    def _look(self) -> None:
+        for stop in list(self._stops.values()):
+            if self._is_closing or self._context.scope.closed is not None or self._context.scope.let_go(stop.seq):
+                stop.lines.put(None)
+
+    # -- for terminals
+
+    def begin(self, terminal: _Terminal, where: str) -> None:
+        """Tell that a thread stops, or has stopped anew while somebody steps."""
+        state, ctx = running_call.get(), current()
+        work = state.of if isinstance(state, RowState) else state or self._context.lane.last()
+        terminal.seq = 0 if work is None else work.seq
+        terminal.label = getattr(work, "label", "role code")
+        terminal.rank = self._context.boot.slot if ctx is None else ctx.rank
+        terminal.number = terminal.number or next(self._numbers)
+        self._stops[terminal.number] = terminal
+        self._context.lane.waits()
+        role = None if ctx is None else ctx.role
+        self._context.say(Stopped(terminal.number, role, terminal.label, terminal.rank, where, terminal.error))
+        if self._goes_on():  # since just now
+            terminal.lines.put(None)
+
+    def end(self, terminal: _Terminal) -> None:
+        """Tell that a stop is over."""
+        self._stops.pop(terminal.number, None)
+        self._context.say(WentOn(terminal.number))
+
+    def show(self, terminal: _Terminal, text: str, asks: bool) -> None:
+        """Have something shown."""
+        self._context.lane.waits()
+        self._context.say(Printed(terminal.number, text, asks))
+
+
+class _Terminal(io.TextIOBase):
+    """What a debugger reads from and writes to.
+
+    Attributes:
+        number: That of the stop; 0 between two.
+        lines: What was typed; None where nobody types any more.
+    """
+
+    def __init__(self, part: DebuggingOfWorker, error: str = "") -> None:
+        self.error = error
+        self.number = self.seq = self.rank = 0
+        self.label = ""
+        self.lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self._part = part
+        self._text: list[str] = []
+        self._length = 0
+
+    def begin(self, where: str) -> None:
+        """Stop."""
+        self._part.begin(self, where)
+
+    def over(self) -> None:
+        """Go on."""
+        self._show(asks=False)
+        self._part.end(self)
+        self.number, self.lines = 0, queue.SimpleQueue()
+
+    def write(self, text: str) -> int:
+        """Show text, with what follows until a line is wanted."""
+        self._text.append(text)
+        self._length += len(text)
+        if self._length > _SHOWN_AT_ONCE:
+            self._show(asks=False)
+        return len(text)
+
+    def readline(self, size: int | None = -1, /) -> str:  # type: ignore[override]
+        """Return the line that is typed; "" where nobody types any more."""
+        self._show(asks=True)
+        line = self.lines.get()
+        if line is None:
+            self.lines.put(None)
+            return ""
+        return line
+
+    def _show(self, asks: bool) -> None:
+        text = "".join(self._text)
+        self._text.clear()
+        self._length = 0
+        if text or asks:
+            self._part.show(self, text, asks)
+
+
+class _Debugger(pdb.Pdb):
+    """Python's debugger, of one thread of a worker."""
+
+    def __init__(self, terminal: _Terminal) -> None:
+        super().__init__(stdin=terminal, stdout=terminal, nosigint=True)  # type: ignore[arg-type]
+        self.terminal = terminal
+
+    def look_at(self, trace: TracebackType) -> None:
+        """Show where an exception was raised, until somebody has seen enough."""
+        self.reset()
+        self.interaction(None, trace)
+
+    def interaction(self, frame: FrameType | None, *args: Any) -> None:
+        """Stop at a frame, or where an exception was raised, until it is to go on."""
+        at, line = (frame, frame.f_lineno) if frame is not None else [*traceback.walk_tb(args[0])][-1]
+        self.terminal.begin(f"{at.f_code.co_filename}:{line}")
+        self.prompt = f"({self.terminal.label} rank {self.terminal.rank}) "
+        if self.terminal.error and frame is None:
+            self.message(self.terminal.error)
+        try:
+            super().interaction(frame, *args)
+        finally:
+            # It steps unless it was told to go on, with no line to stop at (`bdb`).
+            if frame is None or self.quitting or self.stoplineno == -1:
+                self.terminal.over()
+
+    def stop_here(self, frame: FrameType) -> bool:
+        """Return whether a step ends in a frame: not in what colocate does beside role code."""
+        return is_role_code(frame) and super().stop_here(frame)
+
+    def dispatch_return(self, frame: FrameType, arg: Any) -> Any:
+        """Take note that a frame is left. Who steps out of role code steps no further, though some of it may follow."""
+        found = super().dispatch_return(frame, arg)
+        outer = frame.f_back
+        awaits = frame.f_code.co_flags & inspect.CO_COROUTINE  # it goes on: its call's end tells when it doesn't
+        if not awaits and (outer is None or not is_role_code(outer)) and is_role_code(frame):
+            self.steps_no_further()
+        return found
+
+    def dispatch_exception(self, frame: FrameType, arg: Any) -> Any:
+        """Take note of an exception; of none in what colocate does beside role code."""
+        return super().dispatch_exception(frame, arg) if is_role_code(frame) else self.trace_dispatch
+
+    def steps_no_further(self) -> None:
+        """End a stop that is only a step on its way."""
+        if self.terminal.number:
+            self.set_continue()
+            self.terminal.over()
+
+    def do_EOF(self, arg: str) -> bool:
+        """Go on, without the breakpoints that were set here: nobody types any more."""
+        self.message("")
+        self.clear_all_breaks()
+        self.set_continue()
+        return True
+
+    def do_run(self, arg: str) -> None:
+        """Refuse."""
+        self.error("a role's call isn't run anew from here, and a prompt within this one has no terminal")
+
+    do_restart = do_interact = do_run
+
+
+def _nothing() -> None:
+    return

@@ -1,0 +1,1 @@
+"""Stops in roles."""

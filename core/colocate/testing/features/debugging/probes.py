@@ -1,0 +1,96 @@
+"""A role that stops."""
+
+from __future__ import annotations
+
+import asyncio
+import bdb
+import os
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from colocate import Role, method
+from colocate.testing.gate import Address, pass_gate
+
+
+class Stopper(Role):
+    """Stops on some ranks, and goes on."""
+
+    def __init__(self, stops: bool = False, fails: Sequence[int] = ()) -> None:
+        if stops and self.ctx.rank == 0:
+            breakpoint()
+        if self.ctx.rank in fails:
+            raise LookupError("the constructor")
+
+    @method
+    def step(self, value: int, ranks: Sequence[int] = (1,)) -> int:
+        found = value + self.ctx.rank
+        if self.ctx.rank in ranks:
+            breakpoint()
+        found += 10
+        return self.more(found)
+
+    def more(self, value: int) -> int:
+        return value + 100
+
+    @method
+    async def step_async(self, value: int) -> int:
+        if self.ctx.rank == 1:
+            breakpoint()
+        await asyncio.sleep(0.001)
+        value += 1
+        return value
+
+    @method
+    def all_together(self, gate: Address) -> tuple[int, bool]:
+        for _ in range(2):
+            breakpoint()
+        pass_gate(gate)
+        return self.ctx.rank, self.ctx.cancelled
+
+    @method
+    def sleep_after(self, seconds: float) -> int:
+        if self.ctx.rank == 1:
+            breakpoint()
+        time.sleep(seconds)
+        return self.ctx.rank
+
+    @method
+    def fail(self, ranks: Sequence[int]) -> int:
+        cause = {"in": self.ctx.rank}
+        if self.ctx.rank in ranks:
+            raise LookupError(cause["in"])
+        return self.ctx.rank
+
+    @method
+    def fork(self) -> str:
+        if self.ctx.rank == 0:
+            return ""
+        there, here = os.pipe()
+        if (pid := os.fork()) == 0:
+            try:
+                breakpoint()
+                os.write(here, b"went on")
+            except bdb.BdbQuit:
+                os.write(here, b"no terminal")
+            finally:
+                os._exit(0)
+        os.waitpid(pid, 0)
+        os.close(here)
+        with open(there) as told:
+            return told.read()
+
+    @method
+    def pid(self) -> int:
+        return os.getpid()
+
+    @method
+    def sum(self, value: float) -> float:
+        import torch
+        import torch.distributed as dist
+
+        if self.ctx.rank == 1:
+            breakpoint()
+        total: Any = torch.tensor(value)
+        dist.all_reduce(total, group=self.ctx.process_group())
+        return float(total)

@@ -1,0 +1,45 @@
+"""The jobs that run on this machine, by the sockets without a file through which they are looked at."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+_NAME = "colocate-job"
+_LONGEST = 64  # bytes of a name: a socket's has a limit
+
+
+class Job(NamedTuple):
+    """A job that runs."""
+
+    name: str
+    pid: int  # its driver's process
+    number: int = 1  # which one it is there: a process may run several
+
+    @property
+    def id(self) -> str:
+        """Return what tells it apart on its machine."""
+        return f"{self.pid}/{self.number}"
+
+
+def jobs() -> list[Job]:
+    """The jobs that run on this machine, of whichever user."""
+    return sorted(_listed(Path("/proc/net/unix").read_text(errors="replace")))
+
+
+def _listed(sockets: str) -> Iterator[Job]:
+    for found in re.finditer(rf"^\S+ \S+ \S+ 00010000 .* @{_NAME}/(\d+)/(\d+)/(.+)$", sockets, re.MULTILINE):
+        yield Job(found[3], int(found[1]), int(found[2]))
+
+
+def short(name: str) -> str:
+    """The name by which `jobs` lists a job of that name."""
+    line = "".join(letter if letter.isprintable() else "_" for letter in name)
+    return line.encode(errors="surrogateescape")[:_LONGEST].decode(errors="ignore")
+
+
+def address(job: Job) -> str:
+    """Return where a job is looked at."""
+    return f"\0{_NAME}/{job.pid}/{job.number}/{job.name}"

@@ -1,0 +1,81 @@
+"""`colocate debug`: the terminal of a rank that is stopped, or a list of those that are.
+
+What a prompt doesn't need is imported where it is needed: somebody waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from colocate import features
+from colocate.errors import ColocateError, ConfigError
+from colocate_report.jobs import jobs, short
+
+
+def debug_rank(job: str | None, rank: str | None, *, json: bool) -> int:
+    """Attach this terminal to a rank."""
+    try:
+        found = features.module("debugging.attach").attach(driver_of(job), rank)
+        stops: Sequence[Mapping[str, Any]] | None = found.stops
+        if stops is None:
+            code: int = found.serve()
+            return code
+        found.sock.close()
+        _show(found.first, rank, json)
+    except ColocateError as error:
+        from colocate_run.cli.output import print_errors
+
+        print_errors([error], as_json=json)
+        return 1
+    return 0
+
+
+def _show(told: Mapping[str, Any], rank: str | None, json: bool) -> None:
+    from colocate_run.cli.output import print_json
+    from colocate_run.screen import console, show_table
+
+    stops, named, free = told["stops"], told["named"], told["free"]
+    if rank is not None:
+        there = ", ".join(map(_name, stops)) or "none"
+        what = "several are called so" if free else "another terminal has it" if named else "none is called so"
+        raise ConfigError(f"--rank {rank}: {what}; stopped: {there}")
+    if json:
+        print_json({"stopped": stops})
+    else:
+        show_table("", list(_rows(stops)), console())
+
+
+def driver_of(job: str | None) -> int:
+    """Return the process of the driver that is meant, of those with ranks that are stopped."""
+    if job is not None and job.partition("/")[0].isdigit():
+        return int(job.partition("/")[0])
+    if job is None:
+        matching: list[int] = features.module("debugging.attach").stopped_drivers()
+    else:
+        matching = sorted({each.pid for each in jobs() if each.name == short(job)})
+        if not matching:
+            raise ConfigError(f"no job is called {job!r} on this machine: `colocate debug` without a name finds any")
+    if len(matching) == 1:
+        return matching[0]
+    if not matching:
+        raise ConfigError("no rank of any run on this machine is stopped: breakpoint() in a role, or --debug, does so")
+    names = {each.pid: each.name for each in jobs()}
+    told = ", ".join(f"{names.get(each, 'a script')} ({each})" for each in matching)
+    raise ConfigError(f"which run? {told}. Say its number: colocate debug {matching[0]}")
+
+
+def _name(stop: Mapping[str, Any]) -> str:
+    return f"{stop['group']}/{stop['role'] or 'function'}/{stop['rank']}"
+
+
+def _rows(stops: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, str]]:
+    for each in stops:
+        yield {
+            "rank": _name(each),
+            "runs": each["call"],
+            "stopped at": each["where"],
+            "by": each["error"],
+            "for": f"{each['seconds']:.0f} s",
+            "terminal": each["terminal"] or "",
+        }

@@ -1,0 +1,52 @@
+"""`colocate stacks`: what all workers of a running job are doing, each stack once."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from rich.text import Text
+
+from colocate.errors import ConfigError
+from colocate.texts import plural
+from colocate_report.window import STACKS, look
+from colocate_run.cli.output import guarded, print_json
+from colocate_run.cli.top import chosen_job
+from colocate_run.screen import console
+
+
+@guarded
+def show_stacks(name: str | None, *, json: bool) -> int:
+    """Show them."""
+    job = chosen_job(name)
+    told = look(job, STACKS)
+    if told is None:
+        raise ConfigError(f"job {job.name} ({job.id}) has just ended, or is another user's")
+    if json:
+        print_json(told)
+        return 0
+    for who, stack in folded(told["stacks"]):
+        console().print(Text(who, "bold"))
+        console().print(Text(f"{stack.rstrip()}\n"), soft_wrap=True)
+    return 0
+
+
+def folded(stacks: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
+    """Return each stack once, with the workers of which group have it; those that most have are first."""
+    found: dict[tuple[str, str], list[int]] = defaultdict(list)
+    for each in stacks:
+        found[each["group"], each["stack"]].append(each["slot"])
+    for (group, stack), slots in sorted(found.items(), key=lambda item: (item[0][0], -len(item[1]), item[1])):
+        yield f"{group}: {plural(len(slots), 'worker')} ({_spans(sorted(slots))})", stack
+
+
+def _spans(slots: Sequence[int]) -> str:
+    """Return numbers in order, those of a row as its ends: 0-3, 5."""
+    spans: list[list[int]] = []
+    for slot in slots:
+        if spans and slot == spans[-1][1] + 1:
+            spans[-1][1] = slot
+        else:
+            spans.append([slot, slot])
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in spans)

@@ -1,0 +1,232 @@
+"""Ranks that stop: the driver's own terminal, `colocate debug` in another, kills, and `colocate stacks`."""
+
+import fcntl
+import json
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import termios
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+from tests.cli.conftest import CommandLine
+
+from colocate.features.debugging.attach import stopped_drivers
+from colocate.testing.waiting import PATIENCE_S, Processes, wait_until
+from colocate_run.cli.stacks import folded
+
+ROLES = """
+    import colocate
+    from colocate import First, Role, method
+
+
+    class Actor(Role):
+        @method(collect=First())
+        def step(self, number: int) -> int:
+            found = number * 2
+            if self.ctx.rank == 1 and number < 2:
+                breakpoint()
+            if number == 3:
+                raise ValueError("three")
+            return found
+
+
+    def job(run) -> None:
+        actor = run.groups["policy"].role("actor", Actor)
+        for number in range(4):
+            run.log(number, value=actor.step(number))
+"""
+CONFIG = """
+    name: stops
+    executor: {use: local, with: {processes: true}}
+    pools: {main: {slots: 2}}
+    groups: {policy: {pool: main, roles: {actor: {use: "roles:Actor"}}}}
+    job: {use: "roles:job"}
+"""
+
+
+class Screen:
+    """A terminal of its own, with a program that runs in it."""
+
+    def __init__(self, command: list[str], folder: Path, environment: dict[str, str]) -> None:
+        self._screen, inside = pty.openpty()
+        self.shown = ""
+
+        def begin() -> None:
+            os.setsid()
+            fcntl.ioctl(inside, termios.TIOCSCTTY, 0)
+
+        self.process = subprocess.Popen(
+            command, stdin=inside, stdout=inside, stderr=inside, cwd=folder, env=environment, preexec_fn=begin
+        )
+        os.close(inside)
+
+    def until(self, words: str) -> str:
+        """Read until some words are shown; returns what came up to them."""
+        end = time.monotonic() + PATIENCE_S
+        while words not in self.shown:
+            assert select.select([self._screen], [], [], end - time.monotonic())[0], self.shown
+            with suppress(OSError):  # its last program has ended
+                if read := os.read(self._screen, 1 << 16):
+                    self.shown += read.decode(errors="replace")
+                    continue
+            raise AssertionError(self.shown)
+        found, _, self.shown = self.shown.partition(words)
+        return found
+
+    def write(self, text: str) -> None:
+        """Type."""
+        os.write(self._screen, text.encode())
+
+    def close(self) -> None:
+        """End it."""
+        self.process.kill()
+        self.process.wait()
+        os.close(self._screen)
+
+
+@pytest.fixture
+def screen(colocate: CommandLine) -> Iterator[Callable[..., Screen]]:
+    colocate.write("roles.py", ROLES)
+    colocate.write("stops.yaml", CONFIG)
+    begun: list[Screen] = []
+
+    def start(*args: str) -> Screen:
+        command, environment = colocate.command(*args)
+        begun.append(Screen(command, colocate.folder, environment | {"TERM": "xterm"}))
+        return begun[-1]
+
+    yield start
+    for each in begun:
+        each.close()
+
+
+PROMPT = "(actor.step rank 1) "
+
+
+def test_the_drivers_own_terminal(screen: Callable[..., Screen]) -> None:
+    """The prompt is there, with history; the bar isn't drawn over it, and comes back; --debug stops where it raises."""
+    run = screen("run", "stops.yaml", "--debug")
+    run.until(PROMPT)
+    run.write("p found + 40\n")
+    assert "40\r\n" in run.until(PROMPT)
+    run.write("\x1b[A\n")  # the line before
+    assert "40\r\n" in run.until(PROMPT)
+    assert "stops" not in run.shown
+    run.write("continue\n")
+    assert "goes on" in run.until(PROMPT)
+    run.write("\x04")
+    run.until("is stopped by ValueError: three")  # both ranks raise, and have the terminal one after the other
+    run.until(") ")
+    run.write("p number\n")
+    assert "3\r\n" in run.until(") ")
+    run.write("quit\n")
+    run.until("actor.step raised ValueError")
+    assert run.process.wait(PATIENCE_S) == 1
+
+
+def without_terminal(colocate: CommandLine) -> "subprocess.Popen[str]":
+    command, environment = colocate.command("run", "stops.yaml")
+    return subprocess.Popen(
+        command,
+        cwd=colocate.folder,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+@pytest.fixture
+def driver(colocate: CommandLine, screen: Callable[..., Screen]) -> Iterator["subprocess.Popen[str]"]:
+    with without_terminal(colocate) as found:
+        try:
+            wait_until(lambda: found.pid in stopped_drivers(), "a rank is stopped")
+            yield found
+        finally:
+            found.kill()
+
+
+def test_another_terminal(
+    colocate: CommandLine, screen: Callable[..., Screen], driver: "subprocess.Popen[str]"
+) -> None:
+    """It gets the prompt within a second of its start; killed, the call goes on; a list, errors and stacks are told."""
+    pid = str(driver.pid)
+    listed = colocate("debug", pid, "--rank", "7")
+    assert listed.returncode == 1
+    assert "--rank 7: none is called so; stopped: policy/actor/1" in listed.stderr
+    stacks = colocate("stacks", pid)
+    assert re.search(
+        r"policy: 1 worker \(1\)\nrank 1 is stopped at .*roles\.py:\d+\nrunning actor.step\n", stacks.stdout
+    )
+    told = json.loads(colocate("stacks", pid, "--json").stdout)
+    assert [each["slot"] for each in told["stacks"]] == [0, 1]
+    top = json.loads(colocate("top", pid, "--once", "--json").stdout)
+    assert ["stopped" in slot for slot in top["groups"][0]["slots"]] == [False, True]
+    shown = colocate("top", pid, "--once").stdout
+    assert re.search(r"actor\.step: rank 1 is stopped at .*roles\.py:\d+", shown)
+    began = time.monotonic()
+    debug = screen("debug", pid)
+    debug.until(PROMPT)
+    assert time.monotonic() - began < 5.0  # a second, on a machine that does nothing else
+    busy = colocate("debug", pid, "--rank", "1")
+    assert "another terminal has it" in busy.stderr
+    assert "colocate debug" in colocate("debug", pid).stdout
+    debug.write("p found\n")
+    assert "0\r\n" in debug.until(PROMPT)
+    debug.process.kill()
+    other = screen("debug", pid)  # of the next call, as the first one went on
+    other.until(PROMPT)
+    other.write("p number\n")
+    assert "1\r\n" in other.until(PROMPT)
+    other.write("c\n")
+    other.until("goes on")
+    output, _ = driver.communicate(timeout=PATIENCE_S)
+    assert "step 2  value 4" in output
+    assert "actor.step raised ValueError" in output
+    other.until("[colocate] group 'policy'")
+    assert other.process.wait(PATIENCE_S) == 0
+
+
+def test_a_killed_driver(colocate: CommandLine, screen: Callable[..., Screen], driver: "subprocess.Popen[str]") -> None:
+    """Nothing of it is left: neither workers, nor a terminal that waits."""
+    debug = screen("debug", "stops")
+    debug.until(PROMPT)
+    with Processes(each.pid for each in psutil.Process(driver.pid).children(recursive=True)) as below:
+        os.kill(driver.pid, signal.SIGKILL)
+        debug.until("the driver has ended")
+        assert debug.process.wait(PATIENCE_S) == 0
+        below.wait()
+    wait_until(lambda: driver.pid not in stopped_drivers(), "its socket is gone")
+
+
+def test_nothing_is_stopped(colocate: CommandLine) -> None:
+    """Who looks is told so."""
+    done = colocate("debug", "nobody-knows")
+    assert done.returncode == 1
+    assert "no job is called 'nobody-knows' on this machine" in done.stderr
+    done = colocate("debug", str(os.getpid()))
+    assert f"no rank of a run of process {os.getpid()} is stopped" in done.stderr
+
+
+def test_folded() -> None:
+    """Equal stacks are one, with the workers that have them; each group's own."""
+    stacks = [
+        {"group": group, "slot": slot, "stack": "waits\n" if slot != 3 else "works\n"}
+        for group in ("b", "a")
+        for slot in range(6)
+    ]
+    assert list(folded(stacks)) == [
+        ("a: 5 workers (0-2, 4-5)", "waits\n"),
+        ("a: 1 worker (3)", "works\n"),
+        ("b: 5 workers (0-2, 4-5)", "waits\n"),
+        ("b: 1 worker (3)", "works\n"),
+    ]
