@@ -25,6 +25,8 @@ from colocate._plugins.strays import of_this_machine as of_this_machine
 from colocate._protocol.commands import Seen as Seen
 from colocate._protocol.message import read as read
 from colocate._protocol.requests import Requests as Requests
+from colocate._role.context import Context as Context
+from colocate._role.context import current
 from colocate._signals.deferred import run_deferred as run_deferred
 from colocate._system.deadline import Deadline as Deadline
 from colocate._system.files import GrowingFile as GrowingFile
@@ -47,7 +49,7 @@ if TYPE_CHECKING:
     from colocate._api.group import ColocatedGroup as ColocatedGroup
     from colocate._api.pool import Pool as Pool
     from colocate.errors import ColocateError
-    from colocate.executor import Executor
+    from colocate.executor import Boot, Executor
     from colocate.features.checkpoints.checkpoint import found_in as found_in
     from colocate.features.checkpoints.driver import CheckpointsOfGroup as CheckpointsOfGroup
     from colocate.features.checkpoints.saving import Saving as Saving
@@ -72,6 +74,8 @@ _OF_FEATURES = {
     "idle": "looking.idle",
 }
 __getattr__ = features.offered(__name__, _OF_FEATURES)
+running_context = current
+"""Returns the context of the role code that runs on this thread; None where none does."""
 
 
 class Place(NamedTuple):
@@ -108,6 +112,27 @@ class Driver:
     def forget(self, observer: object) -> None:
         """Tell an observer nothing more."""
         self._services.observers.remove(observer)
+
+    def hear(self, hears: Callable[[Boot, str | None, str], None] | None) -> bool:
+        """Have something told what workers' processes print, on the thread that hears of them; None: nothing any more.
+
+        Args:
+            hears: Given whose line it is, the role and rank that have printed it where that is known, and the line,
+                which a carriage return at its end says is written over. Of workers that are there the last lines come
+                at once. It mustn't wait.
+
+        Returns:
+            Whether it is told: there is one at a time.
+        """
+        if hears is not None and self._services.hears is not None:
+            return False
+        self._services.hears = hears
+        if hears is not None:
+            for group in tuple(self._node.worker_groups.values()):
+                for worker in group.workforce.workers:
+                    for line in worker.last_lines:
+                        hears(worker.boot, None, line)
+        return True
 
     def soon(self, job: Callable[[], object]) -> None:
         """Have something done in the order of all that observers are told, on their thread."""

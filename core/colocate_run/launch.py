@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -70,12 +70,12 @@ def launch(config: Config) -> AbstractContextManager[Launched]:
     Args:
         config: From `load_config`.
     """
-    return opened(config, lambda stage, what: contextlib.nullcontext())
+    return opened(config, lambda stage, what: contextlib.nullcontext(), lambda runtime: None)
 
 
 @contextlib.contextmanager
-def opened(config: Config, stage: Stage) -> Iterator[Launched]:
-    """As `launch`, saying what it does."""
+def opened(config: Config, stage: Stage, connected: Callable[[Runtime], object]) -> Iterator[Launched]:
+    """As `launch`, saying what it does. `connected` is called with the runtime, before it has any worker."""
     from colocate.connecting import connect
 
     began = time.monotonic()
@@ -83,6 +83,7 @@ def opened(config: Config, stage: Stage) -> Iterator[Launched]:
     with stage("connect", f"connecting to {use}"), made_for(config.origins.get("executor")):
         runtime = connect(use, seed=config.seed, call_timeout=config.call_timeout, **options)
     with runtime:
+        connected(runtime)
         pools, groups = {}, {}
         for name, pool in config.pools.items():
             with stage(f"pool {name}", f"reserving pool {name}: {plural(pool.slots, 'slot')}"):

@@ -7,9 +7,14 @@ import sys
 from collections.abc import Iterator
 from io import FileIO
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attrs
+
+from colocate.driver import running_context
+
+if TYPE_CHECKING:
+    from colocate_run.logs import WorkerLogs
 
 _TAIL_BYTES = 64 * 1024
 
@@ -23,6 +28,7 @@ class RunLog:
     """
 
     fault: str | None = None  # why nothing is written any more; None while all is well
+    workers: WorkerLogs | None = None  # takes what roles print that are threads of this process
     _early: list[str] = attrs.field(factory=list, init=False)
     _file: FileIO | None = attrs.field(default=None, init=False)
 
@@ -73,6 +79,8 @@ class Tee:
         """Write it to both."""
         written: int = self._stream.write(text)
         self._log.write(text)
+        if self._log.workers is not None and (ctx := running_context()) is not None and ctx.hosted:
+            self._log.workers.printed(ctx, text)
         return written
 
     def writelines(self, lines: Any) -> None:

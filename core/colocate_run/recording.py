@@ -32,6 +32,8 @@ from colocate_run.folder import RunFolder
 from colocate_run.leaving import Notices
 from colocate_run.lock import locked
 from colocate_run.log import RunLog, tail_of
+from colocate_run.logs import FOLDER as LOGS
+from colocate_run.logs import WorkerLogs
 from colocate_run.observing import LEAVING, RunObservers
 from colocate_run.profiling import StepProfile, Wanted
 from colocate_run.run import Run
@@ -62,6 +64,7 @@ class Begun:
     store: Store | None = None  # where its checkpoints are kept besides
     profile: Wanted | None = None  # what is profiled of it
     observers: RunObservers = attrs.field(init=False)  # who is told of it
+    logs: WorkerLogs = attrs.field(init=False)  # what its workers print
     environment: Mapping[str, str] = attrs.field(init=False)  # versions, machine, command line and commit
     # whether all is there that the job needs; until then there is nothing to report but what went wrong
     started: bool = attrs.field(default=False, init=False)
@@ -69,7 +72,12 @@ class Begun:
 
     def __attrs_post_init__(self) -> None:
         self.observers = RunObservers(self.screen)
+        self.logs = WorkerLogs(self.folder.path)
         self.environment = {**environment(), **origin()}
+
+    def hear(self, runtime: Runtime) -> bool:
+        """Keep what a runtime's workers print from now on; whether that wasn't done already."""
+        return Driver(runtime).hear(self.logs.heard)
 
     @property
     def is_here(self) -> bool:
@@ -153,6 +161,7 @@ def _in_its_folder(
     folder, screen, since = begun.folder, begun.screen, time.time()
     folder.remove("error.txt")
     log.open(folder.path / "log.txt")
+    log.workers = begun.logs
     try:
         with screen.logging(log):
             begun.observers.add(observe)
@@ -173,10 +182,13 @@ def _in_its_folder(
             _failed(begun, lambda: _never_started(begun, since), error)
         raise
     finally:
+        log.workers = None
+        begun.logs.close()
         log.close()
         then()
-        if log.fault is not None:
-            screen.say(f"log.txt isn't whole: {log.fault}")
+        for name, fault in (("log.txt", log.fault), (f"{LOGS}/", begun.logs.fault)):
+            if fault is not None:
+                screen.say(f"{name} isn't whole: {fault}")
 
 
 @contextlib.contextmanager
@@ -188,6 +200,7 @@ def _recording(
     name, folder, screen = begun.name, begun.folder, begun.screen
     driver = Driver(runtime)
     calls = CallLog(driver.slot_of)
+    hears = begun.hear(runtime)
     observers = (calls, *([begun.observers] if begun.observers else []))
     for each in observers:
         runtime.observe(each)
@@ -237,6 +250,8 @@ def _recording(
         driver.run = None
         for each in observers:
             driver.forget(each)
+        if hears:
+            driver.hear(None)
 
 
 def _until_done(run: Run, job: Callable[[], object]) -> None:

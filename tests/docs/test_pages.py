@@ -35,6 +35,7 @@ NOT_RUN: dict[tuple[str, str], int] = {
     ("bring-your-trainer.md", "it trains for more than a minute"): 1,
     ("detached-pools.md", "needs a cluster"): 1,
     ("stop-in-a-role.md", "needs a terminal; tests/cli/test_debug.py has one"): 3,
+    ("cli.md", "needs a job that runs; tests/cli/test_logs.py has one"): 1,
     ("cli.md", "needs a job that runs; tests/cli/test_top.py has one"): 1,
     ("memory.md", "trains for about a minute; the test test_with_a_budget does it with few steps"): 1,
     ("memory.md", "needs a GPU"): 1,

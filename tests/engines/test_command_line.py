@@ -45,6 +45,8 @@ def run(colocate: CommandLine, *args: str) -> Left:
     lines = done.stdout.splitlines()
     start = lines.index("scores")
     (folder,) = (colocate.folder / "runs").iterdir()
+    printed = (folder / "logs" / "policy-1.txt").read_text().splitlines()
+    assert [line[24:] for line in printed if line[24:26] != "--"] == ["[loud 0] here I am"]
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert "report: runs/demo/report.html" in lines
     assert lines[-1] == "everything is closed: 1 runtime, 1 pool, 1 group, 2 workers, 3 roles"

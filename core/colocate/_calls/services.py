@@ -20,7 +20,7 @@ from colocate._signals.deferred import Flag, run_deferred
 from colocate._system.jobs import JobThread
 from colocate._system.limits import TOLD_WITHIN_S
 from colocate._system.printer import Printer
-from colocate.executor import Executor
+from colocate.executor import Boot, Executor
 
 
 @attrs.define(eq=False)
@@ -43,6 +43,7 @@ class Services:
         observers: Who is told what happens.
         secret: What workers and driver know each other by.
         debugging: Whether ranks stop where a role raises, and the driver's PYTHONBREAKPOINT; None where neither is.
+        hears: Is told what workers' processes print: whose boot, the role and rank where that is known, and the line.
         resumed: Where a run that goes on has checkpoints of groups, by their names.
         run: The run (`Run`) that leaves what remains of its calls; None for none.
     """
@@ -60,6 +61,7 @@ class Services:
     dispatcher: Dispatcher
     printer: Printer
     observers: Observers = attrs.field(factory=Observers)
+    hears: Callable[[Boot, str | None, str], None] | None = None
     secret: bytes = attrs.field(factory=lambda: secrets.token_bytes(32), repr=False)
     debugging: tuple[bool, str] | None = None
     resumed: Mapping[str, Path] = attrs.field(factory=dict)

@@ -173,9 +173,12 @@ class Worker:
         """Print a line of its output: with the role and rank that printed it, where that is known."""
         label, text = split_label(line)
         self._tail.append(text)
+        services = self.workforce.link.services
+        if services.hears is not None:
+            services.hears(self.boot, label, text)
         text = text.removesuffix("\r")
         who = f"{self.boot.group}/{label}" if label is not None else f"{self.boot.group} {self.slot}"
-        self.workforce.link.services.printer.line(f"[{who}] {text}")
+        services.printer.line(f"[{who}] {text}")
 
     def exited(self, exit: Exit) -> None:
         """Note how it ended."""
@@ -183,6 +186,11 @@ class Worker:
         self.exit = attrs.evolve(exit, log_tail=exit.log_tail or tail)
         self._questions.fail_all(ClusterError("the worker has ended"))
         self.workforce.exited(self)
+
+    @property
+    def last_lines(self) -> Sequence[str]:
+        """Return what it has printed last."""
+        return tuple(self._tail)
 
     @property
     def address(self) -> str | None:

@@ -296,6 +296,25 @@ def debug(
 
 
 @app.command()
+def logs(
+    run: Annotated[Path, typer.Argument(help="The run's folder.", show_default=False)],
+    group: Annotated[str | None, typer.Option("--group", metavar="NAME", help="Of this group only.")] = None,
+    role: Annotated[
+        str | None, typer.Option("--role", metavar="NAME", help="What this role's code prints only.")
+    ] = None,
+    rank: Annotated[
+        int | None, typer.Option("--rank", metavar="NUMBER", min=0, help="Of the role's rank, or the worker's slot.")
+    ] = None,
+    lines: Annotated[int, typer.Option("--lines", "-n", min=0, help="So many of the last lines; 0 for all.")] = 100,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the run ends.")] = False,
+) -> None:
+    """Show what the workers of a run have printed, and print."""
+    from colocate_run.cli.logs import Wanted, show_logs
+
+    raise typer.Exit(show_logs(run, Wanted(group, role, rank), lines=lines, follow=follow))
+
+
+@app.command()
 def groups(
     file: ClusterOf = None,
     executor: Executor = None,

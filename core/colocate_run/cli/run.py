@@ -77,7 +77,7 @@ def _run(
         with begin(config, log, resume=resume, screen=screen, profile=wanted) as begun:
             with contextlib.ExitStack() as stack:
                 with screen.starting(config.name) as stage:
-                    job = stack.enter_context(opened(config, stage))
+                    job = stack.enter_context(opened(config, stage, begun.hear))
                 record = execute(begun, job.runtime, job.groups, job.start_up, signals)
             screen.say(_closed(record))
             if record.stopped is not None:

@@ -1,0 +1,162 @@
+"""`colocate logs`: what the workers of a run have printed, and print."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import heapq
+import os
+import re
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import attrs
+
+from colocate.errors import ConfigError
+from colocate.texts import listed
+from colocate_run.cli.output import guarded
+from colocate_run.lock import LOCK, WATCHED_S
+from colocate_run.logs import FOLDER, LogFile, log_files
+
+_LOOKS_S = 0.2
+_TIME = len("2026-01-31 23:59:59.999")
+_LABEL = re.compile(r"[\d:. -]{23} \[(\S+) (\d+)[\] ]")
+
+
+@attrs.frozen
+class Wanted:
+    """Whose lines are shown; None for all of a kind.
+
+    Attributes:
+        group: The group.
+        role: The role whose code has printed them.
+        rank: With a role its rank, else the worker's slot.
+    """
+
+    group: str | None
+    role: str | None
+    rank: int | None
+
+    def has(self, file: LogFile) -> bool:
+        """Whether a file may have such lines."""
+        return self.group in (None, file.group) and (self.role is not None or self.rank in (None, file.slot))
+
+    def takes(self, line: str) -> bool:
+        """Whether a line of such a file is one."""
+        if self.role is None:
+            return True
+        found = _LABEL.match(line)
+        return found is not None and found[1] == self.role and self.rank in (None, int(found[2]))
+
+
+@guarded
+def show_logs(run: Path, wanted: Wanted, *, lines: int, follow: bool) -> int:
+    """Show the logs of a run's workers.
+
+    Args:
+        run: The run's folder.
+        wanted: Whose lines.
+        lines: How many of the last ones; 0 for all.
+        follow: Whether to go on with what comes, until the run ends.
+    """
+    files = log_files(run)
+    if not files and not (follow and _goes_on(run)):
+        why = "no worker has printed anything, or it isn't a run's" if run.is_dir() else "there is no such folder"
+        raise ConfigError(f"{run} has no folder {FOLDER}: {why}")
+    chosen = [each for each in files if wanted.has(each)]
+    if files and not chosen and not follow:
+        there = listed([f"{group}/{slot}" for group, slot in dict.fromkeys((each.group, each.slot) for each in files)])
+        raise ConfigError(f"{run} has no such worker; there are {there}")
+    with contextlib.ExitStack() as stack:
+        parts = {each: stack.enter_context(_Reader(each.path, _lead(each, wanted))) for each in chosen}
+        found = [line for line in _merged([*parts.values()]) if wanted.takes(line[1])]
+        for lead, line in found[-lines:] if lines else found:
+            sys.stdout.write(f"{lead}{line}")
+        sys.stdout.flush()
+        if follow:
+            _follow(run, wanted, {each.path: part for each, part in parts.items() if not each.older}, stack)
+    return 0
+
+
+def _lead(file: LogFile, wanted: Wanted) -> str:
+    is_one = wanted.group is not None and wanted.role is None and wanted.rank is not None
+    return "" if is_one else f"[{file.group}/{file.slot}] "
+
+
+def _follow(run: Path, wanted: Wanted, readers: dict[Path, _Reader], stack: contextlib.ExitStack) -> None:
+    while True:
+        ends = not _goes_on(run)  # before looking: what comes until then is shown
+        for file in log_files(run):
+            if wanted.has(file) and not file.older and file.path not in readers:
+                readers[file.path] = stack.enter_context(_Reader(file.path, _lead(file, wanted)))
+        for lead, line in _merged([*readers.values()]):
+            if wanted.takes(line):
+                sys.stdout.write(f"{lead}{line}")
+        sys.stdout.flush()
+        if ends:
+            return
+        time.sleep(_LOOKS_S)
+
+
+def _goes_on(run: Path) -> bool:
+    """Whether a run's driver is there, as far as can be known here."""
+    if not any((run / name).exists() for name in ("report.html", "error.txt")):
+        return True  # a script's run has no lock
+    try:
+        with (run / LOCK).open("rb") as file:
+            if time.time() - os.fstat(file.fileno()).st_mtime < WATCHED_S:
+                return True
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+class _Reader:
+    """Reads whole lines of a file, also when it has got another name and a new one stands there."""
+
+    def __init__(self, path: Path, lead: str) -> None:
+        self.path, self.lead = path, lead
+        self._file = path.open("rb")
+        self._rest = b""
+
+    def __enter__(self) -> _Reader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def lines(self) -> Iterator[str]:
+        """Yield those that have come since."""
+        while True:
+            data = self._rest + self._file.read()
+            *whole, self._rest = data.split(b"\n")
+            for line in whole:
+                yield line.decode("utf-8", "replace") + "\n"
+            try:
+                now = os.stat(self.path)
+            except FileNotFoundError:
+                return
+            if os.path.samestat(now, os.fstat(self._file.fileno())):
+                return
+            self._file.close()
+            self._file = self.path.open("rb")
+
+
+def _merged(readers: Sequence[_Reader]) -> Iterator[tuple[str, str]]:
+    """Yield lines of several files, with what tells them apart, in the order of their times."""
+
+    def lines(number: int, reader: _Reader) -> Iterator[tuple[str, int, str, str]]:
+        last = ""
+        for line in reader.lines():
+            last = max(last, line[:_TIME])  # those of a worker stay in their order, whatever its clock does
+            yield last, number, reader.lead, line
+
+    for _, _, lead, line in heapq.merge(
+        *(lines(number, each) for number, each in enumerate(readers)), key=lambda x: x[:2]
+    ):
+        yield lead, line

@@ -1,0 +1,163 @@
+"""The output of each worker of a run, from its first line: `logs/<group>-<slot>.txt` in the run's folder.
+
+What a worker's process prints comes to the driver on every executor; what roles print that are threads of the driver's
+is told apart by whose code runs. A thread of its own writes it, so that a slow disk delays nothing else.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections import defaultdict, deque
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from colocate.driver import JobThread, report_exception
+
+if TYPE_CHECKING:
+    from colocate.driver import Context
+    from colocate.executor import Boot
+
+FOLDER = "logs"
+MOST_BYTES = 16 << 20
+"""So large a file may become: then it gets a number, and a new one begins."""
+OLDER = 3
+"""So many of a worker's older files stay."""
+_WAITING_CHARS = 16 << 20
+_ENDS_WITHIN_S = 5.0
+_NO_NAME = re.compile(r"[^\w.-]")
+_FILE = re.compile(r"(?P<group>.+)-(?P<slot>\d+)(?:\.(?P<older>\d+))?\.txt")
+
+
+class LogFile(NamedTuple):
+    """A worker's log, or an older part of one (`older` is 1 for the last of these)."""
+
+    group: str
+    slot: int
+    older: int
+    path: Path
+
+
+def log_files(folder: Path) -> list[LogFile]:
+    """Return the logs of a run's workers, older parts first.
+
+    Args:
+        folder: The run's.
+    """
+    found = []
+    for path in (folder / FOLDER).iterdir() if (folder / FOLDER).is_dir() else ():
+        if (match := _FILE.fullmatch(path.name)) is not None:
+            found.append(LogFile(match["group"], int(match["slot"]), int(match["older"] or 0), path))
+    return sorted(found, key=lambda each: (each.group, each.slot, -each.older))
+
+
+class WorkerLogs:
+    """Writes what workers print.
+
+    Attributes:
+        fault: Why it isn't all there; None while it is.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Args: folder: The run's."""
+        self.fault: str | None = None
+        self._folder = folder / FOLDER
+        self._jobs = JobThread("colocate-logs", lambda error: report_exception())
+        self._lock = threading.Lock()  # nothing is written while it is held
+        self._lines: deque[tuple[Path, str]] = deque()
+        self._waiting = self._dropped = 0
+        self._is_closed = False
+        self._begun: dict[Path, int] = {}  # the generation whose lines a file has last
+        self._unended: dict[Path, dict[str, str]] = defaultdict(dict)  # lines of roles that are threads, by label
+
+    def heard(self, boot: Boot, label: str | None, text: str) -> None:
+        """Take a line of a worker's process; with a carriage return at its end it is written over. Never waits."""
+        path = self._path(boot.group, boot.slot)
+        if self._begun.get(path) != boot.generation:
+            self._begun[path] = boot.generation
+            again = f", after {boot.generation} restarts" if boot.generation else ""
+            self._take(path, f"-- {boot.worker} on node {boot.node}{again}")
+        if text.endswith("\r"):
+            self._unended[path][""] = _line(label, text[:-1])
+            return
+        self._unended[path].pop("", None)
+        self._take(path, _line(label, text))
+
+    def printed(self, ctx: Context, text: str) -> None:
+        """Take what a role prints that is a thread of this process's. Never waits."""
+        path, label = self._path(ctx.group, ctx.slot), f"{ctx.role or 'run'} {ctx.rank}"
+        *lines, rest = (self._unended[path].pop(label, "") + text).split("\n")
+        for line in lines:
+            self._take(path, _line(label, line.rpartition("\r")[2] or line.strip("\r")))
+        if rest:
+            self._unended[path][label] = rest
+
+    def close(self) -> None:
+        """Write what is left."""
+        for path, lines in self._unended.items():
+            for label, text in lines.items():
+                self._take(path, _line(label, text) if label else text)
+        self._unended.clear()
+        with self._lock:
+            self._is_closed = True
+        self._jobs.close(_ENDS_WITHIN_S)
+        if self._lines:
+            self.fault = self.fault or f"the disk didn't take the last lines within {_ENDS_WITHIN_S:g} s"
+
+    def _path(self, group: str, slot: int) -> Path:
+        return self._folder / f"{_NO_NAME.sub('_', group)}-{slot}.txt"
+
+    def _take(self, path: Path, text: str) -> None:
+        now = time.time()
+        line = f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(now))}.{int(now % 1 * 1000):03} {text}\n"
+        with self._lock:
+            if self._is_closed:
+                return
+            if self._waiting > _WAITING_CHARS:
+                self._dropped += 1
+                return
+            if self._dropped:
+                self._lines.append((path, f"({self._dropped} lines of workers are missing: the disk was too slow)\n"))
+                self._dropped = 0
+            idle = not self._lines
+            self._lines.append((path, line))
+            self._waiting += len(line)
+        if idle:
+            with suppress(RuntimeError):  # no thread is to be had: the next line tries it again
+                self._jobs.soon(self._write)
+
+    # -- on the thread
+
+    def _write(self) -> None:
+        while True:
+            with self._lock:
+                lines, self._lines = self._lines, deque()
+                self._waiting = 0
+            if not lines:
+                return
+            by_file: dict[Path, list[str]] = {}
+            for path, line in lines:
+                by_file.setdefault(path, []).append(line)
+            for path, found in by_file.items():
+                try:
+                    self._append(path, "".join(found).encode("utf-8", "backslashreplace"))
+                except OSError as error:  # a full disk ends logs, and not the run
+                    self.fault = self.fault or str(error)
+
+    @staticmethod
+    def _append(path: Path, data: bytes) -> None:
+        path.parent.mkdir(exist_ok=True)
+        with path.open("ab") as file:
+            file.write(data)
+            size = file.tell()
+        if size > MOST_BYTES:
+            for number in range(OLDER - 1, -1, -1):
+                part = path.with_suffix(f".{number}.txt") if number else path
+                with suppress(FileNotFoundError):
+                    part.rename(path.with_suffix(f".{number + 1}.txt"))
+
+
+def _line(label: str | None, text: str) -> str:
+    return text if label is None else f"[{label}] {text}"
