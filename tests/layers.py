@@ -41,7 +41,7 @@ LAYERS = {
     "_signatures": "whether values fit a signature",
     "signatures": "the same, for packages beside core",
     "_protocol": "what driver and worker both know: messages, requests, what residents are named by",
-    "worker": "inside a slot: `birth` of a process, `serving`, `torch_groups`, `residents`; a call's way",
+    "worker": "inside a slot: `birth` of a process, `serving`, `residents`; a call's way",
     "hosting": "role objects elsewhere, and what they hold",
     "keeper": "worker processes on a machine that isn't the driver's",
     "_plugins": "entry points",
@@ -54,7 +54,7 @@ LAYERS = {
     "_views": "sending: views",
     "_api": "the live objects",
     "features.*": "what isn't kernel, a folder for each: the table below",
-    "torch": "models that go on with new process groups; weights of modules",
+    "torch": "what features offer to roles with torch",
     "connecting": "`connect` and `spawn`",
     "driver": "a driver from inside, for packages beside core",
     "config": "what a file says, of `colocate_run`",
@@ -77,7 +77,7 @@ DOORS = {
 }
 
 # A feature imports another one by a row here, and no other: (who, whom).
-FEATURES_ON = {("profiling", "looking"), ("rows", "standalone")}
+FEATURES_ON = {("profiling", "looking"), ("profiling", "process_groups"), ("rows", "standalone")}
 
 # Around core: the modules of each package, from its ground up.
 AROUND = {

@@ -1,39 +1,21 @@
-"""Models of torch that go on after a failed call: `renew`.
-
-What torch has no public way for is done here, for the versions that it was tried with and for no others. (What groups
-themselves need of torch is in `_role/torch_groups.py` and `_role/torch_books.py`.)
-"""
+"""What roles with torch ask for: models that go on after a failed call, weights of modules, states that are saved."""
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, TypeVar
-
-import torch
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
+from typing import TYPE_CHECKING
 
 from colocate import features
-from colocate._role.context import Context, context
-from colocate._role.on_mesh import is_on_mesh, of_fsdp
-from colocate.errors import ConfigError
 
 if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor import DTensor
-
     from colocate.features.checkpoints.state import host_copy as host_copy
     from colocate.features.checkpoints.state import save_state as save_state
     from colocate.features.children.weights import receive_weights as receive_weights
     from colocate.features.children.weights import send_weights as send_weights
+    from colocate.features.process_groups.renewal import renew as renew
     from colocate.features.weights.modules import NamedWeights as NamedWeights
     from colocate.features.weights.modules import load_weights as load_weights
     from colocate.features.weights.modules import named_weights as named_weights
 
-M = TypeVar("M", bound=nn.Module)
-_KNOWN = ("2.11", "2.12", "2.13", "2.14")
-"""Versions of torch in which models are renewed in place: `make versions` runs the suite's renewals there."""
 _OF_FEATURES = {
     "NamedWeights": "weights.modules",
     "host_copy": "checkpoints.state",
@@ -41,175 +23,7 @@ _OF_FEATURES = {
     "load_weights": "weights.modules",
     "named_weights": "weights.modules",
     "receive_weights": "children.weights",
+    "renew": "process_groups.renewal",
     "send_weights": "children.weights",
 }
 __getattr__ = features.offered(__name__, _OF_FEATURES)
-
-
-def renew(
-    module: M,
-    optimizer: torch.optim.Optimizer | None = None,
-    ctx: Context | None = None,
-    rebuild: Callable[[], M] | None = None,
-) -> M:
-    """Have a model go on with new process groups, after those that it had were cut: for a role's method `renew(self)`.
-
-    Its parameters are the same tensors afterwards, with their values, and the optimizer's state stays as it is. What
-    the step that failed had begun is lost: gradients, also those that were accumulated under `no_sync`, and whatever a
-    communication hook keeps. All ranks of the role call it, in the same order for several models.
-
-    Where that can't be, since the model lies on process groups that the role has made by itself, or torch is of a
-    version that isn't known here, the model is made once more by `rebuild`: its parameters and the optimizer get what
-    the former ones have on this rank, shard by shard.
-
-    Args:
-        module: Wrapped by `DistributedDataParallel`, sharded by `fully_shard` (FSDP2), or with parameters on a mesh of
-            `ctx.device_mesh()` (tensor parallelism); also several of them in one.
-        optimizer: The model's, whose gradients and state are looked at as well.
-        ctx: The role's context; by default that of the role whose code runs.
-        rebuild: Makes the model as it was made, its groups and meshes too. On the meta device it takes no memory
-            beside the former one's, otherwise that of a second one until this returns.
-
-    Returns:
-        The module; if `rebuild` was called, what that gave. Its parameters are other ones then, which the optimizer has
-        in place of the former; what else holds those (a moving average, a scheduler) keeps them.
-
-    Raises:
-        ConfigError: It can't be renewed: it is sharded by `FullyShardedDataParallel` (FSDP1), or `rebuild` is missing
-            where it is needed, or has made another model.
-    """
-    if of_fsdp(module, "FullyShardedDataParallel"):
-        raise ConfigError(
-            f"{type(module).__name__} can't be renewed: FullyShardedDataParallel (FSDP1) has no way to go on with "
-            "other process groups; shard it by torch.distributed.fsdp.fully_shard (FSDP2)"
-        )
-    ctx = context() if ctx is None else ctx
-    if ctx._groups is not None:
-        ctx._groups.make_again(ctx)
-    try:
-        _go_on(module, optimizer)
-    except _CannotGoOn as error:
-        if rebuild is None:
-            raise ConfigError(f"{type(module).__name__} can't be renewed in place: {error}") from error.__cause__
-        from colocate._role.rebuilt import rebuilt
-
-        module = rebuilt(module, optimizer, rebuild)
-    module.zero_grad(set_to_none=True)
-    if optimizer is not None:
-        optimizer.zero_grad(set_to_none=True)
-    return module
-
-
-class _CannotGoOn(Exception):
-    """Why a model can't be renewed in place."""
-
-
-def _go_on(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-    """Renew a model in place, or raise _CannotGoOn."""
-    known = f"it is known to work with torch {_KNOWN[0]} to {_KNOWN[-1]}, and with others by `rebuild`"
-    if ".".join(torch.__version__.split(".")[:2]) not in _KNOWN:
-        raise _CannotGoOn(
-            f"that needs private parts of torch, and nobody has tried it with {torch.__version__}; {known}"
-        )
-    try:
-        for mesh in {id(tensor.device_mesh): tensor.device_mesh for tensor in _tensors(module, optimizer)}.values():
-            _look_up_groups(mesh)
-        _reset_sharded(of_fsdp(module, "FSDPModule"))
-        for each in module.modules():
-            if isinstance(each, DistributedDataParallel):
-                wrapped: Any = each
-                former = wrapped.process_group
-                wrapped._update_process_group(_resolve(str(former.group_name), "DistributedDataParallel"))
-                # Functions by which `torch.compile` wraps a model go on, too: as of any, it copies their attributes.
-                for copy in gc.get_referrers(former):
-                    if isinstance(copy, dict) and copy.get("process_group") is former:
-                        copy["process_group"] = wrapped.process_group
-    except AttributeError as error:
-        raise _CannotGoOn(f"that needs parts of torch which {torch.__version__} hasn't ({error}); {known}") from error
-
-
-def _resolve(name: str, what: str) -> Any:
-    """Return the group that has the name of a former one."""
-    from torch._C._distributed_c10d import _resolve_process_group
-
-    try:
-        return _resolve_process_group(name)  # type: ignore[arg-type]
-    except RuntimeError:
-        raise _CannotGoOn(
-            f"{what} lies on the process group {name!r}, which was cut, and which colocate can't make again: give it "
-            "ctx.process_group(), or a mesh of ctx.device_mesh(), or say how it is made by `rebuild`"
-        ) from None
-
-
-def _tensors(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[DTensor]:
-    """Yield the tensors of a model and its optimizer that lie on a mesh."""
-    for tensor in (*module.parameters(), *module.buffers()):
-        if is_on_mesh(tensor):
-            yield tensor
-    for state in optimizer.state.values() if optimizer is not None else ():
-        for value in state.values():
-            if is_on_mesh(value):
-                yield value
-
-
-def _look_up_groups(mesh: DeviceMesh) -> None:
-    """A mesh knows its groups by name; compiled code has a table of them."""
-    root = mesh._get_root_mesh()
-    for each in (root, mesh):
-        for name in each._dim_group_names:
-            root._pg_registry[name] = _resolve(str(name), f"mesh {each}")
-
-
-def _reset_sharded(modules: list[Any]) -> None:
-    """Have FSDP2 begin its next step from the shards, with the groups that its meshes have now."""
-    states = [module._get_fsdp_state() for module in modules]
-    for state in states:
-        for params in _param_groups(state):
-            params._all_gather_result = None  # of a group that was cut: nobody waits for it
-            for info in (params.mesh_info, params.post_forward_mesh_info):
-                if info is not None:
-                    _look_up_groups(info.mesh)
-                    info.__post_init__()
-            for param in params.fsdp_params:
-                param.mesh_info.__post_init__()
-                if (unsharded := getattr(param, "_unsharded_param", None)) is not None:
-                    unsharded.grad = None
-                param.unsharded_accumulated_grad = None
-    for module, state in zip(modules, states, strict=True):
-        if state._is_root:  # nobody knows yet before the first forward pass, which leaves nothing to reset
-            if hasattr(module, "reset_iter_state"):  # from torch 2.13 on
-                module.reset_iter_state()
-            else:
-                _reset_iteration(state)
-    for module in modules:
-        module.reshard()
-
-
-def _param_groups(state: Any) -> list[Any]:
-    """Return the parameter groups of a module's state: several from torch 2.12 on."""
-    if hasattr(state, "_fsdp_param_groups"):
-        return list(state._fsdp_param_groups)
-    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
-
-
-def _reset_iteration(root: Any) -> None:
-    """Do what `reset_iter_state` does, where there is none."""
-    stream = root._device_handle.current_stream()
-    comm = root._comm_ctx
-    for waited in (getattr(comm, "all_gather_state", None), getattr(comm, "reduce_scatter_state", None)):
-        if waited is not None and waited.event is not None:
-            stream.wait_event(waited.event)
-    comm.all_gather_state = comm.reduce_scatter_state = None
-    comm.post_forward_order.clear()
-    idle = type(root._training_state).IDLE
-    for state in root._state_ctx.all_states:
-        state._modules_to_run_forward.clear()
-        state._training_state = idle
-        for params in _param_groups(state):
-            params._post_reduce_event = params._all_reduce_state = params._reshard_after_forward_event = None
-            params._partial_reduce_output = None
-            params._post_forward_indices.clear()
-            params._training_state = idle
-            params._to_sharded()
-    root._state_ctx.iter_forward_root = None
-    root._state_ctx.post_backward_final_callback_queued = False

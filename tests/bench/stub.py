@@ -71,11 +71,11 @@ class StubHost(Host):
     def send(self, frame: Any) -> None:
         message, now = read(frame[0]), time.time()
         if isinstance(message, to_worker.Build):
-            self._say(from_worker.Done(0, None, now, now, None, 0))
+            self._say(from_worker.Done(0, None, now, now, None))
         elif isinstance(message, to_worker.Call):
             # Of a kept call, the bytes and rows of this rank's part.
             size = (0, 1) if message.keep is not None else None
-            self._say(from_worker.Done(message.seq, None, now, now, size, 0))
+            self._say(from_worker.Done(message.seq, None, now, now, size))
         elif isinstance(message, to_worker.Close):
             self._say(from_worker.Closed())
             self.kill()

@@ -42,7 +42,7 @@ def swallowed_error() -> None:
     from colocate.worker.runner import Runner
 
     def failed(self: Any, seq: int, keep: int | None, role: str | None, error: BaseException, work: Any = None) -> None:
-        self._worker_context.say(Done(seq, None, 0.0, 0.0, None, 0))
+        self._worker_context.say(Done(seq, None, 0.0, 0.0, None))
 
     _replace(Runner, "_failed", failed)
 
@@ -62,25 +62,26 @@ def unresolved_future() -> None:
 
 def stale_pairing() -> None:
     """Process groups outlive a failed call, in which a rank may still wait: it would pair with the next one's."""
-    from colocate._calls.order import _Hold
+    from colocate.features.process_groups.driver import HoldState
 
-    _replace(_Hold, "broken", lambda self: [])
+    _replace(HoldState, "broken", lambda self: [])
 
 
 def unrenewed_model() -> None:
     """A model whose process groups were cut is neither renewed nor missed."""
+    from colocate.features.process_groups.groups import ProcessGroups
     from colocate.worker.serving.role_instance import RoleInstance
-    from colocate.worker.torch_groups.groups import ProcessGroups
 
-    _replace(RoleInstance, "renew", lambda self: None)
+    hook = RoleInstance.call_hook
+    _replace(RoleInstance, "call_hook", lambda self, name, *args: None if name == "renew" else hook(self, name, *args))
     _replace(ProcessGroups, "holders", lambda self: [])
 
 
 def uncounted_updates() -> None:
     """A group goes on whose ranks have made different numbers of updates."""
-    from colocate._calls.order import _Hold
+    from colocate.features.process_groups import driver
 
-    _replace(_Hold, "diverged_update", lambda self: None)
+    _replace(driver, "diverged_update", lambda hold: None)
 
 
 def lost_byte() -> None:

@@ -44,14 +44,13 @@ from colocate.testing.executors import (  # noqa: E402
     Sharing,
     TensorResidents,
 )
-from colocate.testing.executors.renewals import alone  # noqa: E402
 from colocate.testing.features.checkpoints.saving import SavingBeside  # noqa: E402
 from colocate.testing.features.children.suite import Children  # noqa: E402
 from colocate.testing.features.memory.sleeping import SleepingAmidSteps  # noqa: E402
 from colocate.testing.features.rows.suite import Streams  # noqa: E402
 from colocate.testing.features.weights.suite import WeightSyncs, WeightSyncsBetween  # noqa: E402
 from colocate.testing.probes.sleepers import Dozing  # noqa: E402
-from colocate.testing.probes.trainers import Kind, Renewing, Where  # noqa: E402
+from colocate.testing.probes.trainers import Kind, Renewing, Where, alone  # noqa: E402
 from colocate.testing.waiting import wait_until  # noqa: E402
 from colocate.torch import host_copy  # noqa: E402
 from colocate_local.processes import LocalProcesses  # noqa: E402
@@ -547,7 +546,7 @@ class Sharded(Renewing):
     def cut(self) -> tuple[str, list[str]]:
         """The backends of the default group; and which groups are held after they were cut and the model renewed."""
         backends = str(dist.get_backend_config())
-        groups: Any = self.ctx._groups
+        groups: Any = self.ctx._groups()
         groups.drop(["sharded/default"])
         self.renew()
         return backends, groups.holders()

@@ -1,11 +1,11 @@
 """Both halves of order and hold on one thread: N ranks under random schedules, failures, deadlines and deaths.
 
-The driver's half is `CallOrder` with `Pauses`, the worker's is `LaneOrder` with `Scope` and `Usable`, as they are. Here
-are the lanes between them, one of them a background role's, what a worker does about each message, and process groups,
-as far as it matters who waits for whom: operations are counted, whoever waits in vain cuts, what is cut is of no use
-(`worker/torch_groups`). Roles renew what was dropped, together, or can't; and some programs train: a rank that raises
-between the operation and the update leaves the ranks with different models. What happens next is drawn from a seed,
-which is enough to have it happen again.
+The driver's half is `CallOrder` with what features add, `Pauses` and `GroupsOfGroup`, the worker's is `LaneOrder` with
+`Scope` and `Usable`, as they are. Here are the lanes between them, one of them a background role's, what a worker does
+about each message, and process groups, as far as it matters who waits for whom: operations are counted, whoever waits
+in vain cuts, what is cut is of no use (`features/process_groups`). Roles renew what was dropped, together, or can't;
+and some programs train: a rank that raises between the operation and the update leaves the ranks with different models.
+What happens next is drawn from a seed, which is enough to have it happen again.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import heapq
 import random
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, ClassVar, cast
@@ -27,10 +27,12 @@ from colocate._protocol.requests import Request
 from colocate.errors import CallCancelled, CallTimeout, ColocateError, RenewalError, WorkerDied
 from colocate.features.pausing.messages import GoOn, Pause, PauseAfter, Paused, Pausing
 from colocate.features.pausing.pauses import Pauses
+from colocate.features.process_groups.driver import NAME, GroupsOfGroup
+from colocate.features.process_groups.messages import DropGroups, GroupsDropped, Left, Told
+from colocate.features.process_groups.usable import Usable
 from colocate.worker import lane_order
 from colocate.worker.lane_order import LaneOrder
 from colocate.worker.serving.scope import Scope
-from colocate.worker.torch_groups.usable import Usable
 
 RANKS = 3
 SLOTS = {"all": tuple(range(RANKS)), "two": (0, RANKS - 1)}
@@ -206,7 +208,7 @@ class Lane:
         elif isinstance(item, tuple):  # nobody waits for it any more
             for work in (*self.tasks.values(), *self.computing):
                 work.given_up = work.given_up or (work.seq == item[0] and (work.concurrency > 0 or work.rests))
-        elif isinstance(item, to_worker.DropGroups):
+        elif isinstance(item, DropGroups):
             self.rank.drop(item)
         else:
             self.order.note(item)
@@ -288,9 +290,9 @@ class Rank:
             self.scope.end(message.failed, "a call has failed", message.lane)
             if message.cut and not message.lane and any(seq >= message.failed for seq in lane.order.running):
                 self._cut(name for name, (_, count) in self.begun.items() if count)
-        elif isinstance(message, to_worker.Left):
+        elif isinstance(message, Left):
             self.usable.left(message.number, message.slot, message.operations)
-        elif isinstance(message, to_worker.DropGroups):
+        elif isinstance(message, DropGroups):
             self.scope.resume()
             lane.queue.append(message)
         elif isinstance(message, to_worker.Resume):
@@ -337,12 +339,13 @@ class Rank:
     def is_back(self, lane: Lane, number: int, begun: int) -> None:
         """A lane runs nothing, in a hold."""
         if lane.name:
-            self.outbox.append(from_worker.Held(number, begun, {}, [], lane.name))
+            self.outbox.append(from_worker.Held(number, begun, {}, lane.name))
             return
         self.usable.back(number)
-        self.outbox.append(from_worker.Held(number, begun, self.operations(), sorted(self.usable.cuts)))
+        told = Told(operations=self.operations(), cuts=sorted(self.usable.cuts))
+        self.outbox.append(from_worker.Held(number, begun, _parts(told)))
 
-    def drop(self, message: to_worker.DropGroups) -> None:
+    def drop(self, message: DropGroups) -> None:
         """Drop process groups, and have roles renew theirs."""
         whose = [name for name, slots in SLOTS.items() if self.slot in slots]
         for name in message.names:
@@ -363,7 +366,7 @@ class Rank:
         if failure is None:
             self.usable.cuts.clear()
         self.renewing = None
-        self.outbox.append(from_worker.GroupsDropped(hold, [], failure))
+        self.outbox.append(GroupsDropped(hold, [], failure))
         return True
 
     def go_on(self, lane: Lane, work: Work) -> bool:
@@ -403,7 +406,7 @@ class Rank:
             self._fail(work)
         else:
             self._update(work)
-            self.outbox.append(from_worker.Done(work.seq, None, 0.0, 0.0, None, work.updates))
+            self.outbox.append(from_worker.Done(work.seq, None, 0.0, 0.0, None, _parts(Told(work.updates))))
             lane.end(work)
             self.over.add(work.seq)
         return True
@@ -427,10 +430,8 @@ class Rank:
         lost = secondary or (groups and (bool(self.usable.cuts) or any(map(self._is_broken, self.begun))))
         kind = "colocate._protocol.consequence.Consequence" if secondary else "Boom"
         failure = from_worker.Failure(kind, f"{work.seq} on {self.slot}", "", False, lost, work.plan.role, None)
-        operations, in_step = self.operations() if groups else {}, work.arrived is not None
-        self.outbox.append(
-            from_worker.Failed(work.seq, failure, operations, work.updates, in_step, 0.0, 0.0, (), lane.name)
-        )
+        told = Told(work.updates, self.operations() if groups else {}, work.arrived is not None)
+        self.outbox.append(from_worker.Failed(work.seq, failure, _parts(told), 0.0, 0.0, (), lane.name))
         lane.order.failed(work)
         lane.end(work)
         self.over.add(work.seq)
@@ -498,6 +499,12 @@ class Rank:
         self.world.cut.update((name, self.begun[name][0]) for name in new)
 
 
+def _parts(told: Told) -> dict[str, Any]:
+    """Return what a rank says of process groups as it travels."""
+    plain = told.plain()
+    return {} if plain is None else {NAME: plain}
+
+
 class Link(SimpleNamespace):
     """What `CallOrder` needs of its group."""
 
@@ -514,6 +521,19 @@ class Link(SimpleNamespace):
         )
         self.world = world
 
+    def halted(self, hold: Any, slot: int, told: Mapping[str, Any], is_back: bool) -> None:
+        """Tell what a rank says that begins nothing more."""
+        self.world.groups.halted(hold, slot, told.get(NAME), is_back)
+
+    def ended(self, call: PendingCall, slot: int, told: Mapping[str, Any]) -> None:
+        """Tell what a rank says of a call that has ended."""
+        if NAME in told:
+            self.world.groups.ended(call, slot, told[NAME])
+
+    def all_back(self, hold: Any) -> bool:
+        """Have groups be dropped, if there are such."""
+        return self.world.groups.all_back(hold)
+
     def send(self, slots: Sequence[int], message: Any, body: Any = None) -> None:
         """Send a message to some ranks."""
         if isinstance(message, to_worker.Resume) and not message.lane:
@@ -524,6 +544,10 @@ class Link(SimpleNamespace):
     def live(self) -> list[int]:
         """Those that live."""
         return [rank.slot for rank in self.world.ranks if rank.slot not in self.world.dead]
+
+    def stood(self, since: float) -> float:
+        """Nobody has had ranks stand still."""
+        return 0.0
 
     def has_left(self, slot: int) -> bool:
         """Whether one doesn't."""
@@ -561,7 +585,8 @@ class World:
         self.arrivals = 0  # how often a rank that waits has done what others wait for
         self.ranks = [Rank(self, slot) for slot in range(RANKS)]
         self.link: Any = Link(self, self.timers)
-        self.order = CallOrder(cast("Any", self.link))
+        self.order = self.link.order = CallOrder(cast("Any", self.link))
+        self.groups = GroupsOfGroup(cast("Any", self.link))
         self.pauses = Pauses(self.order)
         self.is_paused = False
         self.plans: dict[int, tuple[Plan, PendingCall]] = {}
@@ -596,8 +621,8 @@ class World:
             order.alive(slot, message)
         elif isinstance(message, from_worker.Held):
             order.held(slot, message)
-        elif isinstance(message, from_worker.GroupsDropped):
-            order.renewed(slot, message, None)
+        elif isinstance(message, GroupsDropped):
+            self.groups.heard(cast("Any", SimpleNamespace(slot=slot)), message, None)
         elif isinstance(message, from_worker.CanWithdraw):
             order.can_withdraw(slot, message)
         elif isinstance(message, Pausing | Paused):

@@ -42,5 +42,5 @@ class Tenant(Role):
     @method(collect=Gather())
     def stored(self) -> int:
         """How many parts of residents this worker holds. Nothing public tells that of a worker, only of its bytes."""
-        groups: Any = self.ctx._groups
-        return len(groups._worker.store.entries)
+        part: Any = self.ctx._part
+        return len(part.__self__.store.entries)

@@ -9,12 +9,15 @@ from typing import Any
 
 import pytest
 from tests.laws import simulator
-from tests.laws.simulator import BrokenLaw
+from tests.laws.simulator import BrokenLaw, Link
 
-from colocate._calls.order import CallOrder, _Hold
+from colocate._calls.order import CallOrder, Hold
+from colocate.features.process_groups import driver
+from colocate.features.process_groups.driver import GroupsOfGroup, HoldState
+from colocate.features.process_groups.messages import Left, Told
+from colocate.features.process_groups.usable import Usable
 from colocate.worker import lane_order
 from colocate.worker.lane_order import LaneOrder
-from colocate.worker.torch_groups.usable import Usable
 
 LONGER = int(os.environ.get("COLOCATE_LAWS", "1"))  # as tests/laws/conftest.py has it
 FOUND_WITHIN = 3000  # programs; a fault shows in some hundred
@@ -79,16 +82,16 @@ def _does_not_look_again(does: Any) -> Any:
 
 def _is_back_too_early(does: Any) -> Any:
     def back(self: LaneOrder[Any], overlapping: int) -> Any:
-        if self._reported >= self._held:
+        if self.reported >= self._held:
             return None
-        self._reported = self._held
+        self.reported = self._held
         return self._held, self._begun
 
     return back
 
 
 def _drops_later(does: Any) -> Any:
-    def resume(self: CallOrder, hold: _Hold) -> None:
+    def resume(self: CallOrder, hold: Hold) -> None:
         hold.later.clear()
         does(self, hold)
 
@@ -96,21 +99,29 @@ def _drops_later(does: Any) -> Any:
 
 
 def _does_not_wait_for_all(does: Any) -> Any:
-    def renewed(self: CallOrder, slot: int, told: Any, body: Any) -> None:
-        if (hold := self._holds.get("")) is not None and hold.number == told.number:
+    def phase_over(self: CallOrder, slot: int, number: int, error: Any) -> None:
+        if (hold := self._holds.get("")) is not None and hold.number == number:
             hold.waiting.clear()
-        does(self, slot, told, body)
+        does(self, slot, number, error)
 
-    return renewed
+    return phase_over
 
 
 def _disturbs(does: Any) -> Any:
     def break_off(self: CallOrder, call: Any, error: Any) -> None:
         if (hold := self._holds.get(call.lane)) is not None:
-            hold.renews = False
+            hold.phase = None
         does(self, call, error)
 
     return break_off
+
+
+def _forgets_failed(does: Any) -> Any:
+    def tell_ended(self: CallOrder, slot: int, seq: int, told: Any) -> None:
+        if seq in self.pending:
+            does(self, slot, seq, told)
+
+    return tell_ended
 
 
 def _keeps_what_it_heard(does: Any) -> Any:
@@ -120,22 +131,30 @@ def _keeps_what_it_heard(does: Any) -> Any:
     return back
 
 
-MUTANTS: dict[str, tuple[type, str, Wrap]] = {
-    "process groups outlive a failed call": (_Hold, "broken", lambda does: lambda self: []),
+def _whole(plain: Any) -> Any:
+    return None if plain is None else Told(*plain)._replace(cuts=())
+
+
+def _unless_left(does: Any) -> Any:
+    return lambda self, slots, message: None if isinstance(message, Left) else does(self, slots, message)
+
+
+MUTANTS: dict[str, tuple[Any, str, Wrap]] = {
+    "process groups outlive a failed call": (HoldState, "broken", lambda does: lambda self: []),
     "what was cut isn't noted": (
-        CallOrder,
-        "held",
-        lambda does: lambda self, slot, held: does(self, slot, _whole(held)),
+        GroupsOfGroup,
+        "halted",
+        lambda does: lambda self, hold, slot, plain, is_back: does(self, hold, slot, _whole(plain), is_back),
     ),
-    "one rank's renewal is all ranks'": (CallOrder, "renewed", _does_not_wait_for_all),
+    "one rank's renewal is all ranks'": (CallOrder, "phase_over", _does_not_wait_for_all),
     "a renewal that raised is none": (
         CallOrder,
-        "renewed",
-        lambda does: lambda self, slot, told, body: does(self, slot, type(told)(told.number, [], None), body),
+        "phase_over",
+        lambda does: lambda self, slot, number, error: does(self, slot, number),
     ),
     "who is late disturbs a renewal": (CallOrder, "break_off", _disturbs),
-    "models that differ go on": (_Hold, "diverged_update", _nothing),
-    "updates of a call that has failed aren't noted": (CallOrder, "_note_updates", _nothing),
+    "models that differ go on": (driver, "diverged_update", _nothing),
+    "updates of a call that has failed aren't noted": (CallOrder, "_tell_ended", _forgets_failed),
     "who waits in vain cuts nothing": (Usable, "vain", lambda does: lambda self, begun, members: set()),
     "who cuts knows nothing of operations": (
         Usable,
@@ -150,7 +169,7 @@ MUTANTS: dict[str, tuple[type, str, Wrap]] = {
     ),
     "a call that failed after another isn't withdrawn": (CallOrder, "failed", _forgets_withdrawn),
     "a hold isn't lowered to an earlier call": (CallOrder, "_lower", _nothing),
-    "nobody hears that a rank has left": (CallOrder, "_tell_left", _nothing),
+    "nobody hears that a rank has left": (Link, "send", _unless_left),
     "what failed later isn't told": (CallOrder, "_resume", _drops_later),
     "calls of a group that fails are forgotten": (CallOrder, "fail_all", _forgets_pending),
     "a hold limits nothing": (LaneOrder, "hold", _limits_nothing),
@@ -184,10 +203,6 @@ LATE = {
     "a pause rests while calls go on": 1700,
     "the end of a pause ends the next one": 2400,
 }
-
-
-def _whole(held: Any) -> Any:
-    return type(held)(held.number, held.begun, held.operations, [])
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 
 from colocate._protocol.consequence import Consequence
-from colocate.worker.torch_groups import waits as collective_waits
+from colocate.features.process_groups import waits as collective_waits
 
 SLICE = collective_waits._SLICE
 

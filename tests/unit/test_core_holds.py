@@ -33,6 +33,14 @@ class Sent:
     def after(self, seconds: float, then: Callable[[], object]) -> SimpleNamespace:
         return SimpleNamespace(cancel=lambda: None)
 
+    def halted(self, *told: Any) -> None:
+        """No feature hears it."""
+
+    ended = halted
+
+    def all_back(self, hold: Any) -> bool:
+        return False
+
     def live(self) -> list[int]:
         return [0, 1]
 
@@ -75,11 +83,11 @@ def test_what_says_more_is_told(link: Any, kinds: tuple[type[BaseException], ...
     call = entered(order)
     for slot, kind in enumerate(kinds):
         failure = Failure(f"{kind.__module__}.{kind.__qualname__}", f"of {slot}", "", False, True, "role", None)
-        order.failed(slot, Failed(call.seq, failure, {}, 0, False, 0.0, 1.0), None)
+        order.failed(slot, Failed(call.seq, failure, {}, 0.0, 1.0), None)
         assert not call.done()  # the other one may say more
     number = next(message.number for _, message in link.seen if isinstance(message, Hold))
     for slot in link.live():
-        order.held(slot, Held(number, 0, {}, []))
+        order.held(slot, Held(number, 0, {}))
     assert isinstance(link.seen[-1][1], Resume)
     error = call.exception(PATIENCE_S)
     assert isinstance(error, RoleError)

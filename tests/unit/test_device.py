@@ -13,7 +13,7 @@ from colocate import ColocatedGroup, Role, method
 from colocate.errors import RoleError, WorkerDied
 from colocate.worker import device as devices
 from colocate.worker.device import Device
-from colocate.worker.torch_groups.settings import Setting, Settings
+from colocate.worker.settings import Setting, Settings
 
 torch = pytest.importorskip("torch")
 
@@ -183,7 +183,7 @@ def test_an_allocator_in_the_place_of_torch_s(gpu: Gpu, monkeypatch: pytest.Monk
 def test_streams(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
     """A role computes on the stream that its constructor has left, and others on the usual one; a call ends with the
     work on either, whichever is current then."""
-    from colocate.worker.torch_groups import settings
+    from colocate.worker import settings
 
     device = Device("cuda:0", in_process=False)
     setting = Setting("cuda:0", False, device.leaves)

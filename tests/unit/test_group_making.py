@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from colocate._protocol.consequence import Consequence
-from colocate._role import torch_groups
-from colocate._role.torch_meetings import all_have, all_make, can_not, withdraw
+from colocate.features.process_groups import making as group_making
+from colocate.features.process_groups import torch_groups
+from colocate.features.process_groups.making import Making, Together
+from colocate.features.process_groups.meetings import all_have, all_make, can_not, withdraw
 from colocate.testing import leaks
 from colocate.testing.waiting import PATIENCE_S, becomes_true, wait_until
-from colocate.worker.torch_groups import making as group_making
-from colocate.worker.torch_groups.making import Making, Together
 
 RANKS = 3
 SEQ = 3

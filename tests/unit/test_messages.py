@@ -16,6 +16,7 @@ from colocate._protocol.message import Message, read
 from colocate.features import FEATURES
 from colocate.features.checkpoints import messages as of_checkpoints
 from colocate.features.memory import messages as of_memory
+from colocate.features.process_groups import messages as of_groups
 from colocate.features.rows import messages as of_rows
 from colocate_ray import terms
 
@@ -34,7 +35,7 @@ NESTED = {
     (to_worker.Batch, "calls"): [(to_worker.Call(1, "role", "method", 2, 3, True, (4,)), (0, 5, (1, 2)))],
     (from_worker.Failed, "failure"): from_worker.Failure("type", "text", "trace", True, False, "role", None),
     (of_rows.RowEnded, "failure"): from_worker.Failure("type", "text", "trace", True, False, "role", None),
-    (from_worker.GroupsDropped, "failure"): from_worker.Failure("type", "text", "trace", True, False, "role", None),
+    (of_groups.GroupsDropped, "failure"): from_worker.Failure("type", "text", "trace", True, False, "role", None),
     (of_memory.LedgerTold, "ledger"): of_memory.Ledger(
         *({"role": {("gradients", "cpu"): 1}}, {"role": 2}, {"role": 6}, {"role": {"why": 8}}, ("role",), {"empty": 3}),
         *({"used": 5}, {"role.method": 7}),

@@ -7,7 +7,7 @@ import threading
 import traceback
 import weakref
 from collections.abc import Iterator
-from types import CodeType
+from types import CodeType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,19 +16,26 @@ import torch
 import colocate
 from colocate import ColocatedGroup, Role, RoleError, method, needs
 from colocate._protocol.consequence import Consequence
-from colocate._role import torch_books
+from colocate.executor import Boot
+from colocate.features.process_groups import books
+from colocate.features.process_groups import groups as process_groups
+from colocate.features.process_groups.groups import ProcessGroups
+from colocate.features.process_groups.making import Making
+from colocate.features.process_groups.worker import is_in_backward
 from colocate.testing.gate import Address, Gate, pass_gate
 from colocate.testing.waiting import PATIENCE_S, becomes_true, wait_until
-from colocate.worker.serving.failure import LOOKING, is_in_backward
-from colocate.worker.torch_groups import groups as process_groups
-from colocate.worker.torch_groups.groups import ProcessGroups
-from colocate.worker.torch_groups.making import Making
+from colocate.worker.serving.failure import LOOKING
 
 SEQ = 3
 
 
 class Asking:
     """A worker whose running call asks for groups, and whose driver has found all ranks there."""
+
+    boot = Boot("policy/0", "policy", 0, "here")
+    in_process = False
+    lane = SimpleNamespace(last_hold=0)
+    slots, collective_timeout = 1, 60.0
 
     def ask(self, *question: Any, **how: Any) -> Any:
         return "127.0.0.1", 1
@@ -49,7 +56,7 @@ class Group:
 
 def test_who_looks_at_stacks_holds_no_group() -> None:
     """The frames of a call that has been left keep its groups while somebody reads them: no role does."""
-    groups = ProcessGroups(Asking(), in_process=False, group="policy")
+    groups = ProcessGroups(Asking())  # type: ignore[arg-type]
     seen = [Group()]  # as a frame has it
     groups._dropped.append((weakref.ref(seen[0]), "policy/actor/*"))  # type: ignore[arg-type]
     holders: list[list[str]] = []
@@ -76,20 +83,20 @@ def test_all_groups_are_cut_at_the_end(monkeypatch: pytest.MonkeyPatch, ends: bo
         return aborting
 
     aborting.start()
-    monkeypatch.setattr(torch_books, "all_groups", lambda: dict.fromkeys(["policy/actor/*", "policy/default"], Group()))
-    monkeypatch.setattr(torch_books, "cut", cut)
-    monkeypatch.setattr(torch_books, "forget_all", lambda: told.append("forgotten") or [])
+    monkeypatch.setattr(books, "all_groups", lambda: dict.fromkeys(["policy/actor/*", "policy/default"], Group()))
+    monkeypatch.setattr(books, "cut", cut)
+    monkeypatch.setattr(books, "forget_all", lambda: told.append("forgotten") or [])
     monkeypatch.setattr(process_groups, "GROUPS_CLOSE_WITHIN_S", PATIENCE_S if ends else 0.01)
-    ProcessGroups(Asking(), in_process=False, group="policy").close()
+    ProcessGroups(Asking()).close()  # type: ignore[arg-type]
     over.set()
     assert told == [["policy/actor/*", "policy/default"], *(["forgotten"] if ends else [])]
 
 
 def test_who_is_back_knows_of_every_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     """A call ends just when its rank is told to give it up: its groups aren't cut, or are told as cut."""
-    monkeypatch.setattr(torch_books, "operations", lambda: {"policy/actor/*": (1, 2)})
-    monkeypatch.setattr(torch_books, "cut", lambda names: None)
-    groups = ProcessGroups(Asking(), in_process=False, group="policy")
+    monkeypatch.setattr(books, "operations", lambda: {"policy/actor/*": (1, 2)})
+    monkeypatch.setattr(books, "cut", lambda names: None)
+    groups = ProcessGroups(Asking())  # type: ignore[arg-type]
     told: list[Any] = []
     lane = threading.Thread(target=lambda: told.append(groups.back(1)), daemon=True)
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from colocate._role.rebuilt import rebuilt
 from colocate.errors import ConfigError
+from colocate.features.process_groups.rebuilt import rebuilt
 
 
 class Tied(nn.Module):

@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
-from colocate.worker.torch_groups.settings import USUAL, Setting, Settings  # noqa: E402
+from colocate.worker.settings import USUAL, Setting, Settings  # noqa: E402
 
 KEPT: list[Any] = []
 

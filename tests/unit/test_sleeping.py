@@ -26,7 +26,7 @@ from colocate.worker import holdings  # noqa: E402
 from colocate.worker.residents.store import Store  # noqa: E402
 from colocate.worker.serving.role_instance import RoleInstance  # noqa: E402
 from colocate.worker.serving.scope import Scope  # noqa: E402
-from colocate.worker.torch_groups.settings import Setting  # noqa: E402
+from colocate.worker.settings import Setting  # noqa: E402
 
 DEVICE = "other:0"
 ALL = tuple(TAGS)
@@ -59,6 +59,7 @@ class Worker:
 
     in_process = False
     process = None
+    parts: dict[str, Any] = {}
     lane: Any = types.SimpleNamespace(resumed=0, tasks=None)
 
     def __init__(self, boot: Boot) -> None:

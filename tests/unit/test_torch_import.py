@@ -8,7 +8,7 @@ from pathlib import Path
 
 SCRIPT = """
 import builtins, importlib, sys
-from colocate.worker.torch_groups.hooks import when_imported
+from colocate.worker.birth.first_imports import when_imported
 plain, module = builtins.__import__, importlib.import_module
 sys.path.insert(0, sys.argv[1])  # of a torch whose parts import each other
 for how in ("import torch.distributed", "importlib.import_module('torch.distributed')"):
@@ -24,7 +24,7 @@ for how in ("import torch.distributed", "importlib.import_module('torch.distribu
 """
 TWO_THREADS = """
 import sys, threading
-from colocate.worker.torch_groups.hooks import when_imported
+from colocate.worker.birth.first_imports import when_imported
 when_imported({"torch": lambda: None})
 told = []
 

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from colocate.worker.torch_groups.groups import ProcessGroups
+from types import SimpleNamespace
+from typing import Any
+
+from colocate.executor import Boot
+from colocate.features.process_groups.groups import ProcessGroups
 
 NODES = [0, 1, 1, 0, 1]  # two slots on one node and three on another, in turns
 
 
 def environment(slot: int, device: str = "cpu", generation: int = 0) -> dict[str, str]:
     """What one of the workers has."""
-    groups = ProcessGroups(None, False, "policy", slot, device=device)  # type: ignore[arg-type]  # nobody is asked
+    boot = Boot("policy/0", "policy", slot, "here", device, generation=generation)
+    worker: Any = SimpleNamespace(boot=boot, in_process=False, lane=SimpleNamespace(last_hold=0))
+    groups = ProcessGroups(worker)
     groups.default.rendezvous = lambda: ("10.0.0.7", 29511)  # type: ignore[method-assign]
     groups.default.have = lambda: None  # type: ignore[method-assign]
-    groups.default.generation = generation
     return groups.torchrun_environment(NODES)
 
 

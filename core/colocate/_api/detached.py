@@ -321,7 +321,7 @@ def _greet(group: WorkerGroup) -> None:
     silent = group.workforce.wait_hello(group.grace)
     group.workforce.ready()
     if silent and group.failure is None:
-        group.fail(hung_error(group, silent[0], False, None, NO_ANSWER))
+        group.fail(hung_error(group, silent[0], None, None, NO_ANSWER))
     elif group.failure is None:
         group.order.begin_anew(group.background)
 

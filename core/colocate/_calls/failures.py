@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from colocate._calls.pending import Link, PendingCall
@@ -11,7 +11,6 @@ from colocate._protocol.consequence import OWN_WORDS, Consequence, Poisoned, Unm
 from colocate._protocol.from_worker import Failure
 from colocate._signals.deferred import run_deferred
 from colocate._system.jobs import OUR_FAULT, error_text
-from colocate._system.limits import RENEWED_WITHIN_S
 from colocate._system.lines import with_cells
 from colocate.errors import (
     CallTimeout,
@@ -19,7 +18,6 @@ from colocate.errors import (
     ChildDied,
     ColocateError,
     MemoryBudgetError,
-    RenewalError,
     RoleError,
     WorkerDied,
 )
@@ -42,7 +40,7 @@ def failure_error(
     """The error for a call that raised on a rank, or for a row of one."""
     kind, text, role = failure.type, failure.text, failure.role
     rank = call.rank_of(slot)
-    if failure.host and kind in _OWN_WORDS and isinstance(own := _original(link, body, kind, text), ColocateError):
+    if failure.host and kind in _OWN_WORDS and isinstance(own := original(link, body, kind, text), ColocateError):
         # Arguments that don't fit, a value written into, a result that can't be sent: colocate's words are the error.
         found = copy.copy(own)
         found.group, found.role, found.method, found.rank = link.name, role or call.role or None, call.method, rank
@@ -77,7 +75,7 @@ def failure_error(
     )
     error._follows = follows
     if not follows:  # unpickled later, not on this thread, which reads all connections
-        error._unpickle = lambda: run_deferred(lambda: _original(link, body, kind, text))
+        error._unpickle = lambda: run_deferred(lambda: original(link, body, kind, text))
     return error
 
 
@@ -88,7 +86,7 @@ def never_sent(call: PendingCall, error: BaseException) -> BaseException:
     return ColocateError(f"{call.label} was never sent: it was interrupted by {error_text(error)}", method=call.method)
 
 
-def _original(link: Link, body: Any, kind: str, text: str) -> BaseException:
+def original(link: Link, body: Any, kind: str, text: str) -> BaseException:
     if body is not None:
         try:
             value = link.unpack(body)
@@ -150,9 +148,11 @@ def timeout_error(link: Link, call: PendingCall, timeout: float, stacks: Mapping
     )
 
 
-def hung_error(link: Link, slot: int, renews: bool, cause: ColocateError | None, stack: str) -> ColocateError:
-    """The error of a group one of whose ranks didn't come back after a failed call, or from renewing its models."""
-    what = f"{RENEWED_WITHIN_S:g} s from renew()" if renews else f"{link.grace:g} s"
+def hung_error(
+    link: Link, slot: int, phase: tuple[str, float] | None, cause: ColocateError | None, stack: str
+) -> ColocateError:
+    """The error of a group one of whose ranks didn't come back after a failed call, or from a phase of its hold."""
+    what = f"{link.grace:g} s" if phase is None else f"{phase[1]:g} s from {phase[0]}"
     error = RoleError(
         f"group {link.name!r} failed: slot {slot} (node {link.node(slot)}) did not come back within {what} "
         f"after a failed call; it is here:\n{stack}",
@@ -162,68 +162,6 @@ def hung_error(link: Link, slot: int, renews: bool, cause: ColocateError | None,
     )
     error.__cause__ = cause
     return error
-
-
-def renew_error(link: Link, slot: int, failure: Failure, body: Any, cause: ColocateError | None) -> RenewalError:
-    """The error of a group one of whose roles could not go on with new process groups."""
-    kind, text = failure.type, failure.text
-    error = RenewalError(
-        f"group {link.name!r} failed: renew() of role {failure.role!r} raised {kind} on slot {slot} (node "
-        f"{link.node(slot)}): {text}{_after(cause)}",
-        group=link.name,
-        role=failure.role,
-        method="renew",
-        rank=slot,
-        node=link.node(slot),
-        remote_traceback=with_cells(failure.traceback),
-    )
-    error.__cause__ = run_deferred(lambda: _original(link, body, kind, text))
-    return error
-
-
-def holders_error(link: Link, slot: int, names: Sequence[str], cause: ColocateError | None) -> RenewalError:
-    """The error of a group with a role that holds on to a process group which is of no use any more."""
-    own = f"{link.name}/"
-    name = names[0].removeprefix(own).partition("#")[0]
-    role = name.split("/")[0] if names[0].startswith(own) and "/" in name and name[0] != "/" else None
-    whose = "a role" if role is None else f"role {role!r}"
-    what = "torch's default group" if name == "default" else f"the process group {name!r}"
-    error = RenewalError(
-        f"group {link.name!r} failed: on slot {slot} {whose} still holds {what} of before the failed call, which had "
-        "to be cut and is of no use now. Ask ctx.process_group() in each call; a role that keeps a group, a mesh or a "
-        f"wrapped model has a method renew(self) that does without: colocate.torch.renew(...){_after(cause)}",
-        group=link.name,
-        role=role,
-        rank=slot,
-        node=link.node(slot),
-    )
-    error.__cause__ = cause
-    return error
-
-
-def diverged_error(
-    link: Link, call: PendingCall, updates: Mapping[int, int], cause: ColocateError | None
-) -> RenewalError:
-    """The error of a group whose ranks have gone different numbers of updates of what they share."""
-    each = ", ".join(
-        f"rank {call.rank_of(slot)} {step_events // 2}{' and a part of one' if step_events % 2 else ''}"
-        for slot, step_events in updates.items()
-    )
-    error = RenewalError(
-        f"group {link.name!r} failed: its ranks have no common state any more. In {call.label}, which failed, their "
-        f"optimizers have made different numbers of updates: {each}. What they had in common last is in a checkpoint, "
-        f'if there is one: spawn(on_failure="restart") goes back to it{_after(cause)}',
-        group=link.name,
-        role=call.role or None,
-        method=call.method,
-        called_at=call.called_at,
-    )
-    error.__cause__ = cause
-    return error
-
-
-def _after(cause: ColocateError | None) -> str:
-    return "" if cause is None else f" (after: {cause.message})"
 
 
 def broken_error(link: Link, slot: int, pid: int | None, reason: str, log_tail: str) -> WorkerDied:

@@ -18,7 +18,7 @@ import itertools
 import operator
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain, repeat
 from typing import Any
@@ -26,13 +26,10 @@ from typing import Any
 import attrs
 
 from colocate._calls.failures import (
-    diverged_error,
     failure_error,
-    holders_error,
     hung_error,
     later_error,
     never_sent,
-    renew_error,
     timeout_error,
 )
 from colocate._calls.pending import Link, PendingCall
@@ -46,7 +43,6 @@ from colocate._signals.in_framework import Section
 from colocate._system.jobs import JobThread, Timer
 from colocate._system.limits import (
     ALIVE_WITHIN_S,
-    RENEWED_WITHIN_S,
     SILENT_AFTER_S,
     STACKS_WITHIN_S,
     WITHDRAWN_WITHIN_S,
@@ -64,8 +60,15 @@ HAS_LEFT = "running nothing; its lane has ended"
 
 
 @attrs.define(eq=False)
-class _Hold:
-    """A hold under way."""
+class Hold:
+    """A hold under way.
+
+    Attributes:
+        number: Its number, by which ranks answer; `lane` is the background role whose it is, "" for the main lane.
+        waiting: The slots of ranks that aren't back, or are in a phase that comes before all go on.
+        parts: What features keep of it, by their names.
+        phase: What all ranks do, once they are back, before they go on, and the seconds that this may take.
+    """
 
     number: int
     lane: str
@@ -80,34 +83,16 @@ class _Hold:
     armed: float = 0.0  # when that was begun
     failures: list[PendingCall] = attrs.field(factory=list)  # those that don't go on after it
     patient: bool = False  # the cause of what is suspected may come from a rank that is alive
-    begun: dict[str, list[tuple[int, int]]] = attrs.field(factory=dict)  # operations of each process group, by rank
-    cut: set[str] = attrs.field(factory=set)
-    in_backward_or_step: bool = False  # a call has raised when models that ranks share were in the middle of a step
-    renews: bool = False  # all were back, and process groups are being renewed
+    parts: dict[str, Any] = attrs.field(factory=dict)
+    phase: tuple[str, float] | None = None
 
     def cause(self) -> ColocateError | None:
         """Return what is known of why it was begun."""
         return self.root or (self.suspected[1] if self.suspected is not None else None)
 
-    def diverged_update(self) -> tuple[PendingCall, dict[int, int]] | None:
-        """A call after which its ranks don't have one state of what they share, and their updates in it, by slot."""
-        later = [call for call, _, _ in self.later]
-        for call in (*self.failures, *later, *(self.suspected or ())[:1]):
-            updates = {slot: call.updates.get(slot, 0) for slot in call.targets}
-            if len(set(updates.values())) > 1 or any(step_events % 2 for step_events in updates.values()):
-                return call, updates
-        return None
-
-    def broken(self) -> list[str]:
-        """The process groups that are of no use any more, by name.
-
-        One of them is cut, isn't there on all of its ranks, or waits for an operation that some of these never begin.
-        """
-        found = set(self.cut)
-        for name, told in self.begun.items():
-            if len(set(told)) > 1 or len(told) != told[0][1]:
-                found.add(name)
-        return sorted(found)
+    def ended(self) -> Sequence[PendingCall]:
+        """Return the calls that don't go on after it."""
+        return (*self.failures, *(call for call, _, _ in self.later), *(self.suspected or ())[:1])
 
 
 @attrs.frozen
@@ -147,7 +132,7 @@ class CallOrder:
         self._withdrawals: Requests[int, bool] = Requests(link.base)
         self._numbers = itertools.count(link.base + 1)  # 0 is the construction of the roles
         self._resumed: dict[str, int] = {}  # by lane
-        self._holds: dict[str, _Hold] = {}  # likewise
+        self._holds: dict[str, Hold] = {}  # likewise
         self._ended: dict[tuple[str, int], float] = {}  # by lane and slot: when the last call that it told of was over
 
     def renew(self) -> None:
@@ -273,11 +258,10 @@ class CallOrder:
         """A rank has finished a call."""
         with self.lock.lock:  # as often, and on a thread of the framework
             call = self.pending.get(done.seq)
+            if done.parts:
+                self._tell_ended(slot, done.seq, done.parts)
             if call is None:  # it has failed elsewhere already
-                self._note_updates(slot, done.seq, done.updates)
                 return
-            if done.updates:
-                call.updates = {**call.updates, slot: done.updates}
             index = call.index_of(slot)
             call.bodies[index] = done.size if body is None else body
             call.rows[index] = done.rows
@@ -305,12 +289,10 @@ class CallOrder:
                 return  # it is the end of the group that has broken what the call waited for, and that is told to all
             if hold is None:  # perhaps its caller has been told already: another rank failed first
                 hold = self._begin_hold(seq, known=slot, lane=failed.lane)
-            self._tell_left(hold, slot, failed.operations)
-            hold.in_backward_or_step = hold.in_backward_or_step or failed.in_backward_or_step
+            self.link.halted(hold, slot, failed.parts, False)
+            self._tell_ended(slot, seq, failed.parts)
             if call is None:
-                self._note_updates(slot, seq, failed.updates)
                 return
-            call.updates = {**call.updates, slot: failed.updates}
             index = call.index_of(slot)
             call.spans.append((index, failed.start, failed.end))
             self._ended[call.lane, slot] = failed.end
@@ -354,24 +336,40 @@ class CallOrder:
                 return
             hold.waiting.discard(slot)
             hold.silent.discard(slot)
-            self._tell_left(hold, slot, held.operations)
-            for name, told in held.operations.items():
-                hold.begun.setdefault(name, []).append(told)
-            hold.cut.update(held.cut)
-            if not hold.waiting:
-                self._all_back(hold)
+            self.link.halted(hold, slot, held.parts, True)
+            if not hold.waiting and not self.link.all_back(hold):
+                self._resume(hold)
 
-    def renewed(self, slot: int, renewed: from_worker.GroupsDropped, body: Any) -> None:
-        """A rank has dropped the process groups that are of no use, and its roles have been told."""
+    def begin_phase(self, hold: Hold, what: str, within_s: float) -> None:
+        """Have ranks that are all back wait for each other once more; `phase_over` follows. The lock is held.
+
+        Args:
+            hold: The hold, which all ranks are back in.
+            what: What they do, in the words of an error.
+            within_s: In how many seconds.
+        """
+        hold.waiting, hold.phase = set(self.link.live()), (what, within_s)
+        if hold.timer is not None:
+            hold.timer.cancel()
+        self._arm(hold, within_s)
+
+    def phase_over(
+        self, slot: int, number: int, error: Callable[[ColocateError | None], ColocateError] | None = None
+    ) -> None:
+        """A rank has done what the phase of a hold of the main lane is for; or the group fails.
+
+        Args:
+            slot: The rank's.
+            number: The hold's.
+            error: Makes that failure of the hold's cause.
+        """
         with self.lock:
             hold = self._holds.get("")
-            if hold is None or hold.number != renewed.number:
+            if hold is None or hold.number != number:
                 return
             hold.waiting.discard(slot)
-            if renewed.failure is not None:
-                self.link.fail(renew_error(self.link, slot, renewed.failure, body, hold.cause()))
-            elif renewed.holders:
-                self.link.fail(holders_error(self.link, slot, renewed.holders, hold.cause()))
+            if error is not None:
+                self.link.fail(error(hold.cause()))
             elif not hold.waiting:
                 self._resume(hold)
 
@@ -414,9 +412,9 @@ class CallOrder:
         self._holds.clear()
         self.gate.open("a hold")
 
-    def _begin_hold(self, failed: int, known: int | None, cut: bool = False, lane: str = "") -> _Hold:
+    def _begin_hold(self, failed: int, known: int | None, cut: bool = False, lane: str = "") -> Hold:
         live = self.link.live()
-        hold = _Hold(self._resumed.get(lane, self.link.base) + 1, lane, failed, set(live), set(live) - {known})
+        hold = Hold(self._resumed.get(lane, self.link.base) + 1, lane, failed, set(live), set(live) - {known})
         hold.withdrawn.add(failed)
         self._holds[lane] = hold
         self.gate.shut("a hold")
@@ -425,13 +423,13 @@ class CallOrder:
         self.link.send(live, to_worker.Hold(hold.number, failed, cut, lane))
         return hold
 
-    def _lower(self, hold: _Hold, seq: int) -> None:
+    def _lower(self, hold: Hold, seq: int) -> None:
         """If this is an earlier call than the one that began the hold: nobody waits for anything from this one on."""
         if seq < hold.failed:
             hold.failed = seq
             self.link.send(self.link.live(), to_worker.Hold(hold.number, seq, False, hold.lane))
 
-    def _tell_root(self, hold: _Hold, call: PendingCall, error: ColocateError) -> None:
+    def _tell_root(self, hold: Hold, call: PendingCall, error: ColocateError) -> None:
         if hold.root is None or call.seq <= hold.failed:
             hold.root = error
         earlier = itertools.takewhile(lambda each: each.seq < call.seq, list(self.pending.values()))
@@ -440,7 +438,7 @@ class CallOrder:
         self._end(call, error)
         call._fail(error)
 
-    def _suspect(self, hold: _Hold, call: PendingCall, error: ColocateError) -> None:
+    def _suspect(self, hold: Hold, call: PendingCall, error: ColocateError) -> None:
         if hold.suspected is not None:
             if hold.suspected[0] is call and hold.suspected[1]._follows and not error._follows:
                 hold.suspected = call, error  # that says more
@@ -451,39 +449,18 @@ class CallOrder:
         self._timers.after(ALIVE_WITHIN_S, lambda: self._settle_suspicion(hold))
         self._check_suspicion(hold)
 
-    def _check_suspicion(self, hold: _Hold) -> None:
+    def _check_suspicion(self, hold: Hold) -> None:
         if not hold.silent and not hold.patient:
             self._settle_suspicion(hold)
 
-    def _settle_suspicion(self, hold: _Hold) -> None:
+    def _settle_suspicion(self, hold: Hold) -> None:
         """No better cause has come: the lost connection is what the caller is told."""
         with self.lock:
             if hold.suspected is not None and hold.root is None and not hold.suspected[0].done():
                 call, error = hold.suspected
                 self._tell_root(hold, call, call.poison() or error)
 
-    def _tell_left(self, hold: _Hold, slot: int, operations: to_worker.Operations) -> None:
-        """A rank begins no operation of a process group any more: those that aren't back mustn't wait for it."""
-        others = hold.waiting - {slot}
-        if others and (operations or hold.begun):
-            self.link.send(sorted(others), to_worker.Left(hold.number, slot, operations))
-
-    def _all_back(self, hold: _Hold) -> None:
-        """No rank runs anything: renew what is broken, and go on."""
-        if (diverged := hold.diverged_update()) is not None:
-            self.link.fail(diverged_error(self.link, *diverged, hold.cause()))
-            return
-        broken = hold.broken()
-        if not broken and not hold.in_backward_or_step:
-            self._resume(hold)
-            return
-        hold.waiting, hold.renews = set(self.link.live()), True
-        if hold.timer is not None:
-            hold.timer.cancel()
-        self._arm(hold, RENEWED_WITHIN_S)
-        self.link.send(sorted(hold.waiting), to_worker.DropGroups(hold.number, broken, hold.in_backward_or_step))
-
-    def _resume(self, hold: _Hold) -> None:
+    def _resume(self, hold: Hold) -> None:
         self._settle_suspicion(hold)
         if hold.suspected is not None:
             hold.later.append((*hold.suspected, True))
@@ -500,11 +477,11 @@ class CallOrder:
         if not self._holds:
             self.gate.open("a hold")
 
-    def _arm(self, hold: _Hold, seconds: float) -> None:
+    def _arm(self, hold: Hold, seconds: float) -> None:
         hold.armed = time.time()
         hold.timer = self._timers.after(seconds, lambda: self._overdue(hold))
 
-    def _overdue(self, hold: _Hold) -> None:
+    def _overdue(self, hold: Hold) -> None:
         with self.lock:
             if self._holds.get(hold.lane) is not hold:
                 return
@@ -520,11 +497,11 @@ class CallOrder:
                 return
         self.stacks.ask(stuck, lambda found: self._give_up(hold, stuck, found))
 
-    def _give_up(self, hold: _Hold, stuck: list[int], stacks: Stacks) -> None:
+    def _give_up(self, hold: Hold, stuck: list[int], stacks: Stacks) -> None:
         with self.lock:
             still = [slot for slot in stuck if slot in hold.waiting]
             if self._holds.get(hold.lane) is hold and still:
-                self.link.fail(hung_error(self.link, still[0], hold.renews, hold.cause(), stacks.of(still[0])))
+                self.link.fail(hung_error(self.link, still[0], hold.phase, hold.cause(), stacks.of(still[0])))
 
     # -- deadlines
 
@@ -557,7 +534,7 @@ class CallOrder:
             hold = self._holds.get(call.lane)
             if hold is None:
                 hold = self._begin_hold(call.seq, known=None, cut=True, lane=call.lane)
-            elif not hold.renews:  # else nothing runs, and what is on its way to be renewed isn't to be disturbed
+            elif hold.phase is None:  # else nothing runs, and what ranks do before they go on isn't to be disturbed
                 self._lower(hold, call.seq)
                 live = self.link.live()
                 self.link.send(live, to_worker.Unwanted(call.seq))
@@ -590,11 +567,11 @@ class CallOrder:
                 found[call.lane] = call
         return [*found.values()]
 
-    def _note_updates(self, slot: int, seq: int, updates: int) -> None:
-        """Note what a rank has done in a call that nobody waits for any more."""
-        for call in [call for hold in self._holds.values() for call in hold.failures]:
-            if call.seq == seq:
-                call.updates = {**call.updates, slot: updates}
+    def _tell_ended(self, slot: int, seq: int, told: Mapping[str, Any]) -> None:
+        """Tell features how a call has ended on a rank, also one that nobody waits for any more."""
+        failed = chain.from_iterable(hold.failures for hold in self._holds.values())
+        for call in filter(None, (self.pending.get(seq), *(each for each in failed if each.seq == seq))):
+            self.link.ended(call, slot, told)
 
     def _note_running(self, lane: str, calls: Iterable[PendingCall], busy: set[int]) -> None:
         """Note of calls, in their order, on which ranks they run as far as is known here, and since when.

@@ -69,6 +69,18 @@ class Link(Owned, abc.ABC):
         """Return seconds since a time (of time.time()) that no deadline counts: somebody had ranks stand still."""
 
     @abc.abstractmethod
+    def halted(self, hold: Any, slot: int, told: Mapping[str, Any], is_back: bool) -> None:
+        """Tell features that a rank begins nothing more in a hold (`OfGroup.halted`)."""
+
+    @abc.abstractmethod
+    def ended(self, call: PendingCall, slot: int, told: Mapping[str, Any]) -> None:
+        """Tell features how a call has ended on a rank (`OfGroup.ended`)."""
+
+    @abc.abstractmethod
+    def all_back(self, hold: Any) -> bool:
+        """Ask features whether ranks that are all back in a hold do something before they go on."""
+
+    @abc.abstractmethod
     def send(self, slots: Sequence[int], message: Message, body: Any = None) -> None:
         """Send one message to some workers."""
 
@@ -133,7 +145,7 @@ class PendingCall(Underway):
         sent: Bytes of its arguments, where somebody wants to know.
         raised: Of the spans' indices, those of ranks that have raised.
         left: Indices of those that ran it yet when it failed, and since when.
-        updates: Beginnings and ends of updates by slot, where there were any.
+        parts: What features have been told of it, by their names.
         received: Bytes that have come of it before its results.
         taken: What ranks have got of residents by index, where there was something and somebody wants to know.
         on_end: Called with the order's lock held, just before it is settled.
@@ -160,7 +172,7 @@ class PendingCall(Underway):
     failure: ColocateError | None = None
     raised: Sequence[int] = ()
     left: Sequence[tuple[int, float]] = ()
-    updates: Mapping[int, int] = MappingProxyType({})
+    parts: Mapping[str, Any] = MappingProxyType({})
     taken: Mapping[int, Sequence[Taken]] = MappingProxyType({})
     _places: dict[int, int] | None = None
 

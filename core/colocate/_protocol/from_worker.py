@@ -7,7 +7,6 @@ from typing import Any
 
 from colocate._protocol.message import Head, Message, message, read, values
 from colocate._protocol.taken import Taken
-from colocate._protocol.to_worker import Operations
 
 
 @message
@@ -27,7 +26,7 @@ class Done(Message):
         start: When it began, in seconds of `time.time()`.
         end: When it was over.
         size: Bytes and rows of a result that was kept; None of others.
-        updates: Beginnings and ends of updates of weights that it shares with other ranks.
+        parts: What features say of it, by their names (`OfWorker.finished`); None for nothing.
         taken: What it was given of residents, where somebody wants to know that.
     """
 
@@ -36,7 +35,7 @@ class Done(Message):
     start: float
     end: float
     size: tuple[int, int | None] | None
-    updates: int
+    parts: Mapping[str, Any] | None = None
     taken: Sequence[Taken] = ()
 
 
@@ -59,9 +58,7 @@ class Failed(Message):
 
     seq: int  # the call; 0 for the construction of the roles
     failure: Failure  # what it raised
-    operations: Operations  # how many it has begun on each process group; see `Left`
-    updates: int  # see `Done`
-    in_backward_or_step: bool  # whether it has begun some in this call, or has raised in a backward pass
+    parts: Mapping[str, Any]  # what features say, by their names (`OfWorker.halts`)
     start: float  # when it began, in seconds of `time.time()`
     end: float  # when it was over
     taken: Sequence[Taken] = ()  # see `Done`
@@ -93,28 +90,8 @@ class Held(Message):
 
     number: int  # the hold's
     begun: int  # the highest call that it has begun
-    operations: Operations  # how many it has begun on each process group; see `Left`
-    cut: Sequence[str]  # process groups that it has cut
+    parts: Mapping[str, Any]  # what features say, by their names (`OfWorker.back`)
     lane: str = ""  # see `Failed`
-
-
-@message
-class GroupsDropped(Message):
-    """Some process groups are dropped, and roles have been told. Body: what one of them raised, if it can be sent."""
-
-    number: int  # the hold's
-    holders: Sequence[str]  # groups that somebody still holds, by name
-    failure: Failure | None  # what a role's `renew` raised
-
-    def head(self) -> Head:
-        """Return what travels of it."""
-        return "GroupsDropped", self.number, self.holders, None if self.failure is None else values(self.failure)
-
-    @classmethod
-    def of(cls, *values: Any) -> GroupsDropped:
-        """As `Message.of`."""
-        number, holders, failure = values
-        return cls(number, holders, None if failure is None else Failure(*failure))
 
 
 @message

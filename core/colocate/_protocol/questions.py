@@ -60,5 +60,4 @@ class Meet(Message):
     rendezvous_key: str  # what they meet for
     members: int  # how many they are
     value: Any  # what this one brings; None for nothing
-    joins: bool  # whether those that don't come by themselves are told to (`Join`)
     refusal: str | None  # why this one can't come, which all of them are told

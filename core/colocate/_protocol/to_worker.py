@@ -16,9 +16,6 @@ Where: TypeAlias = "int | tuple[int, int, tuple[int, ...]] | None"
 Passed: TypeAlias = "tuple[int, int, str]"
 PASSED_BYTES = 1 << 20  # from here on it is passed on
 
-# How many operations were begun on each process group, and of how many ranks that is, by the group's name.
-Operations: TypeAlias = "Mapping[str, tuple[int, int]]"
-
 
 @message
 class Boot(Message):
@@ -51,9 +48,6 @@ class Build(Message):
 
     generation: int  # how often the group has been restarted
     slots: int  # how many slots the group has
-    default_group: bool  # whether torch's default process group is there before them
-    # Which slots lie on one node, in the environment that torchrun sets; None where nothing reads that
-    nodes: Sequence[int] | None
     collective_timeout: float  # how long an operation of a process group may take, in seconds
     given: Mapping[str, Any]  # what features say before there are roles, by feature (`OfGroup.gives`)
     parts: Mapping[str, Any]  # what features say of how they begin, by feature (`OfGroup.starts`)
@@ -129,31 +123,8 @@ class Hold(Message):
 
     number: int  # the hold's number; the highest one of the lane counts
     failed: int  # the call; 0 for the construction of the roles
-    cut: bool  # whether to cut the process groups, too
+    cut: bool  # whether to free those that wait for other ranks, too
     lane: str = ""  # the background role whose lane that is; "" for the main one
-
-
-@message
-class Left(Message):
-    """During a hold: a rank has failed, or is back, and begins no operation of a process group any more."""
-
-    number: int  # the hold's
-    slot: int  # the rank's
-    operations: Operations  # how many it had begun on each group, by the group's name, and of how many ranks that is
-
-
-@message
-class DropGroups(Message):
-    """All ranks are back, and some process groups are of no use any more: drop them; answered by `GroupsDropped`."""
-
-    number: int  # the hold's
-    names: Sequence[str]  # the groups'; none where only roles are to be told
-    everybody: bool  # all roles are told, not only those that have to do with these groups
-
-
-@message
-class Join(Message):
-    """Another slot needs the default process group: do this one's part in making it."""
 
 
 @message

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 import attrs
 
+from colocate import features
 from colocate._system.installed import pip_line
 from colocate._system.nearest import did_you_mean
 from colocate._values.mesh import Mesh, one_axis
@@ -35,10 +36,6 @@ class CallState:
     seq: int
     valid_rows: int | None = attrs.field(default=None, kw_only=True)
     cancelled: bool = attrs.field(default=False, kw_only=True)
-    step_events: int = attrs.field(default=0, init=False)  # beginnings and ends of updates of weights in it
-    shares: bool = attrs.field(default=False, init=False)  # whether they are of weights that ranks share
-    # What its role has begun of operations of process groups is this and what the worker's groups count.
-    before: int = attrs.field(default=0, init=False)
     # Its method, and how many calls of that came before it, before the checkpoint, too, that the role goes on from
     place: tuple[str, int] | None = attrs.field(default=None, init=False)
 
@@ -133,10 +130,9 @@ class Context:
     _reach: Callable[..., None] | None = attrs.field(default=None, alias="reach")
     slots: Sequence[int] = (0,)
     weights_version: int = 0
-    _starter: Callable[..., Child] | None = attrs.field(default=None, alias="starter")
     calls_before: int = 0
-    # What makes the process groups of a worker's roles, as the worker's `ProcessGroups` does; None outside any.
-    _groups: Any = attrs.field(default=None, alias="groups")
+    # Returns the worker's half of a feature; None outside any worker.
+    _part: Callable[[str], Any] | None = attrs.field(default=None, alias="part")
     _report: Callable[[Context, int, int | None], None] | None = attrs.field(default=None, alias="report")
     # The lanes of background roles, by role, as the worker's `Background` has them.
     _background: Mapping[str, Any] = attrs.field(factory=dict, alias="background")
@@ -396,9 +392,10 @@ class Context:
             SerializationError: The function can't be sent.
             ColocateError: This isn't a worker, or it can't be started.
         """
-        if self._starter is None:
+        if self._part is None:
             raise ColocateError("ctx.start needs a worker: spawn the role (colocate.spawn), on threads say")
-        return self._starter(self, program, name, ready, within, health, hung_after, env, python, cwd, port, fails)
+        given = program, name, ready, within, health, hung_after, env, python, cwd, port, fails
+        return cast("Child", self._part("children").start(self, *given))
 
     def process_group(self, axis: str | None = None) -> ProcessGroup:
         """A torch.distributed group of this role's ranks, or of those that share all other coordinates with this rank.
@@ -413,11 +410,7 @@ class Context:
         """
         need_torch("ctx.process_group()")
         self._refuse_groups("ctx.process_group()")
-        if self._groups is None:
-            from colocate._role.torch_groups import single_rank_group
-
-            return single_rank_group()
-        return cast("ProcessGroup", self._groups.get(self, axis))
+        return cast("ProcessGroup", self._groups().get(self, axis))
 
     def device_mesh(self, mesh: str | None = None) -> DeviceMesh:
         """The role's mesh as torch has them, with its named axes: for FSDP2, tensor parallelism, DTensor.
@@ -430,11 +423,7 @@ class Context:
         """
         need_torch("ctx.device_mesh()")
         self._refuse_groups("ctx.device_mesh()")
-        if self._groups is None:
-            from colocate._role.torch_groups import single_rank_mesh
-
-            return single_rank_mesh([*self.mesh.shape])
-        return cast("DeviceMesh", self._groups.mesh(self, mesh))
+        return cast("DeviceMesh", self._groups().mesh(self, mesh))
 
     def _refuse_groups(self, what: str) -> None:
         if self.role in self._background and self.world_size > 1:
@@ -448,11 +437,11 @@ class Context:
     def rendezvous(self) -> Rendezvous:
         """Where the slots of the group meet: a store of torch's (`TCPStore`), which slot 0 serves. Needs torch."""
         need_torch("ctx.rendezvous")
-        if self._groups is None:
-            from colocate._role.torch_groups import single_rank_store
+        return Rendezvous(*self._groups().rendezvous())
 
-            return Rendezvous(*single_rank_store())
-        return Rendezvous(*self._groups.rendezvous())
+    def _groups(self) -> Any:
+        """Return what makes its process groups, by the feature "process_groups"."""
+        return features.module("process_groups.alone") if self._part is None else self._part("process_groups").groups
 
     def progress(self, done: int, total: int | None = None) -> None:
         """Say how far a long method is; shown in hang reports and in the timeline."""

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+from colocate._calls.order import Hold
 from colocate._calls.pending import PendingCall
 from colocate._protocol.message import Message
 from colocate._role.method_spec import MethodSpec
@@ -97,6 +98,24 @@ class OfGroup:
     def drafted(self, drafts: Sequence[Any]) -> Sequence[Any]:
         """Return calls (`Draft`) that are about to be sent, with others before them. The order's lock is held."""
         return drafts
+
+    def ended(self, call: PendingCall, slot: int, plain: Any) -> None:
+        """Hear what a worker's half says as a call ends (`OfWorker.finished`, `halts`). The order's lock is held."""
+
+    # -- a hold, which follows when a call has failed. The order's lock is held
+
+    def halted(self, hold: Hold, slot: int, plain: Any, is_back: bool) -> None:
+        """Hear that a rank begins nothing more in a hold, and what its half says (`OfWorker.halts`, `back`), or None.
+
+        First as its call fails, if one does, and then as the rank `is_back`: it runs nothing any more.
+        """
+
+    def all_back(self, hold: Hold) -> bool:
+        """Have ranks that are all back do something before they go on (`CallOrder.begin_phase`); whether they do.
+
+        True also where it has failed the group.
+        """
+        return False
 
     # -- its workers, and what they say
 

@@ -243,8 +243,6 @@ class Questions:
         """
         with self._order.lock:
             meeting = self._meetings.setdefault(asked.rendezvous_key, _Meeting())
-            if asked.joins and not meeting.slots:
-                self._order.link.send([each for each in self._order.link.live() if each != slot], to_worker.Join())
             meeting.there.append(tell)
             meeting.slots.add(slot)
             meeting.refusal = meeting.refusal or asked.refusal

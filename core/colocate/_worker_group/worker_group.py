@@ -389,6 +389,22 @@ class WorkerGroup(Link):
         """The halves of features that are there now, by the names of these."""
         return self._parts.copy()
 
+    def halted(self, hold: Any, slot: int, told: Mapping[str, Any], is_back: bool) -> None:
+        """Tell features that a rank begins nothing more in a hold."""
+        for name in told:
+            self.part(name)
+        for name, part in self.parts.items():
+            part.halted(hold, slot, told.get(name), is_back)
+
+    def ended(self, call: PendingCall, slot: int, told: Mapping[str, Any]) -> None:
+        """Tell features how a call has ended on a rank."""
+        for name, plain in told.items():
+            self.part(name).ended(call, slot, plain)
+
+    def all_back(self, hold: Any) -> bool:
+        """Ask features whether ranks that are all back in a hold do something before they go on."""
+        return any(part.all_back(hold) for part in self.parts.values())
+
     def teller(self) -> Callable[[int, Message], None]:
         """Return what sends a message to one worker of this generation, if it runs."""
         workers = self.workforce.workers
@@ -438,8 +454,6 @@ class WorkerGroup(Link):
                 order.alive(slot, message)
             case from_worker.Held():
                 order.held(slot, message)
-            case from_worker.GroupsDropped():
-                order.renewed(slot, message, body)
             case from_worker.Stack():
                 order.stacks.answered(slot, message)
             case from_worker.CanWithdraw():

@@ -321,12 +321,9 @@ class Workforce:
                     self.built(worker.slot, worker_error(link, worker.slot, worker.pid, unlike))
         if not self._built:
             live = link.live()
-            nodes = [worker.boot.node for worker in self.workers]
             build = to_worker.Build(
                 link.generation,
                 len(self.workers),
-                declared.default_group,
-                [nodes.index(node) for node in nodes] if declared.torchrun else None,
                 link.services.collective_timeout,
                 *starts(),
                 declared.background,

@@ -26,6 +26,7 @@ class Feature(NamedTuple):
         calls: What its calls on whole workers say that they are.
         messages: The messages of its own, which are in the module `messages` of its folder.
         options: The options of roles (`RoleSpec`), groups, pools and runtimes that it is behind.
+        follows: Modules on whose import a worker's half of it is made, whoever imports them.
         alone: What answers for its methods (`MethodSpec.feature`) where an object isn't in a worker, likewise.
         breakpoints: Whether it answers `breakpoint()` in role code of worker processes.
     """
@@ -35,6 +36,7 @@ class Feature(NamedTuple):
     calls: tuple[str, ...] = ()
     messages: tuple[str, ...] = ()
     options: tuple[str, ...] = ()
+    follows: tuple[str, ...] = ()
     alone: str = ""
     breakpoints: bool = False
 
@@ -71,6 +73,13 @@ FEATURES = {
         "worker:RowsOfWorker",
         messages=("Row", "NoMoreRows", "ReadRows", "RowEnded"),
         alone="standalone:StandaloneRows",
+    ),
+    "process_groups": Feature(
+        "driver:GroupsOfGroup",
+        "worker:GroupsOfWorker",
+        messages=("Left", "DropGroups", "Join", "Joining", "GroupsDropped"),
+        options=("default_group",),
+        follows=("torch",),
     ),
     "kinds": Feature(),
     "looking": Feature(),
@@ -147,6 +156,11 @@ def of_breakpoints() -> str | None:
 def of_options(options: Any) -> list[str]:
     """Return the features behind the options that a role, a group, its pool or its runtime has."""
     return [_BY_OPTION[option] for option in _BY_OPTION if getattr(options, option, None)]
+
+
+def followers() -> list[str]:
+    """Return the features that follow modules which are there."""
+    return [name for name, feature in FEATURES.items() if not sys.modules.keys().isdisjoint(feature.follows)]
 
 
 def needed(name: str) -> Feature:

@@ -12,12 +12,12 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import attrs
 import psutil
 
 from colocate._owned.owned import Owned
-from colocate._role import torch_groups
 from colocate._signals.deferred import COURIER
 from colocate._system.lines import at
 from colocate._worker_group.worker_group import WorkerGroup
@@ -311,7 +311,8 @@ def _threads() -> Iterator[tuple[str, Thing]]:
 def _descriptors() -> Iterator[tuple[str, Thing]]:
     # Who has used a GPU has its descriptors to the end; pytest's capture changes the first three.
     others = {0, 1, 2, _tracker_has("_fd")}
-    lasting = torch_groups.lasting_descriptors()
+    groups: Any = sys.modules.get("colocate.features.process_groups.alone")  # else nobody has made any
+    lasting = () if groups is None else groups.lasting_descriptors()
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(FileNotFoundError):  # that of the listing itself
             number, target = int(name), os.readlink(f"/proc/self/fd/{name}")

@@ -14,7 +14,7 @@ from colocate.executor import Boot
 from colocate.worker.device import Device
 from colocate.worker.lane import BarrierWork, Lane, Work
 from colocate.worker.serving.scope import Scope
-from colocate.worker.torch_groups.settings import Setting
+from colocate.worker.settings import Setting
 
 
 class _Runner(Protocol):

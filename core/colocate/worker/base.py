@@ -20,7 +20,7 @@ from colocate.worker.lane import Lane
 from colocate.worker.residents.store import Store
 from colocate.worker.serving.role_instance import RoleInstance
 from colocate.worker.serving.scope import Scope
-from colocate.worker.torch_groups.settings import Setting
+from colocate.worker.settings import Setting
 
 Send: TypeAlias = Callable[[Any, Any], None]
 """Of a head, or within one process of the message itself, and the body."""
@@ -40,12 +40,16 @@ class Worker(abc.ABC):
         setting: What makes torch's settings.
         lane: Where role code runs, but for that of background roles.
         empty: The bytes that its process had before the first role; None where that is the driver's.
+        slots: How many slots its group has.
+        collective_timeout: Seconds that an operation of a process group may take.
         looking: Held by who looks at what roles hold beside the lane, and so keeps what a role lets go of.
         parts: The halves of features that are there, by the names of these.
     """
 
     lane: Lane
     empty: int | None = None
+    slots = 1
+    collective_timeout = 1800.0
     parts: Mapping[str, OfWorker] = MappingProxyType({})
 
     def __init__(self, boot: Boot, send: Send, in_process: bool) -> None:

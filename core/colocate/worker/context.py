@@ -28,7 +28,6 @@ from colocate.worker.hooks import OfWorker
 from colocate.worker.lane import Lane
 from colocate.worker.serving.definitions import Definitions
 from colocate.worker.serving.role_instance import RoleInstance
-from colocate.worker.torch_groups.groups import ProcessGroups
 
 
 class WorkerContext(Worker):
@@ -37,7 +36,6 @@ class WorkerContext(Worker):
     Attributes:
         codec: How values travel.
         instances: Its roles by name, as their contexts know each other.
-        groups: The process groups of its roles.
         definitions: What it and its driver know of each other's classes and functions.
         background: Those of their lanes, by role.
         peers: How it gets at other workers' residents.
@@ -54,6 +52,7 @@ class WorkerContext(Worker):
     ends: tuple[Callable[..., None], ...] = ()
     rans: tuple[Callable[..., None], ...] = ()
     blames: tuple[Callable[..., BaseException], ...] = ()
+    finishes: tuple[Callable[..., Any], ...] = ()
 
     def __init__(self, boot: Boot, codec: Codec, send: Send, in_process: bool) -> None:
         super().__init__(boot, send, in_process)
@@ -61,9 +60,7 @@ class WorkerContext(Worker):
         self._making = threading.RLock()  # held while a half of a feature is made
         self.background: dict[str, Background] = {}
         self.instances: dict[str, object] = {}
-        self.groups = ProcessGroups(self, in_process, boot.group, boot.slot, boot.host, boot.device, boot.ports)
         self.definitions = Definitions(self.ask, self.say, in_process)
-        self.scope.ends(self.groups.end_waits)
         self.scope.ends(self._end_peers)
 
     def part(self, name: str) -> OfWorker:
@@ -88,6 +85,7 @@ class WorkerContext(Worker):
         self.enters, self.leaves = self._own("enters"), self._own("leaves")
         self.begins, self.reaches = self._own("begins"), self._own("reached")
         self.ends, self.blames, self.rans = self._own("ended"), self._own("blamed"), self._own("ran")
+        self.finishes = self._own("finished")
 
     def _own(self, name: str) -> tuple[Callable[..., Any], ...]:
         """Return a method of all halves that override it."""
@@ -96,9 +94,19 @@ class WorkerContext(Worker):
 
     def blamed(self, error: BaseException, role: str | None, row: RowState | None = None) -> BaseException:
         """Return what is the cause of a failure in role code, as features know it."""
+        for name in features.followers():
+            self.part(name)
         for blames in self.blames:
             error = blames(error, role, row)
         return error
+
+    def told(self, says: Callable[[OfWorker], Any]) -> dict[str, Any]:
+        """Return what features say to their halves in the driver, by their names."""
+        return {name: plain for name, part in self.parts.items() if (plain := says(part)) is not None}
+
+    def is_consequence(self) -> bool:
+        """Return whether what fails on the main lane now may be the consequence of another rank's failure."""
+        return any(part.is_consequence() for part in self.parts.values())
 
     def left(self, seq: int) -> None:
         """Hear that a call is over, however it has ended."""
@@ -141,10 +149,6 @@ class WorkerContext(Worker):
         """Return who has how much memory, as a note to an error says it; by the feature "memory"."""
         found: str = self.part("memory").words()  # type: ignore[attr-defined]
         return found
-
-    def start_child(self, *args: Any) -> Any:
-        """See `Context.start`; by the feature "children"."""
-        return self.part("children").start(*args)  # type: ignore[attr-defined]
 
     def reach(self, asking: Context, name: str, tags: Sequence[str] = tuple(TAGS)) -> None:
         """Hear that role code with a context wants a role's object, with that of its memory: it is awake then.

@@ -18,6 +18,7 @@ from colocate.worker.lane import Work
 from colocate.worker.serving.role_instance import RoleInstance
 
 NO_SIZES: Mapping[str, Mapping[str, int]] = MappingProxyType({})
+NO_BYTES: Mapping[str, int] = MappingProxyType({})
 
 
 class OfWorker:
@@ -163,13 +164,46 @@ class OfWorker:
         """Return what `breakpoint()` does, as the last thing, in a frame of role code. On any thread of a process."""
         raise AssertionError(frame)
 
+    # -- what the driver hears of calls (`OfGroup.ended`, `halted`), as plain data; None for nothing
+
+    def finished(self, work: Work, role: RoleInstance) -> Mapping[str, Any] | None:
+        """Return what is told with a call that went well, under the feature's name. Asked only where overridden.
+
+        Raises:
+            ColocateError: It hasn't, as this feature knows.
+        """
+        return None
+
+    def halts(self, error: BaseException, work: Work | None) -> Any:
+        """Return what is told with a failure on the main lane; `work` is None for that of a constructor."""
+        return None
+
+    def back(self, hold: int) -> Any:
+        """Return what is told as the main lane runs nothing, in a hold. On the lane, where it may wait."""
+        return None
+
+    def is_consequence(self) -> bool:
+        """Return whether what fails on the main lane now may be the consequence of another rank's failure."""
+        return False
+
     # -- what ends them, on the receiving thread
+
+    def frees(self, waits: Callable[[], bool]) -> None:
+        """Free the main lane where it waits for other ranks, if it is so that it `waits`. On any thread."""
 
     def unwanted(self, seq: int) -> None:
         """Hear that nobody waits for a call any more."""
 
     def stops(self) -> None:
         """Hear that the group is about to close: nothing begins any more, and what runs has its grace."""
+
+    def settles(self) -> None:
+        """Wait, on the lane, until nothing writes what roles hold that their calls have begun.
+
+        Raises:
+            Consequence: A peer of that has failed.
+            ValueError: It isn't done in time.
+        """
 
     # -- looks, on any thread
 
@@ -188,7 +222,14 @@ class OfWorker:
         """Return the bytes that roles have outside of their process, by role and name."""
         return NO_SIZES
 
+    def of_device(self) -> Mapping[str, int]:
+        """Return bytes of the slot's device that no role's tensors are, by what they are for."""
+        return NO_BYTES
+
     # -- the worker
+
+    def came(self) -> None:
+        """Hear, in a process of its own, that a module is there which the feature follows (`Feature.follows`)."""
 
     def adopted(self) -> None:
         """Hear that another driver commands the worker from now on, which knows nothing of this feature's."""

@@ -52,8 +52,6 @@ class Work(CallState):
     rows: int | None = attrs.field(default=None, init=False)
     role: Any = attrs.field(default=None, init=False)  # the role's instance, as its worker has it
     on_drop: Callable[[], None] | None = attrs.field(default=None, init=False)
-    operations: int = attrs.field(default=0, init=False)  # of process groups that came before it
-    cuts: int = attrs.field(default=0, init=False)  # how often process groups had been cut before it
     given_up: bool = attrs.field(default=False, init=False)  # its await was cancelled here, for want of who waits
     allocated: int | None = attrs.field(default=None, init=False)  # see `Device.begin`
     bundles_seen: int = attrs.field(default=0, init=False)  # how many bundles of definitions came before it
@@ -167,6 +165,11 @@ class Lane:
         if own_thread:
             self.thread = Thread(target=self.run, name=name)
             self.thread.start()
+
+    @property
+    def last_hold(self) -> int:
+        """The last hold in which it was back."""
+        return self._order.reported
 
     def last(self) -> Work | None:
         """The last of the calls that run; from any thread."""

@@ -103,6 +103,7 @@ class LaneOrder(Generic[C]):
     Attributes:
         running: Those that run, by number.
         resumed: The last hold that is over: the same on all ranks for a call that all of them begin.
+        reported: The last hold in which it was back.
         resting: How many of those that run have stopped at a pause point.
         standing: How many of them only stand still for another lane.
     """
@@ -110,14 +111,14 @@ class LaneOrder(Generic[C]):
     def __init__(self, scope: Scope) -> None:
         """Begin with none. Args: scope: Which drivers' calls count, and whether the worker ends."""
         self.running: dict[int, C] = {}
-        self.resumed = self.resting = self.standing = 0
+        self.resumed = self.reported = self.resting = self.standing = 0
         self._paused: Pause | None = None
         self._told_rest = False
         # Of calls for which it stands still and that come before what a pause holds up, behind which call they come.
         self._places: dict[int, float] = {}
         self._scope = scope
         self._waiting: deque[C] = deque()
-        self._held = self._noted = self._reported = 0
+        self._held = self._noted = 0
         self._limits: dict[int, int] = {}  # by hold that isn't over: only calls before this one begin
         # By question, calls that may be withdrawn; by pause, of negative numbers here, the first that it holds up:
         # they and later ones wait.
@@ -162,7 +163,7 @@ class LaneOrder(Generic[C]):
     @property
     def is_plain(self) -> bool:
         """Whether the next call that comes is the next to begin, as nearly always: nothing waits or is held."""
-        return not (self._waiting or self._is_limited or self._reported < self._held)
+        return not (self._waiting or self._is_limited or self.reported < self._held)
 
     def next(self, overlapping: int) -> C | None:
         """Take the next of those that wait, if it may begin beside so many async ones that run."""
@@ -208,12 +209,12 @@ class LaneOrder(Generic[C]):
 
         It is when nothing runs, and nothing that came before the failed call waits; but for what a pause holds up.
         """
-        if overlapping > self._at_rest or self._reported >= self._held or self._noted < self._held:
+        if overlapping > self._at_rest or self.reported >= self._held or self._noted < self._held:
             return None
         first = self._waiting[0] if self._waiting else None
         if first is not None and self._place(first) < self._limit_of_holds and not self._is_paused(first):
             return None
-        self._reported = self._held
+        self.reported = self._held
         return self._held, self._begun
 
     @property
@@ -292,7 +293,7 @@ class LaneOrder(Generic[C]):
         self._paused = None
         self._places.clear()
         self._held, self._noted = max(self._held, base), max(self._noted, base)
-        self.resumed, self._reported = max(self.resumed, base), max(self._reported, base)
+        self.resumed, self.reported = max(self.resumed, base), max(self.reported, base)
         self._drop(frozenset(call.seq for call in self._waiting if call.seq <= base))
 
     def _drop(self, withdrawn: frozenset[int]) -> None:

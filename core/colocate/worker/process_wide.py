@@ -23,7 +23,7 @@ import attrs
 from colocate._role.context import derive_seed
 from colocate._system.imported import imported
 from colocate.gpus import in_use, number_of
-from colocate.worker.torch_groups.switches import Switches
+from colocate.worker.switches import Switches
 
 
 @attrs.define(eq=False)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -14,7 +13,6 @@ from colocate._protocol import from_worker, questions, to_worker
 from colocate._protocol.consequence import Consequence, PutBack
 from colocate._protocol.taken import summed
 from colocate._protocol.uses import Resolver
-from colocate._role import torch_books
 from colocate._role.context import reset_current, running_call, set_current
 from colocate._role.method_spec import MethodSpec
 from colocate._system.room import private_bytes
@@ -35,7 +33,7 @@ from colocate.worker.serving import failure
 from colocate.worker.serving.build import GROUP_WIDE_CALLS, RoleBuild, construct
 from colocate.worker.serving.role_instance import RoleInstance
 from colocate.worker.serving.signal_handlers import calls_role_code, put_off, raise_put_off
-from colocate.worker.torch_groups.settings import OwnSettings, Steps, own_block
+from colocate.worker.settings import OwnSettings, Steps, own_block
 
 
 class Runner:
@@ -56,12 +54,9 @@ class Runner:
         lane = worker_context if background is None else background
         self._lane, self._device, self._setting = lane.lane, lane.device, lane.setting
         self._background, self._is_main = background, background is None
-        # All groups of a process are counted together, and background roles have none.
-        self._counts = self._is_main and not worker_context.in_process
         # In a process of its own the main lane's thread is the main one, which is never the framework's.
         has_thread = worker_context.in_process or not self._is_main
         self._role_code, self._awaited_code = RoleCode(has_thread), RoleCode(has_thread=False)
-        self._has_default = False  # whether a role wants the default group to be there, though it may never ask for it
 
     def build(self, work: Work) -> bool:
         """Construct this slot's roles, and restore them if that is asked for; whether it went well."""
@@ -73,11 +68,6 @@ class Runner:
             worker_context.definitions.compare_modules()
             for name, plain in message.given.items():
                 worker_context.part(name).given(plain)
-            self._has_default = message.default_group
-            if message.default_group:
-                worker_context.groups.have_default()
-            if message.nodes is not None:
-                os.environ.update(worker_context.groups.torchrun_environment(message.nodes))
         except Exception as error:  # of torch, say, which can't make the default group
             self._failed(0, None, None, error)
             return False
@@ -115,7 +105,7 @@ class Runner:
                     return False
         if not worker_context.in_process:
             tell_imports()
-        worker_context.say(from_worker.Done(0, None, start, time.time(), None, 0))
+        worker_context.say(from_worker.Done(0, None, start, time.time(), None))
         return True
 
     def call(self, work: Work) -> Any:
@@ -135,9 +125,6 @@ class Runner:
         role.ctx.last_call = work
         role.ctx.count(work, call.method)
         role.drawn = call.seq, None if role.ctx._generator is None else role.ctx._generator.get_state()
-        if self._counts:
-            work.operations, work.cuts = torch_books.count(), worker_context.groups.cuts
-        work.before = role.operations - work.operations
         try:
             if worker_context.enters:
                 for enters in worker_context.enters:
@@ -174,7 +161,6 @@ class Runner:
         except BaseException as error:  # whatever role code raises is the caller's to see, SystemExit included
             worker_context.left(call.seq)
             worker_context.peers.given_back(work.seq, work.label)
-            role.operations = max(role.operations, work.before + self._count())
             self._failed(call.seq, call.keep, role.name, error, work)
             work.forget()
             return False
@@ -182,31 +168,6 @@ class Runner:
             running_call.reset(tokens[1])
             reset_current(tokens[0])
         return True
-
-    def renew(self, message: to_worker.DropGroups) -> None:
-        """Drop process groups that are of no use, and tell the roles that have to do with them, or all."""
-        worker_context = self._worker_context
-        if message.names:
-            worker_context.groups.drop(message.names)
-        told, body = None, None
-        name: str | None = None
-        try:
-            if self._has_default:
-                worker_context.groups.have_default()
-            for role in list(worker_context.roles.values()):
-                name = role.name
-                if name in worker_context.background:  # it has none, and may be amid a call
-                    continue
-                if name is not None and (message.everybody or worker_context.groups.concerns(message.names, name)):
-                    with worker_context.awake(role, "process groups were dropped"), self._role_code:
-                        role.renew()
-                        worker_context.device.end(f"{name}.renew")
-        except BaseException as error:
-            told, body = failure.failed(error, worker_context.codec, worker_context.definitions, name, False)
-        holders = worker_context.groups.holders()
-        if told is None and not holders:
-            worker_context.groups.renewed()
-        worker_context.say(from_worker.GroupsDropped(message.number, holders, told), body)
 
     def close(self) -> None:
         """Have roles of the lane end what they have begun, the last first: by a method `close`, if they have it.
@@ -265,7 +226,6 @@ class Runner:
         except BaseException as error:
             self._worker_context.left(call.seq)
             self._worker_context.peers.given_back(work.seq, work.label)
-            role.operations = max(role.operations, work.before + self._count())
             self._failed(call.seq, call.keep, role.name, error, work)
             return False
         finally:
@@ -333,14 +293,10 @@ class Runner:
                     self._check_writes(work, role, resolver)
                 if worker_context.rans:
                     worker_context.ran(role.name, label, None if call.keep is None else {label: result})
-            operations = torch_books.count() if self._counts else 0
-            valid, step_events = work.valid_rows, _updates(work, operations) if self._counts else 0
-            if operations != work.operations:
-                role.operations = max(role.operations, work.before + operations)
-                if worker_context.groups.cuts != work.cuts:
-                    raise Consequence(
-                        f"process groups were cut while {label} used them: what it has got of them isn't true"
-                    )
+            told = None
+            for finished in worker_context.finishes:
+                if (plain := finished(work, role)) is not None:
+                    told = {**(told or {}), **plain}
             taken = summed(work.taken) if work.taken else ()
             body = None if result is None or call.keep is not None else worker_context.packed(result, label)
             if put_off and self._is_main and not is_of_worker:  # of which each has done all that it does, or nothing
@@ -348,8 +304,8 @@ class Runner:
             kept = None
             if call.keep is not None:
                 rows = rows_to_join(result, spec, role.ctx)
-                kept = worker_context.store.put(call.keep, result, label, valid, rows), rows
-            done = from_worker.Done(call.seq, valid, start, time.time(), kept, step_events, taken)
+                kept = worker_context.store.put(call.keep, result, label, work.valid_rows, rows), rows
+            done = from_worker.Done(call.seq, work.valid_rows, start, time.time(), kept, told, taken)
             if not spec.is_async:
                 self._lane.ends_soon()
             if body is None:
@@ -414,28 +370,16 @@ class Runner:
             with suppress(RoleError, MemoryError, CapabilityError):
                 failure.note(error, worker_context.who_has_what())
         self._lane.waits()
-        begun, operations = self._count(), worker_context.groups.operations() if self._is_main else {}
-        step_events = _updates(work, begun) if work is not None and self._counts else 0
-        # Models of one rank only are in the middle of a step, too, though it has begun nothing that anybody counts.
-        in_backward_or_step = (
-            self._is_main
-            and work is not None
-            and (begun != work.operations or (torch_books.are_any() and failure.is_in_backward(error)))
-        )
-        given_up = work is not None and work.given_up
-        secondary = (
-            given_up or isinstance(error, Consequence) or (self._is_main and worker_context.groups.lost_a_peer())
-        )
+        parts = worker_context.told(lambda part: part.halts(error, work)) if self._is_main else {}
+        secondary = isinstance(error, Consequence) or (work is not None and work.given_up)
+        secondary = secondary or (self._is_main and worker_context.is_consequence())
         told, body = failure.failed(error, worker_context.codec, worker_context.definitions, role, secondary)
         if not worker_context.scope.let_go(seq):  # otherwise nobody would lead the hold that follows
             taken = summed(work.taken) if work is not None and work.taken else ()
             end = time.time()
             start = end if work is None else work.began
             lane = "" if self._is_main or role is None else role
-            worker_context.say(
-                from_worker.Failed(seq, told, operations, step_events, in_backward_or_step, start, end, taken, lane),
-                body,
-            )
+            worker_context.say(from_worker.Failed(seq, told, parts, start, end, taken, lane), body)
         if keep is not None:  # who uses it fails of that in turn, and is to be heard of later than this
             worker_context.store.fail(keep, f"{told.type}: {told.text}")
         # Not before it is told: what the device has to do may wait for other ranks, which hear of it by that.
@@ -444,17 +388,8 @@ class Runner:
         elif work is not None:  # it may have written before it failed, of which no other call is to be told
             self._writes(work, role)
 
-    def _count(self) -> int:
-        """How many operations of process groups this lane has begun."""
-        return self._worker_context.groups.count() if self._is_main else 0
-
 
 _CURE = "a role method changes neither its arguments nor what it has returned: clone it first"
-
-
-def _updates(work: Work, operations: int) -> int:
-    """Beginnings and ends of updates in a call, of weights that the ranks share."""
-    return work.step_events if work.shares or operations != work.operations else 0
 
 
 def _written(label: str, maker: str, key: int) -> RoleError:

@@ -71,7 +71,7 @@ class DebuggingOfWorker(OfWorker):
     def _follows(self, error: BaseException) -> bool:
         """Whether an error comes of what another rank has met, or of the end, and there is nothing to see."""
         given_up = self._context.why_not() is not None or isinstance(error, Consequence | bdb.BdbQuit)
-        return given_up or self._goes_on() or self._context.groups.lost_a_peer()
+        return given_up or self._goes_on() or self._context.is_consequence()
 
     # -- on the receiving thread
 

@@ -14,7 +14,6 @@ import attrs
 
 from colocate._devices.cuda_driver import beside_captures
 from colocate._protocol.ledger import Purpose
-from colocate._role import torch_books
 from colocate._role.budget import NO_BUDGETS, Budgets, Limit
 from colocate._system.numbers import size_text
 from colocate._system.room import private_bytes
@@ -25,6 +24,7 @@ from colocate.features.memory.vmm import absent
 from colocate.gpus import in_use
 from colocate.worker.base import Worker, beside, named
 from colocate.worker.holdings import Holdings, Storages, gradients_of, held_by, lie_in, search
+from colocate.worker.hooks import OfWorker
 from colocate.worker.serving.failure import LOOKING
 from colocate.worker.serving.role_instance import RoleInstance
 
@@ -121,7 +121,7 @@ class Accounts:
             {name: kept for name in leaves if (kept := asleep.kept_awake(name))},
             tuple(partly),
             self._process(),
-            _gpu(worker_context.boot.device, worker_context.in_process),
+            _gpu(worker_context.boot.device, worker_context.in_process, worker_context.parts.values()),
             None if worker_context.device.peaks is None else dict(worker_context.device.peaks),
             shares.children,
             self._of_features(),
@@ -390,7 +390,7 @@ def _once(held: Mapping[str, Holdings]) -> dict[int, int]:
     return counted
 
 
-def _gpu(device: str, in_process: bool = False) -> dict[str, int] | None:
+def _gpu(device: str, in_process: bool = False, parts: Iterable[OfWorker] = ()) -> dict[str, int] | None:
     module = in_use(device)
     if module is None:
         return None
@@ -404,8 +404,9 @@ def _gpu(device: str, in_process: bool = False) -> dict[str, int] | None:
     if in_process:  # then those of other slots are there, too
         return found
     with LOOKING:
-        of_groups = torch_books.nbytes()
-    return found if of_groups is None else {**found, "nccl": of_groups}
+        for part in parts:
+            found.update(part.of_device())
+    return found
 
 
 class Gradients:

@@ -41,7 +41,6 @@ from colocate.worker.holdings import (
 )
 from colocate.worker.serving.failure import is_out_of_memory
 from colocate.worker.serving.role_instance import RoleInstance
-from colocate.worker.torch_groups.waits import finish_works
 
 _SMALL = 4096  # bytes of the host's memory, of a role on a GPU
 _PINNED = "pinned: the device uses it by itself"
@@ -669,7 +668,7 @@ class Sleeper:
         assert call is not None
         try:
             rendezvous_key = f"sleep {call.seq} {self._worker_context.lane.resumed}"
-            self._worker_context.ask(questions.Meet(rendezvous_key, members, None, False, refusal))
+            self._worker_context.ask(questions.Meet(rendezvous_key, members, None, refusal))
         except Consequence as error:
             raise PutBack(error.message) from error
         except ColocateError as error:
@@ -685,7 +684,8 @@ class Sleeper:
         only: RestorePlan | None = None,
     ) -> tuple[EvictionPlan, Mapping[Key, Any]]:
         """Return what of a role is to sleep, and its copies where it goes."""
-        finish_works()
+        for part in self._worker_context.parts.values():
+            part.settles()
         new = [tag for tag in tags if tag not in self.asleep.tags(name)]
         if new:  # first: where memory was that it frees, somebody else's may be afterwards
             role.call_hook("sleep", tuple(new))

@@ -15,15 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from colocate._role.torch_books import known_as
-from colocate._role.torch_works import METHODS
+from colocate.features import FEATURES
 from colocate.features.profiling.messages import Meeting
 from colocate.worker.serving.signal_handlers import waits_for_role_code
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Work
-
-_METHODS = (*METHODS, "barrier")
 
 
 @attrs.define(eq=False)
@@ -42,13 +39,18 @@ class Collectives:
     _works: weakref.WeakKeyDictionary[Work, Meeting] = attrs.field(factory=weakref.WeakKeyDictionary, init=False)
     _undo: list[Callable[[], object]] = attrs.field(factory=list, init=False)
     _thread: int = attrs.field(factory=threading.get_ident, init=False)
+    _known_as: Callable[[Any], str] = attrs.field(default=str, init=False)  # names a group, on all its ranks alike
 
     def begin(self) -> None:
         """From now on, note them."""
         from torch import distributed
 
-        if distributed.is_available():
-            for name in _METHODS:
+        if distributed.is_available() and "process_groups" in FEATURES:
+            from colocate.features.process_groups.books import known_as
+            from colocate.features.process_groups.works import METHODS
+
+            self._known_as = known_as
+            for name in (*METHODS, "barrier"):
                 if hasattr(distributed.ProcessGroup, name):
                     self._replace(distributed.ProcessGroup, name, self._begun(name))
             self._replace(distributed.Work, "wait", self._waited)
@@ -85,7 +87,7 @@ class Collectives:
         """Return what numbers an operation: its group, and of one between two ranks those two."""
         found = self._names.get(group)
         if found is None:
-            found = self._names[group] = known_as(group)
+            found = self._names[group] = self._known_as(group)
         if name not in ("send", "recv"):
             return found
         here, there = int(group.rank()), int(args[1])

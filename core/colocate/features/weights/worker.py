@@ -547,7 +547,7 @@ class WeightsOfWorker(OfWorker):
         call = running_call.get()
         assert call is not None
         rendezvous_key = f"weights {call.seq} {self._worker_context.lane.resumed}{what}"
-        return self._worker_context.ask(questions.Meet(rendezvous_key, members, value, False, None))
+        return self._worker_context.ask(questions.Meet(rendezvous_key, members, value, None))
 
 
 def _idle(target: RoleInstance) -> Synced:

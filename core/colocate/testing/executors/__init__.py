@@ -35,8 +35,6 @@ from colocate.testing.executors.numbers import RandomNumbers
 from colocate.testing.executors.order import Failures, Order
 from colocate.testing.executors.ownership import Borrows, Ownership
 from colocate.testing.executors.placement import Placement, Ports
-from colocate.testing.executors.process_groups import CutProcessGroups, ProcessGroups
-from colocate.testing.executors.renewals import Renewals
 from colocate.testing.executors.residents import KeptFailures, Residents
 from colocate.testing.executors.restarting import Restarting
 from colocate.testing.executors.sharing import Sharing, SharingDetached
@@ -87,9 +85,6 @@ class ExecutorSuite(
     Placement,
     Sharing,
     SharingDetached,
-    ProcessGroups,
-    CutProcessGroups,
-    Renewals,
     Drivers,
     Endings,
     Detaching,
@@ -130,7 +125,6 @@ __all__ = [
     "Closing",
     "Contexts",
     "Converging",
-    "CutProcessGroups",
     "Deaths",
     "Definitions",
     "Detaching",
@@ -156,9 +150,7 @@ __all__ = [
     "Placement",
     "Ports",
     "Printing",
-    "ProcessGroups",
     "RandomNumbers",
-    "Renewals",
     "Residents",
     "Restarting",
     "Serialization",

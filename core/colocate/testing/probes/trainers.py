@@ -20,6 +20,7 @@ else:
 Kind = Literal["none", "ddp", "ddp in the default group", "fsdp2", "tp", "fsdp1", "ddp in its own group", "own mesh"]
 Where = Literal["before", "forward", "backward", "after", "update"]
 FEATURES, ROWS, RATE = 8, 8, 0.05
+STEPS = 4
 EVERYWHERE = -1
 """In place of the rank that fails: all of them."""
 
@@ -49,6 +50,21 @@ def batch(number: int) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(number)
     x = torch.randn(ROWS, FEATURES, generator=generator)
     return x, x.sum(dim=1, keepdim=True).sin()
+
+
+def alone() -> tuple[list[float], dict[str, Any]]:
+    """The losses and weights of the model trained in one process."""
+    net = make_model()
+    optimizer = torch.optim.Adam(net.parameters(), lr=RATE)
+    losses = []
+    for number in range(STEPS):
+        optimizer.zero_grad()
+        x, y = batch(number)
+        loss = ((net(x) - y) ** 2).mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses, {name: value.detach().numpy() for name, value in net.named_parameters()}
 
 
 class Failure(Exception):

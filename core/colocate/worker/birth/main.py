@@ -27,14 +27,14 @@ from colocate._system.room import private_bytes
 from colocate._system.threads import Thread
 from colocate._values.codec import BY_VALUE
 from colocate.executor import Boot
-from colocate.features import of_breakpoints
+from colocate.features import followers, of_breakpoints
+from colocate.worker.birth.first_imports import when_imported
 from colocate.worker.birth.template import renew
 from colocate.worker.residents.peers import ChannelPeers
 from colocate.worker.serving.host import WorkerHost
 from colocate.worker.serving.output import label_output, show_logs
 from colocate.worker.serving.service import Service, given
 from colocate.worker.serving.signal_handlers import guard, leave
-from colocate.worker.torch_groups.hooks import count_updates, when_imported
 
 SPAWNED = "colocate.worker.birth.spawned"
 """What multiprocessing has for `__main__` in processes that roles spawn."""
@@ -133,8 +133,8 @@ def start(boot: Boot, service: Service, lane: wire.SocketLane, on_end: Callable[
     def look_at_torch() -> None:
         if not host.roles:  # else what they hold is there already
             host.empty = private_bytes()
-        host.groups.watch_collectives()
-        count_updates(host.lane.last, host.groups.count)
+        for name in followers():
+            host.part(name).came()
         look_at_numbers()
 
     turns = wire.Turns(lane)

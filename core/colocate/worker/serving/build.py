@@ -116,9 +116,8 @@ def context_in(
         siblings=worker_context.instances,
         reach=worker_context.reach,
         slots=slots,
-        groups=worker_context.groups,
+        part=worker_context.part,
         report=worker_context.report,
-        starter=worker_context.start_child,
         background=worker_context.background,
     )
 
@@ -174,7 +173,7 @@ def construct(build: RoleBuild, worker_context: WorkerContext) -> RoleInstance:
 def hosted_functions(worker_context: WorkerContext, slots: int, seed: int, feature: str) -> RoleInstance:
     """Make what calls of a feature on whole workers run in: every slot of the group is a rank."""
     boot = worker_context.boot
-    generation = worker_context.groups.default.generation
+    generation = boot.generation
     ctx = context_in(worker_context, None, range(slots), one_axis(slots), boot.group, seed, generation)
     setting, own = worker_context.setting, own_of(seed, boot.group, None, boot.slot, generation)
     part = worker_context.part(feature)

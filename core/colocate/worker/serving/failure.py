@@ -16,7 +16,6 @@ from typing import Any
 
 from colocate._protocol.consequence import OWN_WORDS, Consequence
 from colocate._protocol.from_worker import Failure
-from colocate._role import torch_groups
 from colocate._role.context import current
 from colocate._system.imported import imported
 from colocate._system.jobs import message_of
@@ -69,7 +68,7 @@ def failed(
     ctx = current()
     apart = _IN_BACKGROUND if ctx is not None and ctx.role in ctx._background else _ON_THREADS
     thread = apart if needs_main and not on_main else None
-    for hint in (imports.hint_for(error), torch_groups.hint_for(error), thread):
+    for hint in (imports.hint_for(error), thread):
         if hint is not None:
             note(error, hint)
     may_be_ours = isinstance(error, Consequence) or unmade is not None
@@ -184,19 +183,3 @@ _NO_MEMORY = (
     "CUBLAS_STATUS_ALLOC_FAILED",
     "CUDNN_STATUS_ALLOC_FAILED",
 )
-
-
-def is_in_backward(error: BaseException) -> bool:
-    """Whether an error, or what it comes from, was raised in a backward pass of torch's.
-
-    DDP counts there which gradients it has seen: until it has all of them, it takes up no other step.
-    """
-    each: BaseException | None = error
-    seen: set[int] = set()
-    while each is not None and id(each) not in seen:
-        seen.add(id(each))
-        frames = (frame for frame, _ in traceback.walk_tb(each.__traceback__))
-        if any(frame.f_globals.get("__name__") == "torch.autograd.graph" for frame in frames):
-            return True
-        each = each.__cause__ or each.__context__
-    return False

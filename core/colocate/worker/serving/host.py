@@ -122,10 +122,7 @@ class WorkerHost(WorkerContext):
             case to_worker.Define() as message:
                 self.definitions.arrived(message, body)
             case to_worker.Build() as message:
-                # Not on the lane: another slot's may be faster, and have this one join in making the default group.
-                default = self.groups.default
-                default.slots, default.generation = message.slots, message.generation
-                default.timeout_s = message.collective_timeout
+                self.slots, self.collective_timeout = message.slots, message.collective_timeout
                 for name in message.background:
                     found = Background(name, self.boot, self.scope, partial(self._stopped, name), self._lane_broken)
                     found.runner = Runner(self, self.broken, found)
@@ -138,16 +135,8 @@ class WorkerHost(WorkerContext):
                 self._named(hold.lane).hold(hold.number, hold.failed)
                 what = "a call" if hold.failed else "the constructor of a role on another rank"
                 self.scope.end(hold.failed, f"{what} of group {self.boot.group!r} has failed", hold.lane)
-                if hold.cut and not hold.lane:  # an earlier call goes on; background roles have no process groups
-                    self.groups.cut(lambda: any(running >= hold.failed for running in list(self.lane.running)))
-            case to_worker.Left() as left:
-                self.groups.left(left.number, left.slot, left.operations)
-            case to_worker.DropGroups() as message:
-                self.scope.resume()  # all are back: what waits from now on is a role's `renew`
-                self.groups.about_to_drop(message.names)
-                self.lane.do(partial(self._runner.renew, message))
-            case to_worker.Join():
-                self.groups.default.asked_to_join()
+                if hold.cut and not hold.lane:  # an earlier call goes on
+                    self.frees(lambda: any(running >= hold.failed for running in list(self.lane.running)))
             case to_worker.Resume() as resume:
                 self.scope.resume(resume.lane)
                 for role in list(self.roles.values()):
@@ -261,14 +250,18 @@ class WorkerHost(WorkerContext):
             self._stands.notify_all()
 
     def _stopped(self, role: str, number: int, begun: int) -> None:
-        """Hear on the lane of a background role, which has no process groups, that it is back."""
-        self.say(from_worker.Held(number, begun, {}, (), role))
+        """Hear on the lane of a background role that it is back."""
+        self.say(from_worker.Held(number, begun, {}, role))
+
+    def frees(self, waits: Callable[[], bool]) -> None:
+        """Free the main lane where it waits for other ranks, if it is so that it `waits`."""
+        for part in self.parts.values():
+            part.frees(waits)
 
     def close(self, reason: str) -> None:
         """End the lane after what runs now; `on_end` follows. What waits for other workers is told the reason."""
         self.scope.close(reason)
         self.store.close()
-        self.groups.ending()
         for lane in self.lanes:
             lane.close()
         self._transfer.soon(self._end)
@@ -287,7 +280,7 @@ class WorkerHost(WorkerContext):
 
         Its process groups aren't cut yet. A step that all ranks are in ends by itself. Of one that some of them drop,
         the others wait in vain, which the next driver's hold ends; to cut them amid a transfer would have gloo forget
-        who waits for that (`torch_groups.waits`), and in a backward pass nothing else frees them.
+        who waits for that (`features/process_groups/waits.py`), and in a backward pass nothing else frees them.
         """
         self.scope.renew(base)
         self.definitions.renew()
@@ -320,7 +313,6 @@ class WorkerHost(WorkerContext):
             lane.join()
         for part in self.parts.values():
             part.close()
-        self.groups.close()
         for thread in (self._transfer, self._snapshots):
             thread.close(0.0)
         if not self.in_process:
@@ -339,7 +331,7 @@ class WorkerHost(WorkerContext):
     # -- on the lane
 
     def _held(self, number: int, begun: int) -> None:
-        self.say(from_worker.Held(number, begun, *self.groups.back(number)))
+        self.say(from_worker.Held(number, begun, self.told(lambda part: part.back(number))))
 
     # -- on the transfer thread
 

@@ -17,7 +17,7 @@ from colocate._system.imported import imported
 from colocate.worker.process_wide import Own
 from colocate.worker.serving.over import wait_until_over
 from colocate.worker.serving.signal_handlers import calls_role_code
-from colocate.worker.torch_groups.settings import Setting, Settings
+from colocate.worker.settings import Setting, Settings
 
 T = TypeVar("T")
 _log = logging.getLogger("colocate")
@@ -38,8 +38,6 @@ class RoleInstance:
     parts: dict[str, Any] = attrs.field(factory=dict, init=False)  # what features keep of it, by their names
     # whether its process is the driver's, and others have roles of it, until somebody was told that it seeds for all
     shares_numbers: bool = attrs.field(default=False, init=False)
-    # how many operations of process groups it has begun in the calls that have ended
-    operations: int = attrs.field(default=0, init=False)
     # its methods by name, each with what errors and stacks call it
     routes: Mapping[str, tuple[MethodSpec, str]] = attrs.field(init=False)
     # its last call, and where its random numbers were when that began; None for their beginning
@@ -59,10 +57,6 @@ class RoleInstance:
             generator.manual_seed(self.ctx.seed)
         else:
             generator.set_state(state)
-
-    def renew(self) -> None:
-        """Have it do without the process groups of before: it has a method `renew` for that, or keeps none."""
-        self.call_hook("renew")
 
     def call_hook(self, name: str, *args: Any) -> None:
         """Call what its class has for a purpose of colocate's, if it has it."""

@@ -149,7 +149,7 @@ class Service:
         # By then what it had begun has had its time to end by itself: what still runs of it waits no longer.
         self.event_loop.later(
             STEP_ENDS_WITHIN_S,
-            partial(host.groups.cut, lambda: any(0 < seq <= base for seq in list(host.lane.running))),
+            lambda: host.frees(lambda: any(0 < seq <= base for seq in list(host.lane.running))),
         )
 
     def _at_the_door(self) -> None:

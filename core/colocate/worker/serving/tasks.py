@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from types import CoroutineType, FrameType, GeneratorType
 from typing import Any
 
-from colocate.worker.torch_groups.settings import Steps, own_block
+from colocate.worker.settings import Steps, own_block
 
 _OWN = "colocate"  # names the lane's own tasks
 _ASYNCIOS_LEAST = 5  # threads of a loop that nobody has told how many

@@ -22,10 +22,9 @@ from colocate.errors import (
 )
 from colocate.executor import OwnProcess
 from colocate.testing.executors._base import ExecutorCase, Spawn, needs, needs_feature, of_executor
-from colocate.testing.executors.renewals import alone
 from colocate.testing.gate import Gate
 from colocate.testing.probes.sleepers import Dozing, Sharing, digest_of
-from colocate.testing.probes.trainers import Renewing
+from colocate.testing.probes.trainers import Renewing, alone
 from colocate.testing.probes.unfinished import Accumulating, Hooked, Unfinished
 from colocate.testing.waiting import PATIENCE_S, wait_until
 
@@ -329,6 +328,7 @@ class SleepingBeside(Dozers):
         assert actor.asleep() == [["weights", "grads", "optimizer", "cache"]] * 2
         assert actor.digest() == digest
 
+    @needs_feature("process_groups")
     def test_sleep_of_a_model_in_shards(self, spawn: Spawn) -> None:
         """By FSDP2: each rank's shards are its own, and count so; training goes on."""
         pytest.importorskip("torch")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 
-from colocate._protocol.to_worker import Operations
+from colocate.features.process_groups.messages import Operations
 
 
 class Usable:
@@ -18,8 +18,9 @@ class Usable:
         cuts: The groups that it has cut, or dropped, and that its roles haven't gone on without yet.
     """
 
-    def __init__(self) -> None:
-        self.epoch = 0
+    def __init__(self, epoch: int = 0) -> None:
+        """Begin where other ranks are. Args: epoch: A hold in which this rank was back without any groups."""
+        self.epoch = epoch
         self._gone: dict[int, Operations] = {}
         self.cuts: set[str] = set()
 

@@ -20,10 +20,10 @@ from contextlib import suppress
 from typing import Any
 
 from colocate._protocol.consequence import Consequence
-from colocate._role import torch_works
 from colocate._system.deadline import Deadline
 from colocate._system.limits import COLLECTIVE_PATIENCE_S, WORKS_DONE_WITHIN_S
 from colocate._system.threads import Thread
+from colocate.features.process_groups import works
 from colocate.worker.serving.signal_handlers import waits_for_role_code
 
 _SLICE = datetime.timedelta(milliseconds=20)
@@ -49,7 +49,7 @@ def guard(hopeless: Callable[[], str | None]) -> None:
 def _guarded(original: Callable[..., bool]) -> Callable[..., bool]:
     @waits_for_role_code
     def wait(work: Any, timeout: datetime.timedelta | None = None) -> bool:
-        if not torch_works.is_collective(work):
+        if not works.is_collective(work):
             transferring.append(None)
             try:
                 return original(work) if timeout is None else original(work, timeout)
@@ -84,8 +84,8 @@ def finish_works() -> None:
         Consequence: A peer of one has failed.
         ValueError: One isn't done in time, or can only be waited for by whoever has begun it.
     """
-    for work in torch_works.pending():
-        if torch_works.is_collective(work):
+    for work in works.pending():
+        if works.is_collective(work):
             with suppress(RuntimeError):
                 work.wait(datetime.timedelta(seconds=WORKS_DONE_WITHIN_S))
         if not work.is_completed():

@@ -18,8 +18,8 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from colocate._role.gloo_devices import Device, on_a_device
 from colocate._system.threads import Thread
+from colocate.features.process_groups.gloo_devices import Device, on_a_device
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from colocate._role import torch_books
+from colocate.features.process_groups import books
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Work
@@ -55,7 +55,7 @@ def pending() -> list[Work]:
 
     In a group that was cut nothing is written any more.
     """
-    groups = {id(group) for group in torch_books.all_groups().values()} if _begun else ()
+    groups = {id(group) for group in books.all_groups().values()} if _begun else ()
     found = []
     for begun in list(_begun.values()):
         work, group = begun.work(), begun.group()

@@ -17,19 +17,16 @@ from colocate.testing.executors._base import ExecutorCase, Spawn, needs, needs_f
 from colocate.testing.gate import Gate
 from colocate.testing.probes.trainers import (
     EVERYWHERE,
-    RATE,
+    STEPS,
     Broken,
     Kind,
     Rebuilding,
     Renewing,
     Trainer,
     Where,
-    batch,
-    make_model,
+    alone,
 )
 from colocate.testing.waiting import PATIENCE_S
-
-_STEPS = 4
 
 NOT_RENEWED: dict[Kind, str] = {
     "fsdp1": r"FullyShardedDataParallel can't be renewed: .* \(FSDP1\) .* by torch\.distributed\.fsdp\.fully_shard",
@@ -37,23 +34,6 @@ NOT_RENEWED: dict[Kind, str] = {
     "own mesh": r"mesh DeviceMesh\(.*\) lies on .* '\d+', which was cut, .* or a mesh of ctx\.device_mesh",
 }
 """What says that a model can't be renewed, by how it is shared."""
-
-
-def alone() -> tuple[list[float], dict[str, Any]]:
-    """The losses and weights of the model trained in one process."""
-    import torch
-
-    net = make_model()
-    optimizer = torch.optim.Adam(net.parameters(), lr=RATE)
-    losses = []
-    for number in range(_STEPS):
-        optimizer.zero_grad()
-        x, y = batch(number)
-        loss = ((net(x) - y) ** 2).mean()
-        loss.backward()
-        optimizer.step()
-        losses.append(float(loss.detach()))
-    return losses, {name: value.detach().numpy() for name, value in net.named_parameters()}
 
 
 def rarely(*values: Any) -> list[Any]:
@@ -82,7 +62,7 @@ class Renewals(ExecutorCase):
         trainer = group.role("trainer", Renewing)
         before = trainer.identities()
         losses = []
-        for number in range(_STEPS):
+        for number in range(STEPS):
             if number in failures:
                 failing, where = failures[number]
                 with Gate() as gate:  # a rank that hasn't begun the step when it fails would have no part in it
@@ -101,7 +81,7 @@ class Renewals(ExecutorCase):
             for name, value in weights.items():
                 np.testing.assert_allclose(found[name], value, rtol=1e-3, atol=1e-5)
         assert trainer.identities() == before
-        assert trainer.updates() == [(len(failures), {_STEPS})] * 2
+        assert trainer.updates() == [(len(failures), {STEPS})] * 2
 
     @needs(OwnProcess)
     @pytest.mark.parametrize("kind", [*rarely("ddp", "ddp in the default group", "tp"), "fsdp2"])
@@ -136,7 +116,7 @@ class Renewals(ExecutorCase):
         with pytest.raises(GroupRestarted, match="no common state"):
             trainer.step(2)
         assert group.wait_ready(PATIENCE_S) == 2
-        losses += [sum(trainer.step(number)) / 2 for number in range(2, _STEPS)]
+        losses += [sum(trainer.step(number)) / 2 for number in range(2, STEPS)]
         assert losses == pytest.approx(alone()[0], rel=1e-4)
 
     @needs(OwnProcess)
@@ -179,7 +159,7 @@ class Renewals(ExecutorCase):
         role = colocate.role(Rebuilding, kind, device=device, torch_is_known=torch_is_known).on(default_group=True)
         trainer = spawn({"trainer": role}).role("trainer", Rebuilding)
         losses = []
-        for number in range(_STEPS):
+        for number in range(STEPS):
             if number in (1, 3):
                 self._fail_amid(trainer, number)
             losses.append(sum(trainer.step(number)) / 2)
@@ -188,7 +168,7 @@ class Renewals(ExecutorCase):
         for found in trainer.weights():
             for name, value in weights.items():
                 np.testing.assert_allclose(found[name], value, rtol=1e-3, atol=1e-5)
-        assert trainer.updates() == [(2, {_STEPS})] * 2
+        assert trainer.updates() == [(2, {STEPS})] * 2
         assert trainer.made_anew() == [2, 2]
 
     def _fail_amid(self, trainer: Any, number: int) -> None:

@@ -1,7 +1,7 @@
 """Process groups that are being made, and the lane where it waits for one.
 
 A lane that is called back leaves, but its rank isn't back before what it has left is there, on all ranks, or is known
-never to be (`torch_meetings`): who comes next finds nothing half made, and nothing that will be there later.
+never to be (`meetings`): who comes next finds nothing half made, and nothing that will be there later.
 
 Torch's default group over the slots of a group, in which the groups of all roles lie, is made when the first role asks
 for any of them, by all slots at once, off their lanes: also by those whose roles don't ask.
@@ -20,15 +20,16 @@ import attrs
 
 from colocate._protocol.consequence import Consequence, Unmade
 from colocate._protocol.questions import Meet
-from colocate._role import torch_books, torch_groups
-from colocate._role.torch_groups import Plan
-from colocate._role.torch_meetings import NotMade, all_make, can_not, withdraw
 from colocate._system.jobs import error_text, message_of
 from colocate._system.limits import GROUPS_CONNECT_WITHIN_S
 from colocate._system.threads import Thread
 from colocate.errors import ColocateError, ConfigError
+from colocate.features.process_groups import books, torch_groups
+from colocate.features.process_groups.meetings import NotMade, all_make, can_not, withdraw
+from colocate.features.process_groups.messages import Joining
+from colocate.features.process_groups.torch_groups import Plan
+from colocate.features.process_groups.waits import destroy_later
 from colocate.worker.base import Worker
-from colocate.worker.torch_groups.waits import destroy_later
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -258,34 +259,19 @@ class DefaultGroup:
 
     Attributes:
         name: What torch calls it.
-        slots: How many it has.
-        generation: How often the colocated group has been restarted.
-        timeout_s: How long an operation may take.
     """
 
-    def __init__(
-        self,
-        worker: Worker,
-        making: Making,
-        group: str,
-        slot: int,
-        host: str,
-        device: str,
-        ports: tuple[int, int] | None = None,
-    ) -> None:
-        """Make none yet; `host` is where the other slots reach this machine, and `ports` where its store may listen."""
+    def __init__(self, worker: Worker, making: Making) -> None:
+        """Make none yet."""
         self._worker, self._making = worker, making
-        self._group, self._slot, self._host, self._ports, self._device = group, slot, host, ports, device
-        self.name = f"{group}/default"
+        self._group, self._slot = worker.boot.group, worker.boot.slot
+        self.name = f"{self._group}/default"
         self._lock = threading.Lock()
         self._now: _Default | None = None
         self._former: _Default | None = None  # of before it was renewed, whose store goes on
         self._doomed = False  # it will be dropped as soon as the lane comes to it
         self._joins_after_that = False
         self._epoch = 0
-        self.slots = 1
-        self.generation = 0
-        self.timeout_s = 1800.0
 
     def have(self) -> None:
         """Have it made, unless it is there."""
@@ -315,7 +301,7 @@ class DefaultGroup:
         now = self._now
         assert now is not None
         if now.address is None:  # that of a single slot needs no store
-            now.store, now.address = torch_groups.serve_store(self._host, self._ports)
+            now.store, now.address = torch_groups.serve_store(self._worker.boot.host, self._worker.boot.ports)
         return now.address
 
     def _join(self, asked: int | None) -> _Default:
@@ -331,7 +317,7 @@ class DefaultGroup:
             default = self._now = _Default(self._board(), asked)
             if former is not None:
                 default.address, default.store = former.address, former.store
-        if self.slots == 1:
+        if self._worker.slots == 1:
             self._make(default, former)
             return default
         try:
@@ -373,16 +359,17 @@ class DefaultGroup:
             self.asked_to_join()
 
     def _board(self) -> str:
-        return f"{self._group}/{self.generation}/{self._epoch}/default"
+        return f"{self._group}/{self._worker.boot.generation}/{self._epoch}/default"
 
     def _make(self, default: _Default, former: _Default | None) -> None:
         rendezvous_key = default.rendezvous_key
-        plan = Plan(self.name, rendezvous_key, range(self.slots), self._slot, True, False, self._device, self.timeout_s)
-        store, have_met = None, self.slots == 1
+        slots, device, timeout_s = range(self._worker.slots), self._worker.boot.device, self._worker.collective_timeout
+        plan = Plan(self.name, rendezvous_key, slots, self._slot, True, False, device, timeout_s)
+        store, have_met = None, self._worker.slots == 1
         try:
             if former is not None:
                 former.made.exception()  # it is over
-                destroy_later(torch_books.forget(self.name))
+                destroy_later(books.forget(self.name))
             import torch.distributed as dist  # only who asks for a group has torch
 
             if dist.is_initialized():
@@ -395,17 +382,17 @@ class DefaultGroup:
             if not have_met:
                 default.address = self._meet(default)
                 have_met = True
-                store = torch_groups.connect_store(default.address, self.timeout_s)
+                store = torch_groups.connect_store(default.address, timeout_s)
             with self._making.half_made(self.name):
                 plan.make(store)
         except BaseException as error:
             with self._lock:
                 # Whoever asks next tries again, where the others can't have gone on meanwhile.
-                if self._now is default and (self.slots == 1 or not have_met or isinstance(error, Consequence)):
+                if self._now is default and (self._worker.slots == 1 or not have_met or isinstance(error, Consequence)):
                     self._now, self._former = None, default
             default.made.set_exception(error)
             # Not before: a slot that is told fails, and with that this one would be called back.
-            if self.slots > 1 and not isinstance(error, Consequence | NotMade):  # the others would wait for it
+            if self._worker.slots > 1 and not isinstance(error, Consequence | NotMade):  # the others would wait for it
                 self._refuse(rendezvous_key, error)
             if store is not None:
                 can_not(store, rendezvous_key)
@@ -415,10 +402,11 @@ class DefaultGroup:
     def _meet(self, default: _Default) -> tuple[str, int]:
         """Wait until all slots are about to make it; where the store is through which they do."""
         if self._slot == 0 and default.address is None:
-            default.store, default.address = torch_groups.serve_store(self._host, self._ports)
+            default.store, default.address = torch_groups.serve_store(self._worker.boot.host, self._worker.boot.ports)
         mine = default.address if self._slot == 0 else None
         try:
-            host, port = self._worker.ask(Meet(default.rendezvous_key, self.slots, mine, True, None), apart=True)
+            self._worker.say(Joining(default.rendezvous_key))
+            host, port = self._worker.ask(Meet(default.rendezvous_key, self._worker.slots, mine, None), apart=True)
         except Consequence:
             raise
         except ColocateError as error:  # a slot that can't take part
@@ -428,4 +416,5 @@ class DefaultGroup:
     def _refuse(self, rendezvous_key: str, error: BaseException) -> None:
         """Tell the other slots why this one can't take part. It isn't waited for: there is no answer but that."""
         why = f"slot {self._slot} can't take part in the default group: {message_of(error)}"
-        self._worker.tell(Meet(rendezvous_key, self.slots, None, True, why))
+        self._worker.say(Joining(rendezvous_key))
+        self._worker.tell(Meet(rendezvous_key, self._worker.slots, None, why))

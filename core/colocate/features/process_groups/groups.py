@@ -18,20 +18,20 @@ import weakref
 from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
-from colocate._protocol.to_worker import Operations
-from colocate._role import torch_books, torch_groups, torch_works
 from colocate._role.context import Context
-from colocate._role.torch_groups import Plan
 from colocate._system.limits import GROUPS_CLOSE_WITHIN_S, LOOKS_AT_GROUPS_EVERY_S
 from colocate._system.nearest import did_you_mean
 from colocate._system.threads import Thread
 from colocate.errors import CapabilityError, ConfigError
+from colocate.features.process_groups import books, torch_groups, works
+from colocate.features.process_groups.making import DefaultGroup, Made, Making, Together
+from colocate.features.process_groups.messages import Operations
+from colocate.features.process_groups.torch_groups import Plan
+from colocate.features.process_groups.usable import Usable
+from colocate.features.process_groups.waits import destroy_later, guard, transferring
 from colocate.gpus import backend_for, number_of
 from colocate.worker.base import Worker
 from colocate.worker.serving.failure import LOOKING
-from colocate.worker.torch_groups.making import DefaultGroup, Made, Making, Together
-from colocate.worker.torch_groups.usable import Usable
-from colocate.worker.torch_groups.waits import destroy_later, guard, transferring
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -46,29 +46,20 @@ class ProcessGroups:
         cuts: How often one was cut.
     """
 
-    def __init__(
-        self,
-        worker: Worker,
-        in_process: bool,
-        group: str,
-        slot: int = 0,
-        host: str = "127.0.0.1",
-        device: str = "cpu",
-        ports: tuple[int, int] | None = None,
-    ) -> None:
-        """Make none yet. `in_process`: the workers are threads of one, which torch can give no groups of their own."""
-        self._worker = worker
-        self._in_process = in_process
-        self._group, self._slot, self._device = group, slot, device
+    def __init__(self, worker: Worker) -> None:
+        """Make none yet. Where workers are threads of one process, torch can give them no groups of their own."""
+        boot = worker.boot
+        self._worker, self._in_process = worker, worker.in_process
+        self._group, self._slot, self._device = boot.group, boot.slot, boot.device
         self._making = Making(worker)
         self.end_waits = self._making.end_waits
-        self.default = DefaultGroup(worker, self._making, group, slot, host, device, ports)
+        self.default = DefaultGroup(worker, self._making)
         self._lock = threading.Lock()
         self._made: dict[str, Made] = {}
         self._asked: dict[tuple[str | None, str | None], None] = {}  # by role and axis, in order
         self._meshes: dict[tuple[str | None, str], DeviceMesh] = {}
         self._former_meshes: dict[tuple[str | None, str], weakref.ref[DeviceMesh]] = {}
-        self._usable = Usable()
+        self._usable = Usable(worker.lane.last_hold)
         self._watching: threading.Event | None = None
         self._dropped: list[tuple[weakref.ref[ProcessGroup], str]] = []
         self._left: list[Any] = []  # the backends of these
@@ -76,8 +67,8 @@ class ProcessGroups:
 
     def watch_collectives(self) -> None:
         """Know all groups of this process and what is done on them, whoever makes them. Torch is there."""
-        torch_books.record()
-        torch_works.record()
+        books.record()
+        works.record()
         torch_groups.take_up()
         if backend_for(self._device) is None:
             guard(self._hopeless)
@@ -94,11 +85,9 @@ class ProcessGroups:
             self._asked[ctx.role, axis] = None
             if not self._in_process:
                 self.default.have()
-            rendezvous_key = f"{ctx.group}/{self.default.generation}/{self._usable.epoch}/{name}"
-            whole = f"{ctx.group}/{name}"
-            plan = Plan(
-                whole, rendezvous_key, slots, index, False, not self._in_process, self._device, self.default.timeout_s
-            )
+            rendezvous_key = f"{ctx.group}/{ctx.generation}/{self._usable.epoch}/{name}"
+            whole, timeout_s = f"{ctx.group}/{name}", self._worker.collective_timeout
+            plan = Plan(whole, rendezvous_key, slots, index, False, not self._in_process, self._device, timeout_s)
             if len(slots) == 1:
                 self._made[name] = Made(plan.make(torch_groups.hash_store()))
             else:
@@ -126,7 +115,7 @@ class ProcessGroups:
         if found is None:
             self.have_default()
             if not self._in_process:
-                torch_books.tell_apart()
+                books.tell_apart()
             prefix = f"{which}." if which else ""
             axes = tuple(place.shape)
             groups = [self.get(ctx, prefix + axis) for axis in axes]
@@ -135,7 +124,7 @@ class ProcessGroups:
             # one would be equal to it, so that tensors on the new one would become tensors on the former.
             reference = self._former_meshes.pop((ctx.role, which), None)
             former = None if reference is None else reference()
-            if former is not None and torch_books.point(former, groups):
+            if former is not None and books.point(former, groups):
                 found = former
             else:
                 found = DeviceMesh.from_group(
@@ -172,7 +161,7 @@ class ProcessGroups:
             "LOCAL_RANK": str(local_rank),
             "LOCAL_WORLD_SIZE": str(len(here)),
             "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is served already
-            "TORCHELASTIC_RESTART_COUNT": str(self.default.generation),
+            "TORCHELASTIC_RESTART_COUNT": str(self._worker.boot.generation),
         }
 
     def have_default(self) -> None:
@@ -184,7 +173,7 @@ class ProcessGroups:
 
     def count(self) -> int:
         """How many operations this rank has begun on all groups; a role that changes that shares something."""
-        return 0 if self._in_process else torch_books.count()
+        return 0 if self._in_process else books.count()
 
     # -- after a failure
 
@@ -195,7 +184,7 @@ class ProcessGroups:
         # A group that this call hasn't asked for may have been cut by a call that has nothing to do with it.
         seq, made = self._worker.asking(), dict(self._made)
         names = [name for name, each in made.items() if each.asked == seq] or [*made]
-        return reason if torch_books.lost_a_peer(f"{self._group}/{name}" for name in names) else None
+        return reason if books.lost_a_peer(f"{self._group}/{name}" for name in names) else None
 
     def lost_a_peer(self) -> bool:
         """Whether a peer has left, or died: then this rank's failure is only a consequence.
@@ -203,14 +192,14 @@ class ProcessGroups:
         All were there to make a group that couldn't be made; or the other end of a connection is gone.
         """
         fails = self._making.failed_in == self._worker.asking() or bool(self._usable.cuts)
-        return fails or torch_books.lost_a_peer(self.operations())
+        return fails or books.lost_a_peer(self.operations())
 
     def operations(self) -> Operations:
         """Return how many operations this rank has begun on each of its groups, whoever has made them."""
         if self._in_process:  # those of several ranks aren't this worker's
             return {}
         with LOOKING:
-            found, unfinished = torch_books.operations(), self._making.unfinished()
+            found, unfinished = books.operations(), self._making.unfinished()
             return {name: told for name, told in found.items() if name not in unfinished}
 
     def left(self, hold: int, slot: int, operations: Operations) -> None:
@@ -218,7 +207,7 @@ class ProcessGroups:
         with self._lock:
             if not self._usable.left(hold, slot, operations):
                 return
-            over, begins = self._watching, self._watching is None and torch_books.are_any()
+            over, begins = self._watching, self._watching is None and books.are_any()
             if over is None:
                 over = threading.Event()
             if begins:
@@ -235,11 +224,11 @@ class ProcessGroups:
     def _free_those_that_wait(self) -> None:
         """Cut the groups on which this rank has begun more operations than can end: some ranks begin none any more."""
         with LOOKING:  # until it is done: who drops groups, and makes others of the same names, waits for that
-            begun, sent = torch_books.operations(), torch_books.with_transfers() if transferring else ()
+            begun, sent = books.operations(), books.with_transfers() if transferring else ()
             with self._lock:
-                vain = self._usable.vain(begun, torch_books.members)
+                vain = self._usable.vain(begun, books.members)
                 # Transfers nobody counts: with whom isn't known either.
-                vain.update(name for name in sent if self._usable.shares(torch_books.members(name)))
+                vain.update(name for name in sent if self._usable.shares(books.members(name)))
             self._cut_those(vain - self._usable.cuts - self._making.unfinished())
 
     def cut(self, waits: Callable[[], bool] = lambda: True) -> None:
@@ -257,7 +246,7 @@ class ProcessGroups:
         with self._lock:
             self._usable.cuts.update(names)
         self.cuts += len(names)
-        return torch_books.cut(names)
+        return books.cut(names)
 
     def back(self, hold: int) -> tuple[Operations, list[str]]:
         """This rank runs nothing: how many operations it has begun, and which groups it has cut. On the lane."""
@@ -286,16 +275,16 @@ class ProcessGroups:
             pass
         whole = self.default.name in names
         if whole:  # with which torch forgets all others
-            names = [*torch_books.all_groups()]
-        if (rest := torch_books.cut(names)) is not None:  # what still runs on a device ends
+            names = [*books.all_groups()]
+        if (rest := books.cut(names)) is not None:  # what still runs on a device ends
             rest.join()
         self._former_meshes.update({key: weakref.ref(mesh) for key, mesh in self._meshes.items()})
         self._meshes.clear()
         for name in names:
             self._made.pop(name.removeprefix(f"{self._group}/"), None)
-            if (found := torch_books.reference(name)) is not None:
+            if (found := books.reference(name)) is not None:
                 self._dropped.append((found, name))
-            self._left += torch_books.forget(name)
+            self._left += books.forget(name)
         with self._lock:
             self._usable.cuts.update(names)  # until the roles have gone on: who comes after this driver asks again
         self.default.dropped(self._usable.epoch if whole else None)
@@ -328,17 +317,17 @@ class ProcessGroups:
         names = [f"{self._group}/{name}" for name in self._made]
         self._made.clear()
         if self._in_process:
-            left = [backend for name in names for backend in torch_books.forget(name)]
+            left = [backend for name in names for backend in books.forget(name)]
             left += self.default.unshare()
         else:
             # Also those that nobody has used: with NCCL the last reference to one that wasn't cut would do it.
             with LOOKING:
-                rest = self._cut_those(torch_books.all_groups())
+                rest = self._cut_those(books.all_groups())
             if rest is not None:
                 rest.join(GROUPS_CLOSE_WITHIN_S)
                 if rest.is_alive():  # NCCL takes a second for each, and for ever where a kernel doesn't end: so would
                     return  # torch, and the process's end does it as well
-            left = torch_books.forget_all()
+            left = books.forget_all()
         destroy_later(left, GROUPS_CLOSE_WITHIN_S)
 
 

@@ -6,33 +6,28 @@ import contextlib
 import datetime
 import functools
 import inspect
-import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import attrs
 
 from colocate import wire
-from colocate._role.torch_books import forget
-from colocate._role.torch_meetings import NotMade, all_have
 from colocate._system.jobs import message_of
 from colocate._system.limits import GROUPS_CONNECT_WITHIN_S
 from colocate.errors import ConfigError
+from colocate.features.process_groups.books import forget
+from colocate.features.process_groups.meetings import NotMade, all_have
 from colocate.gpus import backend_for
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-    from torch.distributed.device_mesh import DeviceMesh
 
 _CONNECT_TIMEOUT = datetime.timedelta(seconds=GROUPS_CONNECT_WITHIN_S)
 _splits_lock = threading.Lock()
 _unsplit: list[None] = []  # threads that make groups
 _bound: list[Any] = []  # the default group's device, meanwhile
-_alone_lock = threading.Lock()
-_alone: list[ProcessGroup] = []
-_lasting: set[tuple[int, str]] = set()
-_stores: list[tuple[Any, tuple[str, int]]] = []
+_sharers_lock = threading.Lock()
 _SHARED = "colocate/default"
 _sharers: set[int] = set()
 
@@ -165,60 +160,6 @@ def hash_store() -> Any:
     return dist.HashStore()  # type: ignore[attr-defined]
 
 
-def single_rank_group() -> ProcessGroup:
-    """A group of this process alone, shared by all role objects outside any worker."""
-    with _alone_lock:
-        if not _alone:
-            with _to_the_end():
-                _alone.append(Plan("colocate/alone", "", [0], 0, False, False, "cpu", 60.0).make(hash_store()))
-        return _alone[0]
-
-
-def lasting_descriptors() -> frozenset[tuple[int, str]]:
-    """Descriptors of what role objects outside any worker share, and their files: the process has them to its end."""
-    return frozenset(_lasting)
-
-
-@contextlib.contextmanager
-def _to_the_end() -> Iterator[None]:
-    """Note which descriptors the block opens: they stay, whoever was first to need them."""
-    before = _descriptors()
-    yield
-    _lasting.update(_descriptors() - before)
-
-
-def _descriptors() -> set[tuple[int, str]]:
-    found: set[tuple[int, str]] = set()
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(FileNotFoundError):  # that of the listing
-            found.add((int(name), os.readlink(f"/proc/self/fd/{name}")))
-    return found
-
-
-def single_rank_mesh(axes: Sequence[str]) -> DeviceMesh:
-    """A mesh of this process alone."""
-    import torch
-    from torch.distributed.device_mesh import DeviceMesh
-
-    with _to_the_end():
-        share_default(_alone)  # never given back: it is the whole process's
-    return DeviceMesh.from_group(
-        [single_rank_group()] * len(axes),
-        "cpu",
-        mesh=torch.zeros([1] * len(axes), dtype=torch.int),
-        mesh_dim_names=(*axes,),
-    )
-
-
-def single_rank_store() -> tuple[str, int]:
-    """Where a store of this process alone listens."""
-    with _alone_lock:
-        if not _stores:
-            with _to_the_end():
-                _stores.append(serve_store(wire.LOOPBACK))
-        return _stores[0][1]
-
-
 # -- the default group
 
 
@@ -230,7 +171,7 @@ def share_default(owner: object) -> None:
     """
     import torch.distributed as dist
 
-    with _alone_lock:
+    with _sharers_lock:
         if not dist.is_initialized():
             Plan(_SHARED, "", [0], 0, True, False, "cpu", 60.0).make(hash_store())
         elif dist.get_world_size() > 1:
@@ -243,7 +184,7 @@ def share_default(owner: object) -> None:
 
 def unshare_default(owner: object) -> list[Any]:
     """One less needs it: who is the last has it forgotten, if it was made for this. See `forget`."""
-    with _alone_lock:
+    with _sharers_lock:
         _sharers.discard(id(owner))
         return [] if _sharers else forget(_SHARED)
 

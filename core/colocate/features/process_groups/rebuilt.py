@@ -15,8 +15,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from colocate._role import torch_books
 from colocate.errors import ConfigError
+from colocate.features.process_groups import books
 
 M = TypeVar("M", bound=nn.Module)
 _LruCache = type(functools.cache(lambda: None))
@@ -53,7 +53,7 @@ def rebuilt(former: M, optimizer: torch.optim.Optimizer | None, rebuild: Callabl
     for name, each in fresh.named_modules():
         each.training = modes.get(name, each.training)
     for mesh in {id(old.device_mesh): old.device_mesh for old in before.values() if isinstance(old, DTensor)}.values():
-        torch_books.let_go(mesh)
+        books.let_go(mesh)
     if optimizer is None:
         return fresh
     for group in optimizer.param_groups:

@@ -1,4 +1,4 @@
-"""What a worker does when torch or NumPy comes, once, whoever imports it, and not before; what it has torch tell it.
+"""What a worker does when torch or NumPy comes, once, whoever imports it, and not before.
 
 Two threads of a worker may need it first: the lane, for a role, and the one that makes the default process group.
 While one of them is in `import torch`, `import torch.distributed` doesn't wait for that in the other: Python locks each
@@ -11,12 +11,9 @@ import builtins
 import importlib
 import sys
 import threading
-import weakref
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any
-
-from colocate._role.context import CallState, running_call
 
 
 def when_imported(acts: Mapping[str, Callable[[], object]]) -> None:
@@ -67,35 +64,3 @@ def _is_there(name: str) -> bool:
     """Whether a module is imported, and not just being so."""
     module = sys.modules.get(name)
     return module is not None and not getattr(module.__spec__, "_initializing", False)
-
-
-def count_updates(last: Callable[[], CallState | None], operations: Callable[[], int]) -> None:
-    """Count in each call, from now on, how many updates of weights it has made.
-
-    That tells whether ranks which share a model still have one state. Torch tells before and after each step of any
-    optimizer. Both are counted, so that who fails within one is seen as that: its number is odd. The weights are shared
-    where the role has begun operations of process groups since the optimizer's last step, in this call or in earlier
-    ones: gradients may be made by one method and used by another.
-
-    Args:
-        last: The call that a thread works for which has none of its own.
-        operations: How many operations of process groups this process has begun.
-    """
-    from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-
-    begun: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # by the role, at the last step
-
-    def before(optimizer: Any, *_: Any) -> None:
-        call = running_call.get() or last()
-        if call is not None:
-            call.step_events += 1
-            call.shares = call.shares or call.before + operations() != begun.get(optimizer, 0)
-
-    def after(optimizer: Any, *_: Any) -> None:
-        call = running_call.get() or last()
-        if call is not None:
-            call.step_events += 1
-            begun[optimizer] = call.before + operations()
-
-    register_optimizer_step_pre_hook(before)
-    register_optimizer_step_post_hook(after)

@@ -1,0 +1,81 @@
+"""Process groups of role objects outside any worker: of this process alone, with the names of a worker's `groups`."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from colocate import wire
+from colocate._role.context import Context
+from colocate.features.process_groups.torch_groups import Plan, hash_store, serve_store, share_default
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+_lock = threading.Lock()
+_alone: list[ProcessGroup] = []
+_lasting: set[tuple[int, str]] = set()
+_stores: list[tuple[Any, tuple[str, int]]] = []
+
+
+def get(ctx: Context, axis: str | None) -> ProcessGroup:
+    """See `Context.process_group`: the group is shared by all such objects."""
+    with _lock:
+        if not _alone:
+            with _to_the_end():
+                _alone.append(Plan("colocate/alone", "", [0], 0, False, False, "cpu", 60.0).make(hash_store()))
+        return _alone[0]
+
+
+def lasting_descriptors() -> frozenset[tuple[int, str]]:
+    """Descriptors of what role objects outside any worker share, and their files: the process has them to its end."""
+    return frozenset(_lasting)
+
+
+@contextlib.contextmanager
+def _to_the_end() -> Iterator[None]:
+    """Note which descriptors the block opens: they stay, whoever was first to need them."""
+    before = _descriptors()
+    yield
+    _lasting.update(_descriptors() - before)
+
+
+def _descriptors() -> set[tuple[int, str]]:
+    found: set[tuple[int, str]] = set()
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # that of the listing
+            found.add((int(name), os.readlink(f"/proc/self/fd/{name}")))
+    return found
+
+
+def mesh(ctx: Context, name: str | None) -> DeviceMesh:
+    """See `Context.device_mesh`."""
+    import torch
+    from torch.distributed.device_mesh import DeviceMesh
+
+    with _to_the_end():
+        share_default(_alone)  # never given back: it is the whole process's
+    axes = (*ctx.mesh.shape,)
+    return DeviceMesh.from_group(
+        [get(ctx, None)] * len(axes),
+        "cpu",
+        mesh=torch.zeros([1] * len(axes), dtype=torch.int),
+        mesh_dim_names=axes,
+    )
+
+
+def rendezvous() -> tuple[str, int]:
+    """See `Context.rendezvous`."""
+    with _lock:
+        if not _stores:
+            with _to_the_end():
+                _stores.append(serve_store(wire.LOOPBACK))
+        return _stores[0][1]
+
+
+def make_again(ctx: Context) -> None:
+    """Do nothing: no group of one rank is ever cut."""

@@ -1,0 +1,75 @@
+"""The errors of groups that can't go on with their process groups, or models."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from colocate._calls.failures import original
+from colocate._calls.pending import Link, PendingCall
+from colocate._protocol.from_worker import Failure
+from colocate._signals.deferred import run_deferred
+from colocate._system.lines import with_cells
+from colocate.errors import ColocateError, RenewalError
+
+
+def renew_error(link: Link, slot: int, failure: Failure, body: Any, cause: ColocateError | None) -> RenewalError:
+    """The error of a group one of whose roles could not go on with new process groups."""
+    kind, text = failure.type, failure.text
+    error = RenewalError(
+        f"group {link.name!r} failed: renew() of role {failure.role!r} raised {kind} on slot {slot} (node "
+        f"{link.node(slot)}): {text}{_after(cause)}",
+        group=link.name,
+        role=failure.role,
+        method="renew",
+        rank=slot,
+        node=link.node(slot),
+        remote_traceback=with_cells(failure.traceback),
+    )
+    error.__cause__ = run_deferred(lambda: original(link, body, kind, text))
+    return error
+
+
+def holders_error(link: Link, slot: int, names: Sequence[str], cause: ColocateError | None) -> RenewalError:
+    """The error of a group with a role that holds on to a process group which is of no use any more."""
+    own = f"{link.name}/"
+    name = names[0].removeprefix(own).partition("#")[0]
+    role = name.split("/")[0] if names[0].startswith(own) and "/" in name and name[0] != "/" else None
+    whose = "a role" if role is None else f"role {role!r}"
+    what = "torch's default group" if name == "default" else f"the process group {name!r}"
+    error = RenewalError(
+        f"group {link.name!r} failed: on slot {slot} {whose} still holds {what} of before the failed call, which had "
+        "to be cut and is of no use now. Ask ctx.process_group() in each call; a role that keeps a group, a mesh or a "
+        f"wrapped model has a method renew(self) that does without: colocate.torch.renew(...){_after(cause)}",
+        group=link.name,
+        role=role,
+        rank=slot,
+        node=link.node(slot),
+    )
+    error.__cause__ = cause
+    return error
+
+
+def diverged_error(
+    link: Link, call: PendingCall, updates: Mapping[int, int], cause: ColocateError | None
+) -> RenewalError:
+    """The error of a group whose ranks have gone different numbers of updates of what they share."""
+    each = ", ".join(
+        f"rank {call.rank_of(slot)} {step_events // 2}{' and a part of one' if step_events % 2 else ''}"
+        for slot, step_events in updates.items()
+    )
+    error = RenewalError(
+        f"group {link.name!r} failed: its ranks have no common state any more. In {call.label}, which failed, their "
+        f"optimizers have made different numbers of updates: {each}. What they had in common last is in a checkpoint, "
+        f'if there is one: spawn(on_failure="restart") goes back to it{_after(cause)}',
+        group=link.name,
+        role=call.role or None,
+        method=call.method,
+        called_at=call.called_at,
+    )
+    error.__cause__ = cause
+    return error
+
+
+def _after(cause: ColocateError | None) -> str:
+    return "" if cause is None else f" (after: {cause.message})"

@@ -1,0 +1,1 @@
+"""What holds of `features/process_groups` on every executor: a part of the suite that goes with the feature."""

@@ -1,1 +1,0 @@
-"""What a worker has of torch: its process groups, and its settings."""
