@@ -36,6 +36,7 @@ NOT_RUN: dict[tuple[str, str], int] = {
     ("detached-pools.md", "needs a cluster"): 1,
     ("stop-in-a-role.md", "needs a terminal; tests/cli/test_debug.py has one"): 3,
     ("cli.md", "needs a job that runs; tests/cli/test_logs.py has one"): 1,
+    ("stop-in-a-role.md", "for an editor"): 1,
     ("cli.md", "needs a job that runs; tests/cli/test_top.py has one"): 1,
     ("memory.md", "trains for about a minute; the test test_with_a_budget does it with few steps"): 1,
     ("memory.md", "needs a GPU"): 1,

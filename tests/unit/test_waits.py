@@ -36,7 +36,7 @@ KNOWN = {
     "features.looking.audit": "the next look",
     "features.looking.glance": "the stacks that ranks tell, for a moment",
     "features.debugging.terminal": "what the driver shows, in a process that is a terminal",
-    "features.debugging.worker": "what somebody types, where a rank is stopped",
+    "features.debugging.prompt": "what somebody types, where a rank is stopped",
     "_api.slots": "the next look whether a spare can be had, or the end",
     "_calls.services": "the dispatcher, for the last records",
     "_signals.arrivals": "rows and calls that have ended, by who reads them",

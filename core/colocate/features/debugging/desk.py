@@ -39,6 +39,7 @@ class Stop:
         announce: Prints a line for the driver's user.
         shown: What its debugger has printed for which there was no terminal.
         asks: Whether it waits for a line.
+        in_editor: Whether an editor is its terminal, and it isn't here at all.
     """
 
     group: str
@@ -55,6 +56,7 @@ class Stop:
     since: float = attrs.field(factory=time.time)
     shown: str = ""
     asks: bool = False
+    in_editor: bool = False
     terminal: Terminal | None = None
 
     @property

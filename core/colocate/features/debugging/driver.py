@@ -39,7 +39,10 @@ class DebuggingOfGroup(OfGroup):
             else:
                 stop.where = message.where
         elif stop is not None:
-            if isinstance(message, Printed):
+            if isinstance(message, Printed) and stop.in_editor:
+                where = f"{message.text} of node {stop.node}"
+                stop.announce(f"[colocate] {stop}, and waits for an editor (debugpy) at {where}")
+            elif isinstance(message, Printed):
                 desk_of(self).show(stop, message.text, message.asks)
             else:
                 self._end(key, "goes on")
@@ -61,10 +64,14 @@ class DebuggingOfGroup(OfGroup):
         )
         self._since = self._since or time.time()
         self._stops[worker.slot, told.number] = stop
-        desk_of(self).begin(stop)
+        stop.in_editor = told.in_editor
+        if not stop.in_editor:
+            desk_of(self).begin(stop)
 
     def _end(self, key: tuple[int, int], why: str) -> None:
-        desk_of(self).end(self._stops.pop(key), why)
+        stop = self._stops.pop(key)
+        if not stop.in_editor:
+            desk_of(self).end(stop, why)
         if not self._stops:
             self._stood.append((self._since, time.time()))
             self._since = 0.0

@@ -15,6 +15,7 @@ class Stopped(Message):
     rank: int  # the role's
     where: str  # file and line, or what is waited for
     error: str  # what was raised, where it stops after that; else ""
+    in_editor: bool  # whether it isn't for terminals of the driver; then `Printed` tells where an editor is waited for
 
 
 @message

@@ -13,10 +13,12 @@ import socket
 import struct
 import sys
 import threading
+import time
 from collections.abc import Mapping
 from typing import IO, Any
 
 PATIENCE_S = 5.0
+_AGAIN_S = 0.05
 _CREDENTIALS = struct.Struct("3i")  # of a process: pid, user, group
 
 
@@ -42,27 +44,13 @@ def talk(sock: socket.socket, lines: IO[str], first: Mapping[str, Any] | None, o
     """
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401 - `input` has history and the arrow keys by it
-    said: queue.SimpleQueue[Mapping[str, Any]] = queue.SimpleQueue()
-    main, asks, is_over = threading.main_thread().ident or 0, threading.Event(), threading.Event()
-
-    def hear() -> None:
-        with contextlib.suppress(OSError, ValueError):
-            for line in lines:
-                said.put(json.loads(line))
-                if "over" in json.loads(line):
-                    break
-            else:
-                said.put({"over": "the driver has ended"})
-        is_over.set()
-        if asks.is_set():
-            signal.pthread_kill(main, signal.SIGINT)  # which ends the wait for a line, and mends the terminal
-
+    terminal = _Terminal(sock, lines)
     if first is not None:
-        said.put(first)
-    threading.Thread(target=hear, name="hears", daemon=True).start()
+        terminal.said.put(first)
+    threading.Thread(target=terminal.hear, name="hears", daemon=True).start()
     while True:
         try:
-            told = said.get()
+            told = terminal.said.get()
         except KeyboardInterrupt:
             if own:
                 continue
@@ -75,28 +63,62 @@ def talk(sock: socket.socket, lines: IO[str], first: Mapping[str, Any] | None, o
         shown, newline, prompt = text.rpartition("\n") if told["asks"] else (text, "", "")
         sys.stdout.write(shown + newline)
         sys.stdout.flush()
-        if told["asks"] and not _answer(sock, prompt, asks, is_over) and not own:
+        if told["asks"] and not terminal.answers(prompt) and not own:
             print("detached: the call goes on", flush=True)
             return 0
 
 
-def _answer(sock: socket.socket, prompt: str, asks: threading.Event, is_over: threading.Event) -> bool:
-    """Send what is typed at a prompt; False when nothing is any more."""
-    line: str | None = None
-    asks.set()
-    while not is_over.is_set():
+class _Over(Exception):
+    """Nobody needs the line that is waited for."""
+
+
+class _Terminal:
+    def __init__(self, sock: socket.socket, lines: IO[str]) -> None:
+        self.said: queue.SimpleQueue[Mapping[str, Any]] = queue.SimpleQueue()
+        self._sock, self._lines = sock, lines
+        self._asks = self._is_over = False
+        signal.signal(signal.SIGUSR1, self._wake)
+
+    def hear(self) -> None:
+        """Take what comes, until all is over: that ends the wait for a line, and mends the terminal."""
+        told: Mapping[str, Any] = {}
+        with contextlib.suppress(OSError, ValueError):
+            for line in self._lines:
+                self.said.put(told := json.loads(line))
+                if "over" in told:
+                    break
+        if "over" not in told:
+            self.said.put({"over": "the driver has ended"})
+        self._is_over = True
+        while self._asks:  # once is too early, where it is just about to wait
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
+            time.sleep(_AGAIN_S)
+
+    def answers(self, prompt: str) -> bool:
+        """Send what is typed at a prompt; False when nothing is any more."""
+        line: str | None = None
         try:
-            line = input(prompt)
-        except KeyboardInterrupt:
+            self._asks = True
+            while not self._is_over:
+                try:
+                    line = input(prompt)
+                except KeyboardInterrupt:
+                    print()
+                    continue
+                except EOFError:
+                    print()
+                break
+            self._asks = False
+        except _Over:
             print()
-            continue
-        except EOFError:
-            print()
-        break
-    asks.clear()
-    with contextlib.suppress(OSError):  # it is over
-        send(sock, {"line": line})
-    return line is not None or is_over.is_set()
+        with contextlib.suppress(OSError):  # it is over
+            send(self._sock, {"line": line})
+        return line is not None or self._is_over
+
+    def _wake(self, number: int, frame: object) -> None:
+        if self._asks:
+            self._asks = False
+            raise _Over
 
 
 def send(sock: socket.socket, told: Mapping[str, Any]) -> None:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import bdb
 import inspect
-import io
 import itertools
 import os
 import pdb
-import queue
 import sys
 import threading
 import traceback
@@ -20,13 +18,15 @@ from colocate._protocol.consequence import Consequence
 from colocate._protocol.message import Message
 from colocate._role.context import RowState, current, running_call
 from colocate._system.jobs import error_text
+from colocate.features.debugging.editor import Editor
 from colocate.features.debugging.messages import LetGo, Printed, Stopped, Typed, WentOn
+from colocate.features.debugging.prompt import Terminal
 from colocate.worker.context import WorkerContext
 from colocate.worker.hooks import OfWorker
 from colocate.worker.serving.signal_handlers import is_role_code
 
-_SHOWN_AT_ONCE = 1 << 16  # characters
 _PYTHONS_OWN = ("", "pdb.set_trace")
+_EDITOR = "debugpy.breakpoint"
 
 
 class DebuggingOfWorker(OfWorker):
@@ -36,8 +36,9 @@ class DebuggingOfWorker(OfWorker):
         self._context = worker_context
         self._numbers = itertools.count(1)
         self._own = threading.local()  # the debugger of each thread: its breakpoints are for the next stop, too
-        self._stops: dict[int, _Terminal] = {}
+        self._stops: dict[int, Terminal] = {}
         self._post_mortem = self._is_closing = False
+        self._editor: Editor | None = None
         self._hook: str | None = None  # what the driver's PYTHONBREAKPOINT says
         worker_context.scope.ends(lambda concerns, reason: self._look())
 
@@ -52,20 +53,25 @@ class DebuggingOfWorker(OfWorker):
         hook = os.environ.get("PYTHONBREAKPOINT") or self._hook or ""
         if hook == "0" or self._goes_on():
             return _nothing
+        if hook == _EDITOR:
+            if self._editor is None:
+                boot = self._context.boot
+                lanes = [lane.thread for lane in self._context.lanes]
+                self._editor = Editor(boot.ports, boot.slot, lanes, Terminal(self))
+            return self._editor.stops(frame)
         if hook not in _PYTHONS_OWN:
-            if self._hook:
-                os.environ["PYTHONBREAKPOINT"] = hook
+            os.environ["PYTHONBREAKPOINT"] = hook
             return lambda: sys.__breakpointhook__(*args, **kwargs)
         debugger: _Debugger | None = getattr(self._own, "debugger", None)
         if debugger is None:
-            debugger = self._own.debugger = _Debugger(_Terminal(self))
+            debugger = self._own.debugger = _Debugger(Terminal(self))
         return lambda: debugger.set_trace(frame)
 
     def blamed(self, error: BaseException, role: str | None, row: RowState | None = None) -> BaseException:
         """Stop where role code has raised, before anybody is told of that; `error` is what comes of it in any case."""
         trace = error.__traceback__
         if self._post_mortem and trace is not None and not self._follows(error):
-            _Debugger(_Terminal(self, error_text(error))).look_at(trace)
+            _Debugger(Terminal(self, error_text(error))).look_at(trace)
         return error
 
     def _follows(self, error: BaseException) -> bool:
@@ -108,7 +114,7 @@ class DebuggingOfWorker(OfWorker):
 
     # -- for terminals
 
-    def begin(self, terminal: _Terminal, where: str) -> None:
+    def begin(self, terminal: Terminal, where: str, in_editor: bool) -> None:
         """Tell that a thread stops, or has stopped anew while somebody steps."""
         state, ctx = running_call.get(), current()
         work = state.of if isinstance(state, RowState) else state or self._context.lane.last()
@@ -119,77 +125,26 @@ class DebuggingOfWorker(OfWorker):
         self._stops[terminal.number] = terminal
         self._context.lane.waits()
         role = None if ctx is None else ctx.role
-        self._context.say(Stopped(terminal.number, role, terminal.label, terminal.rank, where, terminal.error))
+        told = terminal.number, role, terminal.label, terminal.rank, where, terminal.error, in_editor
+        self._context.say(Stopped(*told))
         if self._goes_on():  # since just now
             terminal.lines.put(None)
 
-    def end(self, terminal: _Terminal) -> None:
+    def end(self, terminal: Terminal) -> None:
         """Tell that a stop is over."""
         self._stops.pop(terminal.number, None)
         self._context.say(WentOn(terminal.number))
 
-    def show(self, terminal: _Terminal, text: str, asks: bool) -> None:
+    def show(self, terminal: Terminal, text: str, asks: bool) -> None:
         """Have something shown."""
         self._context.lane.waits()
         self._context.say(Printed(terminal.number, text, asks))
 
 
-class _Terminal(io.TextIOBase):
-    """What a debugger reads from and writes to.
-
-    Attributes:
-        number: That of the stop; 0 between two.
-        lines: What was typed; None where nobody types any more.
-    """
-
-    def __init__(self, part: DebuggingOfWorker, error: str = "") -> None:
-        self.error = error
-        self.number = self.seq = self.rank = 0
-        self.label = ""
-        self.lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-        self._part = part
-        self._text: list[str] = []
-        self._length = 0
-
-    def begin(self, where: str) -> None:
-        """Stop."""
-        self._part.begin(self, where)
-
-    def over(self) -> None:
-        """Go on."""
-        self._show(asks=False)
-        self._part.end(self)
-        self.number, self.lines = 0, queue.SimpleQueue()
-
-    def write(self, text: str) -> int:
-        """Show text, with what follows until a line is wanted."""
-        self._text.append(text)
-        self._length += len(text)
-        if self._length > _SHOWN_AT_ONCE:
-            self._show(asks=False)
-        return len(text)
-
-    def readline(self, size: int | None = -1, /) -> str:  # type: ignore[override]
-        """Return the line that is typed; "" where nobody types any more."""
-        self._show(asks=True)
-        line = self.lines.get()
-        if line is None:
-            self.lines.put(None)
-            return ""
-        return line
-
-    def _show(self, asks: bool) -> None:
-        text = "".join(self._text)
-        self._text.clear()
-        self._length = 0
-        if text or asks:
-            self._part.show(self, text, asks)
-
-
 class _Debugger(pdb.Pdb):
     """Python's debugger, of one thread of a worker."""
 
-    def __init__(self, terminal: _Terminal) -> None:
+    def __init__(self, terminal: Terminal) -> None:
         super().__init__(stdin=terminal, stdout=terminal, nosigint=True)  # type: ignore[arg-type]
         self.terminal = terminal
 

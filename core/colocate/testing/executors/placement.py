@@ -146,7 +146,7 @@ class Placement(ExecutorCase):
         found[0].close()
 
     @smoke
-    def test_close_frees(self, two_cpus: Runtime) -> None:
+    def test_closefree_portss(self, two_cpus: Runtime) -> None:
         """When close has returned, the slots can be reserved again, after failures too."""
         runtime = two_cpus
         for _ in range(2):
@@ -155,7 +155,7 @@ class Placement(ExecutorCase):
 
     @needs(OwnProcess)
     @of_executor
-    def test_close_frees_after_failures(self, two_cpus: Runtime) -> None:
+    def test_closefree_portss_after_failures(self, two_cpus: Runtime) -> None:
         """After a close with a hung rank, and with a dead one, the slots can be reserved again."""
         for how in (Faulty.wait, Faulty.kill):
             pool = two_cpus.reserve(slots=2, cpus=1, timeout=0)
@@ -364,7 +364,7 @@ class Ports(ExecutorCase):
     def test_ports_of_a_range(self, no_leaks: None) -> None:
         """Whatever listens for others does so there, also torch's store; gloo has a port of its own in each worker."""
         pytest.importorskip("torch")
-        first, before = _free(_MANY), _listening(None)
+        first, before = free_ports(_MANY), _listening(None)
         within = range(first, first + _MANY)
         with self.connect(ports=f"{within[0]}-{within[-1]}") as runtime, window(runtime, "ports"):
             executor = runtime._node.services.executor
@@ -401,7 +401,7 @@ class Ports(ExecutorCase):
                 assert not runtime.audit()
 
 
-def _free(count: int) -> int:
+def free_ports(count: int) -> int:
     """The first of so many ports that nobody has, below those that the system gives away."""
     while True:
         first = random.randrange(10_000, 30_000)

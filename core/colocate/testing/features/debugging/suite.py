@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import time
 from collections.abc import Iterator
 from types import TracebackType
@@ -20,11 +21,13 @@ from colocate.executor import OwnProcess
 from colocate.features.debugging.attach import Attached, attach, stopped_drivers
 from colocate.features.debugging.terminal import send
 from colocate.testing.executors._base import ExecutorCase, Spawn, needs, of_executor
+from colocate.testing.executors.placement import free_ports
 from colocate.testing.features.debugging.probes import Stopper
 from colocate.testing.gate import Gate
 from colocate.testing.waiting import PATIENCE_S, wait_until
 
 _SHOWN_WITHIN_S = 20.0
+_PORTS = 24
 
 
 class Terminal:
@@ -321,4 +324,89 @@ class PostMortem(ExecutorCase):
                     started.result(PATIENCE_S)
 
 
-AREAS = [Debugging, PostMortem]
+class _Editor:
+    """An editor's side of a debug adapter's connection."""
+
+    def __init__(self, port: int) -> None:
+        self._socket = socket.create_connection(("127.0.0.1", port), _SHOWN_WITHIN_S)
+        self._read = self._socket.makefile("rb")
+
+    def ask(self, command: str, **arguments: Any) -> None:
+        """Ask something."""
+        asked = json.dumps({"seq": 1, "type": "request", "command": command, "arguments": arguments}).encode()
+        self._socket.sendall(b"Content-Length: %d\r\n\r\n%s" % (len(asked), asked))
+
+    def told(self, kind: str, what: str) -> dict[str, Any]:
+        """Return the next message of a kind: `event` or `command`, and which."""
+        while True:
+            length = 0
+            while (line := self._read.readline().strip()) or not length:
+                assert line
+                length = int(line.rpartition(b":")[2])
+            message = json.loads(self._read.read(length))
+            if message.get(kind) == what:
+                return dict(message.get("body") or {})
+
+    def close(self) -> None:
+        """Be gone."""
+        self._read.close()
+        self._socket.close()
+
+
+@needs(OwnProcess)
+class Editors(ExecutorCase):
+    """`PYTHONBREAKPOINT` of the driver."""
+
+    def test_an_editor_attaches(
+        self, no_leaks: None, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    ) -> None:
+        """The port is one of `ports=`, and is printed; deadlines wait; the call goes on when the editor has gone."""
+        pytest.importorskip("debugpy")
+        monkeypatch.setenv("PYTHONBREAKPOINT", "debugpy.breakpoint")
+        printed = ""
+
+        def told() -> bool:
+            nonlocal printed
+            printed += "".join(capfd.readouterr())
+            return "of node" in printed
+
+        first = free_ports(_PORTS)
+        with (
+            self.connect(ports=f"{first}-{first + _PORTS - 1}") as runtime,
+            runtime.reserve(2, cpus=0) as pool,
+            pool.spawn({"stopper": colocate.role(Stopper)}) as group,
+        ):
+            call = group.role("stopper", Stopper).step.options(timeout=1.0).submit(1)
+            wait_until(told, "the port is printed")
+            port = int(printed.partition(" of node")[0].rpartition(":")[2])
+            assert first <= port < first + _PORTS
+            editor = _Editor(port)
+            editor.ask("initialize", adapterID="suite")
+            editor.told("command", "initialize")
+            editor.ask("attach", justMyCode=False)
+            editor.told("event", "initialized")
+            editor.ask("configurationDone")
+            thread = editor.told("event", "stopped")["threadId"]
+            editor.ask("stackTrace", threadId=thread)
+            frame = editor.told("command", "stackTrace")["stackFrames"][0]
+            assert frame["name"] == "step"
+            editor.ask("evaluate", expression="found * 100", frameId=frame["id"])
+            assert editor.told("command", "evaluate")["result"] == "200"
+            time.sleep(1.5)
+            assert not call.done()
+            editor.close()
+            assert call.result(PATIENCE_S) == [111, 112]
+            wait_until(lambda: not group._node.stopped(), "nothing is stopped")
+
+    def test_none_is_wanted(self, no_leaks: None, monkeypatch: pytest.MonkeyPatch) -> None:
+        """`PYTHONBREAKPOINT=0` stops nothing, on whatever machine."""
+        monkeypatch.setenv("PYTHONBREAKPOINT", "0")
+        with (
+            self.connect() as runtime,
+            runtime.reserve(2, cpus=0) as pool,
+            pool.spawn({"stopper": colocate.role(Stopper)}) as group,
+        ):
+            assert group.role("stopper", Stopper).step(1, ranks=(0, 1)) == [111, 112]
+
+
+AREAS = [Debugging, PostMortem, Editors]
