@@ -1,0 +1,65 @@
+"""The page "It hangs: where?": its run hangs, and its commands, each in a terminal of its own, show what it shows."""
+
+from __future__ import annotations
+
+import re
+import signal
+from pathlib import Path
+
+from tests.cli.conftest import CommandLine
+from tests.cli.test_debug import Screen
+from tests.docs.blocks import ROOT, blocks_of
+from tests.docs.outputs import matches
+from tests.docs.pages import _commands
+
+PAGE = ROOT / "docs" / "it-hangs.md"
+
+
+def test_the_commands_of_the_page(colocate: CommandLine) -> None:
+    """They find the rank that hasn't come, the line and the reason."""
+    blocks = blocks_of(PAGE)
+    for block in blocks:
+        if block.file is not None:
+            colocate.write(block.file, block.text)
+    commands = [each for block in blocks if block.language == "console" for each in _commands(block)]
+    assert [each.text.split()[1] for each in commands] == ["run", "top", "stacks", "logs"]
+    with_color, environment = colocate.command(*commands[0].text.split()[1:])
+    environment |= {"TERM": "xterm", "NO_COLOR": "1"}
+    run = Screen(with_color, colocate.folder, environment)
+    try:
+        run.until(" 0 rows")
+        for each in commands[1:]:
+            command, _ = colocate.command(*each.text.split()[1:])
+            shown = Screen(command, colocate.folder, environment)
+            try:
+                found = _read(shown, colocate.folder)
+            finally:
+                shown.close()
+            assert each.shown is not None
+            assert matches(_ages(each.shown), _ages(found)), f"{each.text} shows\n{found}"
+        run.process.send_signal(signal.SIGINT)
+        run.until("stopping after a checkpoint")
+        run.process.send_signal(signal.SIGINT)
+        run.until("everything is closed")
+    finally:
+        run.close()
+
+
+def _read(screen: Screen, folder: Path) -> str:
+    """What a command shows until it has ended."""
+    with_end: list[str] = []
+    try:
+        while True:
+            with_end.append(screen.until("\n"))
+    except AssertionError:
+        assert screen.process.wait(timeout=60) == 0, with_end  # nothing comes any more
+    text = re.sub(r"\x1b\[[0-9;]*m", "", "\n".join([*with_end, screen.shown]))
+    text = "\n".join(line.rstrip() for line in text.split("\n"))
+    return text.replace(f"{folder}/", "").replace("\n\n\n", "\n\n")
+
+
+def _ages(text: str) -> str:
+    """The text without numbers of the moment."""
+    text = re.sub(r"\bprocess \d+", "process N", text)
+    text = re.sub(r"\d\d:\d\d:\d\d\.\d+", "TIME", text)
+    return re.sub(r"\b\d+%", "N%", text)
