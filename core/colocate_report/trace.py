@@ -10,7 +10,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Any
@@ -28,8 +28,8 @@ from colocate.driver import (
 from colocate.errors import ColocateError
 
 _DRIVER = 1  # viewers take a process or a thread 0 for the kernel's
-_RUNS, _MEMORY, _TRANSFERS = "", ": memory", ": from other workers"
-_ROWS = (_RUNS, _MEMORY, _TRANSFERS)
+_RUNS, _MEMORY, _TRANSFERS, _BELOW = "", ": memory", ": from other workers", ": what others know of it"
+_ROWS = (_RUNS, _MEMORY, _TRANSFERS, _BELOW)
 _FIRST_ROW, _ROWS_OF_SLOT = 1 << 20, 1 << 12  # no thread has the number of a process: that would be its main one
 _LINES = _ROWS_OF_SLOT // len(_ROWS)
 _LOOKED_AT = 64  # what is told of a slot comes nearly in order
@@ -54,6 +54,7 @@ class Trace:
         path: Path,
         ahead: Mapping[tuple[str, int], float] = MappingProxyType({}),
         zero: float = 0.0,
+        without: Collection[str] = (),
     ) -> None:
         """Use `runtime.trace`.
 
@@ -62,6 +63,7 @@ class Trace:
             path: The file.
             ahead: By group and slot, by how much the clock of its worker is ahead of the driver's, in seconds.
             zero: What is 0 in the file, in seconds of time.time().
+            without: Calls on whole workers that it leaves out.
 
         Raises:
             OSError: The file can't be written, or another trace is.
@@ -72,6 +74,7 @@ class Trace:
         self._driver = driver
         self._ahead = ahead
         self._zero = zero
+        self._without = without
         self._file: GrowingFile | None = GrowingFile(path, anew=True)
         self._process = os.getpid()
         self._lock = threading.Lock()  # observers are told by one thread, and it may be closed by any
@@ -82,9 +85,10 @@ class Trace:
         # By group, slot and kind, each with what it has had last, from when to when, in microseconds.
         self._rows: dict[tuple[int, int, str], list[tuple[int, deque[tuple[int, int]]]]] = {}
         self._number = 0
-        self._named("process_name", _DRIVER, name="driver")
+        self._process_named(_DRIVER, "driver")
         try:
-            self._file.add("[\n" + self._lines.pop())
+            self._file.add("[\n" + ",\n".join(self._lines))
+            self._lines.clear()
         except OSError:
             self._file.close()
             raise
@@ -115,13 +119,25 @@ class Trace:
             self._add(_END)
             self._stop()
 
+    def below(self, group: str, slot: int) -> tuple[int, int, int, int]:
+        """Return where something lies below a slot that is added to the file later.
+
+        That is the group's process, the first of its threads that are free for that, how many are, and their place.
+        """
+        with self._lock:
+            number = self._group(group)
+            self._write()
+        index = _ROWS.index(_BELOW)
+        return number, _FIRST_ROW + _ROWS_OF_SLOT * slot + _LINES * index, _LINES, len(_ROWS) * slot + index
+
     # -- hooks, on the dispatcher's thread
 
     def colocate_call_finished(self, record: CallRecord) -> None:
         """A call has ended."""
-        with self._lock:
-            self._call(record)
-            self._write()
+        if record.role or record.method not in self._without:
+            with self._lock:
+                self._call(record)
+                self._write()
 
     def colocate_result_fetched(self, record: FetchRecord) -> None:
         """The driver has fetched a kept result."""
@@ -232,7 +248,7 @@ class Trace:
         number = self._groups.get(name)
         if number is None:
             number = self._groups[name] = _DRIVER + 1 + len(self._groups)
-            self._named("process_name", number, name=f"group {name}")
+            self._process_named(number, f"group {name}")
             for slot, node, device in self._driver.places_of(name):
                 self._new_row(number, slot, _RUNS, f"slot {slot} ({node}, {device})")
         return number
@@ -240,8 +256,8 @@ class Trace:
     def _span(
         self, group: int, slot: int, kind: str, role: str, name: str, start: float, end: float, args: Mapping[str, Any]
     ) -> None:
-        first = _microseconds(start - self._zero)
-        last = max(first, _microseconds(end - self._zero))
+        first = self._at(start)
+        last = max(first, self._at(end))
         row = self._row(group, slot, kind, first, last)
         self._event(start, ph="X", dur=last - first, cat=role, pid=group, tid=row, name=name, args=args)
 
@@ -265,15 +281,25 @@ class Trace:
         self._named("thread_sort_index", group, row, sort_index=len(_ROWS) * slot + _ROWS.index(kind))
         return rows[-1]
 
+    def _process_named(self, number: int, name: str) -> None:
+        self._named("process_name", number, name=name)
+        self._named("process_sort_index", number, sort_index=number)  # else those that have one come before it
+
     def _named(self, kind: str, process: int, thread: int | None = None, **args: str | int) -> None:
         self._event(self._zero, ph="M", pid=process, tid=thread or process, name=kind, args=args)
 
     def _event(self, ts: float, **event: Any) -> None:
         """Note one; `ts` in seconds."""
-        self._lines.append(json.dumps({"ts": _microseconds(ts - self._zero), **event}))
+        self._lines.append(json.dumps({"ts": self._at(ts), **event}))
+
+    def _at(self, seconds: float) -> int:
+        # Whole microseconds: with their fractions two spans, of which one ends where the other begins, would overlap.
+        return max(0, int((seconds - self._zero) * 1e6))  # viewers leave out what was before 0
 
     def _write(self) -> None:
         lines, self._lines = self._lines, []
+        if not lines:
+            return
         self._add(",\n" + ",\n".join(lines))
 
     def _add(self, text: str) -> None:
@@ -291,11 +317,6 @@ class Trace:
         if file is not None:
             self._driver.forget(self)
             file.close()
-
-
-def _microseconds(seconds: float) -> int:
-    # Whole ones: with their fractions two spans, of which one ends where the other begins, would overlap.
-    return int(seconds * 1e6)
 
 
 def _label(role: str, method: str) -> str:

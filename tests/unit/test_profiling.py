@@ -79,7 +79,8 @@ def written(folder: Path, found: list[Any]) -> Path:
 
 def converted(path: Path, noted: Collectives, index: int = 0) -> tuple[list[Any], Read, Rank]:
     """A worker's trace whose clock is 3 s ahead of the driver's; 0 in the file is the driver's second 1."""
-    rank = Rank(index, f"policy {index}", (0.0 + 3.0, 10.0 + 3.0), ahead=3.0, zero=1.0, pid=50, thread=7)
+    clocks, threads = (0.0 + 3.0, 10.0 + 3.0), (100 * index, 50)
+    rank = Rank(index, f"slot {index}", 2, threads, index, clocks, ahead=3.0, zero=1.0, pid=50, thread=7)
     target = io.StringIO()
     found = convert(path, target, rank, noted)
     return json.loads("[" + target.getvalue().lstrip(",\n") + "]"), found, rank
@@ -107,7 +108,9 @@ def test_times_threads_and_flows(tmp_path: Path) -> None:
             event("kernel", 2.25, 2.75, "kernel", tid=7, pid=0),
             {"ph": "s", "id": 3, "pid": 50, "tid": 7, "ts": 102.0e6, "cat": "ac2g", "name": "ac2g"},
             {"ph": "M", "name": "process_name", "pid": 50, "tid": 0, "ts": 0, "args": {"name": "python"}},
-            {"ph": "M", "name": "process_name", "pid": 0, "tid": 0, "ts": 0, "args": {"name": "python"}},
+            {"ph": "M", "name": "thread_name", "pid": 50, "tid": 7, "ts": 0, "args": {"name": "thread 7 (python)"}},
+            {"ph": "M", "name": "thread_name", "pid": 0, "tid": 7, "ts": 0, "args": {"name": "stream 7"}},
+            {"ph": "X", "name": "PyTorch Profiler", "pid": "Spans", "tid": "x", "ts": 0, "dur": 1, "cat": "Trace"},
         ],
     )
     ranks = [converted(path, Collectives(), index)[0] for index in (0, 1)]
@@ -115,9 +118,14 @@ def test_times_threads_and_flows(tmp_path: Path) -> None:
     assert (first["aten::mm"]["ts"], first["aten::mm"]["dur"]) == (pytest.approx(1e6), pytest.approx(5e5))
     assert first["kernel"]["ts"] == pytest.approx(1.25e6)
     assert first["ac2g"]["ts"] == pytest.approx(1e6)
-    named = {each["pid"]: each["args"]["name"] for each in ranks[0] if each["name"] == "process_name"}
-    assert named == {first["aten::mm"]["pid"]: "policy 0", first["kernel"]["pid"]: "policy 0 GPU 0"}
-    for key in ("pid", "tid", "id"):
+    named = {each["tid"]: each["args"]["name"] for each in ranks[0] if each["ph"] == "M"}
+    assert named == {
+        first["aten::mm"]["tid"]: "slot 0: thread 7 (python)",
+        first["kernel"]["tid"]: "slot 0 GPU 0: stream 7",
+    }
+    assert {each["pid"] for each in ranks[0]} == {2}
+    assert "PyTorch Profiler" not in first
+    for key in ("tid", "id"):
         mine, others = ({each[key] for each in events if key in each} for events in ranks)
         assert not mine & others
     assert len({each["tid"] for each in ranks[0] if each["ph"] == "X"}) == 2
@@ -159,7 +167,7 @@ def test_kernels_that_communicate(tmp_path: Path) -> None:
 def test_sends_of_devices_are_nobody_elses(tmp_path: Path) -> None:
     """They have no number that both ranks know: how long one waited for the other isn't guessed."""
     arrived, _ = found_in(tmp_path, [nccl(1.0, 2.0, kind="SendRecv")])
-    assert [*arrived] == [("device 0 [0, 1] of policy 0", 0)]
+    assert [*arrived] == [("device 0 [0, 1] of slot 0", 0)]
 
 
 def test_operations_that_cpp_begins(tmp_path: Path) -> None:

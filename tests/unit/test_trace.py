@@ -277,7 +277,8 @@ def test_bytes_on_their_way(tmp_path: Path) -> None:
         call = next(e for e in spans if e["name"] == event["args"]["for"] and e["args"]["rank"] == 0)
         assert call["ts"] <= event["ts"]
         assert event["ts"] + event["dur"] <= call["ts"] + call["dur"]
-    beside = {(e["pid"], e["tid"]): e["args"]["sort_index"] for e in events(path, "M") if "sort_index" in e["args"]}
+    placed = [e for e in events(path, "M") if e["name"] == "thread_sort_index"]
+    beside = {(e["pid"], e["tid"]): e["args"]["sort_index"] for e in placed}
     assert sorted(beside, key=lambda row: beside[row]) == sorted(beside)
     names = [of[row].partition(" (")[0] for row in sorted(beside)]
     assert names == ["slot 0", "slot 0: from other workers", "slot 1"]

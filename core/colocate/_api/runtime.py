@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -170,12 +170,18 @@ class Runtime(Held[Connection], node=Connection, by="colocate.connect"):
         """
         return self._trace(Path(path))
 
-    def _trace(self, path: Path, ahead: Mapping[tuple[str, int], float] | None = None, zero: float = 0.0) -> Trace:
+    def _trace(
+        self,
+        path: Path,
+        ahead: Mapping[tuple[str, int], float] | None = None,
+        zero: float = 0.0,
+        without: Collection[str] = (),
+    ) -> Trace:
         """Write a trace in a time of its own, see `Trace`."""
         from colocate_report.trace import Trace  # beside core: whoever traces nothing needn't have it
 
         self._node.check()
-        trace = Trace(self, path, ahead or {}, zero)
+        trace = Trace(self, path, ahead or {}, zero, without)
         self.observe(trace)
         return trace
 

@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import shutil
 import time
+import uuid
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -230,8 +231,11 @@ class _Session:
         self._folder = folder / stem
         self.profile = Profile(folder / f"{stem}.json", slots)
         self._told = _Told()
+        self._begun: dict[str, PendingCall] = {}
+        self._ended: dict[str, PendingCall] = {}
         self._ahead: dict[Slot, float] = {}
         self._zero = time.time()
+        self._token = uuid.uuid4().hex
         self._timeline: Any = None
 
     def _check(self, node: WorkerGroup, slots: Sequence[int]) -> None:
@@ -257,9 +261,11 @@ class _Session:
         runtime: Runtime = Runtime._of(self._connection)
         runtime.observe(self._told)
         try:
-            self._timeline = runtime._trace(self._folder / "timeline.part", self._ahead, self._zero)
+            self._timeline = runtime._trace(self._folder / "timeline.part", self._ahead, self._zero, (BEGIN, END))
             for name, node in self._groups.items():
-                _call(node, BEGIN, {"slots": self.profile.slots[name], "memory": self._memory}).result()
+                given = {"token": self._token, "slots": self.profile.slots[name], "memory": self._memory}
+                self._begun[name] = _call(node, BEGIN, given)
+                self._begun[name].result()
         except BaseException:
             self.forget()
             raise
@@ -268,7 +274,7 @@ class _Session:
         """End it, and leave nothing."""
         for node in self._groups.values():
             with contextlib.suppress(ColocateError, TimeoutError):  # what ends the block is told
-                _call(node, END, {"folder": "", "index": (), "ahead": (), "zero": 0.0}).result()
+                _call(node, END, {"token": self._token, "folder": "", "places": (), "ahead": (), "zero": 0.0}).result()
         self._stop()
         shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -284,12 +290,17 @@ class _Session:
         found: dict[Slot, Profiled] = {}
         try:
             for name, node in self._groups.items():
-                places = range(node.size)
-                index = [next(counter) if slot in profile.slots[name] else -1 for slot in places]
-                ahead = [self._ahead.get((name, slot), 0.0) for slot in places]
-                given = {"folder": str(self._folder.absolute()), "index": index, "ahead": ahead, "zero": self._zero}
-                told = _call(node, END, given).result()
+                places = [(-1, 0, 0, 0, 0)] * node.size
+                for slot in profile.slots[name]:
+                    places[slot] = next(counter), *self._timeline.below(name, slot)
+                ahead = [self._ahead.get((name, slot), 0.0) for slot in range(node.size)]
+                given = {"places": places, "ahead": ahead, "zero": self._zero}
+                given |= {"token": self._token, "folder": str(self._folder.absolute())}
+                self._ended[name] = _call(node, END, given)
+                told: list[Profiled | None] = self._ended[name].result()
                 found |= {(name, slot): each for slot, each in enumerate(told) if each is not None}
+                if sum(group == name for group, _ in found) < len(profile.slots[name]):
+                    raise ColocateError(f"workers of group {name!r} are others than when its profile began: it is lost")
             self._connection.services.settle()
             self._stop()
             profile.seconds, profile.parts = self._parts(found)
@@ -303,15 +314,13 @@ class _Session:
 
     def _parts(self, found: Mapping[Slot, Profiled]) -> tuple[float, dict[str, Part]]:
         calls, transfers = list[Called](), dict[Slot, list[Piece]]()
-        windows: dict[str, list[tuple[Slot, Interval]]] = {BEGIN: [], END: []}
         for record in list(self._told.calls):
             ran = {}
             for rank, begin, end in record.ran:
                 slot = record.group, self._connection.slot_of(record.group, record.role, rank)
                 ahead = self._ahead.get(slot, 0.0)
                 ran[slot] = begin - ahead, end - ahead
-            if record.method in windows and not record.role:
-                windows[record.method] += ran.items()
+            if record.method in (BEGIN, END) and not record.role:
                 continue
             calls.append(Called(label_of(record.role, record.method), record.submitted, record.ready, ran))
             for each in record.transfers:
@@ -325,8 +334,8 @@ class _Session:
             slot = move.group, self._connection.slot_of(move.group, move.role, move.rank)
             ahead = self._ahead.get(slot, 0.0)
             moves.append((slot, (move.start - ahead, move.end - ahead)))
-        since = max(end for slot, (_, end) in windows[BEGIN] if slot in found)
-        until = min(begin for slot, (begin, _) in windows[END] if slot in found)
+        since = max(end for slot, (_, end) in self._ran(self._begun).items() if slot in found)
+        until = min(begin for slot, (begin, _) in self._ran(self._ended).items() if slot in found)
         met: dict[tuple[str, Meeting], list[float]] = {}
         for (group, _), told in found.items():
             for meeting, when in told.arrived.items():
@@ -343,6 +352,15 @@ class _Session:
             for slot, each in found.items()
         }
         return until - since, split(Known(calls, moves), pieces, (since, until))
+
+    def _ran(self, calls: Mapping[str, PendingCall]) -> dict[Slot, Interval]:
+        """Return from when to when slots ran a call of this profile, by the driver's clock."""
+        found = {}
+        for name, call in calls.items():
+            for index, begin, end in call.spans:
+                slot = name, call.targets[index]
+                found[slot] = begin - self._ahead.get(slot, 0.0), end - self._ahead.get(slot, 0.0)
+        return found
 
     def _merge(self) -> None:
         """Make one file of all parts: the timeline's, which ends as a list does, and then the ranks'."""
@@ -364,7 +382,7 @@ class _Session:
         shutil.rmtree(self._folder)
 
 
-def _call(node: WorkerGroup, what: str, given: Mapping[str, Any]) -> Any:
+def _call(node: WorkerGroup, what: str, given: Mapping[str, Any]) -> PendingCall:
     role, spec = everyone(node), ProfilingOfWorker.calls[what]
     planned = plan(spec.dispatch, dict(given), role.ranks)
     return start(ready(node, PendingCall(what, "", what, role.slots), role, spec, planned, [], FOREVER_S))

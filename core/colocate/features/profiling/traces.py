@@ -23,8 +23,6 @@ from colocate.features.profiling.messages import Meeting
 
 CLOCK = "colocate.clock"
 """The range within which a worker looks at its clock: by that torch's clock is known in the worker's."""
-PIDS = 64
-"""So many processes of a viewer's one rank has at most: its own, one for each of its devices, and a few of torch's."""
 _FLOWS = 1 << 40  # no rank has more flows
 _CHUNK = 1 << 20
 _EVENTS = re.compile(r'"traceEvents"\s*:\s*\[')
@@ -69,8 +67,11 @@ class Rank:
     """What becomes of a rank's trace.
 
     Attributes:
-        index: Which one of the profiled ranks it is, of all groups: its processes and flows get numbers by that.
-        name: What its processes are called.
+        index: Which one of the profiled ranks it is, of all groups: its flows get numbers by that.
+        name: What its threads are called.
+        process: The number of its group in the file.
+        threads: Its threads have numbers from this one on, and at most so many.
+        place: Where viewers have them among those of the process.
         clocks: When it looked at its own clock, in the first and the last `CLOCK` range, in seconds.
         ahead: By how much its clock is ahead of the driver's, in seconds.
         zero: What is 0 in the file, in seconds of the driver's clock.
@@ -80,23 +81,22 @@ class Rank:
 
     index: int
     name: str
+    process: int
+    threads: tuple[int, int]
+    place: int
     clocks: tuple[float, float]
     ahead: float
     zero: float
     pid: int
     thread: int
-    _pids: dict[Any, int] = attrs.field(factory=dict, init=False)
     _tids: dict[Any, int] = attrs.field(factory=dict, init=False)
-
-    def pid_of(self, pid: Any) -> int:
-        """Return a number that no process of another rank has; its own process comes first."""
-        if not self._pids:
-            self._pids[self.pid] = 1_000 + PIDS * self.index
-        return self._pids.setdefault(pid, 1_000 + PIDS * self.index + min(len(self._pids), PIDS - 1))
 
     def tid_of(self, pid: Any, tid: Any) -> int:
         """Return a number that no thread of another rank has."""
-        return self._tids.setdefault((pid, tid), (1 << 24) + (self.index << 12) + len(self._tids))
+        first, most = self.threads
+        if not self._tids:  # the one that runs calls is the first one
+            self._tids[self.pid, self.thread] = first
+        return self._tids.setdefault((pid, tid), first + min(len(self._tids), most - 1))
 
 
 @attrs.define(eq=False)
@@ -125,16 +125,18 @@ def convert(source: Path, target: IO[str], rank: Rank, noted: Collectives) -> Re
     """
     found = Read()
     shift = _shift(source, rank)
+    # Whole ones: with other rounding than torch's, an operator within another one could begin before that does.
+    shift_ns = round((shift - rank.zero) * 1e9)
     with source.open(encoding="utf-8", errors="replace") as file:
         inside = _Inside([(start / 1e9 - rank.ahead, end / 1e9 - rank.ahead) for _, start, end in noted.calls])
         for event in events(file):
-            if "ts" not in event:
-                continue
+            if "ts" not in event or isinstance(event.get("pid"), str) or event["name"].startswith("process_"):
+                continue  # of the profiler itself; or of a process, which is one of the group here
             start = event["ts"] / 1e6 + shift
             if event["ph"] == "X":
                 _look(event, start, rank, found, inside)
             _rename(event, rank)
-            event["ts"] = round((start - rank.zero) * 1e6, 3) if event["ph"] != "M" else 0
+            event["ts"] = 0 if event["ph"] == "M" else (round(event["ts"] * 1e3) + shift_ns) / 1e3
             target.write(",\n" + json.dumps(event))
             found.events += 1
     return found
@@ -197,17 +199,17 @@ _SLACK_S = 20e-6
 
 
 def _rename(event: Any, rank: Rank) -> None:
-    pid, tid = event.get("pid"), event.get("tid")
-    event["pid"], event["tid"] = rank.pid_of(pid), rank.tid_of(pid, tid)
+    pid = event.get("pid")
+    event["pid"], event["tid"] = rank.process, rank.tid_of(pid, event.get("tid"))
     if "id" in event:
         event["id"] = rank.index * _FLOWS + int(str(event["id"]), 0) % _FLOWS
     args = event.get("args")
     if event["ph"] == "M" and args:
-        if event["name"] == "process_name":
-            what = "" if pid == rank.pid else f" {pid}" if isinstance(pid, str) else f" GPU {pid}"
-            args["name"] = f"{rank.name}{what}"
-        elif event["name"] == "process_sort_index":
-            args["sort_index"] = event["pid"]
+        if event["name"] == "thread_name":
+            device = "" if pid == rank.pid else f" GPU {pid}"
+            args["name"] = f"{rank.name}{device}: {args['name']}"
+        elif event["name"] == "thread_sort_index":
+            args["sort_index"] = rank.place
 
 
 def waits(

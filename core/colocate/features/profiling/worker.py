@@ -45,37 +45,47 @@ class ProfilingOfWorker(OfWorker):
         self._worker_context.lane.do(self._drop)
 
     @method
-    def begin(self, slots: Sequence[int], memory: bool) -> None:
-        """Begin to profile these slots' workers."""
+    def begin(self, token: str, slots: Sequence[int], memory: bool) -> None:
+        """Begin to profile these slots' workers. Args: token: What tells the profile from others."""
         context = self._worker_context
         if context.boot.slot not in slots:
             return
         if self._session is not None:
             raise ColocateError(f"worker {context.boot.slot} of group {context.boot.group!r} is being profiled already")
-        session = Session(context.boot.device, memory)
+        session = Session(token, context.boot.device, memory)
         session.begin()
         self._session = session
         self.enters, self.leaves = session.enters, session.leaves  # type: ignore[method-assign]
         context.list_hooks()
 
     @method
-    def end(self, folder: str, index: Sequence[int], ahead: Sequence[float], zero: float) -> Profiled | None:
-        """End it, write what it has into a folder, and tell the rest; None of a worker that isn't profiled.
+    def end(
+        self, token: str, folder: str, places: Sequence[Sequence[int]], ahead: Sequence[float], zero: float
+    ) -> Profiled | None:
+        """End it, write what it has into a folder, and tell the rest; None of a worker that isn't profiled by it.
 
         Args:
+            token: Of the profile.
             folder: The folder; "" to forget all.
-            index: By slot, which of all profiled ranks it is.
+            places: By slot, which of all profiled ranks it is (-1: none), and where its threads are in the trace:
+                their process, the first one's number, how many there are at most, and where viewers have them.
             ahead: By slot, by how much its clock is ahead of the driver's, in seconds.
             zero: What is 0 in the trace, in seconds of the driver's clock.
         """
         session, boot = self._session, self._worker_context.boot
-        if session is None:
+        if session is None or session.token != token:
             return None
         try:
-            slot, name = boot.slot, f"{boot.group} {boot.slot}"
-            stem = Path(folder) / name.replace(" ", "-").replace("/", "_")
+            stem = Path(folder) / f"{boot.group}-{boot.slot}".replace("/", "_")
             session.end(stem.with_name(f"memory-{stem.name}.pickle") if folder else None)
-            return session.written(stem, name, index[slot], ahead[slot], zero) if folder else None
+            if not folder:
+                return None
+            if not session.clocks:  # torch isn't imported here
+                return Profiled({}, (), False, 0, 0)
+            index, process, first, most, place = places[boot.slot]
+            clocks = session.clocks[0], session.clocks[-1]
+            its = ahead[boot.slot], zero, os.getpid(), threading.get_native_id()
+            return session.written(stem, Rank(index, f"slot {boot.slot}", process, (first, most), place, clocks, *its))
         finally:
             self._drop()
 
@@ -95,13 +105,14 @@ ProfilingOfWorker.calls = {said: ProfilingOfWorker.__dict__[name].spec for said,
 class Session:
     """One profile of a worker, on its lane."""
 
+    token: str  # what tells it from others
     device: str  # the slot's
     memory: bool  # whether the history of its memory is recorded
     _torch: Any = attrs.field(default=None, init=False)  # None where it isn't imported
     _profile: Any = attrs.field(default=None, init=False)
     _noted: Collectives = attrs.field(factory=Collectives, init=False)
     _open: dict[int, Any] = attrs.field(factory=dict, init=False)  # ranges by the numbers of their calls
-    _clocks: list[float] = attrs.field(factory=list, init=False)
+    clocks: list[float] = attrs.field(factory=list, init=False)  # in seconds of time.time(), at each `CLOCK`
     _nvtx: bool = attrs.field(default=False, init=False)
     _is_over: bool = attrs.field(default=True, init=False)
 
@@ -139,14 +150,10 @@ class Session:
                 self._torch.cuda.memory._dump_snapshot(str(snapshot))
             self._torch.cuda.memory._record_memory_history(enabled=None)
 
-    def written(self, stem: Path, name: str, index: int, ahead: float, zero: float) -> Profiled:
-        """Write the trace; see `ProfilingOfWorker.end`. Args: stem: How its files begin. name: What viewers show."""
-        if self._torch is None:
-            return Profiled({}, (), False, 0, 0)
+    def written(self, stem: Path, rank: Rank) -> Profiled:
+        """Write the trace; see `ProfilingOfWorker.end`. Args: stem: How its files begin. rank: What becomes of it."""
         raw, part = stem.with_name(f"{stem.name}.raw.json"), stem.with_name(f"{stem.name}.part")
         self._profile.export_chrome_trace(str(raw))
-        clocks = self._clocks[0], self._clocks[-1]
-        rank = Rank(index, name, clocks, ahead, zero, os.getpid(), threading.get_native_id())
         with part.open("w", encoding="utf-8") as target:
             found: Read = convert(raw, target, rank, self._noted)
         raw.unlink()
@@ -156,7 +163,7 @@ class Session:
     def _look_at_clock(self) -> None:
         with self._torch.profiler.record_function(CLOCK):
             before = time.time()
-            self._clocks.append((before + time.time()) / 2)
+            self.clocks.append((before + time.time()) / 2)
 
     def enters(self, seq: int, role: RoleInstance, spec: MethodSpec) -> None:
         """Begin the range of a call. Those of an async method have none: several go on at once, on one thread."""

@@ -42,9 +42,10 @@ def events(profile: Profile) -> list[dict[str, Any]]:
     return found
 
 
-def processes(profile: Profile) -> dict[str, int]:
-    """What is called a process there, with the number that its events have."""
-    return {each["args"]["name"]: each["pid"] for each in events(profile) if each["name"] == "process_name"}
+def threads(profile: Profile, slot: int) -> set[int]:
+    """The threads that a slot has there of its worker's, by the numbers that their events have."""
+    named = [each for each in events(profile) if each["name"] == "thread_name"]
+    return {each["tid"] for each in named if each["args"]["name"].startswith(f"slot {slot}: thread ")}
 
 
 @needs(OwnProcess)
@@ -127,24 +128,24 @@ class Profiling(ExecutorCase):
             timed.multiply()
             timed.step([0.0, 0.0])
         assert [path.name for path in tmp_path.iterdir()] == ["profile.json"] == [profile.trace.name]
-        found, pids = events(profile), processes(profile)
-        ranks = [pids[f"{two.name} {slot}"] for slot in (0, 1)]
-        spans = [each for each in found if each["ph"] == "X" and each["pid"] == pids[f"group {two.name}"]]
-        for slot, pid in enumerate(ranks):
-            own = [each for each in found if each["pid"] == pid]
+        found = events(profile)
+        spans = [each for each in found if each["ph"] == "X" and each["cat"] == "timed"]
+        assert {each["name"] for each in spans} == {"timed.multiply", "timed.step"}
+        ranks = [[each for each in found if each["tid"] in threads(profile, slot)] for slot in (0, 1)]
+        for slot, own in enumerate(ranks):
             (call,) = [each for each in spans if each["name"] == "timed.multiply" and each["args"]["rank"] == slot]
             (range_,) = [each for each in own if each["name"] == "timed.multiply"]
             (product,) = [each for each in own if each["name"] == "aten::mm" and _inside(each, range_)]
             assert _inside(product, call, slack=1000)
             assert abs(range_["ts"] - call["ts"]) < SLACK_S * 1e6
-            assert product["tid"] == range_["tid"]
+            assert product["tid"] == range_["tid"] != call["tid"]
+            assert product["pid"] == call["pid"]
             assert sum(each["name"] == "aten::mm" and _inside(each, call, slack=1000) for each in own) == 1
-        mine, others = ({each.get("id") for each in found if each["pid"] == pid} - {None} for pid in ranks)
-        assert mine
-        assert others
-        assert not mine & others
-        mine, others = ({each["tid"] for each in found if each["pid"] == pid} for pid in ranks)
-        assert not mine & others
+        for key in ("id", "tid"):
+            mine, others = ({each.get(key) for each in own} - {None} for own in ranks)
+            assert mine
+            assert others
+            assert not mine & others
 
     def test_only_some_ranks(self, two: ColocatedGroup) -> None:
         """Others have no profile, and no hook of it; and nobody has one before and after."""
@@ -158,7 +159,7 @@ class Profiling(ExecutorCase):
         assert timed.patched() == [False, False]
         assert profile.slots == {two.name: (1,)}
         assert seconds(profile, "timed.work", "compute") == about(0.1)
-        assert f"{two.name} 0" not in processes(profile)
+        assert (bool(threads(profile, 0)), bool(threads(profile, 1))) == (False, True)
         with colocate.profile(two) as again:
             timed.work([0.1, 0.1])
         assert again.trace.name == "profile-2.json"
