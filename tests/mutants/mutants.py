@@ -9,6 +9,7 @@ from __future__ import annotations
 import attrs
 
 OF_DRIVERS = ("_api", "_calls", "_kept", "_owned", "_views", "_worker_group")
+OF_DRIVERS_HALVES = ("driver.py", "marks.py")  # of features
 IN_ONE_PROCESS = ("test_threads.py", "[threads]", "test_simulator.py")
 
 
@@ -26,7 +27,9 @@ class Mutant:
     @property
     def is_of_workers(self) -> bool:
         """Whether workers that are processes have the module, and the test has such."""
-        return self.file.split("/")[2] not in OF_DRIVERS and not any(each in self.test for each in IN_ONE_PROCESS)
+        _, _, package, *_, name = self.file.split("/")
+        is_of_drivers = package in OF_DRIVERS or (package == "features" and name in OF_DRIVERS_HALVES)
+        return not is_of_drivers and not any(each in self.test for each in IN_ONE_PROCESS)
 
 
 def _on_processes(name: str) -> str:
