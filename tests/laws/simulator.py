@@ -406,7 +406,11 @@ class Rank:
             self._fail(work)
         else:
             self._update(work)
-            self.outbox.append(from_worker.Done(work.seq, None, 0.0, 0.0, None, _parts(Told(work.updates))))
+            self.outbox.append(
+                from_worker.Done(
+                    work.seq, None, 0.0, 0.0, None, _parts(Told(work.updates, begins=work.arrived is not None))
+                )
+            )
             lane.end(work)
             self.over.add(work.seq)
         return True
@@ -458,7 +462,7 @@ class Rank:
             self.world.arrivals += 1
             if len(set(there.values())) > 1:
                 raise BrokenLaw(f"an operation of {name} has paired different calls: {there}")
-        if len(self.world.meetings[work.arrived]) == len(SLOTS[name]):
+        if not self.world.waits or len(self.world.meetings[work.arrived]) == len(SLOTS[name]):
             return True  # all have sent what the others need: it arrives even where they cut the group after that
         self._free_those_that_wait()
         if self._is_broken(name):
@@ -582,6 +586,7 @@ class World:
         kinds = random.Random(f"renewals {seed}")  # else other programs would be drawn
         self.renewals = {name: kinds.choice(["no", "no", *["again"] * 7, "raises"]) for name in SLOTS}
         self.trains = kinds.random() < 0.2
+        self.waits = kinds.random() < 0.8  # for operations, in the calls that begin them
         self.arrivals = 0  # how often a rank that waits has done what others wait for
         self.ranks = [Rank(self, slot) for slot in range(RANKS)]
         self.link: Any = Link(self, self.timers)

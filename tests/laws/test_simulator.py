@@ -146,6 +146,8 @@ MUTANTS: dict[str, tuple[Any, str, Wrap]] = {
         "halted",
         lambda does: lambda self, hold, slot, plain, is_back: does(self, hold, slot, _whole(plain), is_back),
     ),
+    "groups are dropped only where they were cut": (HoldState, "broken", lambda does: lambda self: sorted(self.cut)),
+    "who is done doesn't miss those that haven't begun": (driver, "stranded", lambda does: lambda *_: ()),
     "one rank's renewal is all ranks'": (CallOrder, "phase_over", _does_not_wait_for_all),
     "a renewal that raised is none": (
         CallOrder,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,7 @@ from colocate._system.limits import RENEWED_WITHIN_S
 from colocate._worker_group.hooks import OfGroup
 from colocate._worker_group.worker_group import WorkerGroup
 from colocate._worker_group.workforce import Worker
-from colocate.features.process_groups.failures import diverged_error, holders_error, renew_error
+from colocate.features.process_groups.failures import diverged_error, holders_error, renew_error, stranded_error
 from colocate.features.process_groups.messages import DropGroups, GroupsDropped, Join, Joining, Left, Told
 
 NAME = "process_groups"
@@ -25,7 +25,7 @@ NAME = "process_groups"
 class HoldState:
     """What ranks have told of process groups in a hold."""
 
-    begun: dict[str, list[tuple[int, int]]] = attrs.field(factory=dict)  # operations of each, by rank
+    begun: dict[str, dict[int, tuple[int, int]]] = attrs.field(factory=dict)  # operations of each, by slot
     cut: set[str] = attrs.field(factory=set)
     in_step: bool = False  # a call has raised when models that ranks share were in the middle of a step
 
@@ -35,7 +35,8 @@ class HoldState:
         One of them is cut, isn't there on all of its ranks, or waits for an operation that some of these never begin.
         """
         found = set(self.cut)
-        for name, told in self.begun.items():
+        for name, by_slot in self.begun.items():
+            told = [*by_slot.values()]
             if len(set(told)) > 1 or len(told) != told[0][1]:
                 found.add(name)
         return sorted(found)
@@ -84,8 +85,8 @@ class GroupsOfGroup(OfGroup):
         worker_group.order.phase_over(worker.slot, message.number, error)
 
     def ended(self, call: PendingCall, slot: int, plain: Any) -> None:
-        """Note how many updates a rank has made in a call."""
-        call.parts = {**call.parts, NAME: {**call.parts.get(NAME, {}), slot: Told(*plain).updates}}
+        """Note how many updates a rank has made in a call, and whether it has begun operations."""
+        call.parts = {**call.parts, NAME: {**call.parts.get(NAME, {}), slot: Told(*plain)}}
 
     def halted(self, hold: Hold, slot: int, plain: Any, is_back: bool) -> None:
         """Tell the ranks that aren't back: they mustn't wait for one that begins no operation any more."""
@@ -99,17 +100,20 @@ class GroupsOfGroup(OfGroup):
         state.in_step = state.in_step or told.in_step
         if is_back:
             for name, operations in told.operations.items():
-                state.begun.setdefault(name, []).append(operations)
+                state.begun.setdefault(name, {})[slot] = operations
             state.cut.update(told.cuts)
 
     def all_back(self, hold: Hold) -> bool:
         """Have what is broken renewed, if anything is; fail where ranks have no common state any more."""
         worker_group = self._worker_group
+        state: HoldState = hold.parts.get(NAME) or HoldState()
+        broken = state.broken()
+        for call, done, left in stranded(worker_group.order.pending.copy().values(), hold, state, broken):
+            hold.withdrawn.add(call.seq)
+            hold.later.append((call, stranded_error(worker_group, call, done, left), True))
         if (diverged := diverged_update(hold)) is not None:
             worker_group.fail(diverged_error(worker_group, *diverged, hold.cause()))
             return True
-        state: HoldState = hold.parts.get(NAME) or HoldState()
-        broken = state.broken()
         if not broken and not state.in_step:
             return False
         worker_group.order.begin_phase(hold, "renew()", RENEWED_WITHIN_S)
@@ -117,11 +121,30 @@ class GroupsOfGroup(OfGroup):
         return True
 
 
+def stranded(
+    calls: Iterable[PendingCall], hold: Hold, state: HoldState, broken: Sequence[str]
+) -> Iterator[tuple[PendingCall, int, int]]:
+    """Yield calls that a rank has done with a group that is dropped, and another one of the group hasn't begun.
+
+    Of an operation that ranks don't wait for, or that sends: who comes later would meet the next call's. With each, the
+    slots of two such ranks.
+    """
+    for call in calls:
+        if call.lane != hold.lane or call.seq in hold.withdrawn:
+            continue
+        done = [slot for slot, told in call.parts.get(NAME, {}).items() if told.begins]
+        for by_slot in (state.begun.get(name, {}) for name in broken):
+            ends = [next(filter(by_slot.__contains__, slots), None) for slots in (done, call.missing())]
+            if ends[0] is not None and ends[1] is not None:
+                yield call, ends[0], ends[1]
+                break
+
+
 def diverged_update(hold: Hold) -> tuple[PendingCall, Mapping[int, int]] | None:
     """A call after which its ranks don't have one state of what they share, and their updates in it, by slot."""
     for call in hold.ended():
         told = call.parts.get(NAME, {})
-        updates = {slot: told.get(slot, 0) for slot in call.targets}
+        updates = {slot: told[slot].updates if slot in told else 0 for slot in call.targets}
         if len(set(updates.values())) > 1 or any(step_events % 2 for step_events in updates.values()):
             return call, updates
     return None

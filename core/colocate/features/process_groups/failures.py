@@ -10,7 +10,7 @@ from colocate._calls.pending import Link, PendingCall
 from colocate._protocol.from_worker import Failure
 from colocate._signals.deferred import run_deferred
 from colocate._system.lines import with_cells
-from colocate.errors import ColocateError, RenewalError
+from colocate.errors import ColocateError, RenewalError, RoleError
 
 
 def renew_error(link: Link, slot: int, failure: Failure, body: Any, cause: ColocateError | None) -> RenewalError:
@@ -48,6 +48,19 @@ def holders_error(link: Link, slot: int, names: Sequence[str], cause: ColocateEr
     )
     error.__cause__ = cause
     return error
+
+
+def stranded_error(link: Link, call: PendingCall, done: int, left: int) -> RoleError:
+    """The error of a call that one rank has done, on a process group that is dropped before another one begins it."""
+    return RoleError(
+        f"{call.label} was withdrawn: rank {call.rank_of(done)} had done it, without waiting for rank "
+        f"{call.rank_of(left)}, when their process group was dropped: who comes later would meet another call's "
+        "operations there. Wait for an operation in the call that begins it",
+        group=link.name,
+        role=call.role or None,
+        method=call.method,
+        called_at=call.called_at,
+    )
 
 
 def diverged_error(

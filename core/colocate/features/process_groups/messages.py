@@ -19,6 +19,7 @@ class Told(NamedTuple):
     operations: Operations = {}  # how many it has begun on each process group
     in_step: bool = False  # whether it has begun some in the call that failed, or that has raised in a backward pass
     cuts: Sequence[str] = ()  # process groups that it has cut
+    begins: bool = False  # whether it has begun some in the call that is done
 
     def plain(self) -> tuple[Any, ...] | None:
         """Return it as it travels; None where it says nothing."""

@@ -164,7 +164,7 @@ class CountedGroups(GroupsOfWorker):
             self._calls[seq] = Counts(operations, self.groups.cuts, role.parts.get(NAME, 0) - operations)
 
     def finished(self, work: Work, role: RoleInstance) -> Mapping[str, Any] | None:
-        """Return how many updates a call has made of what ranks share.
+        """Return how many updates a call has made of what ranks share, and whether it has begun operations.
 
         Raises:
             Consequence: Groups were cut while the call used them.
@@ -179,7 +179,7 @@ class CountedGroups(GroupsOfWorker):
                 raise Consequence(
                     f"process groups were cut while {work.label} used them: what it has got of them isn't true"
                 )
-        plain = Told(self._calls.pop(work.seq).updates(operations)).plain()
+        plain = Told(self._calls.pop(work.seq).updates(operations), begins=operations != counts.operations).plain()
         return None if plain is None else {NAME: plain}
 
     def halts(self, error: BaseException, work: Work | None) -> tuple[Any, ...] | None:

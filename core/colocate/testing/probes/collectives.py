@@ -105,6 +105,11 @@ class Collective(Role):
             raise ValueError(f"rank {failing} left before the collective")
         return self._sum(value, group)
 
+    @method
+    def begin_sum(self) -> None:
+        """Begin an operation, and wait for it nowhere."""
+        torch.distributed.all_reduce(torch.ones(1), group=self.ctx.process_group(), async_op=True)
+
     @method(dispatch=PerRank("gate"))
     def fail_before_group(self, gate: Address | None, failing: int) -> float:
         """One rank raises before it asks for the group that the others are about to make."""

@@ -174,6 +174,25 @@ class CutProcessGroups(ExecutorCase):
         assert pair.sum_each([1.0, 2.0]) == [3.0] * 2  # type: ignore[arg-type]
 
     @needs(OwnProcess)
+    def test_hold_after_what_nobody_waits_for(self, ring: ColocatedGroup) -> None:
+        """A call that one rank has done, and a rank that has failed before hasn't begun, is withdrawn from that one.
+
+        In their next group it would meet an operation of a later call.
+        """
+        pair = ring.role("pair", Collective)
+        pair.sum(1.0)
+        with Gate() as fails:
+            failing = pair.fail_soon.submit([fails.address, None])  # type: ignore[arg-type]
+            ahead = pair.begin_sum.submit()
+            assert pair.facts.options(ranks=[1])() == [(1, 2)]  # which comes after it there
+            fails.open()
+            with pytest.raises(RoleError, match="rank 0 has failed"):
+                failing.result(PATIENCE_S)
+            with pytest.raises(RoleError, match=r"pair\.begin_sum was withdrawn: rank 1 had done it, .* for rank 0"):
+                ahead.result(PATIENCE_S)
+        assert pair.sum_each([1.0, 2.0]) == [3.0] * 2  # type: ignore[arg-type]
+
+    @needs(OwnProcess)
     def test_hold_while_groups_are_made(self, ring: ColocatedGroup) -> None:
         """A rank that waits for its peers to make the group is freed too."""
         pair = ring.role("pair", Collective)
