@@ -38,6 +38,7 @@ PARTS = {
         "TestCore",
         "TestChildren",
         "TestRows",
+        "TestProfiles",
         "TestWeights",
         "TestSharing",
         "TestBackground",

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import json
 import os
+import pickle
 import platform
 import signal
 import subprocess
@@ -47,6 +49,7 @@ from colocate.testing.executors import (  # noqa: E402
 from colocate.testing.features.checkpoints.saving import SavingBeside  # noqa: E402
 from colocate.testing.features.children.suite import Children  # noqa: E402
 from colocate.testing.features.memory.sleeping import SleepingAmidSteps  # noqa: E402
+from colocate.testing.features.profiling.suite import Profiling  # noqa: E402
 from colocate.testing.features.rows.suite import Streams  # noqa: E402
 from colocate.testing.features.weights.suite import WeightSyncs, WeightSyncsBetween  # noqa: E402
 from colocate.testing.probes.sleepers import Dozing  # noqa: E402
@@ -666,6 +669,93 @@ def in_turns(role: Any, mib: int, name: str, budget: str | None) -> Iterator[Col
     with connect() as runtime:
         roles = {each: colocate.role(role, mib) for each in ("one", "two", "three")}
         yield runtime.reserve().spawn(roles, name=name, **more)
+
+
+class Kernels(Role):
+    """Has the device work, and doesn't wait for that."""
+
+    def __init__(self) -> None:
+        self.x = torch.ones(2048, 2048, device=self.ctx.device)
+        self.ranges: list[str | None] = []
+        self.ctx.process_group()
+
+    @method
+    def spin(self, cycles: int) -> None:
+        torch.cuda._sleep(cycles)
+
+    @method
+    def multiply(self, times: int) -> None:
+        for _ in range(times):
+            self.x = (self.x @ self.x).clamp_(0, 1)
+
+    @method
+    def reduce(self) -> None:
+        torch.distributed.all_reduce(self.x, group=self.ctx.process_group())
+
+    @method
+    def list_ranges(self) -> list[str | None]:
+        """The ranges of NVTX that began here since the last time, with a None for each end."""
+        nvtx, (found, self.ranges) = torch.cuda.nvtx, (self.ranges, [])
+        nvtx.range_push = lambda name: self.ranges.append(name)
+        nvtx.range_pop = lambda: self.ranges.append(None)
+        return found
+
+
+class TestProfiles(Profiling):
+    """Profiles of workers with a GPU, as elsewhere; and what only kernels show."""
+
+    device: ClassVar[str] = DEVICE
+    test_what_cant_be_profiled = None  # here memory can be
+
+    def connect(self, **more: Any) -> Runtime:
+        return connect(**more)
+
+    @needs_cuda
+    def test_kernels_lie_in_their_calls(self) -> None:
+        """Though a method returns while they run: none is another call's, and their time is that call's."""
+        with spawned({"kernels": colocate.role(Kernels)}, name="gpu") as group:
+            kernels = group.role("kernels", Kernels)
+            kernels.multiply(3)
+            kernels.reduce()
+            began = time.perf_counter()
+            kernels.spin(100_000_000)
+            took = time.perf_counter() - began
+            with colocate.profile(group, memory=True) as profile:
+                kernels.spin(100_000_000)
+                kernels.multiply(20)
+                kernels.reduce()
+        found = json.loads(profile.trace.read_text())
+        spans = {each["name"]: each for each in found if each["ph"] == "X" and each.get("cat") == "kernels"}
+        ran = [each for each in found if each["ph"] == "X" and each.get("cat") == "kernel"]
+
+        def within(name: str) -> list[Any]:
+            start, end = spans[name]["ts"] - 1000, spans[name]["ts"] + spans[name]["dur"] + 1000
+            return [each for each in ran if start <= each["ts"] and each["ts"] + each["dur"] <= end]
+
+        (spin,) = within("kernels.spin")
+        assert spin["dur"] / 1e6 == pytest.approx(took, rel=0.5)
+        assert len(within("kernels.multiply")) >= 40
+        assert len(ran) == sum(len(within(name)) for name in spans)
+        assert {each["tid"] for each in ran}.isdisjoint({each["tid"] for each in spans.values()})
+        assert profile.parts["kernels.spin"].seconds["compute"] >= 0.9 * spin["dur"] / 1e6
+        (snapshot,) = profile.snapshots
+        with snapshot.open("rb") as file:
+            assert any(pickle.load(file)["device_traces"])  # its own, of a worker of this test
+
+    @needs_cuda
+    def test_ranges_of_nvtx(self) -> None:
+        """Each call has one, which ends with it; without a tool that listens NVTX counts none, so they are listed."""
+        with spawned({"kernels": colocate.role(Kernels)}, name="gpu") as group:
+            kernels = group.role("kernels", Kernels)
+            kernels.list_ranges()
+            kernels.multiply(1)
+            with colocate.profile(group):
+                kernels.multiply(1)
+                kernels.spin(1)
+            kernels.multiply(1)
+            assert kernels.list_ranges() == [
+                ["kernels.multiply", None, "kernels.spin", None, "the profile's end", None]
+            ]
 
 
 class TestTurns:
