@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,9 @@ from colocate.texts import did_you_mean, error_text
 if TYPE_CHECKING:
     from colocate.driver import ColocatedGroup, Driver
 
-_KEYS = ("steps", "roles", "ranks", "memory")
+_WORDS = ("memory", "py-spy")
+_KEYS = ("steps", "roles", "ranks", *_WORDS)
+_NEVER = sys.maxsize
 
 
 @attrs.frozen
@@ -27,6 +30,7 @@ class Wanted:
         roles: The roles; None for all workers of the config.
         ranks: Their ranks; None for all.
         memory: Whether there are snapshots of memory.
+        sampler: What looks into the workers.
     """
 
     first: int
@@ -34,6 +38,7 @@ class Wanted:
     roles: tuple[str, ...] | None = None
     ranks: tuple[int, ...] | None = None
     memory: bool = False
+    sampler: str = "torch"
 
     @classmethod
     def read(cls, text: str) -> Wanted:
@@ -46,7 +51,7 @@ class Wanted:
         key = ""
         for word in text.split(","):
             name, equals, value = word.strip().partition("=")
-            if equals or name == "memory":
+            if equals or name in _WORDS:
                 key = name
                 if key not in _KEYS or key in given:
                     wrong = "twice" if key in given else f"unknown{did_you_mean(key, _KEYS)}"
@@ -56,7 +61,8 @@ class Wanted:
                 given[key].append(name)
             else:
                 raise ConfigError(f"--profile {text}: {word!r} says nothing; it is like steps=3:5,roles=actor,memory")
-        first, _, last = (given.get("steps") or [""])[0].partition(":")
+        sampled = "py-spy" in given  # which is small enough for a whole run
+        first, _, last = (given.get("steps") or [f"0:{_NEVER}" if sampled else ""])[0].partition(":")
         numbers = [first, last or first, *given.get("ranks", ())]
         if not all(each.isdecimal() for each in numbers):
             raise ConfigError(f"--profile {text}: steps and ranks are whole numbers, as steps=3:5,ranks=0")
@@ -64,7 +70,8 @@ class Wanted:
             raise ConfigError(f"--profile {text}: the first step comes after the last one")
         ranks = tuple(int(each) for each in given["ranks"]) if "ranks" in given else None
         roles = tuple(given["roles"]) if "roles" in given else None
-        return cls(int(first), int(last or first), roles, ranks, "memory" in given)
+        sampler = "py-spy" if sampled else "torch"
+        return cls(int(first), int(last or first), roles, ranks, "memory" in given, sampler)
 
 
 class StepProfile:
@@ -82,6 +89,7 @@ class StepProfile:
         self._wanted, self._driver, self._say = wanted, driver, say
         self._groups = [*groups.values()]
         self._given: dict[str, Any] = {"roles": wanted.roles, "ranks": wanted.ranks, "memory": wanted.memory}
+        self._given["sampler"] = wanted.sampler
         driver.profile(self._groups, **self._given)
         self._open: contextlib.ExitStack | None = None
         self._is_over = False
@@ -119,6 +127,7 @@ class StepProfile:
         self._open = contextlib.ExitStack()
         last = self._wanted.last
         title = f"Profile of step {step}" if step == last else f"Profile of steps {step} to {last}"
+        title = "Profile of the run" if last == _NEVER else title
         try:
             self._profile = self._open.enter_context(self._driver.profile(self._groups, title, **self._given))
         except (ColocateError, TimeoutError) as error:  # of a worker that has died, say: the job hears of that itself

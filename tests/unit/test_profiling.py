@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -201,6 +202,8 @@ def test_operations_that_cpp_begins(tmp_path: Path) -> None:
 
 def test_what_the_option_says() -> None:
     assert Wanted.read("steps=3:5,roles=actor") == Wanted(3, 5, ("actor",))
+    assert Wanted.read("py-spy,roles=reward") == Wanted(0, sys.maxsize, ("reward",), sampler="py-spy")
+    assert Wanted.read("steps=3:5,py-spy") == Wanted(3, 5, sampler="py-spy")
     assert Wanted.read("steps=3,roles=actor,critic,ranks=0,1,memory") == Wanted(3, 3, ("actor", "critic"), (0, 1), True)
 
 

@@ -113,8 +113,8 @@ def run(
         str | None,
         typer.Option(
             "--profile",
-            metavar="steps=A:B[,roles=NAME][,ranks=N][,memory]",
-            help="Profile these steps, for Perfetto and the report.",
+            metavar="steps=A:B[,roles=NAME][,ranks=N][,memory][,py-spy]",
+            help="Profile these steps, for Perfetto and the report; py-spy: Python stacks, also of a whole run.",
         ),
     ] = None,
     debug: Annotated[

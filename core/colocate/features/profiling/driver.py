@@ -42,6 +42,7 @@ _LOOKS = 7
 """So often a worker is asked for its time: the answer that came fastest counts."""
 _CLOCKS_WITHIN_S = 30.0
 _MOST_RECORDS = 200_000
+SAMPLERS = ("torch", "py-spy")
 
 
 class ProfilingOfGroup(OfGroup):
@@ -142,6 +143,7 @@ def profile(
     roles: str | Collection[str] | None = None,
     ranks: int | Collection[int] | None = None,
     memory: bool = False,
+    sampler: str = "torch",
     title: str = "Profile",
 ) -> Iterator[Profile]:
     """Profile ranks while the block runs: with torch's profiler in their workers, and with the driver's own records.
@@ -154,6 +156,7 @@ def profile(
         roles: The roles whose ranks are profiled, on their whole workers; None for all workers.
         ranks: Which ranks of these roles; None for all of them.
         memory: Whether each rank with a GPU also leaves a snapshot of its memory, with the history of allocations.
+        sampler: "torch", or "py-spy" for code that isn't torch's: Python stacks, a hundred times a second.
         title: What the table is called in the report.
 
     Raises:
@@ -163,7 +166,7 @@ def profile(
         RoleError: Torch's profiler can't begin: another one goes on in that process, say.
     """
     groups = [group] if isinstance(group, ColocatedGroup) else list(group)
-    session = _Session(groups, _targets(groups, roles, ranks), memory)
+    session = _Session(groups, _targets(groups, roles, ranks), memory, sampler)
     session.begin()
     try:
         yield session.profile
@@ -173,9 +176,9 @@ def profile(
     session.end(title)
 
 
-def check_profile(groups: Sequence[Any], roles: Any, ranks: Any, memory: bool) -> None:
+def check_profile(groups: Sequence[Any], roles: Any, ranks: Any, memory: bool, sampler: str) -> None:
     """Look whether `profile` could be of that; errors as there."""
-    _Session(groups, _targets(groups, roles, ranks), memory)
+    _Session(groups, _targets(groups, roles, ranks), memory, sampler)
 
 
 def _targets(groups: Sequence[Any], roles: Any, ranks: Any) -> dict[str, tuple[int, ...]]:
@@ -209,9 +212,15 @@ def _targets(groups: Sequence[Any], roles: Any, ranks: Any) -> dict[str, tuple[i
 class _Session:
     """A profile that goes on."""
 
-    def __init__(self, groups: Sequence[ColocatedGroup], slots: Mapping[str, tuple[int, ...]], memory: bool) -> None:
+    def __init__(
+        self, groups: Sequence[ColocatedGroup], slots: Mapping[str, tuple[int, ...]], memory: bool, sampler: str
+    ) -> None:
+        if sampler not in SAMPLERS:
+            raise ConfigError(f"colocate.profile(sampler={sampler!r}): it is {' or '.join(map(repr, SAMPLERS))}")
+        if memory and sampler != "torch":
+            raise ConfigError("colocate.profile(memory=True): only torch's profiler has snapshots of memory")
         self._groups = {each.name: each._node for each in groups if each.name in slots}
-        self._memory = memory
+        self._memory, self._sampler = memory, sampler
         first = next(iter(self._groups.values()))
         connection: Any = first
         while not isinstance(connection, Connection):
@@ -264,6 +273,7 @@ class _Session:
             self._timeline = runtime._trace(self._folder / "timeline.part", self._ahead, self._zero, (BEGIN, END))
             for name, node in self._groups.items():
                 given = {"token": self._token, "slots": self.profile.slots[name], "memory": self._memory}
+                given["folder"] = "" if self._sampler == "torch" else str(self._folder.absolute())
                 self._begun[name] = _call(node, BEGIN, given)
                 self._begun[name].result()
         except BaseException:

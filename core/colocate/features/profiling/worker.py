@@ -16,8 +16,10 @@ from colocate._role.method import method
 from colocate._role.method_spec import MethodSpec
 from colocate._system.imported import imported
 from colocate.errors import ColocateError
+from colocate.executor import Boot
 from colocate.features.profiling.collectives import Collectives
 from colocate.features.profiling.messages import BEGIN, END, AskClock, Clock, Profiled
+from colocate.features.profiling.sampling import Sampler
 from colocate.features.profiling.traces import CLOCK, Rank, Read, convert, waits
 from colocate.gpus import KIND, in_use
 from colocate.worker.context import WorkerContext
@@ -45,14 +47,22 @@ class ProfilingOfWorker(OfWorker):
         self._worker_context.lane.do(self._drop)
 
     @method
-    def begin(self, token: str, slots: Sequence[int], memory: bool) -> None:
-        """Begin to profile these slots' workers. Args: token: What tells the profile from others."""
+    def begin(self, token: str, slots: Sequence[int], memory: bool, folder: str) -> None:
+        """Begin to profile these slots' workers.
+
+        Args:
+            token: What tells the profile from others.
+            slots: These.
+            memory: Whether it has snapshots of memory.
+            folder: Where py-spy writes what it samples; "" for a profile of torch's.
+        """
         context = self._worker_context
         if context.boot.slot not in slots:
             return
         if self._session is not None:
             raise ColocateError(f"worker {context.boot.slot} of group {context.boot.group!r} is being profiled already")
-        session = Session(token, context.boot.device, memory)
+        sampler = Sampler(Path(folder) / f"{_stem(context.boot)}.samples") if folder else None
+        session = Session(token, context.boot.device, memory, sampler)
         session.begin()
         self._session = session
         self.enters, self.leaves = session.enters, session.leaves  # type: ignore[method-assign]
@@ -76,7 +86,7 @@ class ProfilingOfWorker(OfWorker):
         if session is None or session.token != token:
             return None
         try:
-            stem = Path(folder) / f"{boot.group}-{boot.slot}".replace("/", "_")
+            stem = Path(folder) / _stem(boot)
             session.end(stem.with_name(f"memory-{stem.name}.pickle") if folder else None)
             if not folder:
                 return None
@@ -101,6 +111,10 @@ _METHODS = {BEGIN: "begin", END: "end"}
 ProfilingOfWorker.calls = {said: ProfilingOfWorker.__dict__[name].spec for said, name in _METHODS.items()}
 
 
+def _stem(boot: Boot) -> str:
+    return f"{boot.group}-{boot.slot}".replace("/", "_")
+
+
 @attrs.define(eq=False)
 class Session:
     """One profile of a worker, on its lane."""
@@ -108,6 +122,7 @@ class Session:
     token: str  # what tells it from others
     device: str  # the slot's
     memory: bool  # whether the history of its memory is recorded
+    sampler: Sampler | None  # what samples it; None for a profile of torch's
     _torch: Any = attrs.field(default=None, init=False)  # None where it isn't imported
     _profile: Any = attrs.field(default=None, init=False)
     _noted: Collectives = attrs.field(factory=Collectives, init=False)
@@ -121,7 +136,13 @@ class Session:
 
         Raises:
             RuntimeError: Another profile of torch's goes on in this process, say one of the role's own.
+            CapabilityError: It can't be sampled.
         """
+        if self.sampler is not None:
+            self.sampler.begin()
+            self.clocks += self.sampler.clocks
+            self._is_over = False
+            return
         if (torch := imported("torch")) is None:
             return
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else it says on the driver's screen that it begins and ends
@@ -140,6 +161,9 @@ class Session:
         if self._is_over:
             return
         self._is_over = True
+        if self.sampler is not None:
+            self.sampler.end()
+            return
         self._noted.end()
         for seq in [*self._open]:  # that of the call which ends it
             self.leaves(seq)
@@ -152,6 +176,10 @@ class Session:
 
     def written(self, stem: Path, rank: Rank) -> Profiled:
         """Write the trace; see `ProfilingOfWorker.end`. Args: stem: How its files begin. rank: What becomes of it."""
+        if self.sampler is not None:
+            with stem.with_name(f"{stem.name}.part").open("w", encoding="utf-8") as target:
+                count = self.sampler.convert(target, rank)
+            return Profiled({}, (), True, count, 0)
         raw, part = stem.with_name(f"{stem.name}.raw.json"), stem.with_name(f"{stem.name}.part")
         self._profile.export_chrome_trace(str(raw))
         with part.open("w", encoding="utf-8") as target:

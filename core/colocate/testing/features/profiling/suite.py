@@ -216,6 +216,28 @@ class Profiling(ExecutorCase):
             raise AssertionError
         assert two.role("timed", Timed).hooks() == [0, 0]
 
+    def test_stacks(self, two: ColocatedGroup) -> None:
+        """What a rank does in Python, by the driver's clock, below its calls."""
+        timed = two.role("timed", Timed)
+        with colocate.profile(two, ranks=1, sampler="py-spy") as profile:
+            timed.multiply()
+            timed.work([0.0, 0.8])
+        found = events(profile)
+        (call,) = [each for each in found if each["name"] == "timed.work" and each.get("args", {}).get("rank") == 1]
+        (stacks,) = {
+            each["tid"] for each in found if each["name"] == "thread_name" and each["args"]["name"] == "slot 1: stacks"
+        }
+        seen = [each for each in found if each["tid"] == stacks and each["name"].endswith("work")]
+        assert {each["ph"] for each in seen} == {"B", "E"}
+        start, end = min(each["ts"] for each in seen), max(each["ts"] for each in seen)
+        assert start == pytest.approx(call["ts"], abs=SLACK_S * 1e6)
+        assert end == pytest.approx(call["ts"] + call["dur"], abs=SLACK_S * 1e6)
+        assert seconds(profile, "timed.work", "compute") == about(0.8)
+        with pytest.raises(ConfigError, match="only torch's"), colocate.profile(two, memory=True, sampler="py-spy"):
+            raise AssertionError
+        with pytest.raises(ConfigError, match="'torch' or 'py-spy'"), colocate.profile(two, sampler="pyspy"):
+            raise AssertionError
+
     def test_roles_without_torch(self, spawn: Spawn, in_its_folder: None) -> None:
         """Their calls are told, and their waits for each other and for the driver."""
         group = spawn({"echo": colocate.role(Echo, "the tag")})

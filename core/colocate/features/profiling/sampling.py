@@ -1,0 +1,118 @@
+"""A worker's Python stacks, a hundred times a second, by py-spy: where what takes its time isn't torch's."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import threading
+import time
+from pathlib import Path
+from typing import IO, Any
+
+import attrs
+
+from colocate._system.deadline import Deadline
+from colocate.errors import CapabilityError
+from colocate.features.profiling.traces import Rank
+from colocate.keeper.outside import py_spy
+
+_RATE = 100
+_BEGINS_WITHIN_S = 30.0
+_ENDS_WITHIN_S = 120.0
+_SPIN_S, _SPINS = 0.035, 4
+
+
+@attrs.define(eq=False)
+class Sampler:
+    """Samples of this process, from `begin` to `end`; on its lane."""
+
+    _file: Path  # what py-spy writes
+    clocks: list[float] = attrs.field(factory=list, init=False)  # when `colocate_clock` began and ended, several times
+    _process: subprocess.Popen[bytes] | None = attrs.field(default=None, init=False)
+
+    def begin(self) -> None:
+        """Begin it, and wait until it has.
+
+        Raises:
+            CapabilityError: There is no py-spy here, or it mustn't look.
+        """
+        if (program := py_spy()) is None:
+            raise CapabilityError("there is no py-spy beside this worker's interpreter, nor on its path: install it")
+        pid = str(os.getpid())
+        how = ["--rate", str(_RATE), "--format", "chrometrace", "--nonblocking", "--idle", "--output", str(self._file)]
+        # Its words are waited for: what was sampled has times since then, which nobody else knows.
+        self._process = process = subprocess.Popen(
+            [program, "record", "--pid", pid, *how],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+        said, deadline = b"", Deadline(_BEGINS_WITHIN_S)
+        assert process.stdout is not None
+        while b"Sampling process" not in said:
+            if not select.select([process.stdout], [], [], deadline.left)[0] or not (
+                more := os.read(process.stdout.fileno(), 4096)
+            ):
+                self.end()
+                words = said.decode(errors="replace").strip() or "it says nothing"
+                raise CapabilityError(f"py-spy can't sample process {pid}: {words}")
+            said += more
+        for _ in range(_SPINS):
+            self.clocks += colocate_clock()
+            time.sleep(_SPIN_S)
+
+    def end(self) -> None:
+        """End it, once, and wait until it has written."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.send_signal(signal.SIGINT)
+            try:
+                process.communicate(timeout=_ENDS_WITHIN_S)
+            finally:
+                process.kill()
+                process.wait()
+
+    def convert(self, target: IO[str], rank: Rank) -> int:
+        """Write what was sampled as `traces.convert` does; return how many events that is.
+
+        Raises:
+            ValueError: It has lost its beginning.
+        """
+        found: list[Any] = json.loads(self._file.read_text(encoding="utf-8", errors="replace"))
+        seen = [each["ts"] / 1e6 for each in found if each["name"] == colocate_clock.__name__ and each["ph"] in "BE"]
+        if not seen:
+            raise ValueError("py-spy has not seen the function by which its time is known: the machine is too busy")
+        clocks = self.clocks
+        if len(seen) != len(clocks):
+            seen, clocks = [seen[0], seen[-1]], [clocks[0], clocks[-1]]
+        # It sees what has begun or ended by its next sample: the least late one tells most.
+        late = min(its - mine for its, mine in zip(seen, clocks, strict=True))
+        rank.thread = threading.get_ident()
+        shift = -round((late + rank.ahead + rank.zero) * 1e6)
+        names: dict[int, int] = {}
+        for event in found:
+            if event["ph"] not in "BE":
+                continue
+            tid = rank.tid_of(rank.pid, event["tid"])
+            names.setdefault(tid, event["tid"])
+            event |= {"pid": rank.process, "tid": tid, "ts": max(0, event["ts"] + shift)}
+            target.write(",\n" + json.dumps(event))
+        for tid, thread in names.items():
+            what = "stacks" if thread == rank.thread else f"stacks of thread {thread}"
+            given: dict[str, Any] = {"ts": 0, "ph": "M", "pid": rank.process, "tid": tid}
+            for name, args in (("thread_name", f"{rank.name}: {what}"), ("thread_sort_index", rank.place)):
+                key = "name" if name == "thread_name" else "sort_index"
+                target.write(",\n" + json.dumps({**given, "name": name, "args": {key: args}}))
+        return len(found)
+
+
+def colocate_clock() -> tuple[float, float]:
+    """Return when this has begun and ended, after as long as py-spy needs to see it."""
+    began = time.time()
+    until = time.monotonic() + _SPIN_S
+    while time.monotonic() < until:
+        pass
+    return began, time.time()
