@@ -60,16 +60,22 @@ if TYPE_CHECKING:
     from colocate.features.looking.idle import idle as idle
     from colocate.features.memory.tables import GroupMemory as GroupMemory
     from colocate.features.memory.tables import SlotMemory as SlotMemory
+    from colocate.features.recordings.driver import comparison as comparison
+    from colocate.features.recordings.given import Compare as Compare
+    from colocate.features.recordings.given import Replay as Replay
 
 _OF_FEATURES = {
     "Audit": "looking.audit",
     "CheckpointsOfGroup": "checkpoints.driver",
+    "Compare": "recordings.given",
     "GroupMemory": "memory.tables",
     "Idling": "looking.idle",
     "Recent": "looking.glance",
+    "Replay": "recordings.given",
     "Saving": "checkpoints.saving",
     "SlotMemory": "memory.tables",
     "audit_strays": "looking.audit",
+    "comparison": "recordings.driver",
     "found_in": "checkpoints.checkpoint",
     "idle": "looking.idle",
 }
@@ -207,6 +213,13 @@ class Driver:
     @run.setter
     def run(self, run: Any) -> None:
         self._services.run = run
+
+    def mark(self, step: int) -> None:
+        """Note that a step is over, where roles are recorded."""
+        for worker_group in list(self._node.worker_groups.values()):
+            part: Any = worker_group.parts.get("recordings")
+            if part is not None:
+                part.mark(step)
 
     def close_detached(self, name: str, force: bool) -> None:
         """End a detached pool of its cluster, whoever made it.

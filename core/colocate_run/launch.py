@@ -14,6 +14,7 @@ from colocate.plugins import RoleSpec, find_role, role
 from colocate.signatures import arguments_of
 from colocate.texts import made_for, plural
 from colocate_run.config.schema import Config, RoleConfig
+from colocate_run.recorded import played
 from colocate_run.screen import Stage
 
 if TYPE_CHECKING:
@@ -106,7 +107,7 @@ def reserve_pool(runtime: Runtime, name: str, config: Config) -> Pool:
 
 def _spawn(pool: Pool, name: str, config: Config) -> ColocatedGroup:
     entry = config.groups[name]
-    roles: dict[str, RoleSpec[Any]] = {key: _role(role) for key, role in entry.roles.items()}
+    roles: dict[str, RoleSpec[Any]] = {key: played(config, name, key, _role(role)) for key, role in entry.roles.items()}
     with made_for(config.origins.get(f"groups.{name}")):
         return pool.spawn(
             roles,

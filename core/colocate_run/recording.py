@@ -36,6 +36,7 @@ from colocate_run.logs import FOLDER as LOGS
 from colocate_run.logs import WorkerLogs
 from colocate_run.observing import LEAVING, RunObservers
 from colocate_run.profiling import StepProfile, Wanted
+from colocate_run.recorded import RecordedRoles
 from colocate_run.run import Run
 from colocate_run.screen import Screen
 from colocate_run.stopping import Asked, StopSignals
@@ -63,6 +64,7 @@ class Begun:
     job: Callable[[Run], object] | None = None  # what it does; None where the code of a block does it
     store: Store | None = None  # where its checkpoints are kept besides
     profile: Wanted | None = None  # what is profiled of it
+    recorded: RecordedRoles = attrs.field(factory=RecordedRoles)  # which of its roles are recorded
     observers: RunObservers = attrs.field(init=False)  # who is told of it
     logs: WorkerLogs = attrs.field(init=False)  # what its workers print
     environment: Mapping[str, str] = attrs.field(init=False)  # versions, machine, command line and commit
@@ -103,6 +105,7 @@ def begin(
         folder.write("config.yaml", config.dump())
         plain, job = without_secrets(config.plain()), lambda run: function(run, **options)
         begun = Begun(config.name, folder, step, metrics, screen, plain, config.trace, job, store, profile)
+        begun.recorded = RecordedRoles.of(config)
         return _in_its_folder(begun, log, config.observe, stack.pop_all().close)
 
 
@@ -220,6 +223,7 @@ def _recording(
             runtime.trace(folder.free("trace", ".json")) if begun.trace else contextlib.nullcontext(),
             screen.running(name, folder.path, begun.step),
             notices,
+            begun.recorded.recording(runtime, groups, folder, run),
         ):
             try:
                 if begun.profile is not None:

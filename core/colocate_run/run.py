@@ -141,6 +141,7 @@ class Run:
         if self._observers:
             told = LogRecord(step, scalars_of(row), row.get("seconds", {}), now)
             self._observers.soon(Driver(self.runtime), LOGGED, told)
+        Driver(self.runtime).mark(step)
         if self._profile is not None:
             self._profile.logged(step)
         self._regrow()

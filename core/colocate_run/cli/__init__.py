@@ -121,14 +121,38 @@ def run(
         bool,
         typer.Option("--debug", help="Stop where a role raises, in a debugger; on worker processes only."),
     ] = False,
+    record: Annotated[
+        str | None, typer.Option("--record", metavar="ROLE[,ROLE]", help="Keep what the calls of these roles give.")
+    ] = None,
+    record_limit: Annotated[
+        str | None, typer.Option("--record-limit", metavar="SIZE", help="How much of it at most, as 20GiB.")
+    ] = None,
+    replay: Annotated[
+        list[str] | None,
+        typer.Option("--replay", metavar="ROLE=RUN", help="Answer the calls of a role as recorded; it isn't built."),
+    ] = None,
+    replay_from: Annotated[
+        int | None, typer.Option("--replay-from", metavar="STEP", help="Begin with this step of the recording.")
+    ] = None,
+    replay_loose: Annotated[
+        bool, typer.Option("--replay-loose", help="Only warn of calls that differ from recorded ones.")
+    ] = False,
+    compare: Annotated[
+        list[str] | None,
+        typer.Option("--compare", metavar="ROLE=RUN", help="Compare what a role gives with what was recorded."),
+    ] = None,
+    tolerance: Annotated[
+        float | None, typer.Option("--tolerance", metavar="NUMBER", help="How far compared numbers may be away.")
+    ] = None,
     no_import: NoImport = False,
     json: Json = False,
 ) -> None:
     """Run the job of a config."""
-    from colocate_run.cli.run import run_job
+    from colocate_run.cli.run import recording_changes, run_job
 
+    options = record, record_limit, replay or [], replay_from, replay_loose, compare or [], tolerance
     how: Literal[False, True, "auto"] = False if resume is None else True if resume is Resume.last else "auto"
-    changes = [*(changes or []), *(["executor.with.debug=true"] if debug else [])]
+    changes = [*(changes or []), *(["executor.with.debug=true"] if debug else []), *recording_changes(*options)]
     may = not no_import
     raise typer.Exit(run_job(file, executor, changes, resume=how, json=json, allow_import=may, profile=profile))
 

@@ -7,9 +7,11 @@ import json as json_module
 import signal
 import sys
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
+
+from typer import BadParameter
 
 from colocate.texts import plural
 from colocate_report.record import RunRecord
@@ -88,7 +90,38 @@ def _run(
                 screen.say(f"stopped by {record.stopped}{_again(signals.count)}; {goes_on}")
     if json:
         print_json(_summary(record))
+    if begun.recorded.differs and record.stopped is None:
+        return 1
     return 0 if record.stopped is None else 128 + signal.Signals[record.stopped]
+
+
+def recording_changes(
+    record: str | None,
+    limit: str | None,
+    replay: Sequence[str],
+    step: int | None,
+    loose: bool,
+    compare: Sequence[str],
+    tolerance: float | None,
+) -> list[str]:
+    """Return what options of recordings change in the config, as `--set` has it."""
+    given: dict[str, Any] = {
+        "record": None if record is None else [each.strip() for each in record.split(",")],
+        "record_limit": limit,
+        "replay": dict(_role_and_run("--replay", each) for each in replay) or None,
+        "replay_from": step,
+        "replay_loose": loose or None,
+        "compare": dict(_role_and_run("--compare", each) for each in compare) or None,
+        "tolerance": tolerance,
+    }
+    return [f"{key}={json_module.dumps(value)}" for key, value in given.items() if value is not None]
+
+
+def _role_and_run(option: str, text: str) -> tuple[str, str]:
+    role, equals, run = text.partition("=")
+    if not (role and equals and run):
+        raise BadParameter(f"{text!r}: write {option} role=runs/first")
+    return role, run
 
 
 def _again(count: int) -> str:

@@ -43,6 +43,7 @@ from colocate.texts import nearest, parse_bytes
 from colocate_run.config.schema import Config, GroupConfig, ObserverConfig, PoolConfig, RoleConfig
 from colocate_run.config.source import Document
 from colocate_run.config.trust import Trust
+from colocate_run.recorded import mistakes
 
 _MODULE = re.compile(r"[A-Za-z_]\w*(\.\w+)*:[A-Za-z_][\w.]*")  # what an option of a job may have imported
 
@@ -63,6 +64,13 @@ def _check(config: Config, document: Document, trust: Trust) -> None:
         _pool(pool, executor, ("pools", name), document)
     classes = _groups(config, executor, trust, document)
     _job(config, classes, trust, document)
+    for place, problem, near in mistakes(config):
+        document.wrong(place, problem, near)
+    if config.record_limit is not None:
+        try:
+            parse_bytes(config.record_limit, "record_limit")
+        except ConfigError as error:
+            document.wrong(("record_limit",), error.message)
     for index, observer in enumerate(config.observe):
         _observer(observer, trust, ("observe", index), document)
     if config.groups:  # a config without any is for code that spawns its own

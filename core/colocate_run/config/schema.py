@@ -206,6 +206,14 @@ class Config:
         plugins: Which plugins may be used.
         observe: Who is told of the run, as in `[tensorboard, {use: mlflow, with: {experiment: sums}}]`.
         trace: Whether the run's folder gets a `trace.json` for Perfetto; see `Runtime.trace`.
+        record: The roles of which is kept what their calls give, in `recording` of the run's folder: names, or
+            `group.role`.
+        record_limit: How much of it is written at most, in bytes or as "20GiB".
+        replay: Recordings that answer the calls of roles, which aren't constructed: folders of runs, by role.
+        replay_from: With which step of these, and of those under `compare`, to begin.
+        replay_loose: Whether calls that differ from recorded ones are only told.
+        compare: Recordings with which is compared what roles give: folders of runs, by role.
+        tolerance: How far numbers may be from those that were recorded, absolutely and relatively.
         checkpoints: Where the run's checkpoints are kept besides, as `s3://bucket/folder`: `--resume` goes on from
             there on another machine. Extra `stores`.
         origins: File and line of each pool and group, and of the executor ("pools.main"), for the ownership graph; an
@@ -224,6 +232,13 @@ class Config:
     plugins: PluginsConfig = attrs.field(factory=PluginsConfig)
     observe: list[ObserverConfig] = attrs.field(factory=list)
     trace: bool = False
+    record: list[str] = attrs.field(factory=list)
+    record_limit: int | str | None = None
+    replay: dict[str, str] = attrs.field(factory=dict)
+    replay_from: int | None = None
+    replay_loose: bool = False
+    compare: dict[str, str] = attrs.field(factory=dict)
+    tolerance: Annotated[float, Checked(amount_problem)] = 0.0
     checkpoints: Annotated[str | None, Checked(url_problem)] = None
     origins: Mapping[str, tuple[str, int]] = attrs.field(factory=dict, eq=False, repr=False, metadata={"key": False})
     withheld: Mapping[Place, str] = attrs.field(factory=dict, eq=False, repr=False, metadata={"key": False})

@@ -75,7 +75,7 @@ class Difference:
         if not is_same:
             self.count += 1
             if self.first is None:
-                self.first = f"{path or 'its value'} was {words}"
+                self.first = f"its value{path} was {words}"
 
     def _number(self, was: Any, now: Any, path: str) -> None:
         if was == now or (was != was and now != now):
@@ -115,7 +115,7 @@ class Difference:
             at = int(far.nonzero()[0])
             index = [int(each) for each in other.nonzero()[at]]
             numbers = was[other][at].item(), now[other][at].item()
-            self.first = f"{path or 'its value'}{index or ''} was {numbers[0]!r}, and is {numbers[1]!r}"
+            self.first = f"its value{path}{index or ''} was {numbers[0]!r}, and is {numbers[1]!r}"
 
 
 def _largest(numbers: Any) -> float:

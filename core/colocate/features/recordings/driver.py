@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -72,6 +73,13 @@ class RecordingsOfGroup(OfGroup):
         if (file := self._files.pop(role, None)) is not None:
             file.close()
 
+    def mark(self, step: int) -> None:
+        """Note that a step is over: `Replay(step=...)` begins with what comes after the one before it."""
+        told = json.dumps({"step": step, "calls": {self._worker_group.name: self._worker_group.order.next_seq - 1}})
+        for folder in {each.parent for each in self.recorded.values()}:
+            with contextlib.closing(GrowingFile(folder / STEPS)) as file:
+                file.add(told + "\n")
+
     def _row_came(self, call: Any, slot: int, row: int) -> None:
         if call.role not in self._files:
             return
@@ -121,20 +129,9 @@ class Recorder:
         """Use `Runtime.record`."""
         self.folder = folder
         self._groups = groups
-        self._steps: GrowingFile | None = None
-
-    def mark(self, step: int) -> None:
-        """Note that a step is over: `Replay(step=...)` begins with what comes after the one before it."""
-        if self._steps is None:
-            self._steps = GrowingFile(self.folder / STEPS)
-        seqs = {name: worker_group.order.next_seq - 1 for name, (worker_group, _) in self._groups.items()}
-        self._steps.add(json.dumps({"step": step, "calls": seqs}) + "\n")
 
     def close(self) -> None:
         """Record no more, and wait until all is written."""
-        if self._steps is not None:
-            self._steps.close()
-            self._steps = None
         groups, self._groups = self._groups, {}
         for worker_group, roles in groups.values():
             part = of_group(worker_group)

@@ -302,7 +302,7 @@ class Comparing(Tap):
         compared.arguments += where is not None
         difference = Difference(self._found.played.tolerance)
         if row is None and "rows" in document.about:
-            difference.add(document.about["rows"], seen.rows, "the number of its rows")
+            difference.add(document.about["rows"], seen.rows, " (the number of its rows)")
         else:
             difference.add(self._recorded(document), _told(value))
         compared.numbers += difference.total

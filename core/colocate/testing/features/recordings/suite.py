@@ -389,7 +389,10 @@ class Comparisons(ExecutorCase):
         """The first difference is told with call, path, count and size; a table has all."""
         group = spawn({"player": colocate.role(Player, bias=2.0).on(compare=recorded)}, name="group")
         self._calls(group)
-        words = r"player\.generate, call 0: \['ids'\]\[0\] was \S+, and is \S+; 2 of 4 differ, by 2 at most, relatively"
+        words = (
+            r"player\.generate, call 0: its value\['ids'\]\[0\] was \S+, and is \S+; "
+            r"2 of 4 differ, by 2 at most, relatively"
+        )
         wait_until(lambda: re.search(words, caplog.text), "the first difference has been told")
         assert "its arguments were the same" in caplog.text
         table = {each.method: each for each in colocate.comparison(group["player"])}

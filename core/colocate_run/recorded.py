@@ -1,0 +1,112 @@
+"""What a config says of recordings: which roles are recorded, replayed or compared, and what came of it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import attrs
+
+from colocate.texts import nearest
+from colocate_run.config.schema import Config
+from colocate_run.folder import RunFolder
+
+if TYPE_CHECKING:
+    from colocate.connecting import Runtime
+    from colocate.driver import ColocatedGroup
+    from colocate.plugins import RoleSpec
+    from colocate_run.run import Run
+
+_FOLDER = "recording"
+
+
+def roles_called(config: Config, name: str) -> list[tuple[str, str]]:
+    """Return the roles, by group and name, that a name of a config's recordings is of: "role", or "group.role"."""
+    roles = [(group, role) for group, entry in config.groups.items() for role in entry.roles]
+    return [(group, role) for group, role in roles if name in (role, f"{group}.{role}")]
+
+
+def mistakes(config: Config) -> Iterator[tuple[tuple[str | int, ...], str, str | None]]:
+    """Yield what is wrong: where, in words, and the nearest name."""
+    named = [
+        *((("record", index), name) for index, name in enumerate(config.record)),
+        *(((key, name), name) for key in ("replay", "compare") for name in getattr(config, key)),
+    ]
+    names = [role for entry in config.groups.values() for role in entry.roles]
+    for place, name in named:
+        if not roles_called(config, name):
+            yield place, f"there is no role {name!r}: there are {', '.join(dict.fromkeys(names))}", nearest(name, names)
+    replayed = {role for name in config.replay for role in roles_called(config, name)}
+    for name in config.compare:
+        if replayed & {*roles_called(config, name)}:
+            yield ("compare", name), "is replayed: there is nothing to compare", None
+    if config.replay_from is not None and not (config.replay or config.compare):
+        yield ("replay_from",), "is of roles that are replayed or compared, and there are none", None
+
+
+def played(config: Config, group: str, name: str, role: RoleSpec[Any]) -> RoleSpec[Any]:
+    """Return a role, replayed or compared as the config says."""
+    from colocate.driver import Compare, Replay
+
+    for key, folder in config.replay.items():
+        if (group, name) in roles_called(config, key):
+            role = role.on(replay=Replay(folder, config.replay_from, config.replay_loose))
+    for key, folder in config.compare.items():
+        if (group, name) in roles_called(config, key):
+            role = role.on(compare=Compare(folder, config.tolerance, config.replay_from))
+    return role
+
+
+@attrs.define
+class RecordedRoles:
+    """The roles of a run that are recorded, or compared.
+
+    Attributes:
+        record: Those that are recorded, by group and name.
+        limit: How much of that is written at most.
+        compare: The folders of runs with which others are compared.
+        differs: Whether one gave something else in the end.
+    """
+
+    record: tuple[tuple[str, str], ...] = ()
+    limit: int | str | None = None
+    compare: Mapping[tuple[str, str], str] = attrs.field(factory=dict)
+    differs: bool = attrs.field(default=False, init=False)
+
+    @classmethod
+    def of(cls, config: Config) -> RecordedRoles:
+        """Return those of a config."""
+        record = dict.fromkeys(each for name in config.record for each in roles_called(config, name))
+        compare = {each: folder for name, folder in config.compare.items() for each in roles_called(config, name)}
+        return cls(tuple(record), config.record_limit, compare)
+
+    @contextlib.contextmanager
+    def recording(
+        self, runtime: Runtime, groups: Mapping[str, ColocatedGroup], folder: RunFolder, run: Run
+    ) -> Iterator[None]:
+        """Record them while the block runs; in the end the run has tables of what was compared."""
+        with contextlib.ExitStack() as stack:
+            if self.record:
+                views = [groups[group].role(role) for group, role in self.record]
+                stack.enter_context(runtime.record(views, folder.free(_FOLDER, ""), limit=self.limit))
+            yield
+            self._compared(groups, folder, run)
+
+    def _compared(self, groups: Mapping[str, ColocatedGroup], folder: RunFolder, run: Run) -> None:
+        from colocate.driver import comparison
+
+        whole: dict[str, Any] = {}
+        for (group, role), before in self.compare.items():
+            rows = [attrs.asdict(each) for each in comparison(groups[group].role(role))]
+            whole[f"{group}.{role}"] = rows
+            shown = [{key: value for key, value in row.items() if key != "first"} for row in rows]
+            run._tables[f"{role} compared with {before}"] = [{**row, **_rounded(row)} for row in shown]
+        if whole:
+            folder.write("comparison.json", json.dumps(whole, indent=2))
+            self.differs = any(row["differ"] or row["missing"] for rows in whole.values() for row in rows)
+
+
+def _rounded(row: Mapping[str, Any]) -> dict[str, str]:
+    return {key: f"{row[key]:.3g}" for key in ("absolute", "relative")}

@@ -1,0 +1,111 @@
+"""Roles of a config that are recorded, replayed and compared, and `colocate recordings`."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.cli.conftest import CommandLine
+
+ROOT = Path(__file__).parents[2]
+SECRET = "--set", "groups.players.roles.judge.with.secret=cccc"  # which is found in step 6; that of the file in step 2
+
+
+@pytest.fixture
+def words(colocate: CommandLine) -> CommandLine:
+    """A folder with the example, of which `runs/words` has the guesser's and the judge's calls."""
+    for name in ("words.py", "words.yaml"):
+        shutil.copy(ROOT / "docs" / "examples" / name, colocate.folder)
+    done = colocate("run", "words.yaml", "--record", "guesser,judge", *SECRET)
+    assert (done.returncode, done.stderr) == (0, "")
+    return colocate
+
+
+def rows(folder: Path) -> list[dict[str, Any]]:
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [{key: value for key, value in json.loads(line).items() if key in ("step", "score")} for line in lines]
+
+
+def test_what_was_recorded_is_listed(words: CommandLine) -> None:
+    done = words("recordings", "runs/words")
+    assert [line.split()[:5] for line in done.stdout.splitlines()[3:]] == [
+        ["guesser", "guess", "2", "6", "0"],
+        ["guesser", "learn", "2", "6", "0"],
+        ["judge", "score", "2", "6", "0"],
+    ]
+    calls = json.loads(words("recordings", "runs/words", "--role", "guesser", "--json").stdout)["calls"]
+    assert [call["method"] for call in calls] == ["guess", "learn"] * 6
+    assert [call["place"] for call in calls] == [*range(12)]
+    assert all(call["bytes"] > 100 for call in calls)
+    done = words("recordings", "runs/words", "--role", "gueser")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "did you mean 'guesser'" in done.stderr
+    assert "there is no recording in" in words("recordings", "runs").stderr
+
+
+@pytest.mark.parametrize("processes", ["false", "true"])
+def test_a_replayed_run_is_the_same(words: CommandLine, processes: str) -> None:
+    """Nobody asks the judge of the config, who knows another secret."""
+    changes = ["--set", f"executor.with.processes={processes}"]
+    done = words("run", "words.yaml", "--replay", "guesser=runs/words", "--replay", "judge=runs/words", *changes)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert rows(words.folder / "runs" / "words-2") == rows(words.folder / "runs" / "words")
+
+
+def test_a_run_that_differs(words: CommandLine) -> None:
+    """With another secret the judge gives other scores: of what is replayed the arguments differ, and it says so."""
+    done = words("run", "words.yaml", "--replay", "guesser=runs/words")
+    assert done.returncode == 1
+    assert "guesser.learn, call 0: argument scores[" in done.stderr
+    done = words("run", "words.yaml", "--replay", "guesser=runs/words", "--replay-loose")
+    assert done.returncode == 0
+    assert "guesser.learn, call 0: argument scores[" in done.stderr
+    done = words("run", "words.yaml", "--compare", "judge=runs/words")
+    assert done.returncode == 1
+    assert "judge.score, call 0: its value[" in done.stderr
+    assert "its arguments were the same" in done.stderr
+    assert "judge compared with runs/words" in done.stdout
+    (score,) = json.loads((words.folder / "runs" / "words-4" / "comparison.json").read_text())["players.judge"]
+    assert (score["calls"], score["arguments"], score["missing"]) == (4, 0, 0)
+    assert score["differ"] > 0
+
+
+def test_a_run_that_is_the_same(words: CommandLine) -> None:
+    done = words("run", "words.yaml", "--compare", "judge=runs/words", "--compare", "guesser=runs/words", *SECRET)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_it_begins_with_a_step(words: CommandLine) -> None:
+    """The first call is answered by that of the step."""
+    first = rows(words.folder / "runs" / "words")
+    options = ["--replay", "guesser=runs/words", "--replay", "judge=runs/words", "--replay-loose"]
+    done = words("run", "words.yaml", *options, "--replay-from", "4", "--set", "job.with.steps=2")
+    assert done.returncode == 0
+    assert [row["score"] for row in rows(words.folder / "runs" / "words-2")] == [row["score"] for row in first[3:5]]
+    done = words("run", "words.yaml", *options, "--replay-from", "40")
+    assert "has no step 40: it has 1 to 6" in done.stderr
+
+
+def test_what_is_wrong_is_told_before_anything_starts(words: CommandLine) -> None:
+    done = words("run", "words.yaml", "--record", "gueser", "--record-limit", "much", "--replay-from", "3")
+    assert done.returncode == 1
+    for text in (
+        "record[0]: there is no role 'gueser': there are guesser, judge",
+        "record_limit='much' is no size",
+        "replay_from: is of roles that are replayed or compared, and there are none",
+    ):
+        assert text in done.stderr
+    both = ["--replay", "judge=runs/words", "--compare", "judge=runs/words"]
+    assert "compare.judge: is replayed: there is nothing to compare" in words("run", "words.yaml", *both).stderr
+    assert "write --replay role=runs/first" in words("run", "words.yaml", "--replay", "judge").stderr
+    assert not (words.folder / "runs" / "words-2").exists()
+
+
+def test_the_limit(words: CommandLine) -> None:
+    """The run goes on without."""
+    done = words("run", "words.yaml", "--record", "guesser", "--record-limit", "2KiB", *SECRET)
+    assert done.returncode == 0
+    assert "has 2 KiB, its limit: nothing is recorded any more" in done.stderr
+    calls = json.loads(words("recordings", "runs/words-2", "--role", "guesser", "--json").stdout)["calls"]
+    assert 0 < len(calls) < 12
