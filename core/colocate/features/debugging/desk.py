@@ -78,7 +78,7 @@ class Stop:
 
 @attrs.define(eq=False)
 class Terminal:
-    """One at the other end of a socket. Attributes: follows: The group and slot whose stops it takes."""
+    """A terminal at the other end of a socket. Attributes: follows: The group and slot whose stops it takes."""
 
     sock: socket.socket
     name: str
@@ -131,7 +131,7 @@ class Terminal:
 
 
 class Desk:
-    """All that is stopped, and all terminals. Its methods may be called from any thread, and wait for nothing."""
+    """Every rank that is stopped, and all terminals. Methods may be called from any thread, and wait for nothing."""
 
     def __init__(self) -> None:
         self._jobs = JobThread("colocate-debug", lambda error: report_exception())

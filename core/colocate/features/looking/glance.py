@@ -95,7 +95,7 @@ def _unfinished(worker_group: WorkerGroup, recent: Recent, now: float) -> list[C
 
 
 def stacks(connection: Connection) -> list[dict[str, Any]]:
-    """What the workers of a runtime are doing, as plain data: in their own words, or as their machine shows them."""
+    """Return what workers of a runtime are doing, as plain data: in their own words, or as their machine shows them."""
     found: list[dict[str, Any]] = []
     for worker_group in list(connection.worker_groups.values()):
         answers: queue.SimpleQueue[Stacks] = queue.SimpleQueue()

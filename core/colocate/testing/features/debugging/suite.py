@@ -107,7 +107,7 @@ class Debugging(ExecutorCase):
 
     @of_executor
     def test_a_rank_stops(self, stoppers: ColocatedGroup) -> None:
-        """It stops where the line is, with its variables, steps, and goes on with what was changed."""
+        """A rank stops where the line is, with its variables, steps, and goes on with what was changed."""
         role = stoppers.role("stopper", Stopper)
         call = role.step.submit(1)
         with Terminal("stopper/1") as terminal:
@@ -157,7 +157,7 @@ class Debugging(ExecutorCase):
             attach(os.getpid(), None)
 
     def test_several_are_stopped(self, stoppers: ColocatedGroup) -> None:
-        """All of them are listed; a terminal takes the one that it names, and follows it from stop to stop."""
+        """Stopped ranks are all listed; a terminal takes the one that it names, and follows it from stop to stop."""
         role = stoppers.role("stopper", Stopper)
         with Gate() as gate:
             call = role.all_together.submit(gate.address)

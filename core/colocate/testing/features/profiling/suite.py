@@ -148,7 +148,7 @@ class Profiling(ExecutorCase):
             assert not mine & others
 
     def test_only_some_ranks(self, two: ColocatedGroup) -> None:
-        """Others have no profile, and no hook of it; and nobody has one before and after."""
+        """Other ranks have no profile, and no hook of it; and nobody has one before and after."""
         timed = two.role("timed", Timed)
         assert timed.hooks() == [0, 0]
         with colocate.profile(two, roles="timed", ranks=1) as profile:
@@ -185,7 +185,7 @@ class Profiling(ExecutorCase):
         assert max(each["ts"] for each in found) - min(each["ts"] for each in found) < SLACK_S * 1e6
 
     def test_a_block_that_fails(self, two: ColocatedGroup, tmp_path: Path) -> None:
-        """It leaves nothing, and the next profile can begin."""
+        """A block that fails leaves nothing, and the next profile can begin."""
         with pytest.raises(ZeroDivisionError), colocate.profile(two):
             _ = 1 / 0
         assert list(tmp_path.iterdir()) == []
@@ -239,7 +239,7 @@ class Profiling(ExecutorCase):
             raise AssertionError
 
     def test_roles_without_torch(self, spawn: Spawn, in_its_folder: None) -> None:
-        """Their calls are told, and their waits for each other and for the driver."""
+        """Calls of such roles are told, and their waits for each other and for the driver."""
         group = spawn({"echo": colocate.role(Echo, "the tag")})
         with colocate.profile(group) as profile:
             group.role("echo", Echo).noop()
