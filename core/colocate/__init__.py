@@ -54,6 +54,7 @@ if TYPE_CHECKING:
         WorkerDied,
     )
     from colocate.features.children.child import Child
+    from colocate.features.devices.driver import DeviceSample
     from colocate.features.kinds.registered import register_batch
     from colocate.features.looking.audit import Audit
     from colocate.features.memory.tables import GroupMemory, RoleMemory, SlotMemory
@@ -98,6 +99,7 @@ _HOMES = {
     "_views.view": "Inspection RoleView inspect",
     "features.children.child": "Child",
     "features.memory.tables": "GroupMemory RoleMemory SlotMemory",
+    "features.devices.driver": "DeviceSample",
     "features.kinds.registered": "register_batch",
     "features.looking.audit": "Audit",
     "features.recordings.driver": "ComparedMethod Recorder comparison",
@@ -150,6 +152,7 @@ __all__ = [
     "Concat",
     "ConfigError",
     "Context",
+    "DeviceSample",
     "Dispatch",
     "DispatchError",
     "FetchRecord",

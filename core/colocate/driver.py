@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from colocate.features.checkpoints.checkpoint import found_in as found_in
     from colocate.features.checkpoints.driver import CheckpointsOfGroup as CheckpointsOfGroup
     from colocate.features.checkpoints.saving import Saving as Saving
+    from colocate.features.devices.driver import DeviceSample as DeviceSample
     from colocate.features.looking.audit import Audit as Audit
     from colocate.features.looking.audit import audit_strays as audit_strays
     from colocate.features.looking.glance import Recent as Recent
@@ -68,6 +69,7 @@ _OF_FEATURES = {
     "Audit": "looking.audit",
     "CheckpointsOfGroup": "checkpoints.driver",
     "Compare": "recordings.given",
+    "DeviceSample": "devices.driver",
     "GroupMemory": "memory.tables",
     "Idling": "looking.idle",
     "Recent": "looking.glance",
@@ -118,6 +120,13 @@ class Driver:
     def forget(self, observer: object) -> None:
         """Tell an observer nothing more."""
         self._services.observers.remove(observer)
+
+    def watch_devices(self) -> Callable[[], None]:
+        """Have observers told of the GPUs of all groups, each second; returns what ends that."""
+        if "devices" not in features.FEATURES:
+            return lambda: None
+        stop: Callable[[], None] = features.module("devices.driver").DeviceWatch(self._node).stop
+        return stop
 
     def hear(self, hears: Callable[[Boot, str | None, str], None] | None) -> bool:
         """Have something told what workers' processes print, on the thread that hears of them; None: nothing any more.

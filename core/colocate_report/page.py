@@ -14,6 +14,7 @@ from colocate.texts import plural
 from colocate_report.calls import KEPT_SPANS
 from colocate_report.contention import idling, waits
 from colocate_report.curves import Curves, Series, curves, headline, series_of
+from colocate_report.devices import DeviceLane, lanes, rows
 from colocate_report.ownership import Memory, Node, memory, ownership
 from colocate_report.record import saved, timed_phases, told_restarts
 from colocate_report.scale import duration, number
@@ -54,6 +55,8 @@ class Page:
     idle: Table | None
     saved: str
     timeline: Timeline
+    devices: tuple[DeviceLane, ...]
+    device_table: Table | None
     dropped: int
     roles: Mapping[str, int]
     memory: tuple[Memory, ...]
@@ -105,6 +108,8 @@ def page_of(record: RunRecord, error: str | None = None) -> Page:
         idle=tables({"idle": idle_rows})[0] if idle_rows else None,
         saved=saved(record),
         timeline=timeline(record.spans, roles, start, record.started + record.seconds, record.restarts),
+        devices=lanes(record.devices, start, record.started + record.seconds),
+        device_table=tables({"devices": rows(record.devices)})[0] if record.devices else None,
         dropped=KEPT_SPANS if dropped else 0,
         roles=roles,
         memory=memory(record.memory, roles),

@@ -12,6 +12,7 @@ import attrs
 from colocate.texts import plural, size_text
 from colocate_report.calls import Restart, Span, Total
 from colocate_report.contention import HandedOver, RoleUse
+from colocate_report.devices import DeviceUse
 
 if TYPE_CHECKING:
     from colocate.driver import GroupMemory
@@ -99,6 +100,7 @@ class RunRecord:
         handed_over: What roles used of others' results that lay where they ran: the copies that fusing saved.
         contention: What roles did to each other on their slots (of a long run: in its last part).
         restarts: Groups that were lost while it ran, and made anew.
+        devices: The GPUs of its slots, where somebody could sample them.
         idle: Seconds in which slots ran nothing, by what they waited for, all added up (of a long run: its last part).
         memory: What the memory of the groups was used for when the job was done, of those that could be asked.
     """
@@ -124,6 +126,7 @@ class RunRecord:
     handed_over: Sequence[HandedOver] = ()
     restarts: Sequence[Restart] = ()
     idle: Mapping[str, float] = attrs.field(factory=dict)
+    devices: Sequence[DeviceUse] = ()
 
     def __repr__(self) -> str:
         """Short: a notebook shows it, and a long run has a hundred thousand spans."""

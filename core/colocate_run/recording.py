@@ -22,6 +22,7 @@ from colocate.plugins import find_job
 from colocate.signatures import arguments_of
 from colocate.texts import error_text, told
 from colocate_report.calls import CallLog
+from colocate_report.devices import DeviceLog
 from colocate_report.record import Row, RunInfo, RunRecord
 from colocate_report.window import window
 from colocate_run.config.schema import Config
@@ -204,7 +205,8 @@ def _recording(
     driver = Driver(runtime)
     calls = CallLog(driver.slot_of)
     hears = begun.hear(runtime)
-    observers = (calls, *([begun.observers] if begun.observers else []))
+    devices = DeviceLog()
+    observers = (calls, devices, *([begun.observers] if begun.observers else []))
     for each in observers:
         runtime.observe(each)
     for group in runtime.groups.values() if begun.observers else ():  # they are there already
@@ -215,11 +217,12 @@ def _recording(
     parts = folder, screen, signals, begun.metrics, begun.observers, notices, begun.store
     run = Run(name, runtime, groups, folder.path, resumed, *parts)
     driver.run = run
-    recorded = partial(_record, begun, run, calls, started, start_up)
+    recorded = partial(_record, begun, run, calls, devices, started, start_up)
     try:
         with (
             contextlib.closing(folder),
             window(runtime, name),
+            _devices_watched(driver),
             runtime.trace(folder.free("trace", ".json")) if begun.trace else contextlib.nullcontext(),
             screen.running(name, folder.path, begun.step),
             notices,
@@ -256,6 +259,15 @@ def _recording(
             driver.forget(each)
         if hears:
             driver.hear(None)
+
+
+@contextlib.contextmanager
+def _devices_watched(driver: Driver) -> Iterator[None]:
+    stop = driver.watch_devices()
+    try:
+        yield
+    finally:
+        stop()
 
 
 def _until_done(run: Run, job: Callable[[], object]) -> None:
@@ -302,7 +314,7 @@ def _finish(begun: Begun, run: Run, record: Callable[[], RunRecord]) -> None:
         begun.observers.end(run.record, None)
 
 
-def _record(begun: Begun, run: Run, calls: CallLog, started: float, start_up: float) -> RunRecord:
+def _record(begun: Begun, run: Run, calls: CallLog, devices: DeviceLog, started: float, start_up: float) -> RunRecord:
     begun.observers.settle(Driver(run.runtime), run.directory)
     return RunRecord(
         name=run.name,
@@ -323,6 +335,7 @@ def _record(begun: Begun, run: Run, calls: CallLog, started: float, start_up: fl
         memory=_memory(run),
         contention=calls.contention(),
         idle=calls.idle(started + start_up, time.time()),
+        devices=devices.uses(),
         handed_over=calls.handed_over(),
         restarts=calls.restarts([started + start_up, *run._checkpoints.times]),
         log=tail_of(run.directory / "log.txt"),

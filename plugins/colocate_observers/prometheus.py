@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 from wsgiref.simple_server import WSGIServer
 
@@ -88,6 +88,14 @@ class Prometheus:
         self._state = made(Gauge, "group_state", "1 for the state that a group is in", "group", "state")
         self._restarts = made(Counter, "group_restarts", "how often a group was made anew", "group")
         self._deaths = made(Counter, "worker_deaths", "workers that have died", "group")
+        gpu = "node", "gpu", "slots"
+        self._gpu = {
+            "use": made(Gauge, "gpu_use", "part of the last moment in which a GPU computed, of 1", *gpu),
+            "memory": made(Gauge, "gpu_memory_bytes", "bytes of a GPU in use, by anybody", *gpu),
+            "watts": made(Gauge, "gpu_power_watts", "power that a GPU draws", *gpu),
+            "celsius": made(Gauge, "gpu_temperature_celsius", "temperature of a GPU", *gpu),
+        }
+        self._xids = made(Counter, "gpu_xid_errors", "XID errors of a GPU", *gpu, "xid")
         registry.register(RoleBytes(self))
         self._served: tuple[WSGIServer, threading.Thread] | None = None
 
@@ -162,6 +170,16 @@ class Prometheus:
     def colocate_memory_moved(self, record: colocate.MoveRecord) -> None:
         """Count what was moved."""
         self._moved.labels(self.run, record.group, record.role, record.kind).inc(record.nbytes)
+
+    def colocate_devices_sampled(self, samples: Sequence[colocate.DeviceSample]) -> None:
+        """Note what GPUs do."""
+        for sample in samples:
+            gpu = self.run, sample.node, sample.uuid, ",".join(f"{group}/{slot}" for group, slot in sample.slots)
+            for name, gauge in self._gpu.items():
+                if (value := getattr(sample, name)) is not None:
+                    gauge.labels(*gpu).set(value)
+            for xid in sample.xids:
+                self._xids.labels(*gpu, str(xid)).inc()
 
     def colocate_run_finished(self, record: colocate.RunRecord, error: BaseException | None) -> None:
         """Listen no longer."""

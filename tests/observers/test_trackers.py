@@ -309,6 +309,27 @@ def test_prometheus(tmp_path: Path) -> None:
     assert observer.port is None
 
 
+def test_prometheus_of_gpus() -> None:
+    """The last sample of each is served, but for what it can't tell; errors are counted."""
+    from prometheus_client import generate_latest
+
+    from colocate_observers.prometheus import Prometheus
+
+    observer = Prometheus()
+    observer.run = "sums"
+    for use, xids in ((0.2, [79]), (0.87, [])):
+        observer.colocate_devices_sampled(
+            [colocate.DeviceSample(1.0, "n", [("policy", 0), ("eval", 0)], "GPU-1", "G", use, 41, 80, None, 61.0, xids)]
+        )
+    text = generate_latest(observer._registry).decode()
+    labels = 'gpu="GPU-1",node="n",run="sums",slots="policy/0,eval/0"'
+    assert f"colocate_gpu_use{{{labels}}} 0.87\n" in text
+    assert f"colocate_gpu_memory_bytes{{{labels}}} 41.0\n" in text
+    assert f"colocate_gpu_temperature_celsius{{{labels}}} 61.0\n" in text
+    assert "colocate_gpu_power_watts{" not in text
+    assert f'colocate_gpu_xid_errors_total{{{labels},xid="79"}} 1.0\n' in text
+
+
 class Holder(colocate.Role):
     """Holds an array of a MiB."""
 

@@ -55,6 +55,7 @@ HOOKS = (
     "colocate_result_fetched",
     "colocate_memory_moved",
     "colocate_group_checkpointed",
+    "colocate_devices_sampled",
 )
 """What observers of a runtime are told."""
 

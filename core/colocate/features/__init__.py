@@ -81,6 +81,7 @@ FEATURES = {
         options=("default_group",),
         follows=("torch",),
     ),
+    "devices": Feature("driver:DevicesOfGroup", "worker:DevicesOfWorker", messages=("AskDevices", "DevicesTold")),
     "kinds": Feature(),
     "looking": Feature(),
     "pipelines": Feature(),

@@ -197,8 +197,21 @@ def _idle(found: Mapping[str, float]) -> str:
     return f"{why} {share:.0%}" if share >= 0.005 else ""
 
 
+def _gpu(found: Mapping[str, Any]) -> str:
+    """Return what a slot's GPU does: its use, its memory, its power and its temperature."""
+    use, memory, watts, celsius = (found.get(name) for name in ("use", "memory", "watts", "celsius"))
+    parts = (
+        None if use is None else f"{use:.0%}",
+        None if memory is None else size_text(memory),
+        None if watts is None else f"{watts:.0f} W",
+        None if celsius is None else f"{celsius:.0f} °C",
+    )
+    return ", ".join(each for each in parts if each)
+
+
 def rows(told: Mapping[str, Any]) -> Iterator[dict[str, str]]:
     """A row for each role of each slot; what the slot itself does is in its first one."""
+    gpus = any("gpu" in slot for group in told["groups"] for slot in group["slots"])
     idles = any(slot.get("idle") for group in told["groups"] for slot in group["slots"])
     for group in told["groups"]:
         stops = [slot["stopped"] for slot in group["slots"] if "stopped" in slot]
@@ -217,6 +230,7 @@ def rows(told: Mapping[str, Any]) -> Iterator[dict[str, str]]:
                     "holds": "" if role["bytes"] is None else size_text(role["bytes"]),
                     "asleep": size_text(role["asleep"]) if role["asleep"] else "",
                     "busy": f"{role['busy']:.0%}",
+                    **({"gpu": _gpu(slot.get("gpu", {})) if first else ""} if gpus else {}),
                     **({"idle for": _idle(slot.get("idle", {})) if first else ""} if idles else {}),
                     "queue": str(slot["queue"]) if first else "",
                     "runs": runs if first else "",

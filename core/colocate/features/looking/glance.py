@@ -171,6 +171,7 @@ def _group(
                 "call": None if call is None else call.label,
                 "age": None if call is None else round(max(0.0, now - since), 3),
                 "idle": {why: round(share, 4) for why, share in waits[worker_group.name, worker.slot].items()},
+                **({} if (gpu := _gpu(worker_group, worker.slot)) is None else {"gpu": gpu}),
                 **({} if (why := stopped.get(worker.slot)) is None else {"stopped": why}),
                 "roles": roles,
             }
@@ -182,6 +183,15 @@ def _group(
         "slots": slots,
         **({} if trouble is None else {"memory": str(trouble).partition("\n")[0]}),
     }
+
+
+def _gpu(worker_group: WorkerGroup, slot: int) -> dict[str, Any] | None:
+    """Return what was sampled last of a slot's GPU, where somebody does that."""
+    sample = getattr(worker_group.parts.get("devices"), "latest", {}).get(slot)
+    if sample is None:
+        return None
+    names = ("use", "memory", "memory_total", "watts", "celsius")
+    return {name: getattr(sample, name) for name in names}
 
 
 def _held(slot: Any, role: str) -> dict[str, int | None]:

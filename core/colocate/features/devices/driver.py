@@ -1,0 +1,145 @@
+"""GPUs of a runtime's groups, once a second: one worker of each node is asked for all that its node's slots have."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+import attrs
+
+from colocate._protocol.message import Message
+from colocate._system.jobs import Timer
+from colocate._worker_group.hooks import OfGroup
+from colocate._worker_group.worker_group import WorkerGroup
+from colocate._worker_group.workforce import Worker
+from colocate.features.devices.messages import AskDevices, DevicesTold
+
+if TYPE_CHECKING:
+    from colocate._api.connection import Connection
+
+EVERY_S = 1.0
+HOOK = "colocate_devices_sampled"
+_log = logging.getLogger("colocate")
+
+
+@attrs.frozen
+class DeviceSample:
+    """A GPU at one moment; None for what it can't tell.
+
+    Attributes:
+        time: When, in seconds of time.time().
+        node: Its node.
+        slots: The group and slot of each worker that has it.
+        uuid: NVIDIA's name of it.
+        name: Its kind, as "NVIDIA H200".
+        use: The part of the last moment in which it has computed anything, of 1.
+        memory: Bytes in use, by anybody.
+        memory_total: Bytes in all.
+        watts: The power that it draws.
+        celsius: Its temperature.
+        xids: The numbers of the XID errors since the last sample; see NVIDIA's list.
+    """
+
+    time: float
+    node: str
+    slots: Sequence[tuple[str, int]]
+    uuid: str
+    name: str
+    use: float | None
+    memory: int | None
+    memory_total: int | None
+    watts: float | None
+    celsius: float | None
+    xids: Sequence[int] = ()
+
+
+class DevicesOfGroup(OfGroup):
+    """What a driver knows of the devices of a group's slots.
+
+    Attributes:
+        own: The UUID of each worker's device, "" where that isn't known.
+        latest: The last sample of each, by slot.
+        watch: Who asks, and is told.
+    """
+
+    def __init__(self, worker_group: WorkerGroup) -> None:
+        self.own: dict[Worker, str] = {}
+        self.latest: dict[int, DeviceSample] = {}
+        self.watch: DeviceWatch | None = None
+
+    def renewed(self) -> None:
+        """Forget the former workers."""
+        self.own.clear()
+        self.latest.clear()
+
+    def heard(self, worker: Worker, message: Message, body: object) -> None:
+        """Take what a worker says of devices."""
+        assert isinstance(message, DevicesTold)
+        if self.watch is not None:
+            self.watch.told(worker, message)
+
+
+class DeviceWatch:
+    """Asks for samples each second, as long as groups have devices, and has observers told (`HOOK`)."""
+
+    def __init__(self, connection: Connection) -> None:
+        """Begin. Args: connection: The runtime's."""
+        self._connection = connection
+        self._is_over = False
+        self._silent: set[str] = set()  # nodes that can't be sampled
+        self._asked: dict[str, list[tuple[DevicesOfGroup, Worker, str]]] = {}  # by node, what was asked for last
+        self._timer: Timer | None = None
+        self._again()
+
+    def stop(self) -> None:
+        """Ask no more."""
+        self._is_over = True
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _again(self) -> None:
+        if not self._is_over:
+            self._timer = self._connection.services.timers.after(EVERY_S, self._ask)
+
+    def _ask(self) -> None:
+        """Ask one worker of each node; on the timers' thread."""
+        nodes: defaultdict[str, list[tuple[DevicesOfGroup, Worker, str]]] = defaultdict(list)
+        for worker_group in tuple(self._connection.worker_groups.values()):
+            for worker in worker_group.workforce.workers:
+                node = worker.boot.node
+                if worker.boot.device == "cpu" or worker.exit or worker.hello is None or node in self._silent:
+                    continue
+                part = cast("DevicesOfGroup", worker_group.part("devices"))
+                part.watch = self
+                if worker not in part.own:
+                    part.own[worker] = ""
+                    worker.send(AskDevices(()))
+                elif uuid := part.own[worker]:
+                    nodes[node].append((part, worker, uuid))
+        self._asked = dict(nodes)
+        for found in nodes.values():
+            found[0][1].send(AskDevices(sorted({uuid for _, _, uuid in found})))
+        self._again()
+
+    def told(self, worker: Worker, told: DevicesTold) -> None:
+        """Take what a worker says; on the thread that hears it."""
+        node, group = worker.boot.node, self._connection.worker_groups.get(worker.boot.group)
+        if told.trouble:
+            if node not in self._silent:
+                self._silent.add(node)
+                _log.info("GPUs of node %s aren't sampled: %s", node, told.trouble)
+            return
+        if told.own and group is not None:
+            cast("DevicesOfGroup", group.part("devices")).own[worker] = told.own
+        now, asked, samples = time.time(), self._asked.get(node, ()), list[DeviceSample]()
+        for uuid, name, *values in told.samples:
+            having = [(part, each) for part, each, own in asked if own == uuid]
+            slots = [(each.boot.group, each.slot) for _, each in having]
+            samples.append(sample := DeviceSample(now, node, slots, uuid, name, *cast("Any", values)))
+            for part, each in having:
+                part.latest[each.slot] = sample
+        if samples and not self._is_over:
+            self._connection.services.tell(HOOK, samples)

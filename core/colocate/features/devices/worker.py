@@ -1,0 +1,129 @@
+"""GPUs of a node by NVML, the worker's half: on a thread of its own, in one worker of each node."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+from colocate import gpus
+from colocate._protocol.message import Message
+from colocate._system.jobs import JobThread, error_text, report_exception
+from colocate.features.devices.messages import AskDevices, DevicesTold, Sampled
+from colocate.worker.context import WorkerContext
+from colocate.worker.hooks import OfWorker
+
+_ENDS_WITHIN_S = 1.0
+
+
+class DevicesOfWorker(OfWorker):
+    """Samples GPUs when the driver asks. NVML is loaded with the first question."""
+
+    def __init__(self, worker_context: WorkerContext) -> None:
+        self._worker_context = worker_context
+        name = f"colocate-devices-{worker_context.boot.worker}"
+        self._jobs = JobThread(name, lambda error: report_exception())
+        self._nvml: _Nvml | None = None
+
+    def heard(self, message: Message, body: Any) -> None:
+        """Take a question."""
+        assert isinstance(message, AskDevices)
+        with suppress(RuntimeError):  # no thread is to be had: there is a question each second
+            self._jobs.soon(partial(self._answer, message.uuids))
+
+    def close(self) -> None:
+        """End the thread."""
+        self._jobs.close(_ENDS_WITHIN_S)
+
+    def _answer(self, uuids: Sequence[str]) -> None:
+        own, samples, trouble = "", list[Sampled](), ""
+        try:
+            if self._nvml is None:
+                self._nvml = _Nvml()
+            if uuids:
+                samples = self._nvml.sampled(uuids)
+            else:
+                own = self._nvml.uuid_of(self._worker_context.boot.device)
+        except ModuleNotFoundError:
+            trouble = "nvidia-ml-py isn't installed (pip install 'colocate[gpu]')"
+        except Exception as error:  # whatever a driver of NVIDIA's, or its absence, raises
+            trouble = error_text(error)
+        self._worker_context.say(DevicesTold(own, samples, trouble))
+
+
+class _Nvml:
+    """What NVML knows of a node's GPUs."""
+
+    def __init__(self) -> None:
+        self._of: Any = importlib.import_module("pynvml")
+        self._of.nvmlInit()
+        self._handles: dict[str, Any] = {}
+        self._errors: Any = None
+
+    def uuid_of(self, device: str) -> str:
+        """Return the UUID of what torch calls a device here."""
+        index, visible, of = int(device.partition(":")[2] or 0), gpus.listed(), self._of
+        name = str(index) if visible is None else visible[index]
+        if name.startswith("MIG-"):
+            return name
+        there = [_text(of.nvmlDeviceGetUUID(of.nvmlDeviceGetHandleByIndex(each))) for each in range(_count(of))]
+        return there[int(name)] if name.isdigit() else next(each for each in there if each.startswith(name))
+
+    def sampled(self, uuids: Sequence[str]) -> list[Sampled]:
+        """Return what GPUs do just now."""
+        for uuid in uuids:
+            if uuid not in self._handles:
+                self._handles[uuid] = self._of.nvmlDeviceGetHandleByUUID(uuid)
+                self._listen(self._handles[uuid])
+        errors = self._new_errors()
+        return [self._sampled(uuid, errors.get(uuid, [])) for uuid in uuids]
+
+    def _sampled(self, uuid: str, errors: list[int]) -> Sampled:
+        of, handle = self._of, self._handles[uuid]
+
+        def asked(ask: Callable[[], Any]) -> Any:
+            try:
+                return ask()
+            except of.NVMLError:  # what this kind of GPU, or a part of one, can't tell
+                return None
+
+        memory = asked(lambda: of.nvmlDeviceGetMemoryInfo(handle))
+        use = asked(lambda: of.nvmlDeviceGetUtilizationRates(handle).gpu)
+        milliwatts = asked(lambda: of.nvmlDeviceGetPowerUsage(handle))
+        celsius = asked(lambda: of.nvmlDeviceGetTemperature(handle, of.NVML_TEMPERATURE_GPU))
+        return (
+            uuid,
+            _text(asked(lambda: of.nvmlDeviceGetName(handle)) or ""),
+            None if use is None else use / 100,
+            None if memory is None else int(memory.used),
+            None if memory is None else int(memory.total),
+            None if milliwatts is None else milliwatts / 1000,
+            None if celsius is None else float(celsius),
+            errors,
+        )
+
+    def _listen(self, handle: Any) -> None:
+        of = self._of
+        with suppress(of.NVMLError):  # in a container it may not be allowed
+            if self._errors is None:
+                self._errors = of.nvmlEventSetCreate()
+            of.nvmlDeviceRegisterEvents(handle, of.nvmlEventTypeXidCriticalError, self._errors)
+
+    def _new_errors(self) -> dict[str, list[int]]:
+        """Return the XID errors that have come since, by UUID."""
+        of, found = self._of, dict[str, list[int]]()
+        with suppress(of.NVMLError):  # NVMLError_Timeout: there is no other
+            while self._errors is not None:
+                event = of.nvmlEventSetWait_v2(self._errors, 0)
+                found.setdefault(_text(of.nvmlDeviceGetUUID(event.device)), []).append(int(event.eventData))
+        return found
+
+
+def _count(of: Any) -> int:
+    return int(of.nvmlDeviceGetCount())
+
+
+def _text(value: Any) -> str:
+    return value.decode() if isinstance(value, bytes) else str(value)

@@ -1,0 +1,1 @@
+"""What holds of `features/devices` on every executor: a part of the suite that goes with the feature."""
