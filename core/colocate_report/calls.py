@@ -6,15 +6,18 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import attrs
 
-from colocate.driver import CallRecord, CheckpointRecord, Idling, MoveRecord, idle
+from colocate.driver import CallRecord, CheckpointRecord, MoveRecord
 from colocate.errors import ColocateError
 from colocate.features import CALLS
 from colocate.plugins import hookimpl
 from colocate_report.contention import Busy, HandedOver, Move, RoleUse, contention
+
+if TYPE_CHECKING:
+    from colocate.driver import Idling
 
 
 @attrs.frozen
@@ -134,6 +137,8 @@ class CallLog:
     _lock: threading.Lock = attrs.field(factory=threading.Lock, init=False)
 
     def __attrs_post_init__(self) -> None:
+        from colocate.driver import Idling  # of a feature, which who only reads records needn't have
+
         self._idling = Idling(self._slot, KEPT_SPANS)
 
     @hookimpl
@@ -210,6 +215,8 @@ class CallLog:
 
         Of a long run it is the last part.
         """
+        from colocate.driver import idle
+
         with self._lock:
             calls, moves = self._idling.copy()
             slots = self._idling.slots()

@@ -5,10 +5,13 @@ from __future__ import annotations
 import io
 import json
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import colocate
 from colocate.errors import CapabilityError, ConfigError
@@ -223,6 +226,33 @@ def test_what_the_option_says() -> None:
 def test_what_it_cant_say(text: str, why: str) -> None:
     with pytest.raises(ConfigError, match=why):
         Wanted.read(text)
+
+
+class Source(colocate.Role):
+    def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield "w", torch.ones(4)
+
+    @colocate.method
+    def rest(self) -> None: ...
+
+
+class Target(colocate.Role):
+    def load_weights(self, weights: colocate.Weights, version: int) -> None:
+        for _ in weights:
+            time.sleep(0.1)
+
+    @colocate.method
+    def rest(self) -> None: ...
+
+
+def test_a_sync_of_weights_is_communication(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    roles: dict[str, Any] = {"source": colocate.role(Source), "target": colocate.role(Target)}
+    with colocate.spawn(roles, executor="local", processes=True) as group, colocate.profile(group) as profile:
+        colocate.sync_weights(group.role("source"), group.role("target"))
+    part = profile.parts["the sync of weights"]
+    assert 0.1 <= part.seconds["communication"] < 0.5
+    assert "compute" not in part.seconds
 
 
 class Still(colocate.Role):

@@ -33,6 +33,7 @@ from colocate._worker_group.hooks import OfGroup
 from colocate._worker_group.worker_group import WorkerGroup
 from colocate._worker_group.workforce import Worker
 from colocate.errors import CapabilityError, ColocateError, ConfigError
+from colocate.features import CALLS
 from colocate.features.looking.idle import Called, Known, Slot, label_of
 from colocate.features.profiling.messages import BEGIN, END, AskClock, Clock, Meeting, Profiled
 from colocate.features.profiling.parts import Part, Piece, rows, split
@@ -333,6 +334,9 @@ class _Session:
             if record.method in (BEGIN, END) and not record.role:
                 continue
             calls.append(Called(label_of(record.role, record.method), record.submitted, record.ready, ran))
+            if not record.role and CALLS.get(record.method) == "weights":  # a sync, which is nothing else
+                for slot, (begin, end) in ran.items():
+                    transfers.setdefault(slot, []).append(Piece(begin, end, begin))
             for each in record.transfers:
                 slot = record.group, self._connection.slot_of(record.group, record.role, each.rank)
                 if slot in ran:
