@@ -12,6 +12,7 @@ import attrs
 
 from colocate._protocol.consequence import Poisoned
 from colocate._role.context import running_call
+from colocate._system.limits import CAUSE_WITHIN_S
 from colocate.errors import ReplayError
 from colocate.features.recordings.differences import Difference
 from colocate.features.recordings.digests import Digest, first_difference
@@ -221,11 +222,16 @@ class Replaying(Player):
             del found.own.found[each.method, each.number]
         return None
 
+    def _is_over(self) -> bool:
+        return self._found.context.why_not() is not None
+
     def _missing(self, seen: Seen) -> NoReturn:
         number = seen.number + self._found.skipped.get(seen.method, 0)
         for rank, calls in self._found.others.items():
             call = calls.get(seen.method, number)
             if call is not None and call.end is not None and "error" in call.end.about:
+                # That rank raises as it did. Told before, this would be the call's end there, too, before it has begun.
+                self._found.context.store.wait_for(self._is_over, CAUSE_WITHIN_S)
                 raise Poisoned(f"{self._label(seen)} failed on rank {rank} before it had begun here, when recorded")
         counts: dict[str, int] = {}
         for method, _ in self._found.of(self._found.role.ctx.rank).all():
