@@ -132,8 +132,10 @@ def operations() -> dict[str, tuple[int, int]]:
 
 def count() -> int:
     """How many operations this process has begun on all groups of several ranks."""
-    groups = all_groups()  # none, as often
-    return sum(_count(name, group) for name, group in groups.items() if group.size() > 1) if groups else 0
+    world = getattr(sys.modules.get("torch.distributed.distributed_c10d"), "_world", None)
+    if world is None or not world.pg_names:  # as often, and each call asks
+        return 0
+    return sum(_count(name, group) for name, group in all_groups().items() if group.size() > 1)
 
 
 def _count(name: str, group: ProcessGroup) -> int:

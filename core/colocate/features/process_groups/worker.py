@@ -179,6 +179,9 @@ class CountedGroups(GroupsOfWorker):
                 raise Consequence(
                     f"process groups were cut while {work.label} used them: what it has got of them isn't true"
                 )
+        elif not counts.step_events:  # as often
+            del self._calls[work.seq]
+            return None
         plain = Told(self._calls.pop(work.seq).updates(operations), begins=operations != counts.operations).plain()
         return None if plain is None else {NAME: plain}
 
