@@ -15,12 +15,12 @@ import pytest
 
 import colocate
 from colocate import ColocatedGroup
-from colocate.driver import Driver, Recent
+from colocate.driver import Driver
 from colocate.errors import CallTimeout, ClosedError, ConfigError, RoleError, RoleStartError, WorkerDied
 from colocate.executor import OwnProcess
 from colocate.features.debugging.attach import Attached, attach, stopped_drivers
 from colocate.features.debugging.terminal import send
-from colocate.testing.executors._base import ExecutorCase, Spawn, needs, of_executor
+from colocate.testing.executors._base import ExecutorCase, Spawn, needs, needs_feature, of_executor
 from colocate.testing.executors.placement import free_ports
 from colocate.testing.features.debugging.probes import Stopper
 from colocate.testing.gate import Gate
@@ -177,8 +177,11 @@ class Debugging(ExecutorCase):
             gate.wait_for(2)
         assert call.result(PATIENCE_S) == [(0, False), (1, False)]
 
+    @needs_feature("looking")
     def test_deadlines_wait(self, stoppers: ColocatedGroup, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
         """A call's time stands still while a rank is stopped, and goes on then; nobody is warned of what is slow."""
+        from colocate.driver import Recent  # of that feature
+
         monkeypatch.setattr("colocate._api.slow.SLOW_S", 0.05)
         monkeypatch.setattr("colocate._api.slow.SLOW_EVERY_S", 0.05)
         role = stoppers.role("stopper", Stopper)
