@@ -190,7 +190,10 @@ def rows(uses: Sequence[DeviceUse]) -> list[dict[str, Any]]:
             "of": "" if each.memory is None else size_text(each.memory),
             "mean power": "" if each.watts is None else f"{each.watts:.0f} W",
             "hottest": "" if each.most_celsius is None else f"{each.most_celsius:.0f} °C",
-            "XID errors": ", ".join(f"{number} ({count} times)" for number, count in sorted(each.xids.items())),
+            "XID errors": ", ".join(
+                f"{number}" if count == 1 else f"{number} ({count} times)"
+                for number, count in sorted(each.xids.items())
+            ),
         }
         for each in uses
     ]

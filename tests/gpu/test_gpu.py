@@ -438,6 +438,23 @@ class TestDevices:
         assert fetched.is_cpu
         assert torch.equal(fetched, torch.arange(8.0))
 
+    def test_digests_are_those_of_the_host(self) -> None:
+        """By them weights of a GPU are compared with those of a CPU, converted ones, too."""
+        from colocate.features.weights.digests import Digests
+
+        generator = torch.Generator().manual_seed(0)
+        for size in (1, 7, 1000, (1 << 23) + 5):  # more than is mixed at once
+            numbers = torch.randn(size, generator=generator)
+            for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.int8):
+                found = Digests("one")
+                found.add("host", numbers.to(dtype))
+                found.add("host, converted", numbers, dtype)
+                found.add("device", numbers.to(dtype).to(DEVICE))
+                found.add("device, converted", numbers.to(DEVICE), dtype)
+                told = found.told()
+                assert told["device"].content == told["host"].content
+                assert told["device, converted"].content == told["host, converted"].content
+
     def test_arguments_arrive_where_they_are_used(self, group: ColocatedGroup) -> None:
         """By value as by `.ref`, and what came back to the driver before."""
         maker, user = group.role("maker", Maker), group.role("user", User)
