@@ -59,7 +59,8 @@ def connect(
         cut_s: Seconds in which nothing may be heard of another machine until what runs there is given up; None for 15,
             unless its executor knows better. Shorter cuts of a network are waited out.
         debug: Stop where a role raises, before anybody is told of the error: in a debugger whose terminal is this
-            process's, if it has one, else that of `colocate debug`. On threads it is refused.
+            process's, if it has one, else that of `colocate debug`. `collective_timeout` is a day then, at least. On
+            threads it is refused.
         replace: Close this process's earlier runtimes on this executor first, with all that they own: for a notebook's
             cell that is run again. What had gone wrong in them is logged.
         **options: The executor's own options.

@@ -40,6 +40,7 @@ _APART = (1 << 16) + 1
 CHANGED = "memory that isn't what it was"
 _PARTS = 4  # in so many weights a role's memory is yielded
 _NOTED = 512  # calls that a role notes, at most
+STOPS = 0.5  # the share of calls in which a rank stops that does
 PLACES = 2  # rows that run at once on a rank
 CHILD = ("sleep", "86399")
 
@@ -129,16 +130,26 @@ class Deliberate(Exception):
 class Machine(Role):
     """Its whole state is the list of the calls that it has begun, and what these have written into its memory."""
 
-    def __init__(self, takes_s: float = 0.0, hangs: int | None = None, main: str = "", child: bool = False) -> None:
+    stops = False
+
+    def __init__(
+        self,
+        takes_s: float = 0.0,
+        hangs: int | None = None,
+        main: str = "",
+        child: bool = False,
+        stops: bool = False,
+    ) -> None:
         """In so many seconds; the rank that `hangs` keeps the GIL here; `main` is whose notes it adds to.
 
-        With a `child` another process does a part of what it does.
+        With a `child` another process does a part of what it does; who `stops` does so in some calls.
         """
         from tests.chaos import mutants  # here: by its name it would be pickled along
 
         mutants.apply_from_environment()
         if self.ctx.rank == hangs:
             keep_the_gil()
+        self.stops = stops
         self.child = self.ctx.start(mixes, name="mixer") if child else None
         time.sleep(takes_s)
         self.main = not main
@@ -173,6 +184,8 @@ class Machine(Role):
             raise AssertionError(f"call {ident} begins while rows of another one run")
         self.ballast.use(ident)
         self.notes.append(ident)
+        if self.stops and random.Random(ident * 31 + self.ctx.rank).random() < STOPS:
+            breakpoint()
         if work_s:
             time.sleep(work_s)
 

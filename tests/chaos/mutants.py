@@ -156,6 +156,21 @@ def unrecorded_calls() -> None:
     _replace(Writer, "add", lambda self, pieces, length: add(self, pieces, length) if next(turns) % 2 else None)
 
 
+def kept_stops() -> None:
+    """A rank whose terminal is gone stays where it is."""
+    from colocate.features.debugging.driver import DebuggingOfGroup
+    from colocate.features.debugging.messages import LetGo
+
+    begin = DebuggingOfGroup._begin
+
+    def deaf(self: Any, worker: Any, told: Any) -> None:
+        begin(self, worker, told)
+        stop = self._stops[worker.slot, told.number]
+        tell, stop.tell = stop.tell, lambda message: None if isinstance(message, LetGo) else tell(message)
+
+    _replace(DebuggingOfGroup, "_begin", deaf)
+
+
 def _replace(owner: Any, name: str, patch: Callable[..., Any]) -> None:
     assert hasattr(owner, name), f"{owner.__name__} has no {name} any more: the mutant breaks nothing"
     setattr(owner, name, patch)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import time
 from collections.abc import Iterator
 from typing import Any
 
 from tests.chaos import model
+from tests.chaos.debugged import Debugger
 from tests.chaos.faults import Injector
 from tests.chaos.machine import Generator, Machine, Parent, Target, holds_the_gil
 from tests.chaos.programs import BACKGROUND, PEERS, TURNERS, Episode, Step
@@ -48,6 +50,10 @@ class Player:
         return self._played[self._fault.group]
 
     def play(self) -> Outcome:
+        with Debugger(repr(self._episode.fault)) if self._episode.stops else contextlib.nullcontext():
+            return self._play()
+
+    def _play(self) -> Outcome:
         try:
             self._spawn_all()
             if all(played.group is not None for played in self._played):
@@ -376,7 +382,9 @@ def _patient(played: Played) -> list[Sent]:
 
 
 def declared(episode: Episode, takes_s: float, hangs: int | None) -> dict[str, colocate.RoleSpec[Any]]:
-    roles: dict[str, colocate.RoleSpec[Any]] = {"a": colocate.role(Machine, takes_s, hangs, child=episode.child)}
+    roles: dict[str, colocate.RoleSpec[Any]] = {
+        "a": colocate.role(Machine, takes_s, hangs, child=episode.child, stops=episode.stops)
+    }
     if episode.second:
         second = colocate.role(Machine, 0.0, None, "a")
         roles["b"] = second.on(slots=[0]) if episode.second == "first" else second

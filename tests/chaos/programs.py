@@ -36,6 +36,7 @@ CHILD_BYTES = 128 << 10  # what a child has for itself, at most
 WAYS = ("stream", "stream", "return", "early", "all", "batch")
 """In which rows are read: as they end, with errors raised or returned, until the stream is closed, all at once, as a
 batched method yields them."""
+STOPS = 0.25  # the share of episodes in which ranks stop in calls of role "a", and somebody debugs them
 RECORDS = 0.25  # the share of episodes in which what role "a" gives is recorded
 LANES = 0.3  # the share of episodes without turns that have a role in the background
 BACKGROUND = "g"
@@ -99,6 +100,7 @@ class Episode:
     rollout: tuple[str, ...] = ()  # which of `ROLLOUT` there are
     background: bool = False  # whether there is a role in the background
     records: bool = False  # whether what role "a" gives is recorded
+    stops: bool = False  # whether ranks stop in calls of role "a"
 
 
 @attrs.frozen
@@ -138,6 +140,8 @@ def program(executor: str, seed: int, torch: bool | None = None) -> Program:
     records = random.Random(f"records {seed}")  # and of this
     # A driver that is killed leaves what it has recorded, as it should: nothing is to be left of these programs.
     episodes = tuple(attrs.evolve(each, records=records.random() < RECORDS and kind != "driver") for each in episodes)
+    stops = random.Random(f"stops {seed}")  # and of that
+    episodes = tuple(attrs.evolve(each, stops=stops.random() < STOPS) for each in episodes)
     return Program(seed, kind, slots, with_torch, episodes)
 
 

@@ -92,6 +92,11 @@ def with_a_recording(episode: Episode) -> bool:
     return episode.records and calls > 2 and episode.settled and amid(episode)
 
 
+def with_stops(episode: Episode) -> bool:
+    calls = sum(step.count for step in episode.before if step.what == "submit" and step.role == "a")
+    return episode.stops and calls > 5 and episode.settled and amid(episode)
+
+
 def anything(episode: Episode) -> bool:
     return True
 
@@ -136,6 +141,7 @@ CASES = [
     (mutants.unpaused_role, "kill", with_a_pause, "has run while its role was paused"),
     (mutants.lost_rows, "kill", with_rows_over_a_restart, "rows only these have come"),
     (mutants.unrecorded_calls, "kill", with_a_recording, "recording: call"),
+    (mutants.kept_stops, "kill", with_stops, "is not done"),
 ]
 
 

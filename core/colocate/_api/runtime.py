@@ -21,7 +21,7 @@ from colocate._role.budget import NO_BUDGET, Budget
 from colocate._signals.deferred import run_deferred
 from colocate._signals.in_framework import refuse_to_wait
 from colocate._signatures import options_of, path_text
-from colocate._system.limits import REGROWN_WITHIN_S
+from colocate._system.limits import DEBUGGED_S, REGROWN_WITHIN_S
 from colocate._system.lines import at, caller
 from colocate._system.numbers import (
     amount_problem,
@@ -79,6 +79,7 @@ def begin(
     if debug:
         features.needed("debugging")
         require(cls.variant(options), OwnProcess, "stop where a role raises (debug=True)")
+        collective_timeout = max(collective_timeout, DEBUGGED_S)  # others wait there for who is stopped
     span = port_range(ports, "connect(ports)")
     cut_s = limit(cut_s, "connect(cut_s)", positive=True)
     making: Making[Connection] = Making(f"connect({executor!r})")
@@ -99,6 +100,8 @@ def begin(
         told = seed, strict, call_timeout, collective_timeout, spill, span, cut_s
         connection = making.made(Connection(executor, connected, *told))
         hook = os.environ.get("PYTHONBREAKPOINT", "")
+        if hook.startswith("ray."):  # Ray has set it, by an earlier connection
+            hook = ""
         if (debug or hook) and not connected.in_process:
             connection.services.debugging = debug, hook
         return connection

@@ -27,6 +27,7 @@ STEP_ENDS_WITHIN_S = 3.0
 # What ranks have begun together is done before memory that it may write sleeps; others may be about to begin it.
 WORKS_DONE_WITHIN_S = 30.0
 
+DEBUGGED_S = 86400.0  # an operation of a process group waits for a rank that somebody looks at (`debug=True`)
 GROUPS_CONNECT_WITHIN_S = 60.0  # the ranks of a process group connect to each other, once all of them are about to
 # Roles go on with new process groups after a failure: those connect, and models are perhaps built anew.
 RENEWED_WITHIN_S = 60.0

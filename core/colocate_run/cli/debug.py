@@ -5,6 +5,7 @@ What a prompt doesn't need is imported where it is needed: somebody waits.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -17,12 +18,11 @@ def debug_rank(job: str | None, rank: str | None, *, json: bool) -> int:
     """Attach this terminal to a rank."""
     try:
         found = features.module("debugging.attach").attach(driver_of(job), rank)
-        stops: Sequence[Mapping[str, Any]] | None = found.stops
-        if stops is None:
-            code: int = found.serve()
-            return code
-        found.sock.close()
-        _show(found.first, rank, json)
+        with contextlib.closing(found):
+            if found.stops is None:
+                code: int = found.serve()
+                return code
+            _show(found.first, rank, json)
     except ColocateError as error:
         from colocate_run.cli.output import print_errors
 

@@ -34,8 +34,12 @@ class Attached(NamedTuple):
 
     def serve(self) -> int:
         """Be the terminal, on the main thread, until nobody needs it; returns the process's exit code."""
-        with self.sock:
-            return talk(self.sock, self.lines, self.first, own=False)
+        return talk(self.sock, self.lines, self.first, own=False)
+
+    def close(self) -> None:
+        """Be gone."""
+        self.lines.close()
+        self.sock.close()
 
 
 def stopped_drivers() -> list[int]:
@@ -57,25 +61,26 @@ def attach(pid: int, which: str | None) -> Attached:
         ConfigError: Nothing is stopped there, or it is another user's.
     """
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    lines = sock.makefile("r", encoding="utf-8", newline="\n")
+    attached = Attached(sock, lines, {})
     try:
         sock.settimeout(PATIENCE_S)
         sock.connect(address(pid))
         if user_of(sock) != os.getuid() and os.getuid():  # who isn't the driver's user gets none of what is typed
             raise ConnectionResetError
         send(sock, {"attach": which})
-        lines = sock.makefile("r", encoding="utf-8", newline="\n")
         first = lines.readline()
         sock.settimeout(None)
     except (BrokenPipeError, ConnectionResetError):
         first = ""
     except OSError as error:
-        sock.close()
+        attached.close()
         raise ConfigError(f"no rank of a run of process {pid} is stopped: {error}") from error
     if not first:
-        sock.close()
+        attached.close()
         raise ConfigError(f"process {pid} is another user's, or has just ended")
     told = json.loads(first)
     if told.get("stops") == []:
-        sock.close()
+        attached.close()
         raise ConfigError(f"no rank of a run of process {pid} is stopped")
-    return Attached(sock, lines, told)
+    return attached._replace(first=told)

@@ -73,7 +73,7 @@ class Stop:
         found = {"group": self.group, "role": self.role, "rank": self.rank, "slot": self.slot, "node": self.node}
         whose = None if self.terminal is None else self.terminal.name
         more = {"call": self.label, "where": self.where, "error": self.error, "terminal": whose}
-        return {**found, **more, "seconds": round(time.time() - self.since, 1)}
+        return {**found, **more, "since": self.since, "seconds": round(time.time() - self.since, 1)}
 
 
 @attrs.define(eq=False)

@@ -52,7 +52,7 @@ class Editor:
             OSError: None of the ports is free.
         """
         terminal = self._terminal
-        if self._debugpy is None or not self._debugpy.is_client_connected():
+        if not self._is_there():
             if not terminal.number:  # first: debugpy takes its time
                 terminal.begin(f"{frame.f_code.co_filename}:{frame.f_lineno}", in_editor=True)
                 try:
@@ -64,11 +64,15 @@ class Editor:
                 terminal.flush()
                 self._quiet(Thread(target=self._watch, name="colocate-editor")).start()
             self._debugpy.wait_for_client()
-        if not self._debugpy.is_client_connected():
+        if not self._is_there():
             return terminal.flush
         pydevd: Any = importlib.import_module("pydevd")  # debugpy's own
         options = {"suspend": True, "trace_only_current_thread": True, "patch_multiprocessing": False}
         return partial(pydevd.settrace, **options, stop_at_frame=frame)
+
+    def _is_there(self) -> bool:
+        """Return whether an editor is."""
+        return self._debugpy is not None and bool(self._debugpy.is_client_connected())
 
     def _listen(self) -> None:
         """Have debugpy listen, if it doesn't."""
@@ -95,8 +99,8 @@ class Editor:
     def _watch(self) -> None:
         """Have the stop last until the editor has gone: what it does there isn't told."""
         terminal, was_there = self._terminal, False
-        while not was_there or self._debugpy.is_client_connected():
-            was_there = was_there or self._debugpy.is_client_connected()
+        while not was_there or self._is_there():
+            was_there = was_there or self._is_there()
             try:
                 terminal.lines.get(timeout=_LOOKS_EVERY_S)
             except queue.Empty:

@@ -18,6 +18,7 @@ from colocate._protocol.consequence import Consequence
 from colocate._protocol.message import Message
 from colocate._role.context import RowState, current, running_call
 from colocate._system.jobs import error_text
+from colocate._system.tracebacks import frames_of_users
 from colocate.features.debugging.editor import Editor
 from colocate.features.debugging.messages import LetGo, Printed, Stopped, Typed, WentOn
 from colocate.features.debugging.prompt import Terminal
@@ -50,7 +51,8 @@ class DebuggingOfWorker(OfWorker):
 
     def breakpoint(self, frame: FrameType, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], object]:
         """Return what stops in a frame, as the last thing that is done there."""
-        hook = os.environ.get("PYTHONBREAKPOINT") or self._hook or ""
+        # Not the process's environment: there Ray has a debugger of its own, which knows nothing of workers.
+        hook = self._context.boot.env.get("PYTHONBREAKPOINT") or self._hook or ""
         if hook == "0" or self._goes_on():
             return _nothing
         if hook == _EDITOR:
@@ -70,7 +72,7 @@ class DebuggingOfWorker(OfWorker):
     def blamed(self, error: BaseException, role: str | None, row: RowState | None = None) -> BaseException:
         """Stop where role code has raised, before anybody is told of that; `error` is what comes of it in any case."""
         trace = error.__traceback__
-        if self._post_mortem and trace is not None and not self._follows(error):
+        if self._post_mortem and trace is not None and frames_of_users(error) and not self._follows(error):
             _Debugger(Terminal(self, error_text(error))).look_at(trace)
         return error
 
@@ -153,7 +155,7 @@ class _Debugger(pdb.Pdb):
         self.reset()
         self.interaction(None, trace)
 
-    def interaction(self, frame: FrameType | None, *args: Any) -> None:
+    def interaction(self, frame: FrameType | None, *args: Any) -> None:  # pyright: ignore[reportIncompatibleMethodOverride] - its name is another one since 3.13
         """Stop at a frame, or where an exception was raised, until it is to go on."""
         at, line = (frame, frame.f_lineno) if frame is not None else [*traceback.walk_tb(args[0])][-1]
         self.terminal.begin(f"{at.f_code.co_filename}:{line}")
@@ -166,6 +168,13 @@ class _Debugger(pdb.Pdb):
             # It steps unless it was told to go on, with no line to stop at (`bdb`).
             if frame is None or self.quitting or self.stoplineno == -1:
                 self.terminal.over()
+
+    def get_stack(self, f: FrameType | None, t: TracebackType | None) -> tuple[list[tuple[FrameType, int]], int]:
+        """Return the frames that are shown, and which of them is current: from role code on, where there is some."""
+        stack, current = super().get_stack(f, t)
+        are_roles = [is_role_code(frame) for frame, _ in stack]
+        first = next((k for k in range(1, current + 1) if are_roles[k] and not are_roles[k - 1]), 0)
+        return stack[first:], current - first
 
     def stop_here(self, frame: FrameType) -> bool:
         """Return whether a step ends in a frame: not in what colocate does beside role code."""

@@ -147,8 +147,8 @@ def start(boot: Boot, service: Service, lane: wire.SocketLane, on_end: Callable[
         process = os.getpid()
 
         def stop(*args: Any, **kwargs: Any) -> object:
-            if os.getpid() != process:  # a process that a role has forked has no way to the driver
-                return sys.__breakpointhook__(*args, **kwargs)
+            if os.getpid() != process:
+                raise RuntimeError("breakpoint() in a process that a role has forked: it has no way to a terminal")
             return host.part(feature).breakpoint(sys._getframe(1), args, kwargs)()
 
         sys.breakpointhook = stop

@@ -44,7 +44,7 @@ class Terminal:
             if tried.stops is None:
                 found.append(tried)
             else:
-                tried.sock.close()
+                tried.close()
             return bool(found)
 
         wait_until(come, f"rank {which} is stopped")
@@ -86,8 +86,7 @@ class Terminal:
 
     def close(self) -> None:
         """Be gone."""
-        self._attached.lines.close()
-        self._attached.sock.close()
+        self._attached.close()
 
     def __enter__(self) -> Self:
         return self
@@ -117,6 +116,9 @@ class Debugging(ExecutorCase):
             assert "-> return self.more(found)" in terminal.put("next")
             assert "--Call--" in terminal.put("step")
             assert "-> return value + 100" in terminal.put("next")
+            stack = terminal.put("where")
+            assert stack.count("probes.py") == 2
+            assert stack.count(".py(") == 2  # nothing of colocate's
             terminal.put("!value = 1000")
             terminal.go("continue")
         assert call.result(PATIENCE_S) == [111, 1100]
@@ -168,7 +170,7 @@ class Debugging(ExecutorCase):
                     (0, "colocate debug"),
                     (1, "colocate debug"),
                 ]
-                listed.sock.close()
+                listed.close()
                 assert os.getpid() in stopped_drivers()
                 for terminal, rank in ((second, 1), (first, 0)):
                     assert "stopped" in terminal.put("c")
@@ -271,8 +273,10 @@ class Debugging(ExecutorCase):
             assert started.result(PATIENCE_S).role("stopper", Stopper).step(1, ranks=()) == [111]
 
     def test_in_a_fork(self, stoppers: ColocatedGroup) -> None:
-        """A process that a role has forked is no rank: it has Python's own debugger, which ends without a terminal."""
-        assert stoppers.role("stopper", Stopper).fork() == ["", "no terminal"]
+        """A process that a role has forked is no rank: it has no way to a terminal, and is told so."""
+        nothing, told = stoppers.role("stopper", Stopper).fork()
+        assert not nothing
+        assert "a process that a role has forked" in told
 
     def test_another_user(self, stoppers: ColocatedGroup, monkeypatch: pytest.MonkeyPatch) -> None:
         """Nobody but the driver's user gets a prompt, nor so much as a list."""
@@ -281,9 +285,15 @@ class Debugging(ExecutorCase):
         call.result(PATIENCE_S)
         monkeypatch.setattr("colocate.features.debugging.desk.user_of", lambda sock: os.getuid() + 1)
         call = stoppers.role("stopper", Stopper).step.submit(1)
-        wait_until(lambda: os.getpid() in stopped_drivers(), "it is stopped")
-        with pytest.raises(ConfigError, match="another user's"):
-            attach(os.getpid(), "1")
+
+        def is_refused() -> bool:
+            try:
+                attach(os.getpid(), "1").close()
+            except ConfigError as error:
+                return "another user's" in str(error)
+            return False
+
+        wait_until(is_refused, "it is stopped, and nobody is let in")
         assert not call.done()
         monkeypatch.undo()
         Terminal().close()
