@@ -10,13 +10,14 @@ from typing import Any, TypeAlias
 from colocate._definitions.structure import named, structure_of
 from colocate._system.imported import imported
 from colocate._values.leaving import fields
-from colocate._values.plain import PLAIN, is_plain
+from colocate._values.plain import PLAIN
 
 Digest: TypeAlias = Mapping[str, Sequence[Sequence[str]]]
 """By parameter: paths of what lies in it, each with what is remembered of that."""
 
 _SHOWN = 40  # letters of a value that is remembered as it is
 _SINGLY = 16  # parts of a list, and of all that a parameter has, that are remembered one by one
+_SHORT = 8  # a list of numbers or texts that is longer is remembered as one part
 _REST = "this and more"
 _WHOLE = 1 << 16  # bytes of a tensor that are all looked at
 _SAMPLE = 1024  # numbers of a larger one that are
@@ -60,10 +61,14 @@ _gone, _new = "was given, and is not", "is given, and was not"
 
 def _leaves(value: Any, path: str) -> Iterator[tuple[str, str]]:
     kind: type = type(value)
-    torch, numpy = imported("torch"), imported("numpy")
     if kind in PLAIN:
         yield path, _short(repr(value), value)
-    elif torch is not None and isinstance(value, torch.Tensor):
+        return
+    if kind is list and len(value) > _SHORT and PLAIN.issuperset(map(type, value)):
+        yield path, f"list of {len(value)}#{_hash(repr(value).encode('utf-8', 'backslashreplace'))}"
+        return
+    torch, numpy = imported("torch"), imported("numpy")
+    if torch is not None and isinstance(value, torch.Tensor):
         yield path, _of_tensor(torch, value)
     elif numpy is not None and isinstance(value, numpy.ndarray):
         what = f"{value.dtype}{[*value.shape]}"
@@ -80,11 +85,10 @@ def _leaves(value: Any, path: str) -> Iterator[tuple[str, str]]:
         if not value:
             yield path, "{}"
     elif isinstance(value, list | tuple):
-        if not value or (len(value) > _SINGLY and is_plain([*value])):
-            yield path, f"{kind.__name__} of {len(value)}#{_hash(repr(value).encode())}"
-        else:
-            for index, each in enumerate(value):
-                yield from _leaves(each, f"{path}[{index}]")
+        if not value:
+            yield path, f"{kind.__name__} of 0"
+        for index, each in enumerate(value):
+            yield from _leaves(each, f"{path}[{index}]")
     elif isinstance(value, set | frozenset):
         yield path, f"{kind.__name__} of {len(value)}#{_hash(repr(sorted(map(repr, value))).encode())}"
     elif numpy is not None and isinstance(value, numpy.generic):

@@ -233,7 +233,7 @@ class Tapped:
             seen.drew = hashlib.blake2b(generator.get_state().numpy().tobytes(), digest_size=8).hexdigest()
         if seen.defaults is not None:
             now = _defaults()
-            seen.defaults = None if repr(now) == repr(seen.defaults) else now
+            seen.defaults = None if now == seen.defaults else now
 
     # -- its rows
 
@@ -323,13 +323,13 @@ def _cut(seen: Seen | None) -> None:
 
 
 def _defaults() -> tuple[Any, ...]:
-    """Return the states of the process's default generators."""
+    """Return the states of the process's default generators, which can be compared."""
     torch, numpy = imported("torch"), sys.modules.get("numpy.random")
-    return (
-        None if torch is None else torch.get_rng_state().numpy().tobytes(),
-        random.getstate(),
-        None if numpy is None else numpy.get_state(),
-    )
+    of_torch = None if torch is None else torch.get_rng_state().numpy().tobytes()
+    if numpy is None:
+        return of_torch, random.getstate(), None
+    kind, keys, *more = numpy.get_state()
+    return of_torch, random.getstate(), (kind, keys.tobytes(), *more)
 
 
 def have_defaults(states: Sequence[Any]) -> None:
@@ -339,7 +339,10 @@ def have_defaults(states: Sequence[Any]) -> None:
         torch.set_rng_state(torch.frombuffer(bytearray(of_torch), dtype=torch.uint8))
     random.setstate(of_random)
     if of_numpy is not None and (numpy := sys.modules.get("numpy.random")) is not None:
-        numpy.set_state(of_numpy)
+        import numpy as np
+
+        kind, keys, *more = of_numpy
+        numpy.set_state((kind, np.frombuffer(keys, np.uint32), *more))
 
 
 class RecordingTap(Tap):
