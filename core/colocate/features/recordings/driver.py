@@ -132,14 +132,22 @@ class Recorder:
 
     def close(self) -> None:
         """Record no more, and wait until all is written."""
+        for call in self._end():
+            with suppress(ColocateError):  # of a group that has failed, whose workers have written what they could
+                call.result()
+
+    def _end(self) -> list[PendingCall]:
+        """Record no more; return the calls that are over when all is written."""
         groups, self._groups = self._groups, {}
+        calls = []
         for worker_group, roles in groups.values():
             part = of_group(worker_group)
             if worker_group.alive and any(role.name in part.recorded for role in roles):
-                with suppress(ColocateError):  # of a group that has failed, whose workers have written what they could
-                    _tell(worker_group, [Recorded(role.name, None) for role in roles])
+                with suppress(ColocateError):  # likewise
+                    calls.append(_send(worker_group, RECORDING, recorded=tuple(_over(role) for role in roles)))
             for role in roles:
                 part.over(role.name)
+        return calls
 
     def __enter__(self) -> Self:
         return self
@@ -147,7 +155,10 @@ class Recorder:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        if error is None:
+            self.close()
+        else:  # a call may never end: what is left is written without anybody waiting for it
+            self._end()
 
 
 def record(views: Any, folder: str | os.PathLike[str], limit: str | int | None, services: Any) -> Recorder:
@@ -202,10 +213,18 @@ def _tell(worker_group: WorkerGroup, recorded: Sequence[Recorded]) -> None:
 
 
 def _call(worker_group: WorkerGroup, said: str, **arguments: Any) -> Any:
+    return _send(worker_group, said, **arguments).result()
+
+
+def _over(role: RoleInfo) -> Recorded:
+    return Recorded(role.name, None)
+
+
+def _send(worker_group: WorkerGroup, said: str, **arguments: Any) -> PendingCall:
     info, spec = everyone(worker_group), RecordingsOfWorker.calls[said]
     planned = plan(spec.dispatch, arguments, info.ranks)
     call = PendingCall(said, "", said, info.slots)
-    return start(ready(worker_group, call, info, spec, planned, [], FOREVER_S)).result()
+    return start(ready(worker_group, call, info, spec, planned, [], FOREVER_S))
 
 
 def _played(worker_group: WorkerGroup, role: RoleInfo, given: Replay | Compare) -> Played:

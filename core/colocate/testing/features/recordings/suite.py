@@ -16,7 +16,7 @@ from colocate.errors import ConfigError, ReplayError, RoleError, SerializationEr
 from colocate.executor import OwnProcess
 from colocate.testing.executors._base import ExecutorCase, Spawn, needs, needs_feature
 from colocate.testing.gate import Gate
-from colocate.testing.waiting import wait_until
+from colocate.testing.waiting import PATIENCE_S, wait_until
 
 torch = pytest.importorskip("torch")
 from colocate.testing.features.recordings.probes import Answer, Critic, Player  # noqa: E402
@@ -148,6 +148,21 @@ class Recordings(ExecutorCase):
         (call,) = colocate.load_recording(tmp_path / "it")["player"]["foreign"]
         with pytest.raises(SerializationError, match=r"it wasn't recorded: builtins\.object"):
             call.value()
+
+    @needs_feature("rows")
+    def test_a_recording_whose_block_fails(self, player: ColocatedGroup, tmp_path: Path) -> None:
+        """Nobody waits for a call that doesn't end; what came before it is written, and nothing after it."""
+        role, runtime = player.role("player", Player), player.owner.owner
+        with Gate() as gate:
+            with contextlib.suppress(ZeroDivisionError), runtime.record(role, tmp_path / "it"):
+                role.later(1)
+                waits = role.play.submit(["a", "b"], gates=[gate.address, gate.address])
+                raise ZeroDivisionError
+            gate.open()
+            assert waits.result(PATIENCE_S) == ["a", "b"]
+        role.later(2)
+        calls = colocate.load_recording(tmp_path / "it")["player"].calls
+        assert [call.method for call in calls] == ["later", "play"]
 
     @needs(OwnProcess)
     def test_a_rank_that_is_killed(self, player: ColocatedGroup, tmp_path: Path) -> None:
