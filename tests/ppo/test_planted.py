@@ -1,0 +1,99 @@
+"""A run that learns nothing has one of twelve faults: a comparison, a check or a replay tells it, at the right call."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.ppo.test_grpo import OWN, TINY
+
+import colocate
+from colocate import WeightsDifferError
+
+EXAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "grpo.yaml"
+ROLES = ("actor", "rollout", "reward")
+RIGHT = [*TINY, *OWN, "+job.with.temperature=0.9", "job.with.steps=4", "job.with.eval_every=0"]
+RIGHT += ["pools.main.slots=2", "executor={use: local, with: {processes: true}}"]
+COMPARE = [f"compare={json.dumps(dict.fromkeys(ROLES, 'runs/right'))}"]
+
+
+def with_role(role: str, name: str) -> list[str]:
+    return [f"groups.policy.roles.{role}.use=tests.ppo.planted:{name}"]
+
+
+def run(name: str, changes: Sequence[str]) -> None:
+    with colocate.launch(colocate.load_config(EXAMPLE, set=[*RIGHT, f"name={name}", *changes])) as job:
+        job.run(quiet=True)
+
+
+@pytest.fixture(scope="module")
+def right(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a run that has no fault, recorded."""
+    folder = tmp_path_factory.mktemp("planted")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        run("right", [f"record={json.dumps(ROLES)}"])
+    return folder
+
+
+COMPARED: list[tuple[str, list[str], str]] = [
+    ("a wrong sign", ["groups.policy.roles.reward=tests.ppo.planted:WrongSign"], "reward.score, call "),
+    ("shuffled labels", ["groups.policy.roles.reward=tests.ppo.planted:ShuffledLabels"], "reward.score, call "),
+    ("padding", with_role("actor", "PadsLeft"), "actor.read, call "),
+    ("dropout left on", with_role("actor", "Dropout"), "actor.log_probs, call "),
+    ("another temperature", with_role("actor", "NoTemperature"), "actor.log_probs, call "),
+    ("no baseline", with_role("actor", "NoBaseline"), "actor.advantages, call "),
+    ("a learning rate", ["groups.policy.roles.actor.with.lr=1e-2"], "actor.learn, call "),
+    ("mixed rows", with_role("rollout", "MixedRows"), "rollout.generate, call "),
+]
+
+
+@pytest.mark.parametrize(
+    ("changes", "call"),
+    [pytest.param(*each, id=name, marks=[] if name == "padding" else pytest.mark.long) for name, *each in COMPARED],
+)
+def test_compared(
+    right: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, changes: list[str], call: str
+) -> None:
+    """The first difference is the fault's, and its call had the same arguments as in the run without it."""
+    monkeypatch.chdir(right)
+    run("wrong", [*COMPARE, *changes])
+    told = [each.getMessage() for each in caplog.records if "differs from" in each.getMessage()]
+    assert call in told[0], told[0]
+    assert "its arguments were the same" in told[0]
+
+
+@pytest.mark.long
+def test_without_a_fault(right: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.chdir(right)
+    run("again", COMPARE)
+    assert [each.getMessage() for each in caplog.records if "differs from" in each.getMessage()] == []
+
+
+CHECKED = [
+    ("StaleWeights", "embed_tokens"),
+    ("OneRanksShard", "up_proj"),
+    ("Swapped", "q_proj"),
+]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("name", "words"), CHECKED)
+def test_checked(right: Path, monkeypatch: pytest.MonkeyPatch, name: str, words: str) -> None:
+    """Of weights the sync tells it at which they went wrong."""
+    monkeypatch.chdir(right)
+    with pytest.raises(WeightsDifferError) as caught:
+        run("wrong", [*with_role("rollout", name), "+job.with.check_weights=1"])
+    assert words in str(caught.value)
+
+
+@pytest.mark.long
+def test_another_seed(right: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is replayed was recorded with another seed: that is refused before anything is started."""
+    monkeypatch.chdir(right)
+    replay: dict[str, Any] = {"rollout": "runs/right"}
+    with pytest.raises(colocate.ColocateError, match="seed"):
+        run("wrong", [f"replay={json.dumps(replay)}", "seed=7"])
