@@ -194,7 +194,7 @@ class Profiling(ExecutorCase):
             two.role("timed", Timed).multiply()
         assert profile.trace.exists()
 
-    def test_one_at_a_time(self, two: ColocatedGroup) -> None:
+    def test_one_profile_at_a_time(self, two: ColocatedGroup) -> None:
         """A second one is refused, and the first one goes on."""
         timed = two.role("timed", Timed)
         with colocate.profile(two) as outer:

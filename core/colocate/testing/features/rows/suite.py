@@ -276,7 +276,7 @@ class Streams(RowsCase):
                 playing.fail.submit(rows, gate.address).result(PATIENCE_S)
             assert max(len(log) for log in playing.logged()) <= 3 * (PLACES + 1)
 
-    def test_a_submitted_failure_is_logged(
+    def test_a_submitted_failure_of_rows_is_logged(
         self, streaming: ColocatedGroup, playing: Playing, caplog: pytest.LogCaptureFixture
     ) -> None:
         """Of a call that nobody has asked for, with the row that has failed."""
