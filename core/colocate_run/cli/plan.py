@@ -14,6 +14,7 @@ import sys
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -223,7 +224,7 @@ def _construct(name: str, group: GroupConfig, slots: int, config: Config) -> lis
             device="meta",
             siblings=siblings,
             slots=range(len(where)),
-            groups=_PlannedGroups(),
+            part=_PlannedGroups().part,
             background={key: None for key, each in group.roles.items() if each.background},
         )
         ctx._generator = torch.Generator("cpu").manual_seed(ctx.seed)  # there is none for the meta device
@@ -335,6 +336,16 @@ class _PlannedGroups:
     """The process groups of one role, which has the first ranks; nothing is sent. See `Context` for each."""
 
     _mesh: dict[str, DeviceMesh] = attrs.field(factory=dict, init=False)
+
+    def part(self, feature: str) -> Any:
+        """Return a worker's half of a feature: that of process groups has these, and there is no other.
+
+        Raises:
+            ColocateError: It is another one.
+        """
+        if feature != "process_groups":
+            raise ColocateError(f"what is only planned has no {feature}")
+        return SimpleNamespace(groups=self)
 
     def get(self, ctx: Context, axis: str | None) -> ProcessGroup:
         import torch.distributed as dist
