@@ -56,7 +56,8 @@ class Dropout(GroupActor):
         def drop(module: object, given: object, embedded: Tensor) -> Tensor:
             return torch.nn.functional.dropout(embedded, 0.1)
 
-        hook = self.model.module.get_input_embeddings().register_forward_hook(drop)
+        model: Any = self.model.module
+        hook = model.get_input_embeddings().register_forward_hook(drop)
         try:
             return super().log_probs(rollout, temperature)
         finally:
@@ -83,7 +84,7 @@ class NoBaseline(GroupActor):
 class MixedRows(EngineRole):
     """What is sampled for one prompt goes to another one."""
 
-    @method(dispatch=EngineRole.generate.spec.dispatch, awake=("weights", "cache"))
+    @method(dispatch=EngineRole.generate.spec.dispatch, awake=("weights", "cache"))  # type: ignore[untyped-decorator]
     def generate(
         self,
         prompts: Sequence[Sequence[int]],
@@ -116,7 +117,8 @@ class _Changed(EngineRole):
     def load_weights(self, weights: Weights | Iterable[tuple[str, Any]], version: int) -> None:
         super().load_weights(weights, version)
         with torch.no_grad():
-            self.change(dict(self.named_weights()))
+            found: Any = self.named_weights()
+            self.change(dict(found))
 
 
 class OneRanksShard(_Changed):

@@ -154,12 +154,13 @@ class Recordings(ExecutorCase):
         """Nobody waits for a call that doesn't end; what came before it is written, and nothing after it."""
         role, runtime = player.role("player", Player), player.owner.owner
         with Gate() as gate:
+            sent: list[Any] = []
             with contextlib.suppress(ZeroDivisionError), runtime.record(role, tmp_path / "it"):
                 role.later(1)
-                waits = role.play.submit(["a", "b"], gates=[gate.address, gate.address])
+                sent.append(role.play.submit(["a", "b"], gates=[gate.address, gate.address]))
                 raise ZeroDivisionError
             gate.open()
-            assert waits.result(PATIENCE_S) == ["a", "b"]
+            assert sent[0].result(PATIENCE_S) == ["a", "b"]
         role.later(2)
         calls = colocate.load_recording(tmp_path / "it")["player"].calls
         assert [call.method for call in calls] == ["later", "play"]
