@@ -122,6 +122,8 @@ def test_the_drivers_own_terminal(screen: Callable[..., Screen]) -> None:
     assert "stops" not in run.shown
     run.write("continue\n")
     assert "goes on" in run.until(PROMPT)
+    run.write("p number\n")
+    assert "1\r\n" in run.until(PROMPT)
     run.write("\x04")
     run.until("is stopped by ValueError: three")  # both ranks raise, and have the terminal one after the other
     run.until(") ")

@@ -39,6 +39,7 @@ class Stop:
         announce: Prints a line for the driver's user.
         shown: What its debugger has printed for which there was no terminal.
         asks: Whether it waits for a line.
+        goes_on: Whether it was told to, as its terminal is gone.
         in_editor: Whether an editor is its terminal, and it isn't here at all.
     """
 
@@ -57,6 +58,7 @@ class Stop:
     shown: str = ""
     asks: bool = False
     in_editor: bool = False
+    goes_on: bool = False
     terminal: Terminal | None = None
 
     @property
@@ -67,6 +69,16 @@ class Stop:
     def __str__(self) -> str:
         why = f" by {self.error}" if self.error else ""
         return f"{self.label} on rank {self.rank} of group {self.group!r} is stopped{why} at {self.where}"
+
+    @property
+    def waits(self) -> bool:
+        """Return whether a terminal may come."""
+        return self.terminal is None and not self.goes_on
+
+    def let_go(self) -> None:
+        """Have it go on."""
+        self.goes_on = True
+        self.tell(LetGo(self.number))
 
     def row(self) -> dict[str, Any]:
         """Return it as plain data."""
@@ -140,6 +152,7 @@ class Desk:
         self._own: Terminal | None = None
         self._undrawn = contextlib.ExitStack()  # what draws on the driver's terminal doesn't, meanwhile
         self._listener: socket.socket | None = None
+        self._door: threading.Thread | None = None  # who lets terminals in
 
     def begin(self, stop: Stop) -> None:
         """Hear that a rank has stopped."""
@@ -199,7 +212,7 @@ class Desk:
 
     def _attach(self, stop: Stop, terminal: Terminal) -> None:
         stop.terminal, terminal.stop = terminal, stop
-        others = sum(each.terminal is None for each in self._stops)
+        others = sum(each.waits for each in self._stops)
         more = f" ({others} more wait for a terminal)" if others else ""
         head, stop.shown = f"[colocate] {stop}{more}\n{stop.shown}", ""
         terminal.say({"text": head, "asks": stop.asks})
@@ -213,13 +226,16 @@ class Desk:
             self._asked(terminal, told["attach"])
         elif stop is not None:
             line = told["line"]
-            stop.tell(LetGo(stop.number) if line is None else Typed(stop.number, f"{line}\n"))
+            if line is None:
+                stop.let_go()
+            else:
+                stop.tell(Typed(stop.number, f"{line}\n"))
 
     def _left(self, terminal: Terminal) -> None:
         """A terminal is gone: what it has stopped goes on."""
         if (stop := terminal.stop) is not None:
             stop.terminal, terminal.stop = None, None
-            stop.tell(LetGo(stop.number))
+            stop.let_go()
         if terminal in self._terminals:
             self._terminals.remove(terminal)
             terminal.close()
@@ -233,13 +249,14 @@ class Desk:
     def _asked(self, terminal: Terminal, which: str | None) -> None:
         """Attach a terminal to the rank that it asks for; where none is meant, it gets a list."""
         words = [] if which is None else which.split("/")
-        named = [each for each in self._stops if not words or each.name.split("/")[-len(words) :] == words]
-        free = [each for each in named if each.terminal is None]
+        stops = [each for each in self._stops if not each.goes_on]
+        named = [each for each in stops if not words or each.name.split("/")[-len(words) :] == words]
+        free = [each for each in named if each.waits]
         if len(free) == 1 and (which is not None or len(named) == 1):
             terminal.follows = free[0].group, free[0].slot
             self._attach(free[0], terminal)
             return
-        terminal.say({"stops": [each.row() for each in self._stops], "named": len(named), "free": len(free)})
+        terminal.say({"stops": [each.row() for each in stops], "named": len(named), "free": len(free)})
         self._terminals.remove(terminal)
         terminal.close()
         self._close_if_idle()
@@ -248,7 +265,7 @@ class Desk:
 
     def _serve_own(self) -> bool:
         """Have the driver's terminal take the next stop that has none; False where there is no such terminal."""
-        stop = next((each for each in self._stops if each.terminal is None), None)
+        stop = next((each for each in self._stops if each.waits), None)
         if self._own is not None and self._own.stop is not None:
             return True
         if stop is None:
@@ -292,7 +309,8 @@ class Desk:
             listener.close()
             return
         self._listener = wire.track_socket(listener)
-        Thread(target=self._accept, args=(listener,), name="colocate-debug-door").start()
+        self._door = Thread(target=self._accept, args=(listener,), name="colocate-debug-door")
+        self._door.start()
 
     def _accept(self, listener: socket.socket) -> None:
         while True:
@@ -312,6 +330,8 @@ class Desk:
         listener, self._listener = self._listener, None
         with contextlib.suppress(OSError):
             listener.shutdown(socket.SHUT_RDWR)
+        if self._door is not None:
+            self._door.join()  # as long as it waits there, nothing else can listen: the next stop's terminals
         listener.close()
 
 

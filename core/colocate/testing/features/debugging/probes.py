@@ -48,6 +48,14 @@ class Stopper(Role):
         return self.ctx.rank, self.ctx.cancelled
 
     @method
+    def stop_often(self, count: int) -> int:
+        for number in range(count):
+            if self.ctx.rank == 1:
+                breakpoint()
+            assert number < count
+        return self.ctx.rank
+
+    @method
     def sleep_after(self, seconds: float) -> int:
         if self.ctx.rank == 1:
             breakpoint()

@@ -158,6 +158,14 @@ class Debugging(ExecutorCase):
         with pytest.raises(ConfigError, match="no rank of a run of process"):
             attach(os.getpid(), None)
 
+    def test_terminals_come_and_go(self, stoppers: ColocatedGroup) -> None:
+        """Each stop has its terminal, however soon it comes after the one before."""
+        call = stoppers.role("stopper", Stopper).stop_often.submit(20)
+        for number in range(20):
+            with Terminal() as terminal:
+                assert terminal.put("p number").startswith(f"{number}\n")
+        assert call.result(PATIENCE_S) == [0, 1]
+
     def test_several_are_stopped(self, stoppers: ColocatedGroup) -> None:
         """Stopped ranks are all listed; a terminal takes the one that it names, and follows it from stop to stop."""
         role = stoppers.role("stopper", Stopper)
