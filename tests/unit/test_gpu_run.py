@@ -81,6 +81,7 @@ def test_the_page_lists_the_areas() -> None:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(1200)
 def test_a_machine_without_a_gpu(tmp_path: Path) -> None:
     """With --allow-cpu, all that needs no CUDA passes on slots of the CPU, and the rest says what it needs."""
     if torch.cuda.is_available():
