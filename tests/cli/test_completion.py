@@ -76,7 +76,7 @@ def asked(folder: Path, **variables: str) -> list[str]:
 
 
 def test_commands_and_options(home: Path, folder: Path) -> None:
-    command, option, options = bash(folder, ["pl"], ["run", "x.yaml", "--re"], ["--"])
+    command, option, options = bash(folder, ["pl"], ["run", "x.yaml", "--res"], ["--"])
     assert command == ["plan", "plugins"]
     assert option == ["--resume"]
     assert "--version" in options

@@ -138,7 +138,9 @@ def test_a_dump_says_everything(write: Write) -> None:
         "    device_memory: null\n    strategy: pack\n    timeout: 60\n    env: {}\n    groups: 1\n"
         "    regrow_timeout: 600\n    spares: 0\n    at_least: null\n"
         "    labels: {}\n    resources: {}\n    together: null\n    grow: null\n"
-        "groups: {}\njob: null\nplugins:\n  allow: null\nobserve: []\ntrace: false\ncheckpoints: null\n"
+        "groups: {}\njob: null\nplugins:\n  allow: null\nobserve: []\ntrace: false\n"
+        "record: []\nrecord_limit: null\nreplay: {}\nreplay_from: null\n"
+        "replay_loose: false\ncompare: {}\ntolerance: 0.0\ncheckpoints: null\n"
     )
 
 

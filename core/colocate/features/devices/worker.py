@@ -10,6 +10,7 @@ from typing import Any
 
 from colocate import gpus
 from colocate._protocol.message import Message
+from colocate._system.installed import pip_line
 from colocate._system.jobs import JobThread, error_text, report_exception
 from colocate.features.devices.messages import AskDevices, DevicesTold, Sampled
 from colocate.worker.context import WorkerContext
@@ -47,7 +48,7 @@ class DevicesOfWorker(OfWorker):
             else:
                 own = self._nvml.uuid_of(self._worker_context.boot.device)
         except ModuleNotFoundError:
-            trouble = "nvidia-ml-py isn't installed (pip install 'colocate[gpu]')"
+            trouble = f"nvidia-ml-py isn't installed: {pip_line('gpu')}"
         except Exception as error:  # whatever a driver of NVIDIA's, or its absence, raises
             trouble = error_text(error)
         self._worker_context.say(DevicesTold(own, samples, trouble))

@@ -13,6 +13,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from functools import partial
 from io import FileIO
 from pathlib import Path
@@ -224,7 +225,6 @@ class RowOrder:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._file: GrowingFile | None = None
         self._thread = JobThread(f"colocate-recording-{folder.name}-rows", lambda error: report_exception())
 
     def add(self, seq: int, rows: Sequence[tuple[int, int]]) -> None:
@@ -234,13 +234,10 @@ class RowOrder:
     def close(self) -> None:
         """Write what is left."""
         self._thread.close()
-        if self._file is not None:
-            self._file.close()
 
     def _write(self, line: str) -> None:
-        if self._file is None:
-            self._file = GrowingFile(self._folder / _ROWS)
-        self._file.add(line)
+        with closing(GrowingFile(self._folder / _ROWS)) as file:  # a call may end when nobody closes one any more
+            file.add(line)
 
     @classmethod
     def read(cls, folder: Path) -> Mapping[int, Sequence[tuple[int, int]]]:
