@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import logging
 import threading
 import time
 from collections import Counter
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 R = TypeVar("R")
 
+_log = logging.getLogger("colocate")
 _DTYPES = ("float32", "float16", "bfloat16", "float64")
 
 
@@ -62,6 +64,7 @@ class WeightsOfGroup(OfGroup):
 
     def __init__(self, worker_group: WorkerGroup) -> None:
         self._worker_group = worker_group
+        self._keeping: set[str] = set()
         self.synced: dict[str, tuple[int, float]] = {}
         self.stale: dict[str, str] = {}
         self.described: set[str] = set()
@@ -76,6 +79,15 @@ class WeightsOfGroup(OfGroup):
         found |= {name: (version, "the group was restarted since") for name, (version, _) in self.synced.items()}
         self.stale = {name: why for name, (_, why) in found.items()}
         return found
+
+    def keeps(self, taker: str, giver: str) -> None:
+        """Tell, once, that a role keeps the weights that it has, as the one that would give it others is replayed."""
+        if taker not in self._keeping:
+            self._keeping.add(taker)
+            words = (
+                f"group {self._worker_group.name!r}: role {taker!r} keeps its weights, as role {giver!r} is replayed"
+            )
+            self._worker_group.services.printer.soon(lambda: _log.warning("%s", words))
 
     def renewed(self) -> None:
         """Know no longer what sources give: the ranks are new ones."""
@@ -331,6 +343,8 @@ def _planned(
     size = parse_bytes(bucket, "sync_weights(bucket)")
     if not size:
         raise ConfigError("sync_weights(bucket=0): it is a size, as '256MiB'")
+    if giver.stands_in and not taker.stands_in:
+        weights_of(other).keeps(taker.name, giver.name)
     offers = None
     if takes:
         origin = Origin(
