@@ -43,7 +43,7 @@ def demo(colocate: CommandLine) -> CommandLine:
 
 def spans(demo: CommandLine) -> list[Any]:
     found = json.loads((demo.folder / "runs" / "demo" / "profile.json").read_text())
-    return [each for each in found if each["ph"] == "X" and each["name"] == "worker.work"]
+    return [each for each in found if each["name"] == "worker.work" and each.get("cat") == "worker"]
 
 
 @pytest.mark.parametrize(("steps", "calls"), [("2:3", 2), ("3", 1), ("0:1", 1), ("4:9", 1)])

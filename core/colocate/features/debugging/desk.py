@@ -227,6 +227,7 @@ class Desk:
         elif stop is not None:
             line = told["line"]
             if line is None:
+                terminal.follows = None  # it leaves: the next stop is another one's
                 stop.let_go()
             else:
                 stop.tell(Typed(stop.number, f"{line}\n"))
