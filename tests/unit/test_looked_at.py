@@ -61,7 +61,7 @@ def _look(lane: int, has_looked: threading.Event) -> None:
             frames.append(frame)
         has_looked.set()
         # Until the lane waits for that, or has gone on without.
-        while "WeightsOfWorker._run" in (names := {*_names(sys._current_frames()[lane])}):
+        while "WeightsOfWorker._run" in (names := {*_names(sys._current_frames().get(lane))}):
             if "WeightsOfWorker._has_kept" in names:
                 break
             time.sleep(0.001)

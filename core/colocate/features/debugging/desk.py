@@ -103,6 +103,16 @@ class Terminal:
         wire.track_socket(self.sock)
         self._writer = JobThread(f"colocate-terminal-{self.sock.fileno()}", lambda error: report_exception())
 
+    @property
+    def is_gone(self) -> bool:
+        """Return whether the other end is closed, of which its reader hears in a moment."""
+        try:
+            return not self.sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+
     def say(self, told: Mapping[str, Any]) -> None:
         """Have something shown there."""
 
@@ -179,7 +189,8 @@ class Desk:
     def _begin(self, stop: Stop) -> None:
         self._stops.append(stop)
         self._open()
-        followers = [each for each in self._terminals if each.follows == (stop.group, stop.slot)]
+        rank = stop.group, stop.slot
+        followers = [each for each in self._terminals if each.follows == rank and not each.is_gone]
         if followers:
             self._attach(stop, followers[0])
         elif not self._serve_own():
