@@ -27,6 +27,7 @@ KNOWN = {
     "_protocol.requests": "answers",
     "_devices.copies": "a device, for copies that it was given",
     "features.children.child": "the end of a child, and what it is ready by",
+    "features.debugging.desk": "nothing: it looks whether a terminal's connection is closed",
     "features.profiling.sampling": "py-spy beside a worker, until it samples and until it has written",
     "features.children.weights": "the other end of a child's connection: both are role code",
     "_signals.deferred": "what is done off the main thread, and the flag that is waited for",
