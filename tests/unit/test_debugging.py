@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import socket
+from functools import partial
+from typing import Any
+
 import pytest
 
 import colocate
 from colocate.errors import CapabilityError
+from colocate.features.debugging import desk as desks
+from colocate.features.debugging.desk import Desk, Stop, Terminal
 
 
 def test_on_threads() -> None:
@@ -35,3 +41,33 @@ def test_what_workers_are_told(
         services = runtime._node.services
         assert services.debugging == told
         assert services.collective_timeout == (86400.0 if debug else 5.0)
+
+
+@pytest.mark.parametrize("how", ["closed", "detached"])
+def test_who_has_left_is_given_no_stop(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    """The next stop waits for another terminal, also before the end of the last one is heard of."""
+    monkeypatch.setattr(desks, "_own_screen", lambda: None)
+    desk, announced, told = Desk(), list[str](), list[Any]()
+    here, there = socket.socketpair()
+    terminal = Terminal(here, "that of a test", follows=("policy", 1))  # nobody reads what comes from there
+
+    def stop(number: int) -> Stop:
+        return Stop("policy", 1, "node", number, "actor", "step", 1, "file.py:1", "", told.append, announced.append)
+
+    first, second = stop(1), stop(2)
+    desk._jobs.run(partial(desk._terminals.append, terminal))
+    desk.begin(first)
+    if how == "detached":
+        desk._jobs.run(partial(desk._heard, terminal, {"line": None}))
+        assert first.goes_on
+    desk.end(first, "goes on")
+    if how == "closed":
+        desk._jobs.run(there.close)
+    desk.begin(second)
+    desk._jobs.run(partial(desk._left, terminal))
+    assert not second.goes_on
+    assert second.waits
+    assert len(announced) == 1
+    desk.end(second, "goes on")
+    desk.close()
+    there.close()
