@@ -52,14 +52,11 @@ def run(feature: str, *options: str) -> tuple[int, str]:
         folder = Path(name)
         copy_without(feature, folder)
         paths = ":".join(str(folder / each) for each in PACKAGES)
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-rfEs", *options, *TESTS]
-        found = subprocess.run(
-            ["env", "-u", "TMPDIR", f"PYTHONPATH={paths}", *command],
-            cwd=folder,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        python = ["env", "-u", "TMPDIR", f"PYTHONPATH={paths}", sys.executable]
+        lacks = f"from colocate.features import FEATURES; assert {feature!r} not in FEATURES"
+        subprocess.run([*python, "-c", lacks], cwd=folder, check=True)  # the copy is what the tests will import
+        command = [*python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-rfEs", *options, *TESTS]
+        found = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
         return found.returncode, found.stdout + found.stderr
 
 
