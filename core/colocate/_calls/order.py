@@ -454,8 +454,13 @@ class CallOrder:
             self._settle_suspicion(hold)
 
     def _settle_suspicion(self, hold: Hold) -> None:
-        """No better cause has come: the lost connection is what the caller is told."""
+        """No better cause has come: the lost connection is what the caller is told.
+
+        Of a rank that has left it is still to come: its end is told when its supervisor has seen to all that it had.
+        """
         with self.lock:
+            if any(map(self.link.has_left, range(self.link.size))):
+                return
             if hold.suspected is not None and hold.root is None and not hold.suspected[0].done():
                 call, error = hold.suspected
                 self._tell_root(hold, call, call.poison() or error)

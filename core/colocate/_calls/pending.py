@@ -102,7 +102,7 @@ class Link(Owned, abc.ABC):
 
     @abc.abstractmethod
     def has_left(self, slot: int) -> bool:
-        """Whether a slot's worker runs no role code any more: its lane has ended, or all of it."""
+        """Whether a slot's worker runs no role code any more: its lane or connection has ended, or all of it."""
 
     @abc.abstractmethod
     def became_ready(self) -> None:

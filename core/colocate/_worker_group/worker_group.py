@@ -423,9 +423,10 @@ class WorkerGroup(Link):
         return [worker.slot for worker in self.workforce.workers if worker.exit is None]
 
     def has_left(self, slot: int) -> bool:
-        """Return whether a slot's worker runs no role code any more: its lane has ended, or all of it."""
+        """Return whether a slot's worker runs no role code any more: its lane or connection has ended, or all of it."""
         worker = self.workforce.workers[slot]
-        return worker.lane_ended or worker.exit is not None
+        connection = worker.host.lane
+        return worker.lane_ended or worker.exit is not None or (connection is not None and connection.finished)
 
     def unpack(self, body: Any) -> Any:
         """Return the value of a body."""
