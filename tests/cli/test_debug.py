@@ -124,7 +124,7 @@ def test_the_drivers_own_terminal(screen: Callable[..., Screen]) -> None:
     assert "goes on" in run.until(PROMPT)
     run.write("p number\n")
     assert "1\r\n" in run.until(PROMPT)
-    run.write("continue\n")
+    run.write("\x04")
     run.until("is stopped by ValueError: three")  # both ranks raise, and have the terminal one after the other
     run.until(") ")
     run.write("p number\n")

@@ -58,8 +58,10 @@ class Terminal(io.TextIOBase):
         return len(text)
 
     def flush(self) -> None:
-        """Show what there is."""
-        self._show(asks=False)
+        """Show nothing yet: what a debugger flushes is its prompt, which the terminal shows once it takes a line.
+
+        Before that the terminal isn't its line editor's, and Ctrl-D is read there as nothing at all.
+        """
 
     def readline(self, size: int | None = -1, /) -> str:  # type: ignore[override]
         """Return the line that is typed; "" where nobody types any more."""
