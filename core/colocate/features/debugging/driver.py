@@ -40,7 +40,7 @@ class DebuggingOfGroup(OfGroup):
                 stop.where = message.where
         elif stop is not None:
             if isinstance(message, Printed) and stop.in_editor:
-                where = f"{message.text} of node {stop.node}"
+                where = f"{message.text.strip()} of node {stop.node}"
                 stop.announce(f"[colocate] {stop}, and waits for an editor (debugpy) at {where}")
             elif isinstance(message, Printed):
                 desk_of(self).show(stop, message.text, message.asks)

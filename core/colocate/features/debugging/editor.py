@@ -60,7 +60,7 @@ class Editor:
                 except BaseException:
                     terminal.over()
                     raise
-                terminal.write(self._address)
+                terminal.write(f"{self._address}\n")
                 terminal.flush()
                 self._quiet(Thread(target=self._watch, name="colocate-editor")).start()
             self._debugpy.wait_for_client()

@@ -58,10 +58,12 @@ class Terminal(io.TextIOBase):
         return len(text)
 
     def flush(self) -> None:
-        """Show nothing yet: what a debugger flushes is its prompt, which the terminal shows once it takes a line.
+        """Show whole lines: the prompt follows once a line is wanted.
 
         Before that the terminal isn't its line editor's, and Ctrl-D is read there as nothing at all.
         """
+        if self._text and self._text[-1].endswith("\n"):
+            self._show(asks=False)
 
     def readline(self, size: int | None = -1, /) -> str:  # type: ignore[override]
         """Return the line that is typed; "" where nobody types any more."""
