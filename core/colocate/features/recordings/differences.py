@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from typing import Any
 
 import attrs
@@ -10,6 +11,12 @@ import attrs
 from colocate._definitions.structure import named, structure_of
 from colocate._system.imported import imported
 from colocate._values.leaving import fields
+
+
+class Raised(str):
+    """An error in words, in the place of what a call that raised it would have given."""
+
+    __slots__ = ()
 
 
 @attrs.define
@@ -36,17 +43,21 @@ class Difference:
         """Compare a part."""
         torch, numpy = imported("torch"), imported("numpy")
         if numpy is not None and isinstance(was, numpy.ndarray) and isinstance(now, numpy.ndarray):
-            if was.dtype == now.dtype and was.dtype.kind in "biufc" and torch is not None:
-                was, now = torch.as_tensor(was), torch.as_tensor(now)
+            is_known = was.dtype == now.dtype and was.dtype.kind in "biufc" and was.dtype.char not in "gG"
+            if is_known and torch is not None:
+                native = was.dtype.newbyteorder("=")
+                was, now = (torch.as_tensor(each.astype(native, copy=False)) for each in (was, now))
             else:
                 self._part(was.shape == now.shape and bool((was == now).all()), path, f"{was!r}, and is {now!r}")
                 return
         if torch is not None and isinstance(was, torch.Tensor) and isinstance(now, torch.Tensor):
             self._tensors(torch, was, now, path)
         elif type(was) is not type(now) and not ({type(was), type(now)} <= {int, float, bool}):
-            self._part(False, path, f"a {type(was).__qualname__}, and is a {type(now).__qualname__}")
+            self._part(False, path, f"{_kind(was)}, and is {_kind(now)}")
         elif isinstance(was, float | int | complex) and not isinstance(was, bool):
             self._number(was, now, path)
+        elif numpy is not None and isinstance(was, numpy.number):
+            self._number(was.item(), now.item(), path)
         elif (structure := structure_of(type(was))) is not None:
             self._parts(dict(named(structure.open(was))), dict(named(structure.open(now))), path)
         elif fields(type(was)):
@@ -55,11 +66,13 @@ class Difference:
         elif isinstance(was, dict):
             before, after = ({f"[{key!r}]": each for key, each in value.items()} for value in (was, now))
             self._parts(before, after, path)
-        elif isinstance(was, list | tuple):
+        elif isinstance(was, list | tuple | deque):
             if len(was) != len(now):
                 self._part(False, path, f"of {len(was)}, and is of {len(now)}")
             for index, (one, other) in enumerate(zip(was, now, strict=False)):
                 self.add(one, other, f"{path}[{index}]")
+        elif isinstance(was, str | bytes):
+            self._part(was == now, path, _apart(was, now))
         else:
             self._part(bool(was == now), path, f"{was!r:.60}, and is {now!r:.60}")
 
@@ -81,8 +94,12 @@ class Difference:
         if was == now or (was != was and now != now):
             self.total += 1
             return
-        away = abs(now - was)
-        relative = away / abs(was) if was else math.inf
+        try:
+            away = float(abs(now - was))
+            relative = away / abs(was) if was else math.inf
+        except OverflowError:  # whole numbers have no end
+            away = relative = math.inf
+        away, relative = (math.inf if each != each else each for each in (away, relative))
         self.absolute, self.relative = max(self.absolute, away), max(self.relative, relative)
         is_near = away <= self.tolerance or relative <= self.tolerance
         self._part(is_near, path, f"{was!r}, and is {now!r}")
@@ -105,7 +122,8 @@ class Difference:
         before, after = was[other].to(wide or torch.float64), now[other].to(wide or torch.float64)
         away = (after - before).abs()
         relative = torch.where(before != 0, away / before.abs(), math.inf)
-        far = ~((away <= self.tolerance) | (relative <= self.tolerance))
+        is_near = (away <= self.tolerance) | (relative <= self.tolerance)
+        far = ~is_near if self.tolerance else torch.ones_like(is_near)
         self.absolute = max(self.absolute, _largest(away))
         self.relative = max(self.relative, _largest(relative))
         if not bool(far.any()):
@@ -116,6 +134,19 @@ class Difference:
             index = [int(each) for each in other.nonzero()[at]]
             numbers = was[other][at].item(), now[other][at].item()
             self.first = f"its value{path}{index or ''} was {numbers[0]!r}, and is {numbers[1]!r}"
+
+
+def _kind(value: Any) -> str:
+    return f"the error {value}" if isinstance(value, Raised) else f"a {type(value).__qualname__}"
+
+
+def _apart(was: Any, now: Any) -> str:
+    """Return what texts were and are; of long ones from a little before the place where they differ first."""
+    pairs = enumerate(zip(was, now, strict=False))
+    at = next((index for index, (one, other) in pairs if one != other), min(len(was), len(now)))
+    begin = max(0, at - 20) if max(len(was), len(now)) > 60 else 0
+    words = f"{was[begin : begin + 60]!r}, and is {now[begin : begin + 60]!r}"
+    return f"{words}, from place {begin} on" if begin else words
 
 
 def _largest(numbers: Any) -> float:

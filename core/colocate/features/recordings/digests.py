@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, TypeAlias
@@ -11,6 +12,7 @@ from colocate._definitions.structure import named, structure_of
 from colocate._system.imported import imported
 from colocate._values.leaving import fields
 from colocate._values.plain import PLAIN
+from colocate.features.recordings.values import is_allowed
 
 Digest: TypeAlias = Mapping[str, Sequence[Sequence[str]]]
 """By parameter: paths of what lies in it, each with what is remembered of that."""
@@ -84,7 +86,7 @@ def _leaves(value: Any, path: str) -> Iterator[tuple[str, str]]:
             yield from _leaves(each, f"{path}[{key!r}]")
         if not value:
             yield path, "{}"
-    elif isinstance(value, list | tuple):
+    elif isinstance(value, list | tuple | deque):
         if not value:
             yield path, f"{kind.__name__} of 0"
         for index, each in enumerate(value):
@@ -93,6 +95,13 @@ def _leaves(value: Any, path: str) -> Iterator[tuple[str, str]]:
         yield path, f"{kind.__name__} of {len(value)}#{_hash(repr(sorted(map(repr, value))).encode())}"
     elif numpy is not None and isinstance(value, numpy.generic):
         yield path, _short(repr(value.item()), value)
+    elif isinstance(value, str | bytes | int | float):  # of a class of its own
+        base: Any = next(each for each in kind.__mro__ if each in PLAIN)
+        yield path, _short(base.__repr__(value), value)
+    elif callable(value) and hasattr(value, "__qualname__"):  # a class, or a function
+        yield path, _short(f"{value.__module__}.{value.__qualname__}", value)
+    elif is_allowed(kind) or is_allowed(value) or (numpy is not None and isinstance(value, numpy.dtype)):
+        yield path, _short(repr(value), value)
     else:  # nobody knows what it consists of
         yield path, f"a {kind.__qualname__}"
 

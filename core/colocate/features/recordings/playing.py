@@ -14,7 +14,7 @@ from colocate._protocol.consequence import Poisoned
 from colocate._role.context import running_call
 from colocate._system.limits import CAUSE_WITHIN_S
 from colocate.errors import ReplayError
-from colocate.features.recordings.differences import Difference
+from colocate.features.recordings.differences import Difference, Raised
 from colocate.features.recordings.digests import Digest, first_difference
 from colocate.features.recordings.files import Document, RankCall, RankCalls, RowOrder, in_order
 from colocate.features.recordings.messages import Played
@@ -339,12 +339,12 @@ class Comparing(Tap):
     def _recorded(self, document: Document) -> Any:
         about = document.about
         if (error := about.get("error")) is not None:
-            return {"raised": f"{error['class'].partition(':')[2]}: {error['text']}"}
+            return Raised(f"{error['class'].partition(':')[2]}: {error['text']}")
         value = document.value(self._found.find)
         return value[0] if about.get("defaults") else value
 
 
 def _told(value: Any) -> Any:
     if isinstance(value, BaseException):
-        return {"raised": f"{type(value).__qualname__}: {value}"}
+        return Raised(f"{type(value).__qualname__}: {value}")
     return value
