@@ -64,6 +64,7 @@ if TYPE_CHECKING:
     from colocate.features.recordings.driver import comparison as comparison
     from colocate.features.recordings.given import Compare as Compare
     from colocate.features.recordings.given import Replay as Replay
+    from colocate.features.recordings.reading import load_recording as load_recording
 
 _OF_FEATURES = {
     "Audit": "looking.audit",
@@ -80,6 +81,7 @@ _OF_FEATURES = {
     "comparison": "recordings.driver",
     "found_in": "checkpoints.checkpoint",
     "idle": "looking.idle",
+    "load_recording": "recordings.reading",
 }
 __getattr__ = features.offered(__name__, _OF_FEATURES)
 running_context = current

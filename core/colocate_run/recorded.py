@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
+from colocate.errors import ConfigError
 from colocate.texts import nearest
 from colocate_run.config.schema import Config
 from colocate_run.folder import RunFolder
@@ -38,6 +39,14 @@ def mistakes(config: Config) -> Iterator[tuple[tuple[str | int, ...], str, str |
     for place, name in named:
         if not roles_called(config, name):
             yield place, f"there is no role {name!r}: there are {', '.join(dict.fromkeys(names))}", nearest(name, names)
+    for key in ("replay", "compare"):
+        for name, folder in getattr(config, key).items():
+            from colocate.driver import load_recording
+
+            try:
+                load_recording(folder)
+            except ConfigError as error:
+                yield (key, name), str(error), None
     replayed = {role for name in config.replay for role in roles_called(config, name)}
     for name in config.compare:
         if replayed & {*roles_called(config, name)}:

@@ -87,6 +87,9 @@ def test_each_worker_has_a_file(colocate: CommandLine, processes: bool) -> None:
     assert shown == (folder / "policy-1.txt").read_text()
     of_role = colocate("logs", "runs/demo", "--role", "quiet", "--rank", "0").stdout
     assert re.fullmatch(rf"\[policy/1\] {STAMP}\[quiet 0\] here I am, quiet 0\n", of_role)
+    nobody = colocate("logs", "runs/demo", "--role", "talker", "--rank", "2")
+    assert (nobody.returncode, nobody.stdout) == (1, "")
+    assert "has no line that role 'talker', rank 2, has printed" in nobody.stderr
     both = colocate("logs", "runs/demo", "-n", "0").stdout.splitlines()
     assert len(both) == sum(len(path.read_text().splitlines()) for path in folder.iterdir())
     times = [re.sub(r"^\[policy/.\] ", "", line)[:23] for line in both]

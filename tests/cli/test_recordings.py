@@ -99,6 +99,15 @@ def test_what_is_wrong_is_told_before_anything_starts(words: CommandLine) -> Non
     both = ["--replay", "judge=runs/words", "--compare", "judge=runs/words"]
     assert "compare.judge: is replayed: there is nothing to compare" in words("run", "words.yaml", *both).stderr
     assert "write --replay role=runs/first" in words("run", "words.yaml", "--replay", "judge").stderr
+    done = words("run", "words.yaml", "--replay", "judge=runs/wrds", "--compare", "guesser=.", "--replay-from=-2")
+    for text in (
+        "replay.judge: there is no recording in",
+        "compare.guesser: there is no recording in",
+        "replay_from: must be a whole number",
+    ):
+        assert text in done.stderr
+    twice = words("run", "words.yaml", "--replay", "judge=runs/words", "--replay", "judge=runs/other")
+    assert "judge is given twice" in twice.stderr
     assert not (words.folder / "runs" / "words-2").exists()
 
 

@@ -72,6 +72,9 @@ def show_logs(run: Path, wanted: Wanted, *, lines: int, follow: bool) -> int:
     with contextlib.ExitStack() as stack:
         parts = {each: stack.enter_context(_Reader(each.path, _lead(each, wanted))) for each in chosen}
         found = [line for line in _merged([*parts.values()]) if wanted.takes(line[1])]
+        if wanted.role is not None and not (found or follow):
+            rank = "" if wanted.rank is None else f", rank {wanted.rank},"
+            raise ConfigError(f"{run} has no line that role {wanted.role!r}{rank} has printed")
         for lead, line in found[-lines:] if lines else found:
             sys.stdout.write(f"{lead}{line}")
         sys.stdout.flush()

@@ -108,20 +108,24 @@ def recording_changes(
     given: dict[str, Any] = {
         "record": None if record is None else [each.strip() for each in record.split(",")],
         "record_limit": limit,
-        "replay": dict(_role_and_run("--replay", each) for each in replay) or None,
+        "replay": _roles_and_runs("--replay", replay) or None,
         "replay_from": step,
         "replay_loose": loose or None,
-        "compare": dict(_role_and_run("--compare", each) for each in compare) or None,
+        "compare": _roles_and_runs("--compare", compare) or None,
         "tolerance": tolerance,
     }
     return [f"{key}={json_module.dumps(value)}" for key, value in given.items() if value is not None]
 
 
-def _role_and_run(option: str, text: str) -> tuple[str, str]:
-    role, equals, run = text.partition("=")
-    if not (role and equals and run):
-        raise BadParameter(f"{text!r}: write {option} role=runs/first")
-    return role, run
+def _roles_and_runs(option: str, texts: Sequence[str]) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for text in texts:
+        role, equals, run = text.partition("=")
+        if not (role and equals and run):
+            raise BadParameter(f"{text!r}: write {option} role=runs/first")
+        if found.setdefault(role, run) != run:
+            raise BadParameter(f"{option} {role} is given twice: {found[role]} and {run}")
+    return found
 
 
 def _again(count: int) -> str:
