@@ -40,6 +40,12 @@ def short(name: str) -> str:
     return line.encode(errors="surrogateescape")[:_LONGEST].decode(errors="ignore")
 
 
+def is_called(job: str, given: str) -> bool:
+    """Return whether a job is meant: by its name, by its run's folder, or by a name of which it is a later run."""
+    name = short(Path(given).name)
+    return job in (short(given), name) or re.fullmatch(rf"{re.escape(name)}-\d+", job) is not None
+
+
 def address(job: Job) -> str:
     """Return where a job is looked at."""
     return f"\0{_NAME}/{job.pid}/{job.number}/{job.name}"

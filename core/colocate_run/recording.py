@@ -221,7 +221,7 @@ def _recording(
     try:
         with (
             contextlib.closing(folder),
-            window(runtime, name),
+            window(runtime, folder.path.name),
             _devices_watched(driver),
             runtime.trace(folder.free("trace", ".json")) if begun.trace else contextlib.nullcontext(),
             screen.running(name, folder.path, begun.step),

@@ -52,8 +52,9 @@ job: beside:job
 
 @pytest.fixture
 def running(colocate: CommandLine) -> Iterator[subprocess.Popen[str]]:
-    """A job that waits in a call, with two more behind it."""
+    """A job that waits in a call, with two more behind it: the second run of its config."""
     colocate.write("beside.py", JOB)
+    (colocate.folder / "runs" / "demo").mkdir(parents=True)
     colocate.write("demo.yaml", CONFIG)
     job = colocate.start("run", "demo.yaml", stdin=True)
     assert job.stdout is not None
@@ -103,11 +104,11 @@ def test_since_when_a_call_runs() -> None:
 def test_a_job_is_seen(colocate: CommandLine, running: subprocess.Popen[str]) -> None:
     """By its name or process: what runs, for how long, and what is behind it; then it goes on as if nobody had."""
     (found,) = [job for job in jobs() if job.pid == running.pid]
-    assert found == Job("demo", running.pid)
+    assert found == Job("demo-2", running.pid)
     told = json.loads(colocate("top", str(running.pid), "--json").stdout)
     (group,) = told["groups"]
     (slot,) = group["slots"]
-    assert (told["job"], group["group"], group["state"]) == ("demo", "policy", "ready")
+    assert (told["job"], group["group"], group["state"]) == ("demo-2", "policy", "ready")
     assert (slot["call"], slot["queue"]) == ("waiting.wait", 2)
     assert slot["age"] > 0
     assert [(role["role"], role["bytes"]) for role in slot["roles"]] == [("waiting", 0), ("other", 0)]
@@ -115,10 +116,16 @@ def test_a_job_is_seen(colocate: CommandLine, running: subprocess.Popen[str]) ->
     shown = colocate("top", str(running.pid))
     assert "waiting.wait" in shown.stdout
     assert "policy (ready)" in shown.stdout
-    wrong = colocate("top", "demmo")
+    for name in (
+        "demo-2",
+        "runs/demo-2",
+        "demo",
+    ):  # the last one is the config's
+        assert colocate("top", name, "--once").returncode == 0
+    wrong = colocate("top", "demmo-2")
     assert wrong.returncode == 1
-    assert "no job is called 'demmo'" in wrong.stderr
-    assert "did you mean 'demo'" in wrong.stderr
+    assert "no job is called 'demmo-2'" in wrong.stderr
+    assert "did you mean 'demo-2'" in wrong.stderr
     assert running.communicate("\n")[1] == ""
     assert running.returncode == 0
     assert not [job for job in jobs() if job.pid == running.pid]

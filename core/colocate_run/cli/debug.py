@@ -11,7 +11,7 @@ from typing import Any
 
 from colocate import features
 from colocate.errors import ColocateError, ConfigError
-from colocate_report.jobs import jobs, short
+from colocate_report.jobs import is_called, jobs
 
 
 def debug_rank(job: str | None, rank: str | None, *, json: bool) -> int:
@@ -53,7 +53,7 @@ def driver_of(job: str | None) -> int:
     if job is None:
         matching: list[int] = features.module("debugging.attach").stopped_drivers()
     else:
-        matching = sorted({each.pid for each in jobs() if each.name == short(job)})
+        matching = sorted({each.pid for each in jobs() if is_called(each.name, job)})
         if not matching:
             raise ConfigError(f"no job is called {job!r} on this machine: `colocate debug` without a name finds any")
     if len(matching) == 1:

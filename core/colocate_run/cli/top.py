@@ -16,7 +16,7 @@ from colocate.driver import RECENT_S, Driver, run_deferred
 from colocate.errors import ClusterError, ConfigError
 from colocate.executor import Detachable, Executor, Watchable, Window
 from colocate.texts import did_you_mean, plural, size_text
-from colocate_report.jobs import Job, jobs, short
+from colocate_report.jobs import Job, is_called, jobs
 from colocate_report.window import look, look_at
 from colocate_run.cli.cluster import Cluster
 from colocate_run.cli.output import guarded, print_json
@@ -60,7 +60,7 @@ def _show_job(name: str | None, cluster: Cluster, once: bool, every: float, json
                 console().print("no job runs on this machine yet; waiting for one that starts (Ctrl-C ends it)")
             while not jobs():  # one that starts can't be looked at yet
                 time.sleep(every)
-        _show(_chosen(name and short(name), [_here(job) for job in jobs()], _HERE), once, every, json)
+        _show(_chosen(name, [_here(job) for job in jobs()], _HERE), once, every, json)
         return
     call = " ".join(filter(None, ("top", name)))
     with cluster.joined(call, "jobs but its driver's, which `colocate top` shows on its machine") as runtime:
@@ -80,7 +80,7 @@ def _here(job: Job) -> Sight:
 def chosen_job(name: str | None) -> Job:
     """Return the job of this machine that is meant."""
     found = jobs()
-    sight = _chosen(name and short(name), [_here(job) for job in found], _HERE)
+    sight = _chosen(name, [_here(job) for job in found], _HERE)
     return next(job for job in found if job.id == sight.ids[0])
 
 
@@ -127,7 +127,7 @@ def _as_a_job(pool: Mapping[str, Any]) -> dict[str, Any]:
 
 def _chosen(name: str | None, found: Sequence[Sight], where: str) -> Sight:
     """The job that is meant: by its name, or its driver's process, or the only one."""
-    matching = [each for each in found if name is None or name == each.name or name in each.ids]
+    matching = [each for each in found if name is None or name in each.ids or is_called(each.name, name)]
     if len(matching) == 1:
         return matching[0]
     there = ", ".join(map(str, found))
