@@ -24,6 +24,8 @@ from colocate.worker.context import WorkerContext
 from colocate.worker.results import sources_of
 from colocate.worker.serving.role_instance import RoleInstance
 
+_AFTER_ALL = 1 << 40  # turns of rows that weren't recorded
+
 
 class ReplayedRole:
     """Stands in for the object of a role that is replayed."""
@@ -158,11 +160,11 @@ class Replaying(Player):
             rows = self._rows[seen.seq] = {}
             for turn, document in enumerate(self._in_order(call, range(self._found.role.ctx.world_size))):
                 rows.setdefault(document.about["row"], []).append((turn, document))
+        state: Any = running_call.get()
         if not rows.get(row):
+            state.turn = _AFTER_ALL + row  # who reads no further than the recorded run never sees it
             raise ReplayError(f"{self._label(seen)}: row {row} wasn't recorded")
-        turn, document = rows[row].pop(0) if len(rows[row]) > 1 else rows[row][0]  # it was tried again
-        state = running_call.get()
-        state.turn = turn  # type: ignore[union-attr]
+        state.turn, document = rows[row].pop(0) if len(rows[row]) > 1 else rows[row][0]  # it was tried again
         if (where := first_difference(document.about["digest"], digest)) is not None:
             self._differs(seen, "arguments", f"{self._label(seen)}, row {row}: argument {where}")
         return self._found.value(document)
