@@ -39,7 +39,7 @@ class Stop:
         announce: Prints a line for the driver's user.
         shown: What its debugger has printed for which there was no terminal.
         asks: Whether it waits for a line.
-        goes_on: Whether it was told to, as its terminal is gone.
+        until: When it was told to go on, as its terminal is gone, or was over; 0 before.
         in_editor: Whether an editor is its terminal, and it isn't here at all.
     """
 
@@ -58,7 +58,7 @@ class Stop:
     shown: str = ""
     asks: bool = False
     in_editor: bool = False
-    goes_on: bool = False
+    until: float = 0.0
     terminal: Terminal | None = None
 
     @property
@@ -71,13 +71,18 @@ class Stop:
         return f"{self.label} on rank {self.rank} of group {self.group!r} is stopped{why} at {self.where}"
 
     @property
+    def goes_on(self) -> bool:
+        """Return whether nobody is waited for any more."""
+        return self.until > 0.0
+
+    @property
     def waits(self) -> bool:
         """Return whether a terminal may come."""
         return self.terminal is None and not self.goes_on
 
     def let_go(self) -> None:
         """Have it go on."""
-        self.goes_on = True
+        self.until = self.until or time.time()
         self.tell(LetGo(self.number))
 
     def row(self) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from colocate._protocol.message import Message
+from colocate._system.recent import Interval, length, merged
 from colocate._worker_group.hooks import OfGroup
 from colocate._worker_group.worker_group import WorkerGroup
 from colocate._worker_group.workforce import Worker
@@ -21,8 +22,7 @@ class DebuggingOfGroup(OfGroup):
     def __init__(self, worker_group: WorkerGroup) -> None:
         self._worker_group = worker_group
         self._stops: dict[tuple[int, int], Stop] = {}  # by slot and number; changed where messages are heard
-        self._stood: list[tuple[float, float]] = []
-        self._since = 0.0  # when the first of those that are stopped has stopped; 0 where none is
+        self._stood: list[Interval] = []  # in which somebody has looked at those that are stopped no longer
 
     def gives(self) -> Any:
         """Return whether ranks stop where a role raises, and what the driver's PYTHONBREAKPOINT says."""
@@ -62,7 +62,6 @@ class DebuggingOfGroup(OfGroup):
             worker.send,
             group.services.printer.line,
         )
-        self._since = self._since or time.time()
         self._stops[worker.slot, told.number] = stop
         stop.in_editor = told.in_editor
         if not stop.in_editor:
@@ -70,11 +69,10 @@ class DebuggingOfGroup(OfGroup):
 
     def _end(self, key: tuple[int, int], why: str) -> None:
         stop = self._stops.pop(key)
+        stop.until = stop.until or time.time()
+        self._stood = merged([*self._stood, (stop.since, stop.until)])
         if not stop.in_editor:
             desk_of(self).end(stop, why)
-        if not self._stops:
-            self._stood.append((self._since, time.time()))
-            self._since = 0.0
 
     def gone(self, worker: Worker) -> None:
         """Have its stops be over."""
@@ -86,10 +84,17 @@ class DebuggingOfGroup(OfGroup):
         let_go_of_desk(self, self._worker_group.name, error.message.partition("\n")[0])
 
     def stood(self, since: float) -> float:
-        """Return the seconds that ranks were stopped since then."""
-        spans = [*self._stood, *([(self._since, time.time())] if self._since else [])]
-        return sum(max(0.0, end - max(begin, since)) for begin, end in spans)
+        """Return the seconds since then in which somebody could look at ranks that were stopped.
+
+        What was let go has its own time from then on: it may never go on.
+        """
+        spans = [*self._stood, *((each.since, each.until or time.time()) for each in list(self._stops.values()))]
+        return length((max(begin, since), end) for begin, end in spans if end > since)
 
     def stopped(self) -> Mapping[int, str]:
         """Return where ranks are stopped, by slot."""
-        return {slot: f"rank {stop.rank} is stopped at {stop.where}" for (slot, _), stop in list(self._stops.items())}
+        return {
+            slot: f"rank {stop.rank} is stopped at {stop.where}"
+            for (slot, _), stop in list(self._stops.items())
+            if not stop.goes_on
+        }

@@ -215,6 +215,21 @@ class Debugging(ExecutorCase):
             call.result(PATIENCE_S)
         assert time.monotonic() - began < limit + stoppers._node.grace
 
+    def test_a_rank_that_hangs_when_it_is_let_go(self, stoppers: ColocatedGroup) -> None:
+        """Its call has its own time as soon as nobody looks any more, and not only once the rank has gone on."""
+        role = stoppers.role("stopper", Stopper)
+        pid, limit = role.pid()[1], 0.5
+        call = role.step.options(timeout=limit).submit(1)
+        with Terminal():
+            time.sleep(2 * limit)
+            assert not call.done()
+            os.kill(pid, signal.SIGSTOP)
+        try:
+            with pytest.raises(CallTimeout):
+                call.result(PATIENCE_S)
+        finally:
+            os.kill(pid, signal.SIGCONT)
+
     def test_the_others_wait(self, stoppers: ColocatedGroup) -> None:
         """In their collective, which goes on when the rank does."""
         pytest.importorskip("torch")
