@@ -9,6 +9,7 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -66,7 +67,7 @@ class ProfilingOfGroup(OfGroup):
         assert isinstance(message, Clock)
         self._requests.answered(message.token, worker.slot, (message.now, time.time()))
 
-    def ahead(self) -> dict[int, float]:
+    def ahead(self, within_s: float) -> dict[int, float]:
         """Return by slot by how much the worker's clock is ahead of the driver's, in seconds.
 
         It is 0 where the difference is less than what the way of the message hides, as on one machine.
@@ -75,7 +76,7 @@ class ProfilingOfGroup(OfGroup):
             ColocateError: The group is gone.
             TimeoutError: A worker doesn't answer.
         """
-        deadline, found = Deadline(_CLOCKS_WITHIN_S), dict[int, tuple[float, float]]()
+        deadline, found = Deadline(within_s), dict[int, tuple[float, float]]()
         for _ in range(_LOOKS):
             tell, asked = self._worker_group.teller(), dict[int, float]()
 
@@ -265,8 +266,11 @@ class _Session:
         """Begin it."""
         for node in list(self._connection.worker_groups.values()):
             if node.alive:
-                found = run_deferred(cast("ProfilingOfGroup", node.part("profiling")).ahead)
-                self._ahead |= {(node.name, slot): seconds for slot, seconds in found.items()}
+                is_other = node.name not in self._groups  # which may hang, or just have died
+                within_s, errors = (1.0, (ColocateError, TimeoutError)) if is_other else (_CLOCKS_WITHIN_S, ())
+                with contextlib.suppress(*errors):
+                    ahead = partial(cast("ProfilingOfGroup", node.part("profiling")).ahead, within_s)
+                    self._ahead |= {(node.name, slot): seconds for slot, seconds in run_deferred(ahead).items()}
         self._folder.mkdir(parents=True)
         runtime: Runtime = Runtime._of(self._connection)
         runtime.observe(self._told)
@@ -282,12 +286,14 @@ class _Session:
             raise
 
     def forget(self) -> None:
-        """End it, and leave nothing."""
+        """End it, and leave nothing. No rank is waited for: it may never come to it."""
         for node in self._groups.values():
-            with contextlib.suppress(ColocateError, TimeoutError):  # what ends the block is told
-                _call(node, END, {"token": self._token, "folder": "", "places": (), "ahead": (), "zero": 0.0}).result()
+            with contextlib.suppress(ColocateError):  # what ends the block is told
+                _call(node, END, {"token": self._token, "folder": "", "places": (), "ahead": (), "zero": 0.0})
         self._stop()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            # By a name that nobody knows: a rank may still write into it, and would make a file in there just now.
+            shutil.rmtree(self._folder.rename(self._folder.with_name(f".{self._token}")), ignore_errors=True)
 
     def _stop(self) -> None:
         if self._told in self._connection.services.observers:

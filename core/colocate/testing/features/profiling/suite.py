@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +17,7 @@ from colocate.errors import ColocateError, ConfigError
 from colocate.executor import OwnProcess
 from colocate.features import FEATURES
 from colocate.testing.executors._base import ExecutorCase, Spawn, needs
+from colocate.testing.probes.counting import Counting
 from colocate.testing.probes.plain import Echo
 from colocate.testing.probes.profiled import Shifted, Timed
 
@@ -192,6 +195,36 @@ class Profiling(ExecutorCase):
         assert two.role("timed", Timed).hooks() == [0, 0]
         with colocate.profile(two) as profile:
             two.role("timed", Timed).multiply()
+        assert profile.trace.exists()
+
+    def test_a_block_that_fails_amid_a_call(self, two: ColocatedGroup, tmp_path: Path) -> None:
+        """Nobody waits for a rank, which may never end its call; once it does, the next profile can begin."""
+        timed, calls = two.role("timed", Timed), list[Any]()
+
+        def fail() -> None:
+            with colocate.profile(two):
+                calls.append(timed.work.submit([3.0, 3.0]))
+                raise ZeroDivisionError
+
+        with pytest.raises(ZeroDivisionError):
+            fail()
+        assert not calls[0].done()
+        assert list(tmp_path.iterdir()) == []
+        with colocate.profile(two) as profile:
+            timed.multiply()
+        assert [path.name for path in tmp_path.iterdir()] == [profile.trace.name]
+        assert timed.hooks() == [0, 0]
+
+    def test_another_group_that_hangs(self, two: ColocatedGroup, spawn: Spawn) -> None:
+        """Its clock isn't known, and this one's profile is as ever."""
+        other = spawn({"other": colocate.role(Counting)}, slots=1)
+        pid = other.role("other", Counting).pid()[0]
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            with colocate.profile(two) as profile:
+                two.role("timed", Timed).multiply()
+        finally:
+            os.kill(pid, signal.SIGCONT)
         assert profile.trace.exists()
 
     def test_one_profile_at_a_time(self, two: ColocatedGroup) -> None:
