@@ -11,6 +11,7 @@ import attrs
 from tests.chaos import marks
 from tests.chaos.engine import Engine
 from tests.chaos.ledger import Ledger
+from tests.chaos.recorded import KEPT
 from tests.chaos.watch import Ended, Hung, Watched
 
 FREE_S = 2.0  # all that a driver had is to be free so soon after its end
@@ -103,7 +104,7 @@ def burst(engine: Engine, ledger: Ledger, seeds: Sequence[int]) -> None:
 def _count(engine: Engine, ledger: Ledger, each: Doomed, survived: bool) -> None:
     problems = [f"process {pid} is left: {line}" for pid, line in each.left.items()]
     problems += [f"the engine has still {name}" for name in each.held]
-    problems += [f"file {name} is left" for name in each.watched.files()]
+    problems += [f"file {name} is left" for name in each.watched.files() if not name.startswith(KEPT)]
     for words in problems:
         _problem(engine, ledger, each, "left", words)
     if each.gone_s > FREE_S and not problems:

@@ -15,8 +15,10 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Collection, Iterator
+from collections import deque
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import attrs
@@ -24,7 +26,8 @@ from tests.chaos import marks, model, mutants
 from tests.chaos.machine import CHILD
 from tests.chaos.player import CLOSE_S, Player
 from tests.chaos.programs import SLOTS, Episode, Program, program
-from tests.chaos.records import Applied
+from tests.chaos.records import Applied, Outcome
+from tests.chaos.replayed import Replayer
 from tests.chaos.steps import HANG_S
 
 import colocate
@@ -122,32 +125,50 @@ class Stage:
 def play(stage: Stage, played: Program, episodes: int | None) -> None:
     idents = itertools.count(1)
     for episode in played.episodes[:episodes]:
-        pool = stage.pool()
-        outcome = Player(stage.open(), pool, episode, idents, say_bound).play()
-        wrong = model.complaints(outcome.played, outcome.applied)
-        lost = outcome.applied is not None and outcome.applied.kind in ("keeper", "envoy")
-        if outcome.pool_closed:
-            stage.held = None
-        else:
-            wrong += _free(pool, _lost(pool, episode, outcome.applied))
-            if lost:
-                wrong += stage.let_go(episode.fault.grace)
-        if outcome.applied is not None and outcome.applied.kind == "envoy":
-            wrong += stage.leave()
-        left = _left(stage) if outcome.pool_closed or lost else []
-        if "child" in episode.rollout:
-            left += _children(stage)
-        say(
-            target=episode.fault.target,
-            moment=episode.fault.moment,
-            applied=outcome.applied is not None,
-            error_s=outcome.error_s,
-            close_over_s=outcome.close_over_s,
-            wrong=wrong,
-            hangs=outcome.hangs,
-            left=left,
-        )
+        for player, outcome in perform(stage, stage.pool, episode, idents):
+            tell(stage, player, outcome)
     say(program=played.seed, wrong=[], left=[], hangs=[])
+
+
+def perform(
+    stage: Stage, pool: Callable[[], Pool], episode: Episode, idents: Iterator[int]
+) -> Iterator[tuple[Player, Outcome]]:
+    """Play an episode, and replay what was recorded in it, if it is to be."""
+    player = Player(stage.open(), pool(), episode, idents, say_bound)
+    yield player, player.play()
+    if episode.replay is not None and player.recorded:
+        replayer = Replayer(stage.open(), pool(), player.recorded[0], episode.replay, idents, say_bound)
+        yield replayer, replayer.play()
+    for recorded in player.recorded:
+        recorded.forget()
+
+
+def tell(stage: Stage, player: Player, outcome: Outcome) -> None:
+    """Say what came of an episode; whether all that it had is free again is a part of that."""
+    pool, episode = player.pool, player.episode
+    wrong = model.complaints(outcome.played, outcome.applied)
+    lost = outcome.applied is not None and outcome.applied.kind in ("keeper", "envoy")
+    if outcome.pool_closed:
+        stage.held = None
+    else:
+        wrong += _free(pool, _lost(pool, episode, outcome.applied))
+        if lost:
+            wrong += stage.let_go(episode.fault.grace)
+    if outcome.applied is not None and outcome.applied.kind == "envoy":
+        wrong += stage.leave()
+    left = _left(stage) if outcome.pool_closed or lost else []
+    if "child" in episode.rollout:
+        left += _children(stage)
+    say(
+        target=episode.fault.target,
+        moment=episode.fault.moment,
+        applied=outcome.applied is not None,
+        error_s=outcome.error_s,
+        close_over_s=outcome.close_over_s,
+        wrong=wrong,
+        hangs=outcome.hangs,
+        left=left,
+    )
 
 
 def rest(stage: Stage) -> None:
@@ -168,11 +189,12 @@ def play_endlessly(stage: Stage, played: Program) -> None:
         say(ready=os.getpid())
     while True:
         idents = itertools.count(1)
-        pool = stage.reserve(played.slots)
+        pools = deque([stage.reserve(played.slots)])
         for episode in played.episodes:
-            if Player(stage.open(), pool, episode, idents, say_bound).play().pool_closed:
-                pool = stage.reserve(played.slots)
-        stage.close(pool, 0.2)
+            for _, outcome in perform(stage, partial(pools.__getitem__, -1), episode, idents):
+                if outcome.pool_closed:
+                    pools.append(stage.reserve(played.slots))
+        stage.close(pools[-1], 0.2)
 
 
 def _lost(pool: Pool, episode: Episode, applied: Applied | None) -> Collection[int]:

@@ -156,6 +156,20 @@ def unrecorded_calls() -> None:
     _replace(Writer, "add", lambda self, pieces, length: add(self, pieces, length) if next(turns) % 2 else None)
 
 
+def unanswered_calls() -> None:
+    """A recording's answer to a call is nothing."""
+    from colocate.features.recordings.playing import Replaying
+
+    _replace(Replaying, "value", lambda self, seen: None)
+
+
+def kept_profiles() -> None:
+    """A profile whose block has failed leaves what it has."""
+    from colocate.features.profiling.driver import _Session
+
+    _replace(_Session, "forget", lambda self: None)
+
+
 def kept_stops() -> None:
     """A rank whose terminal is gone stays where it is."""
     from colocate.features.debugging.driver import DebuggingOfGroup

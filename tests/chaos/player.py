@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import shutil
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
 
+import attrs
 from tests.chaos import model
 from tests.chaos.debugged import Debugger
 from tests.chaos.faults import Injector
 from tests.chaos.machine import Generator, Machine, Parent, Target, holds_the_gil
+from tests.chaos.profiled import Profiled
 from tests.chaos.programs import BACKGROUND, PEERS, TURNERS, Episode, Step
 from tests.chaos.recorded import Recorded
 from tests.chaos.records import Applied, Outcome, Played, Sent, leaves
@@ -34,15 +37,17 @@ class Player:
 
     def __init__(self, runtime: Runtime, pool: Pool, episode: Episode, idents: Iterator[int], say: Say) -> None:
         self._runtime = runtime
-        self._pool = pool
-        self._episode = episode
+        self.pool = pool
+        self.episode = episode
         self._fault = episode.fault
         self._idents = idents
         self._played = [Played(index, f"g{next(idents)}", slots) for index, slots in enumerate(episode.groups)]
         self._steps = Steps(self._played, idents, say)
         self._injector = Injector(episode.fault, runtime, pool, self._played)
         self._outcome = Outcome([*self._played], hangs=self._steps.hangs)
-        self._recorded: list[Recorded] = []
+        self.recorded: list[Recorded] = []
+        self._profiled: Profiled | None = None
+        self._ends_profile: threading.Thread | None = None
 
     @property
     def _faulty(self) -> Played:
@@ -50,28 +55,37 @@ class Player:
         return self._played[self._fault.group]
 
     def play(self) -> Outcome:
-        with Debugger(repr(self._episode.fault)) if self._episode.stops else contextlib.nullcontext():
+        with Debugger(repr(self.episode.fault)) if self.episode.stops else contextlib.nullcontext():
             return self._play()
 
     def _play(self) -> Outcome:
         try:
             self._spawn_all()
             if all(played.group is not None for played in self._played):
-                for step in self._episode.before:
+                self._profile(late=False)
+                for step in self.episode.before:
                     self._do(step)
-                if self._episode.settled:
+                self._profile(late=True)
+                if self.episode.settled:
                     self._settle_all()
                     if self._fault.moment != "spawn":  # of which a worker may still die, or hang
                         self._weigh_all()
-                    if self._episode.restart:
+                    if self.episode.restart:
                         self._steps.do(Step("checkpoint", group=self._fault.group))
                 self._strike()
+                if self._profiled is not None and self._profiled.how.again:
+                    self._end_profile()
                 self._aftermath()
         finally:
+            self._end_profile()
             self._close_all()
+            if self._ends_profile is not None:
+                self._ends_profile.join()
             self._injector.give_up()
             self._settle_all()
-            for recorded in self._recorded:
+            if self._profiled is not None:
+                self._profiled.judge()
+            for recorded in self.recorded:
                 recorded.judge(self._hits(recorded.played))
             for folder in self._steps.folders:
                 shutil.rmtree(folder)
@@ -109,8 +123,8 @@ class Player:
                 return
 
     def _spawn(self, played: Played, timeout: float, takes_s: float = 0.0, hangs: int | None = None) -> None:
-        episode = self._episode
-        roles = declared(episode, takes_s, hangs)
+        episode = self.episode
+        roles = self._declared(takes_s, hangs)
         if episode.second:
             played.second = (0,) if episode.second == "first" else tuple(range(played.slots))
         played.budget, played.background = episode.budget, episode.background
@@ -120,7 +134,7 @@ class Player:
         if episode.budget:
             more |= {"residency": "swap", "device_memory": episode.budget, "step": episode.declared or None}
         first = sum(episode.groups[: played.index])
-        part = self._pool[first : first + played.slots]
+        part = self.pool[first : first + played.slots]
         with self._steps.bound("spawn", timeout + CLOSE_S):
             try:
                 played.group = part.spawn(roles, name=played.name, timeout=timeout, **more)
@@ -130,7 +144,43 @@ class Player:
             with self._steps.bound("record", SPAWN_HUNG_S):
                 recorded = Recorded.begin(self._runtime, played)
             if recorded is not None:
-                self._recorded.append(recorded)
+                self.recorded.append(recorded)
+
+    def _declared(self, takes_s: float, hangs: int | None) -> dict[str, colocate.RoleSpec[Any]]:
+        return declared(self.episode, takes_s, hangs)
+
+    # -- profiles
+
+    def _profile(self, late: bool) -> None:
+        """Begin to profile a group, if it is to be now, and not amid the fault."""
+        how = self.episode.profile
+        if how is not None and how.late == late and self._fault.moment != "profile":
+            self._profiled = Profiled.begin(self._played[how.group], how, self._steps)
+
+    def _end_profile(self) -> None:
+        """Leave the block of one that goes on. Where a rank hangs, that takes until its group is closed."""
+        profiled = self._profiled
+        if profiled is None or profiled.over:
+            return
+        applied = self._hits(profiled.played)
+        if profiled.how.fails:
+            profiled.fail()
+        elif applied is None or applied.kind not in model.HANGING or applied.went_on is not None:
+            profiled.end()
+        elif self._ends_profile is None:
+            self._ends_profile = threading.Thread(target=profiled.end, name="chaos-profile", daemon=True)
+            self._ends_profile.start()
+
+    def _another_profile(self, played: Played) -> None:
+        """Once one is over, another one may begin."""
+        how = self.episode.profile
+        if how is None or played.group is None or (self._profiled is not None and not self._profiled.over):
+            return
+        another = Profiled.begin(played, attrs.evolve(how, sampler="torch"), self._steps)
+        self._steps.do(Step("step", group=played.index))
+        if not another.over:
+            another.end()
+        another.judge()
 
     # -- steps
 
@@ -222,6 +272,11 @@ class Player:
         elif moment == "weights":
             target, giver = self._fault.others
             self._steps.do(Step("weights", "b", target, 0.02, size=1 << 16, count=3, giver=giver), timeout)
+        elif moment == "profile":
+            assert self.episode.profile is not None
+            self._profiled = Profiled.begin(self._played[group], self.episode.profile, self._steps)
+            self._steps.do(Step("submit", group=group, work_s=0.02, count=4), timeout)
+            self._end_profile()
         elif moment == "rows":
             fault = self._fault
             self._steps.do(Step("rows", group=group, work_s=0.02, where=fault.where, retry=fault.retry), timeout)
@@ -254,11 +309,13 @@ class Player:
                 self._works(played)
 
     def _works(self, played: Played) -> None:
-        for step in self._episode.after:
+        for step in self.episode.after:
             if step.group == played.index:
                 self._do(step)
         self._steps.do(Step("step", group=played.index))
-        if self._episode.trains:
+        if self.episode.profile is not None and self.episode.profile.again:
+            self._another_profile(played)
+        if self.episode.trains:
             self._steps.do(Step("train", group=played.index))
         if played.background:
             self._steps.do(Step("pause", group=played.index, where="talk", how="keep"))
@@ -354,7 +411,7 @@ class Player:
             played.closing, played.grace = began, self._fault.grace
         with self._steps.bound("close of the pool", self._fault.grace * len(self._played) + CLOSE_S):
             try:
-                self._pool.close(self._fault.grace, force=True)
+                self.pool.close(self._fault.grace, force=True)
             except BaseExceptionGroup as error:
                 for played in self._played:
                     mine = tuple(leaf for leaf in leaves(error) if getattr(leaf, "group", None) == played.name)

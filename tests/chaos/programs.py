@@ -38,6 +38,9 @@ WAYS = ("stream", "stream", "return", "early", "all", "batch")
 batched method yields them."""
 STOPS = 0.25  # the share of episodes in which ranks stop in calls of role "a", and somebody debugs them
 RECORDS = 0.25  # the share of episodes in which what role "a" gives is recorded
+REPLAYS = 0.7  # the share of these after which that is replayed, amid another fault
+PROFILES = 0.2  # the share of episodes in which a group is profiled
+SAMPLERS = ("torch", "torch", "torch", "py-spy")
 LANES = 0.3  # the share of episodes without turns that have a role in the background
 BACKGROUND = "g"
 """The name of that role."""
@@ -83,6 +86,18 @@ class Fault:
 
 
 @attrs.frozen
+class Profiling:
+    """A profile of a group."""
+
+    group: int  # which
+    role: str | None  # of whose ranks: None for all
+    sampler: str  # one of `SAMPLERS`
+    late: bool  # whether it begins after what is done first
+    fails: bool  # whether an error leaves its block
+    again: bool  # whether it ends before what is done after the fault, of which there is another one then
+
+
+@attrs.frozen
 class Episode:
     """Groups are spawned on the pool, do something, suffer one fault, and are closed."""
 
@@ -101,6 +116,8 @@ class Episode:
     background: bool = False  # whether there is a role in the background
     records: bool = False  # whether what role "a" gives is recorded
     stops: bool = False  # whether ranks stop in calls of role "a"
+    profile: Profiling | None = None
+    replay: Fault | None = None  # what happens while what was recorded is replayed; None where it isn't
 
 
 @attrs.frozen
@@ -138,10 +155,18 @@ def program(executor: str, seed: int, torch: bool | None = None) -> Program:
     asked = random.Random(f"asked {seed}")  # and here
     episodes = tuple(_asking(asked, each) for each in episodes)
     records = random.Random(f"records {seed}")  # and of this
-    # A driver that is killed leaves what it has recorded, as it should: nothing is to be left of these programs.
-    episodes = tuple(attrs.evolve(each, records=records.random() < RECORDS and kind != "driver") for each in episodes)
+    episodes = tuple(attrs.evolve(each, records=records.random() < RECORDS) for each in episodes)
     stops = random.Random(f"stops {seed}")  # and of that
     episodes = tuple(attrs.evolve(each, stops=stops.random() < STOPS) for each in episodes)
+    replays = random.Random(f"replays {seed}")  # and of these
+    episodes = tuple(
+        attrs.evolve(each, replay=_replaying(replays, executor, kind, each.groups[0]))
+        if each.records and kind != "gil" and replays.random() < REPLAYS
+        else each
+        for each in episodes
+    )
+    profiles = random.Random(f"profiles {seed}")  # and of those
+    episodes = tuple(_profiling(profiles, each) if profiles.random() < PROFILES else each for each in episodes)
     return Program(seed, kind, slots, with_torch, episodes)
 
 
@@ -263,6 +288,25 @@ def _asking(draw: random.Random, episode: Episode) -> Episode:
         fault = attrs.evolve(fault, moment="rows", where=draw.choice(WAYS))
     before, after = tuple(map(of, episode.before)), tuple(map(of, episode.after))
     return attrs.evolve(episode, before=before, fault=fault, after=after)
+
+
+def _replaying(draw: random.Random, executor: str, kind: str, slots: int) -> Fault:
+    fault = _fault(draw, executor, kind, (slots,), False)
+    if fault.kind == "gil":  # which a call of the role that is replayed would have to hold
+        fault = attrs.evolve(fault, kind="stop")
+    return attrs.evolve(fault, moment="replay", ending=draw.choice(("close", "cont")))
+
+
+def _profiling(draw: random.Random, episode: Episode) -> Episode:
+    if episode.fault.moment == "spawn":
+        return episode
+    group, role = draw.randrange(len(episode.groups)), draw.choice((None, "a"))
+    late, fails, again = draw.random() < 0.5, draw.random() < 0.3, draw.random() < 0.5
+    profile = Profiling(group, role, draw.choice(SAMPLERS), late, fails, again)
+    fault = episode.fault
+    if fault.kind in ("kill", "none") and fault.moment not in ("spawn", "close", "renewal") and draw.random() < 0.3:
+        fault = attrs.evolve(fault, moment="profile", group=group, rank=draw.randrange(episode.groups[group]))
+    return attrs.evolve(episode, profile=profile, fault=fault)
 
 
 def _fails_alone(fault: Fault) -> bool:

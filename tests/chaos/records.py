@@ -43,6 +43,8 @@ class Sent:
     aborted: bool = False  # whether a pause of its role gives it up, if it runs
     beside: bool = False  # whether it may begin only after a pause of its role: syncs made after it come before it
     bereaved: tuple[int, ...] = ()  # the slots on which a child of the role was killed, by this call or before it
+    begin: Callable[[Any, int], Any] | None = None  # submits it to a view, by its number
+    kept: Any = None  # where what it keeps is noted, for who takes it
 
     @property
     def noted(self) -> str:

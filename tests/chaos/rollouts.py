@@ -154,26 +154,25 @@ def versions_of(ranks: Sequence[int]) -> Callable[[Any], str | None]:
 # -- children
 
 
-def _orphaned(sent: Sent, group: Played) -> Sent | None:
-    """The call before it that has killed a child, and after which no other one was begun; or itself."""
+def _orphaned(sent: Sent, group: Played) -> list[Sent]:
+    """The calls up to it that have killed children, since others were begun: the last first."""
+    found = []
     for each in reversed(group.sent):
         if each.ident <= sent.ident and each.generation == sent.generation and each.role == "k":
             if each.what == "revive" and each.fine and each is not sent:
-                return None
-            if each.bereaved:
-                return each
-    return None
+                break
+            found += [each] if each.bereaved else []
+    return found
 
 
 def is_bereaved(sent: Sent, rank: int | None, group: Played) -> bool:
     """Whether it may fail of the death of a rank's child."""
-    orphaned = _orphaned(sent, group)
-    return sent.role == "k" and sent.what != "revive" and orphaned is not None and rank in orphaned.bereaved
+    return sent.role == "k" and sent.what != "revive" and any(rank in each.bereaved for each in _orphaned(sent, group))
 
 
 def _must_miss(sent: Sent, group: Played) -> int | None:
     """The rank on which it should have failed of the death of a child."""
-    orphaned = _orphaned(sent, group)
+    orphaned = next(iter(_orphaned(sent, group)), None)
     if orphaned is None or sent.what == "revive":
         return None
     killed = orphaned is sent or type(orphaned.error).__name__ == "ChildDied"

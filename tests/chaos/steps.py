@@ -102,7 +102,7 @@ class Steps:
         """What the call gives; None where the group takes none any more."""
         assert played.group is not None
         played.sent.append(sent)
-        sent.generation, sent.role = played.generation, role
+        sent.generation, sent.role, sent.begin = played.generation, role, call
         sent.submitted = time.monotonic()
         try:
             made = call(played.group.role(role), sent.ident)
@@ -187,11 +187,11 @@ class Steps:
 
     def _memory(self, step: Step, played: Played, timeout: float | None) -> Sent:
         self.settle(played.sent)
-        sent = self._now(played, "memory", LONG_S, lambda group: group.memory(LONG_S))
+        sent = self.now(played, "memory", LONG_S, lambda group: group.memory(LONG_S))
         sent.expected = within(played.budget)
         return sent
 
-    def _now(
+    def now(
         self, played: Played, what: str, timeout: float, do: Callable[[colocate.ColocatedGroup], Any], role: str = "a"
     ) -> Sent:
         """Something of the group that no rank notes, and that is over when it returns."""
@@ -232,7 +232,8 @@ class Steps:
         # It stays where it is: whoever takes it looks.
         if resident is None:
             return None
-        self._kept.append(_Kept(played, sent, resident, rows))
+        sent.kept = _Kept(played, sent, resident, rows)
+        self._kept.append(sent.kept)
         return self._kept[-1]
 
     def _use(self, step: Step, played: Played, timeout: float | None) -> Sent | None:
@@ -378,7 +379,7 @@ class Steps:
             self.wait(sent)
             sent.rows += enumerate(sent.value or ())
         elif stream is not None:
-            self._read(stream, sent, played, 3 if step.where == "early" else None)
+            self.read(stream, sent, played, 3 if step.where == "early" else None)
         rollouts.look_at_errors(sent)
         return sent
 
@@ -405,7 +406,7 @@ class Steps:
 
         return sent, self.submit(played, sent, begin, role)
 
-    def _read(self, stream: RowStream[Any], sent: Sent, played: Played, most: int | None = None) -> None:
+    def read(self, stream: RowStream[Any], sent: Sent, played: Played, most: int | None = None) -> None:
         """Read a stream to its end, or until so many rows have come, and close it."""
         patience = (LONG_S if sent.timeout is None else sent.timeout) + STACKS_S
         with self.bound(str(sent), patience + SPAWN_S if played.restarts else patience), stream:
@@ -448,7 +449,7 @@ class Steps:
                 each.aborted |= step.how == "abort"  # if it runs
                 each.beside = True  # if it hasn't begun
         limit, how = LONG_S if timeout is None else timeout, cast("Literal['wait', 'keep', 'abort']", step.how)
-        paused = self._now(
+        paused = self.now(
             played, "pause", limit, lambda group: group.pause(BACKGROUND, how=how, timeout=limit), BACKGROUND
         )
         if paused.fine:
@@ -459,9 +460,9 @@ class Steps:
             self.wait(self._plain(beside, played, timeout))
             if queued.call is not None and queued.call.done() and queued.call.exception() is None:
                 played.wrong.append(f"{queued} has run while its role was paused")
-        self._now(played, "resume", LONG_S, lambda group: group.resume(BACKGROUND), BACKGROUND)
+        self.now(played, "resume", LONG_S, lambda group: group.resume(BACKGROUND), BACKGROUND)
         if stream is not None and running.settled is None:
-            self._read(stream, running, played)
+            self.read(stream, running, played)
         if stream is not None:
             rollouts.look_at_errors(running)
         return self.call(played, "peek", slots, timeout, role=BACKGROUND)

@@ -92,6 +92,14 @@ def with_a_recording(episode: Episode) -> bool:
     return episode.records and calls > 2 and episode.settled and amid(episode)
 
 
+def with_a_replay(episode: Episode) -> bool:
+    return with_a_recording(episode) and episode.replay is not None
+
+
+def with_a_profile_that_fails(episode: Episode) -> bool:
+    return episode.profile is not None and episode.profile.fails and episode.profile.again and amid(episode)
+
+
 def with_stops(episode: Episode) -> bool:
     calls = sum(step.count for step in episode.before if step.what == "submit" and step.role == "a")
     return episode.stops and calls > 5 and episode.settled and amid(episode)
@@ -141,6 +149,8 @@ CASES = [
     (mutants.unpaused_role, "kill", with_a_pause, "has run while its role was paused"),
     (mutants.lost_rows, "kill", with_rows_over_a_restart, "rows only these have come"),
     (mutants.unrecorded_calls, "kill", with_a_recording, "recording: call"),
+    (mutants.unanswered_calls, "kill", with_a_replay, "replay: call"),
+    (mutants.kept_profiles, "kill", with_a_profile_that_fails, "profile: profile is left"),
     (mutants.kept_stops, "kill", with_stops, "is not done"),
 ]
 
