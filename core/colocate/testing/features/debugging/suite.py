@@ -216,7 +216,7 @@ class Debugging(ExecutorCase):
         assert time.monotonic() - began < limit + stoppers._node.grace
 
     def test_a_rank_that_hangs_when_it_is_let_go(self, stoppers: ColocatedGroup) -> None:
-        """Its call has its own time as soon as nobody looks any more, and not only once the rank has gone on."""
+        """The time of a call goes on as soon as nobody looks any more, and not only once the rank has gone on."""
         role = stoppers.role("stopper", Stopper)
         pid, limit = role.pid()[1], 0.5
         call = role.step.options(timeout=limit).submit(1)

@@ -216,7 +216,7 @@ class Profiling(ExecutorCase):
         assert timed.hooks() == [0, 0]
 
     def test_another_group_that_hangs(self, two: ColocatedGroup, spawn: Spawn) -> None:
-        """Its clock isn't known, and this one's profile is as ever."""
+        """That one's clock isn't known, and the profile of another group is as ever."""
         other = spawn({"other": colocate.role(Counting)}, slots=1)
         pid = other.role("other", Counting).pid()[0]
         os.kill(pid, signal.SIGSTOP)
