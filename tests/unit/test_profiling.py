@@ -73,8 +73,14 @@ def event(name: str, start: float, end: float, cat: str = "cpu_op", tid: Any = 7
     return {"ph": "X", "cat": cat, "name": name, "pid": pid, "tid": tid, **times, "args": args}
 
 
+LOOKS = (0.0, 1.0, 9.0, 10.0)
+
+
 def written(folder: Path, found: list[Any]) -> Path:
-    clocks = [event(CLOCK, at - 1e-5, at + 1e-5, "user_annotation") for at in (0.0, 10.0)]
+    # Where a range is long its thread had to wait in it: before it looked at its clock, or after that.
+    before, after = (4e-3, 1e-5, 1e-5, 1e-5), (1e-5, 1e-5, 1e-5, 1e-3)
+    looks = zip(LOOKS, before, after, strict=True)
+    clocks = [event(CLOCK, at - early, at + late, "user_annotation") for at, early, late in looks]
     text = json.dumps({"schemaVersion": 1, "baseTimeNanoseconds": 5, "traceEvents": [*clocks, *found]}, indent=1)
     path = folder / "trace.json"
     path.write_text(text)
@@ -83,7 +89,7 @@ def written(folder: Path, found: list[Any]) -> Path:
 
 def converted(path: Path, noted: Collectives, index: int = 0) -> tuple[list[Any], Read, Rank]:
     """A worker's trace whose clock is 3 s ahead of the driver's; 0 in the file is the driver's second 1."""
-    clocks, threads = (0.0 + 3.0, 10.0 + 3.0), (100 * index, 50)
+    clocks, threads = [at + 3.0 for at in LOOKS], (100 * index, 50)
     rank = Rank(index, f"slot {index}", 2, threads, index, clocks, ahead=3.0, zero=1.0, pid=50, thread=7)
     target = io.StringIO()
     found = convert(path, target, rank, noted)
@@ -97,7 +103,7 @@ def test_a_trace_is_read_bit_by_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     wanted = [event(f'a "name" ] }} {number}', number, number + 0.5) for number in range(20)]
     path = written(tmp_path, wanted)
     with path.open() as file:
-        assert list(events(file))[2:] == wanted
+        assert list(events(file))[len(LOOKS) :] == wanted
     path.write_text(path.read_text()[:-60])
     with path.open() as file, pytest.raises(ValueError, match=r"Expecting|Unterminated"):
         list(events(file))
@@ -139,7 +145,7 @@ def test_a_trace_without_its_clock(tmp_path: Path) -> None:
     """Its times mean nothing then: that is told, and no file is made of it."""
     path = written(tmp_path, [])
     path.write_text(path.read_text().replace(CLOCK, "another", 1))
-    with pytest.raises(ValueError, match=r"has 1 ranges 'colocate\.clock', not 2"):
+    with pytest.raises(ValueError, match=r"has 3 ranges 'colocate\.clock', not 4"):
         converted(path, Collectives())
 
 

@@ -11,7 +11,7 @@ import re
 from array import array
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -72,7 +72,7 @@ class Rank:
         process: The number of its group in the file.
         threads: Its threads have numbers from this one on, and at most so many.
         place: Where viewers have them among those of the process.
-        clocks: When it looked at its own clock, in the first and the last `CLOCK` range, in seconds.
+        clocks: When it looked at its own clock, in seconds: in each `CLOCK` range, half of them at the beginning.
         ahead: By how much its clock is ahead of the driver's, in seconds.
         zero: What is 0 in the file, in seconds of the driver's clock.
         pid: Its process.
@@ -84,7 +84,7 @@ class Rank:
     process: int
     threads: tuple[int, int]
     place: int
-    clocks: tuple[float, float]
+    clocks: Sequence[float]
     ahead: float
     zero: float
     pid: int
@@ -145,13 +145,18 @@ def convert(source: Path, target: IO[str], rank: Rank, noted: Collectives) -> Re
 def _shift(source: Path, rank: Rank) -> float:
     """Return what is to be added to a trace's times (in seconds) to have the driver's."""
     with source.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        found = sorted((float(each[1]) + float(each[2]) / 2) / 1e6 for each in _CLOCKS.finditer(data))
+        found = sorted((float(each[1]), float(each[2])) for each in _CLOCKS.finditer(data))
     if len(found) != len(rank.clocks):
         raise ValueError(
             f"torch's profiler has {len(found)} ranges {CLOCK!r}, not {len(rank.clocks)}: it has lost some"
         )
+    looks = [
+        (length, mine - (start + length / 2) / 1e6) for mine, (start, length) in zip(rank.clocks, found, strict=True)
+    ]
+    half = len(looks) // 2
+    # In the shortest range the look was nearest to the middle: a thread that is made to wait in one looks at any time.
     # Torch's own clock may be another one than Python's: whatever shifts this one shifts what calls say of themselves.
-    return sum(mine - its for mine, its in zip(rank.clocks, found, strict=True)) / len(found) - rank.ahead
+    return (min(looks[:half])[1] + min(looks[half:])[1]) / 2 - rank.ahead
 
 
 def _look(event: Any, start: float, rank: Rank, found: Read, inside: _Inside) -> None:

@@ -28,6 +28,8 @@ from colocate.worker.serving.role_instance import RoleInstance
 
 _MOST_ALLOCATIONS = 100_000
 """Of so many a snapshot of memory has the history."""
+_LOOKS = 8
+"""So often it looks at its clock: the first range takes torch a millisecond, and any of them may be interrupted."""
 
 
 class ProfilingOfWorker(OfWorker):
@@ -93,9 +95,10 @@ class ProfilingOfWorker(OfWorker):
             if not session.clocks:  # torch isn't imported here
                 return Profiled({}, (), False, 0, 0)
             index, process, first, most, place = places[boot.slot]
-            clocks = session.clocks[0], session.clocks[-1]
             its = ahead[boot.slot], zero, os.getpid(), threading.get_native_id()
-            return session.written(stem, Rank(index, f"slot {boot.slot}", process, (first, most), place, clocks, *its))
+            return session.written(
+                stem, Rank(index, f"slot {boot.slot}", process, (first, most), place, session.clocks, *its)
+            )
         finally:
             self._drop()
 
@@ -189,9 +192,10 @@ class Session:
         return Profiled(arrived, pieces, True, found.events, part.stat().st_size)
 
     def _look_at_clock(self) -> None:
-        with self._torch.profiler.record_function(CLOCK):
-            before = time.time()
-            self.clocks.append((before + time.time()) / 2)
+        for _ in range(_LOOKS):
+            with self._torch.profiler.record_function(CLOCK):
+                before = time.time()
+                self.clocks.append((before + time.time()) / 2)
 
     def enters(self, seq: int, role: RoleInstance, spec: MethodSpec) -> None:
         """Begin the range of a call. Those of an async method have none: several go on at once, on one thread."""
