@@ -13,7 +13,7 @@ from tests.chaos.machine import Machine, mixed
 from tests.chaos.player import Player
 from tests.chaos.programs import Episode, Fault
 from tests.chaos.recorded import FOLDER, ROLE, Recorded
-from tests.chaos.records import Played, Sent, chain, short
+from tests.chaos.records import Played, Sent, chain, leaves, short
 from tests.chaos.steps import LONG_S, SHORT_S, Say
 
 import colocate
@@ -67,6 +67,9 @@ class Replayer(Player):
             self._steps.settle(self._answers.sent)
         self._outcome.applied = self._injector.applied
         self._answers.closing = self._faulty.closing
+        told = [now.error for _, now in self._again]  # that of a kept call which nobody has used is told by the close
+        closes = [leaf for error in self._faulty.close_errors for leaf in leaves(error) if leaf not in told]
+        self._faulty.close_errors = tuple(closes)
         self._faulty.wrong += (f"replay: {words}" for words in self._complaints())
         return self._outcome
 
