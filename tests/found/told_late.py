@@ -40,4 +40,5 @@ if __name__ == "__main__":
         os.kill(pid, signal.SIGKILL)
         got = attempt(call.result, 60)
         verdict("the death is told", isinstance(got, WorkerDied) and got.rank == 1, repr(got))
+        verdict("the role isn't said to have closed its connection", "os.close" not in str(got), str(got))
     end()

@@ -188,7 +188,8 @@ class WorkerProcess:
 
     def end_astray(self) -> None:
         """End one that has closed its lane and goes on; what it had become is told with its end."""
-        if self._process is not None and not self.over and self._astray is None:
+        runs = self._process is not None and not self.over and not processes.has_ended(self.pid)
+        if runs and self._astray is None:
             program = processes.program_instead_of_worker(self.pid)
             self._astray = _NO_LANE if program is None else _BY_EXEC.format(program, ", which was ended")
         self.kill()

@@ -94,6 +94,15 @@ def worker_below(started: int) -> int | None:
     return started
 
 
+def has_ended(started: int) -> bool:
+    """Return whether a worker has ended, though `started`, its upper supervisor, still sees to what it had."""
+    worker = worker_below(started)
+    try:
+        return worker is None or psutil.Process(worker).status() == psutil.STATUS_ZOMBIE
+    except psutil.Error:  # just now
+        return True
+
+
 def program_instead_of_worker(started: int) -> str | None:
     """Return the command line of the program that has taken a worker's place by exec; None where nobody can tell one.
 
