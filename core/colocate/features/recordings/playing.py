@@ -310,6 +310,8 @@ class Comparing(Tap):
         compared.arguments += where is not None
         difference = Difference(self._found.played.tolerance)
         if row is None and "rows" in document.about:
+            if self._found.role.methods[seen.method].rows is not None:
+                return  # the driver gives a rank as many as it has time for: each one is compared, wherever it ended
             difference.add(document.about["rows"], seen.rows, " (the number of its rows)")
         else:
             difference.add(self._recorded(document), _told(value))

@@ -421,6 +421,33 @@ class Comparisons(ExecutorCase):
         assert generate.absolute == pytest.approx(2.0, abs=1e-5)
         assert (later.differ, later.absolute) == (6, 2)
 
+    @needs_feature("rows")
+    def test_rows_that_end_on_another_rank(self, spawn: Spawn, tmp_path: Path) -> None:
+        """A rank that is quicker gets more of them: what they give is compared, and not how many each rank had."""
+
+        def play(group: ColocatedGroup, first: int) -> None:
+            with contextlib.ExitStack() as stack:
+                gates = [stack.enter_context(Gate()) for _ in range(20)]
+                for gate in (gates[first], *gates[16:]):
+                    gate.open()
+                rows = group.role("player", Player).play.stream([*range(20)], gates=[gate.address for gate in gates])
+                assert {next(rows)[0] for _ in range(5)} == {first, 16, 17, 18, 19}  # all on the rank of the first one
+                for gate in gates:
+                    gate.open()
+                assert len([*rows]) == 15
+
+        group = spawn({"player": colocate.role(Player)}, name="group")
+        with group.owner.owner.record(group["player"], tmp_path / "rows"):
+            play(group, 0)
+        group.owner.close()
+        (call,) = colocate.load_recording(tmp_path / "rows")["player"]["play"]
+        ranks = {row.index: row.rank for row in call.rows}
+        assert sorted([*ranks.values()].count(rank) for rank in (0, 1)) == [8, 12]
+        group = spawn({"player": colocate.role(Player).on(compare=tmp_path / "rows")}, name="group")
+        play(group, next(row for row in range(16) if ranks[row] != ranks[0]))
+        (table,) = colocate.comparison(group["player"])
+        assert (table.calls, table.numbers, table.differ) == (2, 20, 0)
+
     def test_within_a_tolerance(self, spawn: Spawn, recorded: Path) -> None:
         """What is near counts as the same, and how far it is away is told."""
         near = colocate.Compare(recorded, tolerance=0.01)
