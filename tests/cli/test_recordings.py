@@ -76,6 +76,22 @@ def test_a_run_that_is_the_same(words: CommandLine) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.parametrize("slots", ["1", "4"])
+def test_another_number_of_ranks(words: CommandLine, slots: str) -> None:
+    """What callers get is the same; the best of each rank isn't the best of others, which is refused."""
+    options = [*SECRET, "--set", f"pools.main.slots={slots}"]
+    done = words("run", "words.yaml", "--compare", "judge=runs/words", *options)
+    assert (done.returncode, done.stderr) == (0, "")
+    (score,) = json.loads((words.folder / "runs" / "words-2" / "comparison.json").read_text())["players.judge"]
+    assert (score["calls"], score["numbers"], score["differ"]) == (6, 96, 0)
+    done = words("run", "words.yaml", "--compare", "guesser=runs/words", *options)
+    assert done.returncode == 1
+    assert "guesser.learn, call 0: learn is collected with Gather(): that has an item for each rank" in done.stderr
+    done = words("run", "words.yaml", "--compare", "judge=runs/words", *options[2:])
+    assert done.returncode == 1
+    assert "judge.score, call 0: its value[" in done.stderr
+
+
 def test_it_begins_with_a_step(words: CommandLine) -> None:
     """The first call is answered by that of the step."""
     first = rows(words.folder / "runs" / "words")
@@ -116,5 +132,6 @@ def test_the_limit(words: CommandLine) -> None:
     done = words("run", "words.yaml", "--record", "guesser", "--record-limit", "2KiB", *SECRET)
     assert done.returncode == 0
     assert "has 2 KiB, its limit: nothing is recorded any more" in done.stderr
+    assert "of guesser ends early, as it has reached its limit" in words("recordings", "runs/words-2").stdout
     calls = json.loads(words("recordings", "runs/words-2", "--role", "guesser", "--json").stdout)["calls"]
     assert 0 < len(calls) < 12

@@ -69,6 +69,31 @@ def test_recorded_elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, nam
     assert run(tmp_path, "again", replay("first")) == before
 
 
+def test_other_numbers_of_ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: Any) -> None:
+    """Two ranks, one and four learn the same, as near as sums in another order are; a planted fault is told."""
+    monkeypatch.chdir(tmp_path)
+    roles = ("actor", "critic", "reward")
+    # Each rank draws numbers of its own: so cold, there is nothing to draw.
+    cold = ["job.with.temperature=1e-6", "job.with.steps=2", "job.with.eval_every=1"]
+    run(tmp_path, "first", [*cold, f"record={json.dumps(roles)}", "pools.main.slots=2"], LOCAL["processes"])
+    compare = [*cold, f"compare={json.dumps(dict.fromkeys(roles, 'runs/first'))}", "tolerance=1e-3"]
+
+    def compared(name: str, *more: str) -> list[Any]:
+        run(tmp_path, name, [*compare, *more], LOCAL["processes"])
+        tables = json.loads((tmp_path / "runs" / name / "comparison.json").read_text())
+        return [row for role in roles for row in tables[f"policy.{role}"]]
+
+    for slots in (1, 4):
+        rows = compared(f"on-{slots}", f"pools.main.slots={slots}")
+        assert [row["first"] for row in rows] == [None] * len(rows)
+        assert {row["method"] for row in rows} >= {"generate", "log_probs", "update", "weights", "advantages", "score"}
+        assert sum(row["calls"] for row in rows) == 38
+    assert "differs from" not in caplog.text
+    compared("other", "pools.main.slots=1", "groups.policy.roles.actor.with.warm_up_lr=1e-3")
+    told = [each.getMessage() for each in caplog.records if "differs from" in each.getMessage()]
+    assert "actor.warm_up, call 1: its value was" in told[0]  # the first one after it has learned something
+
+
 def test_from_a_step_on(first: tuple[Path, list[Any]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A run that goes on from a checkpoint is answered from the step after that."""
     folder, before = first

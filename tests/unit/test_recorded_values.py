@@ -20,7 +20,8 @@ import torch
 
 from colocate.errors import SerializationError
 from colocate.features.recordings.digests import digest_of, first_difference
-from colocate.features.recordings.files import RankCalls, Writer
+from colocate.features.recordings.documents import RankCalls
+from colocate.features.recordings.files import Writer
 from colocate.features.recordings.values import NotRecorded, finder, head_of, packed, unpacked
 
 

@@ -10,7 +10,7 @@ import pytest
 
 import colocate
 from colocate import ReplayError, Role, method
-from colocate.features.recordings.taps import RecordingTap
+from colocate.features.recordings.telling import RecordingTap
 
 
 class Player(Role):

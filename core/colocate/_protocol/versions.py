@@ -10,7 +10,7 @@ from typing import Any
 from colocate._system.installed import same_line
 from colocate._version import __version__
 
-PROTOCOL = 29
+PROTOCOL = 30
 """Goes up with every change to a message, or to what bodies contain."""
 
 _EPOCH_BITS = 40  # more calls than a driver can make

@@ -89,7 +89,7 @@ FEATURES = {
         "driver:RecordingsOfGroup",
         "worker:RecordingsOfWorker",
         calls=("the recording", "the comparison"),
-        messages=("Noticed",),
+        messages=("Noticed", "Gave"),
         options=("replay", "compare"),
     ),
     "profiling": Feature(

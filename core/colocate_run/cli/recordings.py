@@ -24,8 +24,10 @@ def show_recordings(run: Path, role: str | None, *, json: bool) -> int:
     to = console()
     show_table(f"recorded in {run}" if role is None else f"calls of {role}", [_shown(row) for row in rows], to)
     for name, each in recording.items():
-        for rank in each.torn if role in (None, name) else ():
-            to.print(Text(f"the last entry of {name}, rank {rank}, is torn: it isn't read"), soft_wrap=True)
+        words = [f"the last entry of {name}, rank {rank}, is torn: it isn't read" for rank in each.torn]
+        words += [f"the recording of {name} ends early, as {each.ended}"] if each.ended else []
+        for text in words if role in (None, name) else ():
+            to.print(Text(text), soft_wrap=True)
     return 0
 
 

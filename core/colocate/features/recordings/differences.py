@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from typing import Any
+from typing import Any, cast
 
 import attrs
 
@@ -57,7 +57,7 @@ class Difference:
         elif isinstance(was, float | int | complex) and not isinstance(was, bool):
             self._number(was, now, path)
         elif numpy is not None and isinstance(was, numpy.number):
-            self._number(was.item(), now.item(), path)
+            self._number(cast("Any", was).item(), now.item(), path)
         elif (structure := structure_of(type(was))) is not None:
             self._parts(dict(named(structure.open(was))), dict(named(structure.open(now))), path)
         elif fields(type(was)):
@@ -147,6 +147,49 @@ def _apart(was: Any, now: Any) -> str:
     begin = max(0, at - 20) if max(len(was), len(now)) > 60 else 0
     words = f"{was[begin : begin + 60]!r}, and is {now[begin : begin + 60]!r}"
     return f"{words}, from place {begin} on" if begin else words
+
+
+@attrs.define
+class Compared:
+    """What came of comparing a method, on a rank or of all; the fields are those of `ComparedMethod`."""
+
+    calls: int = 0
+    differ: int = 0
+    numbers: int = 0
+    different: int = 0
+    absolute: float = 0.0
+    relative: float = 0.0
+    arguments: int = 0
+    missing: int = 0
+    first: str | None = None
+
+    def add(self, difference: Difference, label: str, cause: str) -> str | None:
+        """Take what came of comparing a call, or a row; return it in words, None where nothing differs."""
+        self.numbers += difference.total
+        self.absolute = max(self.absolute, difference.absolute)
+        self.relative = max(self.relative, difference.relative)
+        if difference.first is None:
+            return None
+        self.differ += 1
+        self.different += difference.count
+        words = f"{label}: {difference.first}; {difference.count} of {difference.total} differ"
+        if difference.absolute:
+            words += f", by {difference.absolute:.3g} at most, relatively {difference.relative:.3g}"
+        return self._told(f"{words} ({cause})")
+
+    def lack(self, label: str, why: str) -> str:
+        """Take that a call, or a row, can't be compared; return why, in words."""
+        self.missing += 1
+        return self._told(f"{label}: {why}")
+
+    def _told(self, words: str) -> str:
+        self.first = self.first or words
+        return words
+
+
+def cause_of(where: str | None, besides: str = "") -> str:
+    """Return whether arguments were the same, or where they differ first, as what a difference may come of."""
+    return f"its arguments were the same{besides}" if where is None else f"its arguments differ, too: {where}"
 
 
 def _largest(numbers: Any) -> float:

@@ -6,6 +6,7 @@ import contextlib
 import json
 import logging
 import os
+import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -27,10 +28,11 @@ from colocate._worker_group.hooks import OfGroup
 from colocate._worker_group.worker_group import WorkerGroup
 from colocate._worker_group.workforce import Worker
 from colocate.errors import ColocateError, ConfigError
-from colocate.features.recordings.files import STEPS, RoleFolder, RowOrder
+from colocate.features.recordings.differences import Compared
+from colocate.features.recordings.files import STEPS, RoleFolder, RowOrder, mark_end
 from colocate.features.recordings.given import Compare, Replay
-from colocate.features.recordings.messages import COMPARISON, RECORDING, Noticed, Played, Recorded
-from colocate.features.recordings.playing import Compared
+from colocate.features.recordings.joining import Joining
+from colocate.features.recordings.messages import COMPARISON, RECORDING, Gave, Noticed, Played, Recorded
 from colocate.features.recordings.worker import RecordingsOfWorker
 
 _log = logging.getLogger("colocate")
@@ -43,6 +45,8 @@ class RecordingsOfGroup(OfGroup):
         self._worker_group = worker_group
         self.recorded: dict[str, Path] = {}
         self.played: dict[str, str] = {}
+        self.joining: dict[str, Joining] = {}  # of roles that are compared here, as they have other ranks
+        self._life = secrets.token_hex(8)
         self._rows: dict[int, list[tuple[int, int]]] = {}  # rank and index of those that came, by call
         self._files: dict[str, RowOrder] = {}  # where that is written, by role
 
@@ -50,13 +54,17 @@ class RecordingsOfGroup(OfGroup):
         """Return which recordings roles are replayed from, or compared with.
 
         Raises:
-            ConfigError: There is none of a role, or of another number of ranks, or of another seed.
+            ConfigError: There is none of a role, or one to be replayed is of another number of ranks, or one is of
+                another seed.
         """
         found = {}
         for name, spec in self._worker_group.declared.specs.items():
             given = [each for each in (spec.replay, spec.compare) if each is not None]
             if given:
-                found[name] = [_played(self._worker_group, self._worker_group.roles[name], each) for each in given]
+                role = self._worker_group.roles[name]
+                found[name] = [_played(self._worker_group, role, each, self._life) for each in given]
+                if name not in self.joining and found[name][-1].joins:
+                    self.joining[name] = Joining(role, found[name][-1], self._tell)
         self.played = {name: given[0].folder for name, given in found.items()}
         return found
 
@@ -91,19 +99,46 @@ class RecordingsOfGroup(OfGroup):
     def _rows_over(self, call: Any) -> None:
         rows, file = self._rows.pop(call.seq, []), self._files.get(call.role)
         if file is not None:
-            file.add(call.seq, rows)
+            file.add(call.seq, rows=rows)
+
+    def ended(self, call: PendingCall, slot: int, plain: Any) -> None:
+        """Note which rows ranks had, where these were chosen."""
+        file = self._files.get(call.role)
+        if file is None or call.partition is None or slot != call.targets[0]:
+            return
+        file.add(call.seq, partition=[[*map(int, rows)] for rows in call.partition])
 
     def heard(self, worker: Worker, message: Message, body: Any) -> None:
-        """Tell the user what a rank has noticed."""
-        assert isinstance(message, Noticed)
-        self._tell(message.text)
+        """Tell the user what a rank has noticed, or take what it gave."""
+        if isinstance(message, Noticed):
+            self._tell(message.text)
+            return
+        assert isinstance(message, Gave)
+        order = self._worker_group.order
+        with order.lock:
+            call = order.pending.get(message.seq)
+            if call is not None and call.role in self.joining:  # else another driver's wanted it
+                self.joining[call.role].heard(call, call.rank_of(worker.slot), body)
 
     def renewed(self) -> None:
         """End what is recorded: the calls of the new workers are others, from a checkpoint on."""
         if self.recorded:
             self._tell(f"it has been restarted, with which the recording of {', '.join(self.recorded)} has ended")
-            for role in [*self.recorded]:
+            for role, folder in [*self.recorded.items()]:
+                mark_end(folder, "its group was restarted")
                 self.over(role)
+        self.restored()
+
+    def restored(self) -> None:
+        """Compare calls that come after a checkpoint, which may come again."""
+        for joining in self.joining.values():  # after the calls that are over
+            self._worker_group.services.timers.soon(joining.begin_anew)
+
+    def ending(self, grace: float) -> Sequence[BaseException]:
+        """Compare no more."""
+        for joining in self.joining.values():
+            joining.close()
+        return ()
 
     def shown(self, role: str) -> Mapping[str, str]:
         """Return where a role is recorded, if it is."""
@@ -202,7 +237,14 @@ def _begin(place: Path, worker_group: WorkerGroup, role: RoleInfo, limit: int | 
     path = place / f"{worker_group.name}.{role.name}"
     cls = f"{role.cls.__module__}:{role.cls.__qualname__}"
     RoleFolder(
-        path, worker_group.name, role.name, cls, len(role.slots), worker_group.services.seed, [*role.methods]
+        path,
+        worker_group.name,
+        role.name,
+        cls,
+        len(role.slots),
+        worker_group.services.seed,
+        [*role.methods],
+        _meshes(role),
     ).begin()
     return Recorded(role.name, str(path), limit, begins=True)
 
@@ -227,23 +269,28 @@ def _send(worker_group: WorkerGroup, said: str, **arguments: Any) -> PendingCall
     return start(ready(worker_group, call, info, spec, planned, [], FOREVER_S))
 
 
-def _played(worker_group: WorkerGroup, role: RoleInfo, given: Replay | Compare) -> Played:
+def _played(worker_group: WorkerGroup, role: RoleInfo, given: Replay | Compare, life: str) -> Played:
     """Return a recording that a role is replayed from, or compared with, as workers are told of it.
 
     Raises:
-        ConfigError: It isn't there, or isn't of as many ranks, or of another seed.
+        ConfigError: It isn't there, or is to be replayed and isn't of as many ranks, or of another seed.
     """
     found = RoleFolder.find(given.folder, worker_group.name, role.name)
     what = f"role {role.name!r}: the recording in {given.folder} is of"
-    if found.ranks != len(role.slots):
+    if found.ranks != len(role.slots) and isinstance(given, Replay):
         raise ConfigError(f"{what} {found.ranks} ranks, and the role has {len(role.slots)}: give it as many slots")
     seed = worker_group.services.seed
     if found.seed != seed and not (isinstance(given, Replay) and given.loose):
         raise ConfigError(f"{what} the seed {found.seed}, and the runtime has {seed}: other roles would draw otherwise")
     after = 0 if given.step is None else _before(found, given.step)
     if isinstance(given, Replay):
-        return Played(str(found.path), True, loose=given.loose, after=after)
-    return Played(str(found.path), False, tolerance=given.tolerance, after=after)
+        return Played(str(found.path), True, loose=given.loose, after=after, life=life)
+    joins = found.ranks != len(role.slots) or json.dumps(found.meshes) != json.dumps(_meshes(role))
+    return Played(str(found.path), False, tolerance=given.tolerance, after=after, joins=joins, life=life)
+
+
+def _meshes(role: RoleInfo) -> dict[str, dict[str, int]]:
+    return {name: mesh.shape for name, mesh in role.meshes.items()}
 
 
 def _before(found: RoleFolder, step: int) -> int:
@@ -263,15 +310,15 @@ class ComparedMethod:
 
     Attributes:
         method: The method.
-        calls: How many calls of it ended, on all ranks together.
+        calls: How many calls of it ended, on all ranks together; over another number of ranks these are one.
         differ: How many of these, or of their rows, gave something else.
         numbers: How many numbers, texts and other parts were compared.
         different: How many of them differ.
         absolute: The largest absolute difference of numbers, also of those within the tolerance.
         relative: The largest one relative to what was recorded.
         arguments: How many calls, or rows, had other arguments.
-        missing: How many weren't recorded.
-        first: The first difference, in words; None where there is none.
+        missing: How many weren't recorded, or can't be compared over another number of ranks.
+        first: The first difference, or why one can't be compared, in words; None where there is none.
     """
 
     method: str
@@ -301,7 +348,11 @@ def comparison(view: Any) -> list[ComparedMethod]:
     refuse_to_wait("comparison")
     worker_group.check()
     by_method: dict[str, list[Compared]] = {}
-    for methods in _call(worker_group, COMPARISON, role=role.name):
+    told = _call(worker_group, COMPARISON, role=role.name)
+    if (joining := of_group(worker_group).joining.get(role.name)) is not None:
+        worker_group.services.timers.run(lambda: None)  # calls that are over have told so
+        told = [joining.table()]
+    for methods in told:
         for name, compared in (methods or {}).items():
             by_method.setdefault(name, []).append(compared)
     return [_joined(name, ranks) for name, ranks in by_method.items()]

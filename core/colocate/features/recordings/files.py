@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import os
 import threading
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from functools import partial
@@ -25,17 +24,15 @@ from colocate._system.files import GrowingFile, json_of, write_whole
 from colocate._system.jobs import JobThread, error_text, report_exception
 from colocate._system.nearest import did_you_mean
 from colocate._system.numbers import size_text
-from colocate.errors import ConfigError, SerializationError
-from colocate.features.recordings.values import MOST_HEADER, Find, head_of, unpacked
+from colocate.errors import ConfigError
 
 IN_RUN = "recording"
 """What the folder of a recording is called in that of a run."""
 ROLE = "role.json"
 STEPS = "steps.jsonl"
-_ENDED, _ROWS = "ended", "rows.jsonl"
+_FULL, _ENDED, _ROWS = "ended", "ended.txt", "rows.jsonl"
 _FILE_BYTES = 256 << 20
 _QUEUED_BYTES = 256 << 20
-_AT_ONCE = 256  # documents of which the heads are read together
 _LOOKS_BYTES = 16 << 20  # what a rank writes until it looks again how large the whole is
 
 
@@ -66,6 +63,7 @@ class RoleFolder:
         ranks: How many it had.
         seed: The runtime's.
         methods: Those that it has.
+        meshes: The sizes of their axes, by name.
     """
 
     path: Path
@@ -75,6 +73,7 @@ class RoleFolder:
     ranks: int
     seed: int
     methods: Sequence[str]
+    meshes: Mapping[str, Mapping[str, int]]
 
     def begin(self) -> None:
         """Make the folder.
@@ -123,9 +122,6 @@ class RoleFolder:
             has = ", ".join(sorted(found))
             raise ConfigError(f"the recording in {given} has {what} role {role!r}: it has {has}{hint}")
         return cls.read(found[named[0]])
-
-
-# -- writing
 
 
 class Writer:
@@ -194,7 +190,7 @@ class Writer:
     def _has_room(self, length: int) -> bool:
         if self._limit is None:
             return True
-        mark = self._folder.parent / _ENDED
+        mark = self._folder.parent / _FULL
         if mark.exists():  # another rank has found it full
             self._end()
             return False
@@ -220,16 +216,37 @@ class Writer:
             self._room.notify_all()
 
 
+def mark_end(folder: Path, why: str) -> None:
+    """Note in a role's folder why nothing is recorded any more."""
+    (folder / _ENDED).write_text(why, encoding="utf-8")
+
+
+def why_ended(folder: Path) -> str:
+    """Return that; "" where nobody has noted anything."""
+    if (folder.parent / _FULL).exists():
+        return "it has reached its limit"
+    file = folder / _ENDED
+    return file.read_text(encoding="utf-8") if file.exists() else ""
+
+
+def as_ended(folder: Path) -> str:
+    """Return that, as the end of a sentence."""
+    return f", as {why}" if (why := why_ended(folder)) else ""
+
+
 class RowOrder:
-    """Writes in which order the driver has got the rows of calls: a line for each, on a thread of its own."""
+    """Writes what only the driver knows of calls' rows: a line for each call, on a thread of its own.
+
+    That is in which order it has got those that end one by one, and which ones each rank had, where these were chosen.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._thread = JobThread(f"colocate-recording-{folder.name}-rows", lambda error: report_exception())
 
-    def add(self, seq: int, rows: Sequence[tuple[int, int]]) -> None:
-        """Add a call's, by rank and index. This waits for nothing."""
-        self._thread.soon(partial(self._write, json.dumps({"seq": seq, "rows": rows}) + "\n"))
+    def add(self, seq: int, **what: Any) -> None:
+        """Add a call's: `rows`, by rank and index, as they came; or `partition`, by rank. This waits for nothing."""
+        self._thread.soon(partial(self._write, json.dumps({"seq": seq, **what}) + "\n"))
 
     def close(self) -> None:
         """Write what is left."""
@@ -240,182 +257,14 @@ class RowOrder:
             file.add(line)
 
     @classmethod
-    def read(cls, folder: Path) -> Mapping[int, Sequence[tuple[int, int]]]:
+    def read(cls, folder: Path, what: str = "rows") -> Mapping[int, Sequence[Any]]:
         """Return what was written, by call."""
         file = folder / _ROWS
         lines = file.read_text(encoding="utf-8").splitlines(keepends=True) if file.exists() else []
         told = [json.loads(line) for line in lines if line.endswith("\n")]
-        return {each["seq"]: [(rank, row) for rank, row in each["rows"]] for each in told}
-
-
-def in_order(
-    rows: Sequence[tuple[int, Document]], came: Sequence[tuple[int, int]] | None
-) -> list[tuple[int, Document]]:
-    """Return rows of a call, each with its rank, as the driver has got them; those that it hasn't got come last.
-
-    Where it isn't known what the driver has got, as it was killed, they come as they ended by the ranks' clocks.
-    """
-    by_time = sorted(rows, key=lambda row: row[1].about["ended"])
-    places: dict[tuple[int, int], list[int]] = {}
-    for place, key in reversed([*enumerate(came or ())]):
-        places.setdefault(key, []).append(place)
-    last = len(came or ())
-    turns = [(places.get((rank, each.about["row"])) or [last]).pop() for rank, each in by_time]
-    return [row for _, row in sorted(zip(turns, by_time, strict=True), key=lambda pair: pair[0])]
+        return {each["seq"]: [*map(tuple, each[what])] for each in told if what in each}
 
 
 def size_of(folder: Path) -> int:
     """Return the bytes of a recording."""
     return sum(each.stat().st_size for each in folder.glob("*/*.calls"))
-
-
-# -- reading
-
-
-@attrs.frozen
-class Document:
-    """A document in a file: what it tells of itself, and where its value lies."""
-
-    about: Mapping[str, Any]
-    path: Path
-    begin: int
-    length: int
-    nbytes: int  # with its head
-    entries: Mapping[str, Any]
-
-    def value(self, find: Find, device: str | None = None) -> Any:
-        """Return its value; see `values.unpacked`.
-
-        Raises:
-            SerializationError: It can't be made here.
-            OSError: It can't be read.
-        """
-        data = bytearray(self.length)
-        with FileIO(self.path) as file:
-            file.seek(self.begin)
-            left = memoryview(data)
-            while left and (count := file.readinto(left)):
-                left = left[count:]
-        if left:
-            raise SerializationError(f"{self.path} is shorter than it was")
-        return unpacked(data, self.entries, find, device)
-
-
-class RankFiles:
-    """The documents of a rank, read one after the other as they are asked for.
-
-    Attributes:
-        is_torn: Whether the last one isn't whole, as far as was read.
-    """
-
-    def __init__(self, folder: Path, rank: int) -> None:
-        self._folder, self._rank = folder, rank
-        self._number = self._at = 0
-        self.is_torn = False
-
-    def more(self) -> list[Document]:
-        """Return some of those that weren't returned before, and are there."""
-        path = self._folder / f"rank-{self._rank}.{self._number:04}.calls"
-        found: list[Document] = []
-        try:
-            with open(path, "rb") as file:
-                size = os.fstat(file.fileno()).st_size
-                while len(found) < _AT_ONCE and (document := self._read(file, path, size)) is not None:
-                    self._at += document.nbytes
-                    found.append(document)
-        except FileNotFoundError:
-            return []
-        if found:
-            return found
-        self.is_torn = self._at < size
-        if not (self._folder / f"rank-{self._rank}.{self._number + 1:04}.calls").exists():
-            return []
-        self._number, self._at = self._number + 1, 0
-        return self.more()
-
-    def _read(self, file: Any, path: Path, size: int) -> Document | None:
-        file.seek(self._at)
-        head = file.read(8)
-        length = int.from_bytes(head, "little")
-        if len(head) < 8 or self._at + 8 + length > size:
-            return None
-        try:
-            if length > MOST_HEADER:
-                raise ValueError(f"a head of {size_text(length)}")
-            about, entries, body = head_of(file.read(length))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise SerializationError(f"{path} is damaged at byte {self._at}: {error_text(error)}") from error
-        begin = self._at + 8 + length
-        return None if begin + body > size else Document(about, path, begin, body, 8 + length + body, entries)
-
-
-@attrs.define
-class RankCall:
-    """What a rank gave in a call.
-
-    Attributes:
-        method: The method.
-        number: Which of its calls it was, from 0, counted from where the recording begins.
-        place: Which of all calls of the role, on this rank.
-        rows: Of one whose rows end one by one these, in the order in which they have ended.
-        end: Its value, or error, or that its rows are all; None of one that hasn't ended.
-    """
-
-    method: str
-    number: int
-    place: int
-    rows: list[Document] = attrs.field(factory=list)
-    end: Document | None = None
-
-    @property
-    def about(self) -> Mapping[str, Any]:
-        """Return what is told of the call."""
-        return self.end.about if self.end is not None else self.rows[-1].about
-
-    @property
-    def nbytes(self) -> int:
-        """Return the bytes that the call has in files."""
-        return sum(each.nbytes for each in (*self.rows, *([] if self.end is None else [self.end])))
-
-
-class RankCalls:
-    """The calls of a rank, as far as was read.
-
-    Attributes:
-        found: Those, by method and number.
-        files: Where they are read.
-    """
-
-    def __init__(self, folder: Path, rank: int) -> None:
-        self.files = RankFiles(folder, rank)
-        self.found: dict[tuple[str, int], RankCall] = {}
-        self._more: deque[Document] = deque()
-
-    def get(self, method: str, number: int) -> RankCall | None:
-        """Return a call that has ended; reads as far as needed."""
-        while (found := self.found.get((method, number))) is None or found.end is None:
-            if self.read() is None:
-                return None
-        return found
-
-    def all(self) -> Mapping[tuple[str, int], RankCall]:
-        """Return all that are there."""
-        while self.read() is not None:
-            pass
-        return self.found
-
-    def read(self) -> Document | None:
-        """Read one document; None where there is no other one now."""
-        if not self._more:
-            self._more.extend(self.files.more())
-        if not self._more:
-            return None
-        document = self._more.popleft()
-        about = document.about
-        key = about["method"], about["call"]
-        call = self.found.setdefault(key, RankCall(*key, about["place"]))
-        if "row" in about:
-            call.rows.append(document)
-        else:
-            call.end = document
-        return document

@@ -44,7 +44,7 @@ class Compare:
     """A recording with which is compared what a role gives: `colocate.role(...).on(compare=...)`.
 
     The first difference is told; `colocate.comparison(view)` has a table by method. It may be of another executor,
-    version or machine, with as many ranks.
+    version or machine. With another number of ranks, what the caller of each call gets is compared.
 
     Attributes:
         folder: That of a run, or of a recording.

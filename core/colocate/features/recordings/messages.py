@@ -34,6 +34,13 @@ class Noticed(Message):
     text: str  # in words
 
 
+@message
+class Gave(Message):
+    """What a rank gave in a call that the driver compares, or a row of one. Body: a document."""
+
+    seq: int  # the call
+
+
 @attrs.frozen
 class Played:
     """A recording of a role's that answers its calls, or that they are compared with, as the workers are told.
@@ -44,6 +51,8 @@ class Played:
         loose: Whether differences are only told.
         tolerance: How far numbers may be away.
         after: Calls up to this number of the group's order are left out.
+        joins: Whether it is the driver who compares, as there are other ranks than were recorded.
+        life: What the group is known by from its start to its end, whatever restarts there are.
     """
 
     folder: str
@@ -51,3 +60,5 @@ class Played:
     loose: bool = False
     tolerance: float = 0.0
     after: int = 0
+    joins: bool = False
+    life: str = ""

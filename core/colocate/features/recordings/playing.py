@@ -8,15 +8,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn
 
-import attrs
-
 from colocate._protocol.consequence import Poisoned
 from colocate._role.context import running_call
 from colocate._system.limits import CAUSE_WITHIN_S
 from colocate.errors import ReplayError
-from colocate.features.recordings.differences import Difference, Raised
+from colocate.features.recordings.differences import Compared, Difference, Raised, cause_of
 from colocate.features.recordings.digests import Digest, first_difference
-from colocate.features.recordings.files import Document, RankCall, RankCalls, RowOrder, in_order
+from colocate.features.recordings.documents import Document, RankCall, RankCalls, in_order
+from colocate.features.recordings.files import RowOrder, as_ended
 from colocate.features.recordings.messages import Played
 from colocate.features.recordings.taps import Player, Seen, Tap, have_defaults
 from colocate.features.recordings.values import Find, finder
@@ -56,7 +55,7 @@ class Found:
         self.places = 0  # of calls, so far
         self.counts: Callable[[str], int] = lambda method: 0
         if played.after:
-            self._skip(played.after)
+            self.skipped, self.places = self.own.skip(played.after)
 
     def of(self, rank: int) -> RankCalls:
         """Return the calls of a rank."""
@@ -74,18 +73,18 @@ class Found:
         """Return in which order the driver has got rows, by call."""
         return RowOrder.read(Path(self.played.folder))
 
-    def _skip(self, after: int) -> None:
-        while (document := self.own.read()) is not None and document.about["seq"] <= after:
-            pass
-        for key, call in [*self.own.found.items()]:
-            if call.about["seq"] <= after:
-                self.skipped[call.method] = max(self.skipped.get(call.method, 0), call.number + 1)
-                self.places = max(self.places, call.place + 1)
-                del self.own.found[key]
-
     def call(self, seen: Seen) -> RankCall | None:
         """Return what was recorded of a call on this rank."""
         return self.own.get(seen.method, seen.number + self.skipped.get(seen.method, 0))
+
+    def has_failed(self, seen: Seen) -> bool:
+        """Return whether a call had raised on some rank: others mayn't have begun it, then or now."""
+        number = seen.number + self.skipped.get(seen.method, 0)
+        for calls in self.others.values():
+            call = calls.get(seen.method, number)
+            if call is not None and call.raised is not None:
+                return True
+        return False
 
     def counted(self, method: str) -> int:
         """Return how many calls of a method there were so far, with those that were withdrawn, and left out."""
@@ -229,40 +228,23 @@ class Replaying(Player):
 
     def _missing(self, seen: Seen) -> NoReturn:
         number = seen.number + self._found.skipped.get(seen.method, 0)
-        for rank, calls in self._found.others.items():
-            call = calls.get(seen.method, number)
-            if call is not None and call.end is not None and "error" in call.end.about:
-                # That rank raises as it did. Told before, this would be the call's end there, too, before it has begun.
-                self._found.context.store.wait_for(self._is_over, CAUSE_WITHIN_S)
-                raise Poisoned(f"{self._label(seen)} failed on rank {rank} before it had begun here, when recorded")
+        if self._found.has_failed(seen):
+            # Another rank raises as it did. Told before, this would be the call's end there, too, before it has begun.
+            self._found.context.store.wait_for(self._is_over, CAUSE_WITHIN_S)
+            raise Poisoned(f"{self._label(seen)} failed on another rank before it had begun here, when recorded")
         counts: dict[str, int] = {}
         for method, _ in self._found.of(self._found.role.ctx.rank).all():
             counts[method] = counts.get(method, 0) + 1
         where = self._found.played.folder
         if seen.method not in counts:
             has = ", ".join(f"{name} ({count})" for name, count in counts.items()) or "nothing"
-            raise ReplayError(f"{self._found.role.name}.{seen.method} wasn't recorded in {where}: it has {has}")
-        raise ReplayError(
-            f"{self._label(seen)} wasn't recorded in {where}: it ends with call {number - 1} of that method"
-        )
+            words = f"{self._found.role.name}.{seen.method} wasn't recorded in {where}: it has {has}"
+        else:
+            words = f"{self._label(seen)} wasn't recorded in {where}: it ends with call {number - 1} of that method"
+        raise ReplayError(f"{words}{as_ended(Path(where))}")
 
     def _label(self, seen: Seen) -> str:
         return f"{self._found.role.name}.{seen.method}, call {seen.number + self._found.skipped.get(seen.method, 0)}"
-
-
-@attrs.define
-class Compared:
-    """What came of comparing a method on a rank; the fields are those of `ComparedMethod`."""
-
-    calls: int = 0
-    differ: int = 0
-    numbers: int = 0
-    different: int = 0
-    absolute: float = 0.0
-    relative: float = 0.0
-    arguments: int = 0
-    missing: int = 0
-    first: str | None = None
 
 
 class Comparing(Tap):
@@ -302,8 +284,10 @@ class Comparing(Tap):
         document = None if call is None else call.end if row is None else self._row(call, row)
         compared.calls += row is None
         label = f"{self._found.role.name}.{seen.method}, call {seen.number}" + ("" if row is None else f", row {row}")
+        if call is None and self._found.has_failed(seen):
+            return
         if document is None or "missing" in document.about:
-            compared.missing += 1
+            self._tell(compared.lack(label, f"it wasn't recorded{as_ended(Path(self._found.played.folder))}"))
             return
         recorded = document.about["digest"]
         where = first_difference(recorded, seen.digest if row is None else digest or recorded)
@@ -314,24 +298,16 @@ class Comparing(Tap):
                 return  # the driver gives a rank as many as it has time for: each one is compared, wherever it ended
             difference.add(document.about["rows"], seen.rows, " (the number of its rows)")
         else:
-            difference.add(self._recorded(document), _told(value))
-        compared.numbers += difference.total
-        compared.absolute = max(compared.absolute, difference.absolute)
-        compared.relative = max(compared.relative, difference.relative)
-        if difference.first is None:
-            return
-        compared.differ += 1
-        compared.different += difference.count
-        words = f"{label}: {difference.first}; {difference.count} of {difference.total} differ"
-        if difference.absolute:
-            words += f", by {difference.absolute:.3g} at most, relatively {difference.relative:.3g}"
-        cause = "its arguments were the same" if where is None else f"its arguments differ, too: {where}"
+            difference.add(recorded_value(document, self._found.find), _told(value))
+        cause = cause_of(where)
         if row is None and (drew := document.about.get("drew")) is not None and drew != seen.drew:
             cause += "; its generator stands elsewhere"
-        compared.first = compared.first or f"{words} ({cause})"
-        if not self._is_told:
+        self._tell(compared.add(difference, label, cause))
+
+    def _tell(self, words: str | None) -> None:
+        if words is not None and not self._is_told:
             self._is_told = True
-            self._found.tell(f"differs from {self._found.played.folder}: {compared.first}")
+            self._found.tell(f"differs from {self._found.played.folder}: {words}")
 
     def _row(self, call: RankCall, row: int) -> Document | None:
         rows = call.rows
@@ -340,12 +316,13 @@ class Comparing(Tap):
             rows = [each for other in calls if other is not None for each in other.rows]
         return next((each for each in rows if each.about["row"] == row), None)
 
-    def _recorded(self, document: Document) -> Any:
-        about = document.about
-        if (error := about.get("error")) is not None:
-            return Raised(f"{error['class'].partition(':')[2]}: {error['text']}")
-        value = document.value(self._found.find)
-        return value[0] if about.get("defaults") else value
+
+def recorded_value(document: Document, find: Find) -> Any:
+    """Return the value of a document, or what stands for its error."""
+    if (error := document.about.get("error")) is not None:
+        return Raised(f"{error['class'].partition(':')[2]}: {error['text']}")
+    value = document.value(find)
+    return value[0] if document.about.get("defaults") else value
 
 
 def _told(value: Any) -> Any:

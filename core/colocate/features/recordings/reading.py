@@ -13,16 +13,8 @@ import attrs
 from colocate._system.nearest import did_you_mean
 from colocate.errors import ConfigError, SerializationError
 from colocate.features.recordings.digests import Digest
-from colocate.features.recordings.files import (
-    ROLE,
-    Document,
-    RankCall,
-    RankCalls,
-    RoleFolder,
-    RowOrder,
-    folder_of,
-    in_order,
-)
+from colocate.features.recordings.documents import Document, RankCall, RankCalls, in_order
+from colocate.features.recordings.files import ROLE, RoleFolder, RowOrder, folder_of, why_ended
 from colocate.features.recordings.values import Find, finder
 
 
@@ -188,6 +180,7 @@ class RecordedRole:
         ranks: How many it had.
         seed: The runtime's.
         torn: The ranks of which the last entry isn't whole: they were killed, or write it just now.
+        ended: Why nothing was recorded any more, before anybody had ended it; "" where nothing is known of that.
     """
 
     name: str
@@ -196,6 +189,7 @@ class RecordedRole:
     ranks: int
     seed: int
     torn: Sequence[int]
+    ended: str
     _parts: Sequence[RankCalls] = attrs.field(repr=False)
     _find: Find = attrs.field(repr=False)
     _came: Mapping[int, Sequence[tuple[int, int]]] = attrs.field(repr=False)
@@ -208,19 +202,17 @@ class RecordedRole:
             part.all()
         came = RowOrder.read(folder.path)
         torn = [rank for rank, part in enumerate(parts) if part.files.is_torn]
-        return cls(folder.role, folder.group, folder.cls, folder.ranks, folder.seed, torn, parts, find, came)
+        ended = why_ended(folder.path)
+        return cls(folder.role, folder.group, folder.cls, folder.ranks, folder.seed, torn, ended, parts, find, came)
 
     @cached_property
     def calls(self) -> list[RecordedCall]:
         """Return the role's calls, in order."""
-        parts, keys = [*enumerate(self._parts)], dict.fromkeys(key for part in self._parts for key in part.found)
-        found = [
-            RecordedCall.of(
-                {rank: part.found[key] for rank, part in parts if key in part.found}, self._find, self._came
-            )
-            for key in keys
-        ]
-        return sorted(found, key=lambda call: call.seq)
+        found: dict[int, dict[int, RankCall]] = {}
+        for rank, part in enumerate(self._parts):
+            for call in part.found.values():
+                found.setdefault(call.about["seq"], {})[rank] = call
+        return [RecordedCall.of(found[seq], self._find, self._came) for seq in sorted(found)]
 
     def __getitem__(self, method: str) -> list[RecordedCall]:
         """Return the calls of a method, in order."""

@@ -12,7 +12,6 @@ import random
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import attrs
@@ -21,11 +20,7 @@ from colocate._protocol.consequence import PutBack
 from colocate._role.context import RowState, running_call
 from colocate._role.method_spec import MethodSpec
 from colocate._system.imported import imported
-from colocate._system.jobs import message_of
-from colocate._system.tracebacks import told
 from colocate.features.recordings.digests import Digest, digest_of
-from colocate.features.recordings.files import Writer
-from colocate.features.recordings.values import NotRecorded, packed
 from colocate.worker.context import WorkerContext
 from colocate.worker.lane import Work
 from colocate.worker.serving.role_instance import RoleInstance
@@ -49,6 +44,7 @@ class Seen:
         drew: Where its role's generator stood afterwards; "" where it has none.
         cut: Whether what it yields was read to no end.
         defaults: The states of the process's default generators, if the call has changed them for all of the process.
+        had: Its rows: how many aren't padding (`valid`), and where padding is taken out, how many there are (`padded`).
     """
 
     method: str
@@ -61,6 +57,7 @@ class Seen:
     drew: str = ""
     defaults: Any = None
     cut: bool = False
+    had: Mapping[str, int] = attrs.field(factory=dict)
 
 
 class Tap(abc.ABC):
@@ -117,7 +114,7 @@ class Tapped:
         methods: The methods as the role declares them.
         taps: Who sees what they give.
         player: Who answers them; None for the role itself.
-        before: How many calls of each method came before these.
+        before: How many calls of each method came before those that count.
     """
 
     def __init__(self, context: WorkerContext, role: RoleInstance) -> None:
@@ -125,7 +122,7 @@ class Tapped:
         self.methods = role.methods
         self.taps: tuple[Tap, ...] = ()
         self.player: Player | None = None
-        self._before: dict[str, int] = {}
+        self.before: dict[str, int] = {}
         self._places = 0
         self._under_way: dict[int, Seen] = {}
         routed = {name: self._routed(spec) for name, spec in role.methods.items()}
@@ -133,11 +130,11 @@ class Tapped:
 
     def counts_from_here(self) -> None:
         """Count the calls that come: from the recording's first one on, or after a restore."""
-        self._before, self._places = dict(self._role.ctx._calls), 0
+        self.before, self._places = dict(self._role.ctx._calls), 0
 
     def counted(self, method: str) -> int:
         """Return how many calls of a method there were so far, with those that were withdrawn."""
-        return self._role.ctx._calls.get(method, 0) - self._before.get(method, 0)
+        return self._role.ctx._calls.get(method, 0) - self.before.get(method, 0)
 
     def _routed(self, spec: MethodSpec) -> MethodSpec:
         function = spec.function if spec.feature is None else self._in_rows(spec)
@@ -183,7 +180,9 @@ class Tapped:
         known = self._under_way.get(work.seq)  # it was put back
         place = self._places if known is None else known.place
         self._places += known is None
-        seen = Seen(method, count - self._before.get(method, 0), place, work.seq, digest_of(arguments), time.time())
+        seen = Seen(method, count - self.before.get(method, 0), place, work.seq, digest_of(arguments), time.time())
+        had = {"valid": work.valid_rows, "padded": work.rows}
+        seen.had = {name: count for name, count in had.items() if count is not None}
         if self._context.in_process and not spec.is_async:
             seen.defaults = _defaults()
         self._under_way[work.seq] = seen
@@ -343,66 +342,3 @@ def have_defaults(states: Sequence[Any]) -> None:
 
         kind, keys, *more = of_numpy
         numpy.set_state((kind, np.frombuffer(keys, np.uint32), *more))
-
-
-class RecordingTap(Tap):
-    """Writes what a role gives on a rank.
-
-    Attributes:
-        has_begun: Whether there is something.
-    """
-
-    def __init__(self, folder: str, rank: int, limit: int | None, tell: Callable[[str], object]) -> None:
-        self._writer = Writer(Path(folder), rank, limit, tell)
-        self.has_begun = False
-        self._tell = tell
-        self._told: set[str] = set()
-
-    def gave(self, seen: Seen, value: Any) -> None:
-        """Write what a call gave, as it is now."""
-        self._add(seen, value)
-
-    def gave_row(self, seen: Seen, row: int, value: Any, digest: Digest) -> None:
-        """Write a row."""
-        self._add(seen, value, row=row, digest=digest)
-
-    def raised(self, seen: Seen, error: BaseException, row: int | None = None, digest: Digest | None = None) -> None:
-        """Write an error: its class, its text, and its traceback as text."""
-        kind = type(error)
-        failed = {"class": f"{kind.__module__}:{kind.__qualname__}", "text": message_of(error), "trace": told(error)}
-        what: dict[str, Any] = {"error": failed} if row is None else {"error": failed, "row": row, "digest": digest}
-        try:
-            self._add(seen, (error.args, getattr(error, "__dict__", {})), strict=True, **what)
-        except NotRecorded:
-            self._add(seen, ((failed["text"],), {}), **what)
-
-    def over(self, seen: Seen) -> None:
-        """Write how many rows there were."""
-        self._add(seen, None, rows=seen.rows, **({"cut": True} if seen.cut else {}))
-
-    def close(self, within_s: float | None = None) -> None:
-        """Write what is left."""
-        self._writer.close(within_s)
-
-    def _add(self, seen: Seen, value: Any, strict: bool = False, **more: Any) -> None:
-        if self._writer.ended:
-            return
-        self.has_begun = True
-        about = {"method": seen.method, "call": seen.number, "place": seen.place, "seq": seen.seq}
-        about |= {"begun": round(seen.begun, 6), "ended": round(time.time(), 6)}
-        if "row" not in more:
-            about["digest"] = seen.digest
-            about |= {"drew": seen.drew} if seen.drew else {}
-        about |= more
-        if seen.defaults is not None and "row" not in more:
-            about["defaults"], value = True, (value, seen.defaults)
-        try:
-            pieces, length = packed(value, about)
-        except NotRecorded as error:
-            if strict:
-                raise
-            if seen.method not in self._told:
-                self._told.add(seen.method)
-                self._tell(f"what {seen.method} gives isn't recorded: {error}")
-            pieces, length = packed(None, {**about, "missing": str(error)})
-        self._writer.add(pieces, length)

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
+
+import attrs
 
 from colocate._protocol.to_worker import Call
 from colocate._role.method import method
 from colocate._system.numbers import FOREVER_S
 from colocate._values.collect import Gather
+from colocate._values.dispatch import Scatter
+from colocate.features.recordings.differences import Compared
+from colocate.features.recordings.files import mark_end
 from colocate.features.recordings.messages import COMPARISON, RECORDING, Noticed, Played, Recorded
-from colocate.features.recordings.playing import Compared, Comparing, Found, ReplayedRole, Replaying, find_for
-from colocate.features.recordings.taps import RecordingTap, Tapped
+from colocate.features.recordings.playing import Comparing, Found, ReplayedRole, Replaying, find_for
+from colocate.features.recordings.taps import NAME, Tapped
+from colocate.features.recordings.telling import RecordingTap, TellingTap
 from colocate.worker.context import WorkerContext
 from colocate.worker.hooks import OfWorker
 from colocate.worker.lane import Work
@@ -26,6 +33,7 @@ class RecordingsOfWorker(OfWorker):
         self._worker_context = worker_context
         self._tapped: dict[str, Tapped] = {}
         self._classes: dict[str, type] = {}  # of roles that are replayed
+        self._played: dict[str, Sequence[Played]] = {}
 
     # -- roles
 
@@ -39,25 +47,59 @@ class RecordingsOfWorker(OfWorker):
 
     def built(self, role: RoleInstance, plain: Sequence[Played] | None) -> None:
         """Have recordings answer the calls of a role, or be compared with them."""
-        for played in plain or ():
-            tapped, cls = self._of(role), self._classes.get(str(role.name), type(role.instance))
-            parts = self._worker_context, role, find_for(cls, role.methods), partial(self.tell, role)
-            found = Found(played, *parts)
+        if plain:
+            self._played[str(role.name)] = plain
+            self._begin(role)
+
+    def _begin(self, role: RoleInstance) -> None:
+        """Begin a role's recordings at their first calls."""
+        tapped, tell = self._of(role), partial(self.tell, role)
+        tapped.taps = tuple(tap for tap in tapped.taps if isinstance(tap, RecordingTap))
+        for played in self._played.get(str(role.name), ()):
+            if played.joins:
+                tapped.taps = (*tapped.taps, TellingTap(self._worker_context, tell))
+                continue
+            cls = self._classes.get(str(role.name), type(role.instance))
+            found = Found(played, self._worker_context, role, find_for(cls, role.methods), tell)
             found.counts = tapped.counted
             if played.replays:
                 tapped.player = Replaying(found)
             else:
                 tapped.taps = (*tapped.taps, Comparing(found))
 
+    def saved(self, role: RoleInstance) -> str | None:
+        """Return with which calls a role's recordings have begun, and what came of comparing, for this life's end."""
+        name = str(role.name)
+        if name not in self._played:
+            return None
+        compared = self.compared_here(name) or {}
+        return json.dumps(
+            {
+                "life": self._played[name][0].life,
+                "before": self._tapped[name].before,
+                "compared": {called: attrs.asdict(each) for called, each in compared.items()},
+            }
+        )
+
     def restored(self, role: RoleInstance, told: str | None, by_role: bool) -> None:
-        """Count calls from a checkpoint on: what is recorded before is no part of what comes."""
-        tapped = self._tapped.get(str(role.name))
+        """Go on with calls after a checkpoint: of this life of the group's, or the first ones of one that begins."""
+        tapped, name = self._tapped.get(str(role.name)), str(role.name)
         if tapped is None:
             return
-        if any(isinstance(tap, RecordingTap) and tap.has_begun for tap in tapped.taps):
-            self.tell(role, "it was restored from a checkpoint, with which its recording has ended")
-            self._end(tapped)
+        for tap in tapped.taps:
+            if isinstance(tap, RecordingTap) and tap.has_begun:
+                mark_end(tap.folder, why := "it was restored from a checkpoint")
+                self.tell(role, f"{why}, with which its recording has ended")
+                self._end(tapped)
+        self._begin(role)
         tapped.counts_from_here()
+        saved = json.loads(told or "{}")
+        if name not in self._played or saved.get("life") != self._played[name][0].life:
+            return
+        tapped.before = saved["before"]
+        if (compared := self.compared_here(name)) is not None:
+            for called, each in saved["compared"].items():
+                compared[called] = Compared(**each)
 
     # -- calls
 
@@ -92,12 +134,22 @@ class RecordingsOfWorker(OfWorker):
                 tell = partial(self.tell, role)
                 tapped.taps = (*tapped.taps, RecordingTap(each.folder, role.ctx.rank, each.limit, tell))
                 tapped.counts_from_here()
+                self.finished = self._finished  # type: ignore[method-assign]
+                self._worker_context.list_hooks()
 
     @method(collect=Gather())
     def compared(self, role: str) -> dict[str, Compared] | None:
         """Return what came of comparing a role, by method; None where it isn't, or on other slots."""
+        return self.compared_here(role)
+
+    def compared_here(self, role: str) -> dict[str, Compared] | None:
+        """Return the same, within this worker."""
         found = [tap for tap in (self._tapped[role].taps if role in self._tapped else ()) if isinstance(tap, Comparing)]
         return found[0].methods if found else None
+
+    def _finished(self, work: Work, role: RoleInstance) -> Mapping[str, Any] | None:
+        """Have the driver note which rows ranks had, where it may have chosen them."""
+        return {NAME: True} if isinstance(work.spec.dispatch, Scatter) else None
 
     def tell(self, role: RoleInstance, text: str) -> None:
         """Tell the driver's user something."""
@@ -114,6 +166,11 @@ class RecordingsOfWorker(OfWorker):
             if isinstance(tap, RecordingTap):
                 tap.close(within_s)
         tapped.taps = tuple(tap for tap in tapped.taps if not isinstance(tap, RecordingTap))
+        taps = [tap for each in self._tapped.values() for tap in each.taps]
+        is_last = not any(isinstance(tap, RecordingTap) for tap in taps)
+        if is_last and "finished" in vars(self):
+            del self.finished
+            self._worker_context.list_hooks()
 
     def close(self) -> None:
         """Write what is left."""

@@ -538,6 +538,7 @@ class Asked:
                 self.count += size
             is_cancelled = spec.is_async and len(places) == len(role.slots)  # others mustn't leave their common steps
             call = YieldedRows(*where, self.count, places=places, is_ahead=is_ahead, is_cancelled=is_cancelled)
+            call.partition = planned.partition
         prepare(call)
         draft = ready(worker_group, call, role, spec, planned, uses, self.options.timeout)
         self.at = call.at = self.at or call.at

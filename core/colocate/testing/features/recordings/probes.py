@@ -10,7 +10,7 @@ from typing import Any
 import attrs
 import torch
 
-from colocate import Concat, Role, Scatter, method
+from colocate import Concat, First, OnRank, Reduce, Role, Scatter, method
 from colocate.testing.gate import Address, pass_gate_async
 
 
@@ -125,6 +125,18 @@ class Player(Role):
         assert (Path(directory) / f"rank-{self.ctx.rank}").read_text(encoding="utf-8") == "state"
 
 
+class Kept(Player):
+    """A player whose checkpoints have the buffer."""
+
+    def save(self, directory: str) -> None:
+        """Leave it."""
+        torch.save(self._buffer, Path(directory) / f"rank-{self.ctx.rank}")
+
+    def restore(self, directory: str) -> None:
+        """Take it."""
+        self._buffer = torch.load(Path(directory) / f"rank-{self.ctx.rank}")
+
+
 class Critic(Role):
     """Draws numbers of its own, and uses what others give."""
 
@@ -144,3 +156,66 @@ class Critic(Role):
         own = torch.Generator().manual_seed(self.ctx.call_seed)
         found: torch.Tensor = batch["ids"] + torch.rand(batch["ids"].shape, generator=self.ctx.generator)
         return found + torch.rand(1, generator=own)
+
+
+class Steady(Role):
+    """Gives what doesn't depend on the number of its ranks, or says so; with a bias, other numbers in one row."""
+
+    def __init__(self, bias: float = 0.0) -> None:
+        self._bias = bias
+
+    @method(dispatch=Scatter("batch"), collect=Concat())
+    def double(self, batch: torch.Tensor, scale: float = 2.0) -> dict[str, Any]:
+        """Return rows."""
+        return {"twice": scale * batch + self._bias * (batch == 5), "text": [str(float(row)) for row in batch]}
+
+    @method(dispatch=Scatter("batch", pad=True), collect=Concat())
+    def padded(self, batch: torch.Tensor) -> torch.Tensor:
+        """Return rows, those of the padding among them."""
+        return 2 * batch
+
+    @method(dispatch=Scatter("batch", balance="costs"), collect=Concat())
+    def balanced(self, batch: torch.Tensor, costs: list[int]) -> torch.Tensor:
+        """Return rows, of which the driver chose which rank has which."""
+        return 2 * batch
+
+    @method(dispatch=Scatter("batch"), collect=Reduce("mean"))
+    def mean(self, batch: torch.Tensor) -> dict[str, float]:
+        """Return a mean over the rows."""
+        return {"mean": float(batch.mean())}
+
+    @method(collect=First())
+    def shape(self) -> list[int]:
+        """Return what all ranks have."""
+        return [2, 3]
+
+    @method(dispatch=OnRank(0))
+    def whole(self, batch: torch.Tensor) -> float:
+        """Return a number of all rows."""
+        return float(batch.sum())
+
+    @method(dispatch=Scatter("batch"))
+    def learn(self, batch: torch.Tensor) -> None:
+        """Return nothing."""
+
+    @method
+    def who(self) -> int:
+        """Return another number on each rank."""
+        return self.ctx.rank
+
+    @method(dispatch=Scatter("batch"))
+    def fail(self, batch: torch.Tensor) -> None:
+        """Fail where row 5 is."""
+        if 5 in batch:
+            raise OutOfLuckError("row 5")
+
+    @method(rows="row", concurrency=8)
+    async def play(self, row: float, scale: float = 1.0) -> float:
+        """End a row."""
+        return row + self._bias * (row == 5)
+
+    @method(dispatch=Scatter("rows"))
+    def produce(self, rows: list[int]) -> Iterator[tuple[int, int]]:
+        """Yield rows, the last first."""
+        for index in reversed(range(len(rows))):
+            yield index, rows[index] + int(self._bias) * (rows[index] == 5)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,15 +12,18 @@ from typing import Any
 import pytest
 
 import colocate
-from colocate import ColocatedGroup
+from colocate import ColocatedGroup, RoleSpec
 from colocate.errors import ConfigError, ReplayError, RoleError, SerializationError
 from colocate.executor import OwnProcess
+from colocate.features import FEATURES
 from colocate.testing.executors._base import ExecutorCase, Spawn, needs, needs_feature
+from colocate.testing.executors.restarting import killed
 from colocate.testing.gate import Gate
+from colocate.testing.probes.lasting import Lasting
 from colocate.testing.waiting import PATIENCE_S, wait_until
 
 torch = pytest.importorskip("torch")
-from colocate.testing.features.recordings.probes import Answer, Critic, Player  # noqa: E402
+from colocate.testing.features.recordings.probes import Answer, Critic, Kept, Player, Steady  # noqa: E402
 
 
 def _equal(one: Any, other: Any) -> bool:
@@ -65,6 +69,15 @@ class Recordings(ExecutorCase):
         assert _equal(answer.value(1).numbers, answers[1].numbers)
         assert first.arguments(0)["temperature"] == [["", "2.0"]]
         assert first.arguments(0) != second.arguments(0)
+
+    def test_calls_of_some_ranks(self, player: ColocatedGroup, tmp_path: Path) -> None:
+        """Calls that went to different ranks are different ones."""
+        role, runtime = player.role("player", Player), player.owner.owner
+        with runtime.record(role, tmp_path / "it"):
+            for rank in (1, 0):
+                role.later.options(ranks=[rank])(rank)
+        calls = colocate.load_recording(tmp_path / "it")["player"].calls
+        assert [(call.ranks, call.values()) for call in calls] == [((1,), [1]), ((0,), [0])]
 
     def test_errors(self, player: ColocatedGroup, tmp_path: Path) -> None:
         """An error is recorded as data, on the rank that has raised it."""
@@ -402,7 +415,7 @@ class Comparisons(ExecutorCase):
         self._calls(group)
         table = {each.method: each for each in colocate.comparison(group["player"])}
         assert (table["generate"].calls, table["generate"].numbers) == (6, 3 * (4 + 4))
-        assert all((each.differ, each.arguments, each.first) == (0, 0, None) for each in table.values())
+        assert all((each.differ, each.arguments, each.missing) == (0, 0, 0) for each in table.values())
         assert "differs from" not in caplog.text
 
     def test_what_differs(self, spawn: Spawn, recorded: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -457,6 +470,19 @@ class Comparisons(ExecutorCase):
         assert table["generate"].differ == 0
         assert table["generate"].absolute == pytest.approx(1e-3, rel=1e-2)
 
+    def test_a_call_that_others_had_not_begun(self, spawn: Spawn, tmp_path: Path) -> None:
+        """A rank that hadn't begun a call when it failed on another one has nothing to be compared with."""
+        group = spawn({"player": colocate.role(Player)}, name="group")
+        with group.owner.owner.record(group["player"], tmp_path / "it"), pytest.raises(RoleError):
+            group.role("player", Player).lucky(0)
+        group.owner.close()
+        for file in (tmp_path / "it" / "group.player").glob("rank-1.*"):
+            file.unlink()
+        group = spawn({"player": colocate.role(Player).on(compare=tmp_path / "it")}, name="group")
+        assert group.role("player", Player).lucky(7) == ["lucky", "lucky"]
+        (lucky,) = colocate.comparison(group["player"])
+        assert (lucky.calls, lucky.differ, lucky.missing) == (2, 1, 0)
+
     def test_other_arguments(self, spawn: Spawn, recorded: Path, caplog: pytest.LogCaptureFixture) -> None:
         """Where what comes in differs already, the role isn't to blame."""
         group = spawn({"player": colocate.role(Player).on(compare=recorded)}, name="group")
@@ -466,4 +492,242 @@ class Comparisons(ExecutorCase):
         assert (generate.arguments, generate.differ) == (2, 2)
 
 
-AREAS = [Recordings, Replays, Comparisons]
+def _all_kinds(group: ColocatedGroup) -> None:
+    steady, batch = group.role("steady", Steady), torch.arange(9.0)
+    steady.double(batch)
+    steady.double.keep(batch).fetch()
+    steady.padded(batch)
+    steady.balanced(batch, [8, 1, 1, 1, 4, 1, 1, 1, 1])
+    steady.double(steady.balanced.keep(batch, [8, 1, 1, 1, 4, 1, 1, 1, 1]).ref)
+    steady.mean(batch)
+    steady.shape()
+    steady.whole(batch)
+    steady.learn(batch)
+    with pytest.raises(RoleError, match="row 5"):
+        steady.fail(batch)
+    if "rows" in FEATURES:
+        steady.play([float(row) for row in range(9)])
+        steady.produce([*range(9)])
+
+
+class OtherRanks(ExecutorCase):
+    """`role(...).on(compare=...)` with another number of ranks: what the caller gets is compared."""
+
+    @pytest.fixture
+    def recorded_on_two(self, spawn: Spawn, tmp_path: Path) -> Path:
+        """A recording of all kinds of calls on two ranks."""
+        group = spawn({"steady": colocate.role(Steady)}, name="group")
+        with group.owner.owner.record(group["steady"], tmp_path / "it"):
+            _all_kinds(group)
+        group.owner.close()
+        return tmp_path / "it"
+
+    def _compared(self, spawn: Spawn, compare: Any, slots: int, bias: float = 0.0, **options: Any) -> dict[str, Any]:
+        role = colocate.role(Steady, bias).on(compare=compare, **options)
+        group = spawn({"steady": role}, slots=slots, name="group")
+        _all_kinds(group)
+        return {each.method: each for each in colocate.comparison(group["steady"])}
+
+    @needs_feature("balance")
+    @pytest.mark.parametrize("slots", [1, 4])
+    def test_the_same_on_other_ranks(
+        self, spawn: Spawn, recorded_on_two: Path, slots: int, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """Whatever is joined, kept or yielded is the same; each call counts once."""
+        table = self._compared(spawn, recorded_on_two, slots)
+        assert {each.first for each in table.values()} == {None}
+        assert {name: (each.calls, each.differ, each.missing, each.arguments) for name, each in table.items()} == {
+            **dict.fromkeys(table, (1, 0, 0, 0)),
+            "double": (3, 0, 0, 0),
+            "balanced": (2, 0, 0, 0),
+        }
+        assert table["double"].numbers == 3 * (9 + 9)
+        assert table["fail"].numbers == 1
+        assert "differs from" not in caplog.text
+
+    @needs_feature("balance")
+    @needs_feature("rows")
+    def test_what_differs_on_other_ranks(
+        self, spawn: Spawn, recorded_on_two: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """The first difference is told with call and path, in what the caller gets."""
+        table = self._compared(spawn, recorded_on_two, 4, bias=1.0)
+        assert (table["double"].differ, table["double"].different, table["double"].absolute) == (2, 2, 1.0)
+        words = (
+            r"steady\.double, call 0: its value\['twice'\]\[5\] was 10.0, and is 11.0; 1 of 18 differ, by 1 at most, "
+            r"relatively 0.1 \(its arguments were the same, but for what is split, and isn't compared: batch\)"
+        )
+        assert re.match(words, table["double"].first)
+        assert table["play"].first.startswith("steady.play, call 0, row 5: its value was 5.0, and is 6.0")
+        assert table["produce"].first.startswith("steady.produce, call 0, row 5: its value was 5, and is 6")
+        assert [table[name].differ for name in ("play", "produce", "padded", "mean")] == [1, 1, 0, 0]
+        wait_until(lambda: re.search(words, caplog.text), "the first difference has been told")
+
+    @pytest.mark.parametrize("mesh", [{"dp": 2}, {"tp": 2, "dp": 2}, {"dp": 4}])
+    def test_a_comparison_over_meshes(self, spawn: Spawn, tmp_path: Path, mesh: dict[str, int]) -> None:
+        """Of each part one copy counts, in the recording and here; as many ranks that lie otherwise are others."""
+
+        def do(group: ColocatedGroup) -> None:
+            group.role("steady", Steady).double(torch.arange(9.0))
+            group.role("steady", Steady).mean(torch.arange(9.0))
+
+        group = spawn({"steady": colocate.role(Steady).on(mesh={"dp": 2, "tp": 2})}, slots=4, name="group")
+        with group.owner.owner.record(group["steady"], tmp_path / "it"):
+            do(group)
+        group.owner.close()
+        role = colocate.role(Steady).on(compare=tmp_path / "it", mesh=mesh)
+        group = spawn({"steady": role}, slots=math.prod(mesh.values()), name="group")
+        do(group)
+        double, mean = colocate.comparison(group["steady"])
+        assert (double.first, double.calls, double.numbers) == (None, 1, 18)
+        assert (mean.first, mean.calls, mean.numbers) == (None, 1, 1)
+
+    def test_what_has_an_item_for_each_rank(
+        self, spawn: Spawn, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """A list of ranks' items is refused, by method and collect, unless all of the recorded ranks gave the same."""
+        group = spawn({"steady": colocate.role(Steady)}, name="group")
+        with group.owner.owner.record(group["steady"], tmp_path / "it"):
+            group.role("steady", Steady).who()
+            group.role("steady", Steady).learn(torch.arange(2.0))
+        group.owner.close()
+        group = spawn({"steady": colocate.role(Steady).on(compare=tmp_path / "it")}, slots=1, name="group")
+        steady = group.role("steady", Steady)
+        assert steady.who() == [0]
+        steady.learn(torch.arange(2.0))
+        who, learn = colocate.comparison(group["steady"])
+        assert (who.calls, who.missing, who.differ) == (1, 1, 0)
+        assert "steady.who, call 0: who is collected with Gather(): that has an item for each" in str(who.first)
+        assert (learn.calls, learn.missing, learn.numbers) == (1, 0, 1)
+        wait_until(lambda: "who is collected with Gather()" in caplog.text, "it has been told")
+
+    @needs_feature("balance")
+    @needs_feature("rows")
+    def test_arguments_of_all_ranks(self, spawn: Spawn, recorded_on_two: Path) -> None:
+        """Arguments that all ranks get are compared, and rows one by one; of what is split nobody knows the whole."""
+        group = spawn({"steady": colocate.role(Steady).on(compare=recorded_on_two)}, slots=1, name="group")
+        steady = group.role("steady", Steady)
+        steady.double(torch.arange(9.0), scale=3.0)
+        steady.whole(torch.arange(8.0))
+        steady.mean(torch.arange(8.0))
+        steady.play([float(row) for row in range(8)] + [7.0])
+        double, whole, mean, play = colocate.comparison(group["steady"])
+        assert [each.arguments for each in (double, whole, mean, play)] == [1, 1, 0, 1]
+        assert "its arguments differ, too: scale is given, and was not" in str(double.first)
+        assert "its arguments were the same, but for what is split, and isn't compared: batch" in str(mean.first)
+        assert "row 8: its value was 8.0, and is 7.0" in str(play.first)
+
+    def test_a_comparison_from_a_step_on(self, spawn: Spawn, tmp_path: Path) -> None:
+        """Calls before the step are left out, and a call after the last one is told as missing."""
+        group = spawn({"steady": colocate.role(Steady)}, name="group")
+        steady = group.role("steady", Steady)
+        with group.owner.owner.record(steady, tmp_path / "it"):
+            for step in range(3):
+                steady.double(torch.full((2,), float(step)))
+                part: Any = group._node.part("recordings")
+                part.mark(step)
+        group.owner.close()
+        given = colocate.Compare(tmp_path / "it", step=2)
+        group = spawn({"steady": colocate.role(Steady).on(compare=given)}, slots=1, name="group")
+        for _ in range(2):
+            group.role("steady", Steady).double(torch.full((2,), 2.0))
+        (double,) = colocate.comparison(group["steady"])
+        assert (double.calls, double.differ, double.missing) == (2, 0, 1)
+        assert double.first == "steady.double, call 1: it wasn't recorded"
+
+
+def _ranks(folder: Path) -> list[Sequence[int]]:
+    return [call.ranks for call in colocate.load_recording(folder)["player"].calls]
+
+
+def _restarting(spawn: Spawn, player: RoleSpec[Any], **options: Any) -> ColocatedGroup:
+    roles = {"player": player, "lasting": colocate.role(Lasting)}
+    return spawn(roles, name="group", on_failure="restart", **options)
+
+
+class Restarts(ExecutorCase):
+    """Restarts of groups whose roles are recorded, replayed or compared."""
+
+    @pytest.fixture
+    def counted(self, spawn: Spawn, tmp_path: Path) -> Path:
+        """A recording of a role that gives 1, 2, 3, 4, for ever the same arguments."""
+        group = _restarting(spawn, colocate.role(Player))
+        with group.owner.owner.record(group["player"], tmp_path / "it"):
+            for _ in range(4):
+                group.role("player", Player).buffer()
+        group.owner.close()
+        return tmp_path / "it"
+
+    @needs(OwnProcess)
+    def test_a_recording_ends_with_it(self, spawn: Spawn, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+        """What comes after a restart isn't recorded; this is told, also to who would be answered by it."""
+        group = _restarting(spawn, colocate.role(Player))
+        with group.owner.owner.record(group["player"], tmp_path / "it"):
+            group.role("player", Player).buffer()
+            wait_until(lambda: _ranks(tmp_path / "it") == [(0, 1)], "it is written")
+            killed(group)
+            group.wait_ready(PATIENCE_S)
+            group.role("player", Player).buffer()
+        assert "with which the recording of player has ended" in caplog.text
+        recorded = colocate.load_recording(tmp_path / "it")["player"]
+        assert [call.values()[0].tolist() for call in recorded["buffer"]] == [[1.0, 1.0]]
+        assert recorded.ended == "its group was restarted"
+        group.owner.close()
+        words = r"it ends with call 0 of that method, as its group was restarted"
+        group = _restarting(spawn, colocate.role(Player).on(replay=tmp_path / "it"))
+        group.role("player", Player).buffer()
+        with pytest.raises(ReplayError, match=words):
+            group.role("player", Player).buffer()
+        group.owner.close()
+        for slots in (2, 1):
+            group = _restarting(spawn, colocate.role(Player).on(compare=tmp_path / "it"), slots=slots)
+            for _ in range(2):
+                group.role("player", Player).buffer()
+            (buffer,) = colocate.comparison(group["player"])
+            group.owner.close()
+            assert buffer.first == "player.buffer, call 1: it wasn't recorded, as its group was restarted"
+
+    @needs(OwnProcess)
+    @needs_feature("checkpoints")
+    @pytest.mark.parametrize("restores", [False, True])
+    def test_a_replay_goes_on(self, spawn: Spawn, counted: Path, tmp_path: Path, restores: bool) -> None:
+        """From a checkpoint on the calls after that are answered; without one, all from the first on."""
+        group = _restarting(spawn, colocate.role(Player).on(replay=counted))
+        player = group.role("player", Player)
+
+        def values(count: int) -> list[float]:
+            return [float(player.buffer()[0][0]) for _ in range(count)]
+
+        assert values(1) == [1.0]
+        killed(group)
+        group.wait_ready(PATIENCE_S)
+        assert values(2) == [1.0, 2.0]
+        group.checkpoint(tmp_path / "point")
+        assert values(1) == [3.0]
+        if restores:
+            group.restore(tmp_path / "point")
+        else:
+            killed(group)
+            group.wait_ready(PATIENCE_S)
+        assert values(2) == [3.0, 4.0]
+
+    @needs(OwnProcess)
+    @needs_feature("checkpoints")
+    @pytest.mark.parametrize("slots", [2, 1])
+    def test_a_comparison_goes_on(self, spawn: Spawn, counted: Path, tmp_path: Path, slots: int) -> None:
+        """Calls are compared with what they were, also those that come again; so a table is of what counts."""
+        group = _restarting(spawn, colocate.role(Kept).on(compare=counted), slots=slots)
+        player = group.role("player", Kept)
+        player.buffer()
+        group.checkpoint(tmp_path / "point")
+        player.buffer()
+        killed(group)
+        group.wait_ready(PATIENCE_S)
+        for _ in range(3):
+            player.buffer()
+        (buffer,) = colocate.comparison(group["player"])
+        assert buffer.first is None
+        assert (buffer.calls, buffer.missing) == ((8, 0) if slots == 2 else (5, 0))
+
+
+AREAS = [Recordings, Replays, Comparisons, OtherRanks, Restarts]

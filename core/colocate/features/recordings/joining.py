@@ -1,0 +1,294 @@
+"""Comparing with a recording of another number of ranks: what the caller gets of each call, in the driver.
+
+The recorded ranks' parts are joined as the method says, and so are those that this run's ranks tell (`TellingTap`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from colocate._calls.pending import PendingCall
+from colocate._role.method_spec import MethodSpec
+from colocate._role.role import RoleInfo
+from colocate._system.jobs import JobThread, error_text, report_exception
+from colocate._values.collect import Gather
+from colocate._values.dispatch import Broadcast, OnRank, PerRank, Scatter
+from colocate._values.mesh import Mesh, Ranks
+from colocate.features.recordings.differences import Compared, Difference, Raised, cause_of
+from colocate.features.recordings.digests import Digest, first_difference
+from colocate.features.recordings.documents import Document, RankCall, RankCalls
+from colocate.features.recordings.files import RoleFolder, RowOrder, as_ended
+from colocate.features.recordings.messages import Played
+from colocate.features.recordings.playing import find_for, recorded_value
+from colocate.features.recordings.values import Find
+
+
+class CannotJoin(Exception):
+    """What the caller gets of a call isn't known, or is no matter of the call alone; says why."""
+
+
+@attrs.frozen
+class Whole:
+    """A call on all of its ranks.
+
+    Attributes:
+        parts: What each rank gave, by rank.
+        world_size: How many ranks the role has.
+        meshes: Theirs.
+        partition: Which rows each rank had, where these were chosen.
+        spec: The method.
+        find: Finds the classes of values.
+    """
+
+    parts: Mapping[int, RankCall]
+    world_size: int
+    meshes: Mapping[str, Mesh]
+    partition: Sequence[Sequence[int]] | None
+    spec: MethodSpec
+    find: Find
+
+    @property
+    def raised(self) -> Document | None:
+        """Return the first error, which is the caller's."""
+        raised = [part.raised for part in self.parts.values()]
+        return min(filter(None, raised), key=_ended, default=None)
+
+    @property
+    def error(self) -> Any:
+        """Return class and text of that."""
+        return Raised("none") if self.raised is None else recorded_value(self.raised, self.find)
+
+    @property
+    def is_usual(self) -> bool:
+        """Whether it went to the ranks to which calls of its method go that name none."""
+        targets = self.spec.dispatch.targets(Ranks(self.world_size, self.meshes))
+        return self.parts.keys() == {*(range(self.world_size) if targets is None else targets)}
+
+    @property
+    def ranks(self) -> Ranks:
+        """Return its ranks as a collect sees them."""
+        rows, padded = self._counts("valid"), self._counts("padded")
+        if len(self.parts) == self.world_size:
+            return Ranks(self.world_size, self.meshes, rows, padded, partition=self.partition)
+        return Ranks(self.world_size, self.meshes, rows, padded, sorted(self.parts))
+
+    def _counts(self, name: str) -> Sequence[int | None] | None:
+        counts = [self.parts[rank].about.get(name) for rank in sorted(self.parts)]
+        return counts if any(each is not None for each in counts) else None
+
+    def arguments(self) -> tuple[Digest, Sequence[str]]:
+        """Return what is remembered of the arguments that are the same on all ranks, and which others there are."""
+        dispatch = self.spec.dispatch
+        digest: Digest = next(part for part in self.parts.values() if part.end is not None).about["digest"]
+        split: Sequence[str] = () if isinstance(dispatch, Broadcast | OnRank) else [*digest]
+        if isinstance(dispatch, Scatter | PerRank):
+            split = [name for name in digest if name in dispatch.parameters]
+        return {name: each for name, each in digest.items() if name not in split}, split
+
+    def results(self, sources: Sequence[int]) -> Mapping[int, Any]:
+        """Return what some ranks gave.
+
+        Raises:
+            CannotJoin: It wasn't recorded.
+        """
+        found = {}
+        for rank in sources:
+            end = self.parts[rank].end
+            assert end is not None
+            if "missing" in end.about:
+                raise CannotJoin(f"what rank {rank} gave wasn't recorded: {end.about['missing']}")
+            found[rank] = recorded_value(end, self.find)
+        return found
+
+    def value(self) -> Any:
+        """Return what the caller gets."""
+        ranks, collect = self.ranks, self.spec.collect
+        results = self.results(collect.sources(ranks))
+        return collect.join([results.get(rank) for rank in sorted(self.parts)], ranks)
+
+    def rows(self) -> dict[int, Document]:
+        """Return what came of each row, by its index in what the caller gave."""
+        if self.spec.rows is not None:
+            ended = sorted((row for part in self.parts.values() for row in part.rows), key=_ended)
+            return {row.about["row"]: row for row in ended}  # one that was tried again has ended last
+        ranks = self.ranks
+        sources = self.spec.collect.sources(ranks)
+        own: Sequence[Sequence[int]]
+        if ranks.partition is not None:
+            own = ranks.pick(ranks.partition, sources)
+        else:
+            ends = accumulate([count or 0 for count in ranks.pick(ranks.rows or (), sources)], initial=0)
+            own = [range(*each) for each in pairwise(ends)]
+        return {
+            numbers[row.about["row"]]: row
+            for rank, numbers in zip(sources, own, strict=True)
+            for row in self.parts[rank].rows
+        }
+
+
+class Joining:
+    """The calls of a role, which are compared with those that another number of ranks gave.
+
+    Attributes:
+        methods: What came of it, by method; for its thread alone.
+    """
+
+    def __init__(self, role: RoleInfo, played: Played, tell: Callable[[str], object]) -> None:
+        self._role, self._played, self._tell = role, played, tell
+        self._folder = RoleFolder.read(Path(played.folder))
+        self._meshes = {name: Mesh(shape) for name, shape in self._folder.meshes.items()}
+        self._find = find_for(role.cls, role.methods)
+        self._told: dict[int, list[tuple[int, Any]]] = {}  # rank and document, by call
+        self._thread = JobThread(f"colocate-comparison-{role.name}", lambda error: report_exception())
+        self._is_told = False
+        self.methods: dict[str, Compared] = {}
+        self._begin()
+
+    def begin_anew(self) -> None:
+        """Hear that the role goes on from a checkpoint, or as it was constructed: calls may come again."""
+        self._thread.soon(self._begin)
+
+    def _begin(self) -> None:
+        self._recorded = [RankCalls(self._folder.path, rank) for rank in range(self._folder.ranks)]
+        self._partitions = RowOrder.read(self._folder.path, "partition")
+        self._skipped: dict[str, int] = {}
+        for calls in self._recorded if self._played.after else ():
+            for method, count in calls.skip(self._played.after)[0].items():
+                self._skipped[method] = max(count, self._skipped.get(method, 0))
+
+    def heard(self, call: PendingCall, rank: int, document: Any) -> None:
+        """Take what a rank gave in a call that goes on. The order's lock is held."""
+        if call.seq not in self._told:
+            if call.done():  # it has failed on another rank
+                return
+            self._told[call.seq] = []
+            call._then(self._over)
+        self._told[call.seq].append((rank, document))
+
+    def table(self) -> dict[str, Compared]:
+        """Return what came of calls that have ended, by method."""
+        self._thread.run(lambda: None)
+        return self.methods
+
+    def close(self) -> None:
+        """Compare no more."""
+        self._thread.close()
+
+    def _over(self, call: PendingCall) -> None:
+        self._thread.soon(partial(self._look, call, self._told.pop(call.seq)))
+
+    # -- on its thread
+
+    def _look(self, call: PendingCall, told: Sequence[tuple[int, Any]]) -> None:
+        assert call.link is not None
+        assert call.spec is not None
+        parts: dict[int, RankCall] = {}
+        for rank, body in told:
+            document = Document.heard(call.link.unpack(body))
+            parts.setdefault(rank, RankCall.of(document.about)).add(document)
+        compared = self.methods.setdefault(call.method, Compared())
+        compared.calls += 1
+        number = next(iter(parts.values())).number
+        label = f"{self._role.name}.{call.method}, call {number}"
+        ranks = self._role.ranks
+        now = Whole(parts, ranks.world_size, ranks.meshes, call.partition, call.spec, self._find)
+        try:
+            self._compare(compared, label, self._before(call, number, now), now)
+        except Exception as error:  # of a collect, or a class, of users', among others
+            why = str(error) if isinstance(error, CannotJoin) else f"it can't be joined: {error_text(error)}"
+            self._differs(compared.lack(label, why))
+
+    def _before(self, call: PendingCall, number: int, now: Whole) -> Whole:
+        """Return a call as it was recorded.
+
+        Raises:
+            CannotJoin: It wasn't, or one of the two isn't whole.
+        """
+        number += self._skipped.get(call.method, 0)
+        parts: dict[int, RankCall] = {}
+        for rank, calls in enumerate(self._recorded):
+            if calls.get(call.method, number) is not None:
+                parts[rank] = calls.found.pop((call.method, number))
+        seqs = {part.about["seq"] for part in parts.values()}
+        if len(seqs) > 1 or len({part.number for part in now.parts.values()}) > 1:
+            raise CannotJoin("calls of its method went to different ranks: which one it was isn't known")
+        partition = self._partitions.get(next(iter(seqs), -1))
+        before = Whole(parts, self._folder.ranks, self._meshes, partition, now.spec, self._find)
+        is_there = parts and (before.is_usual or not now.is_usual)
+        if before.raised is None and not is_there:
+            some = f" on all ranks, of {self._folder.ranks}" if parts else ""
+            raise CannotJoin(f"it wasn't recorded{some}{as_ended(self._folder.path)}")
+        ends = [part.end for part in now.parts.values()]
+        has_ended = len(ends) == len(call.targets) and None not in ends
+        if now.raised is None and not has_ended:
+            raise CannotJoin("it has ended before all ranks gave what they give")
+        return before
+
+    def _compare(self, compared: Compared, label: str, before: Whole, now: Whole) -> None:
+        (arguments, split), (was, _) = now.arguments(), before.arguments()
+        where = first_difference(was, arguments)
+        compared.arguments += where is not None
+        cause = cause_of(where, f", but for what is split, and isn't compared: {', '.join(split)}" if split else "")
+        difference = Difference(self._played.tolerance)
+        if before.raised is not None or now.raised is not None:
+            difference.add(before.error, now.error, " (the error)")
+        elif now.spec.feature == "rows":
+            self._compare_rows(compared, label, before.rows(), now.rows(), cause)
+            return
+        elif isinstance(now.spec.collect, Gather):
+            self._compare_items(difference, before, now)
+        else:
+            difference.add(before.value(), now.value())
+        self._differs(compared.add(difference, label, cause))
+
+    def _compare_items(self, difference: Difference, before: Whole, now: Whole) -> None:
+        was, has = ([*each.results(sorted(each.parts)).values()] for each in (before, now))
+        among = Difference(self._played.tolerance)
+        for each in was[1:]:
+            among.add(was[0], each)
+        if among.first is not None:
+            raise CannotJoin(
+                f"{now.spec.name} is collected with {now.spec.collect!r}: that has an item for each rank, which differ "
+                f"in the recording, of {len(was)} ranks, and here are {len(has)}"
+            )
+        for index, each in enumerate(has):
+            difference.add(was[0], each, f"[{index}]")
+
+    def _compare_rows(
+        self, compared: Compared, label: str, was: Mapping[int, Document], has: Mapping[int, Document], cause: str
+    ) -> None:
+        for index in sorted({*was, *has}):
+            row, one, other = f"{label}, row {index}", was.get(index), has.get(index)
+            if one is None:
+                self._differs(compared.lack(row, "it wasn't recorded"))
+                continue
+            if other is None:
+                self._differs(compared.lack(row, "it was recorded, and hasn't ended here"))
+                continue
+            if other.about["digest"]:
+                where = first_difference(one.about["digest"], other.about["digest"])
+                compared.arguments += where is not None
+                cause = cause_of(where)
+            difference = Difference(self._played.tolerance)
+            difference.add(self._row(one), self._row(other))
+            self._differs(compared.add(difference, row, cause))
+
+    def _row(self, row: Document) -> Any:
+        value = recorded_value(row, self._find)
+        return value if row.about["digest"] or "error" in row.about else value[1]  # of a method that yields
+
+    def _differs(self, words: str | None) -> None:
+        if words is not None and not self._is_told:
+            self._is_told = True
+            self._tell(f"role {self._role.name!r}: differs from {self._played.folder}: {words}")
+
+
+def _ended(row: Document) -> float:
+    ended: float = row.about["ended"]
+    return ended

@@ -1,0 +1,117 @@
+"""Taps that make documents of what a role gives: for the recording's files, or for the driver, who compares."""
+
+from __future__ import annotations
+
+import abc
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from colocate._system.jobs import message_of
+from colocate._system.tracebacks import told
+from colocate.features.recordings.digests import Digest
+from colocate.features.recordings.files import Writer
+from colocate.features.recordings.messages import Gave
+from colocate.features.recordings.taps import Seen, Tap
+from colocate.features.recordings.values import NotRecorded, packed
+from colocate.worker.context import WorkerContext
+
+
+class DocumentTap(Tap):
+    """Makes documents of what a role gives on a rank."""
+
+    def __init__(self, tell: Callable[[str], object]) -> None:
+        self._tell = tell
+        self._told: set[str] = set()
+
+    def _is_over(self) -> bool:
+        """Whether nobody takes any more."""
+        return False
+
+    @abc.abstractmethod
+    def _take(self, seen: Seen, pieces: Sequence[Any], length: int) -> None:
+        """Take one."""
+
+    def gave(self, seen: Seen, value: Any) -> None:
+        """Write what a call gave, as it is now."""
+        self._add(seen, value)
+
+    def gave_row(self, seen: Seen, row: int, value: Any, digest: Digest) -> None:
+        """Write a row."""
+        self._add(seen, value, row=row, digest=digest)
+
+    def raised(self, seen: Seen, error: BaseException, row: int | None = None, digest: Digest | None = None) -> None:
+        """Write an error: its class, its text, and its traceback as text."""
+        kind = type(error)
+        failed = {"class": f"{kind.__module__}:{kind.__qualname__}", "text": message_of(error), "trace": told(error)}
+        what: dict[str, Any] = {"error": failed} if row is None else {"error": failed, "row": row, "digest": digest}
+        try:
+            self._add(seen, (error.args, getattr(error, "__dict__", {})), strict=True, **what)
+        except NotRecorded:
+            self._add(seen, ((failed["text"],), {}), **what)
+
+    def over(self, seen: Seen) -> None:
+        """Write how many rows there were."""
+        self._add(seen, None, rows=seen.rows, **({"cut": True} if seen.cut else {}))
+
+    def _add(self, seen: Seen, value: Any, strict: bool = False, **more: Any) -> None:
+        if self._is_over():
+            return
+        about = {"method": seen.method, "call": seen.number, "place": seen.place, "seq": seen.seq}
+        about |= {"begun": round(seen.begun, 6), "ended": round(time.time(), 6)}
+        if "row" not in more:
+            about["digest"] = seen.digest
+            about |= seen.had
+            about |= {"drew": seen.drew} if seen.drew else {}
+        about |= more
+        if seen.defaults is not None and "row" not in more:
+            about["defaults"], value = True, (value, seen.defaults)
+        try:
+            pieces, length = packed(value, about)
+        except NotRecorded as error:
+            if strict:
+                raise
+            if seen.method not in self._told:
+                self._told.add(seen.method)
+                self._tell(f"what {seen.method} gives isn't recorded: {error}")
+            pieces, length = packed(None, {**about, "missing": str(error)})
+        self._take(seen, pieces, length)
+
+
+class RecordingTap(DocumentTap):
+    """Writes what a role gives on a rank.
+
+    Attributes:
+        folder: The role's, in the recording.
+        has_begun: Whether there is something.
+    """
+
+    def __init__(self, folder: str, rank: int, limit: int | None, tell: Callable[[str], object]) -> None:
+        super().__init__(tell)
+        self.folder = Path(folder)
+        self._writer = Writer(self.folder, rank, limit, tell)
+        self.has_begun = False
+
+    def close(self, within_s: float | None = None) -> None:
+        """Write what is left."""
+        self._writer.close(within_s)
+
+    def _is_over(self) -> bool:
+        return self._writer.ended
+
+    def _take(self, seen: Seen, pieces: Sequence[Any], length: int) -> None:
+        self.has_begun = True
+        self._writer.add(pieces, length)
+
+
+class TellingTap(DocumentTap):
+    """Tells the driver what a role gives on a rank."""
+
+    def __init__(self, context: WorkerContext, tell: Callable[[str], object]) -> None:
+        super().__init__(tell)
+        self._context = context
+
+    def _take(self, seen: Seen, pieces: Sequence[Any], length: int) -> None:
+        body = self._context.packed(b"".join(pieces), seen.method)
+        self._context.say_result(Gave(seen.seq), body, seen.method)
