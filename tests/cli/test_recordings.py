@@ -17,7 +17,7 @@ def words(colocate: CommandLine) -> CommandLine:
     """A folder with the example, of which `runs/words` has the guesser's and the judge's calls."""
     for name in ("words.py", "words.yaml"):
         shutil.copy(ROOT / "docs" / "examples" / name, colocate.folder)
-    done = colocate("run", "words.yaml", "--record", "guesser,judge", *SECRET)
+    done = colocate("run", "words.yaml", "--record", "guesser", "--record", "judge", *SECRET)
     assert (done.returncode, done.stderr) == (0, "")
     return colocate
 

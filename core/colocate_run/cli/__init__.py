@@ -122,7 +122,8 @@ def run(
         typer.Option("--debug", help="Stop where a role raises, in a debugger; on worker processes only."),
     ] = False,
     record: Annotated[
-        str | None, typer.Option("--record", metavar="ROLE[,ROLE]", help="Keep what the calls of these roles give.")
+        list[str] | None,
+        typer.Option("--record", metavar="ROLE[,ROLE]", help="Keep what the calls of these roles give."),
     ] = None,
     record_limit: Annotated[
         str | None, typer.Option("--record-limit", metavar="SIZE", help="How much of it at most, as 20GiB.")
@@ -150,7 +151,7 @@ def run(
     """Run the job of a config."""
     from colocate_run.cli.run import recording_changes, run_job
 
-    options = record, record_limit, replay or [], replay_from, replay_loose, compare or [], tolerance
+    options = record or [], record_limit, replay or [], replay_from, replay_loose, compare or [], tolerance
     how: Literal[False, True, "auto"] = False if resume is None else True if resume is Resume.last else "auto"
     changes = [*(changes or []), *(["executor.with.debug=true"] if debug else []), *recording_changes(*options)]
     may = not no_import

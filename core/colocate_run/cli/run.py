@@ -96,7 +96,7 @@ def _run(
 
 
 def recording_changes(
-    record: str | None,
+    record: Sequence[str],
     limit: str | None,
     replay: Sequence[str],
     step: int | None,
@@ -106,7 +106,7 @@ def recording_changes(
 ) -> list[str]:
     """Return what options of recordings change in the config, as `--set` has it."""
     given: dict[str, Any] = {
-        "record": None if record is None else [each.strip() for each in record.split(",")],
+        "record": [each.strip() for given in record for each in given.split(",")] or None,
         "record_limit": limit,
         "replay": _roles_and_runs("--replay", replay) or None,
         "replay_from": step,
