@@ -76,7 +76,7 @@ class RecordedRoles:
         record: Those that are recorded, by group and name.
         limit: How much of that is written at most.
         compare: The folders of runs with which others are compared.
-        differs: Whether one gave something else in the end.
+        differs: Whether one gave something else in the end, or wasn't called.
     """
 
     record: tuple[tuple[str, str], ...] = ()
@@ -114,7 +114,8 @@ class RecordedRoles:
             run._tables[f"{role} compared with {before}"] = [{**row, **_rounded(row)} for row in shown]
         if whole:
             folder.write("comparison.json", json.dumps(whole, indent=2))
-            self.differs = any(row["differ"] or row["missing"] for rows in whole.values() for row in rows)
+            differs = any(row["differ"] or row["missing"] for rows in whole.values() for row in rows)
+            self.differs = differs or not all(any(row["calls"] for row in rows) for rows in whole.values())
 
 
 def _rounded(row: Mapping[str, Any]) -> dict[str, str]:

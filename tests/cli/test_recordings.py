@@ -67,13 +67,15 @@ def test_a_run_that_differs(words: CommandLine) -> None:
     assert "its arguments were the same" in done.stderr
     assert "judge compared with runs/words" in done.stdout
     (score,) = json.loads((words.folder / "runs" / "words-4" / "comparison.json").read_text())["players.judge"]
-    assert (score["calls"], score["arguments"], score["missing"]) == (4, 0, 0)
+    assert (score["calls"], score["arguments"], score["missing"], score["left"]) == (4, 0, 0, 8)
     assert score["differ"] > 0
 
 
 def test_a_run_that_is_the_same(words: CommandLine) -> None:
     done = words("run", "words.yaml", "--compare", "judge=runs/words", "--compare", "guesser=runs/words", *SECRET)
     assert (done.returncode, done.stderr) == (0, "")
+    done = words("run", "words.yaml", "--compare", "judge=runs/words", *SECRET, "--set", "job.with.steps=0")
+    assert done.returncode == 1, "it hasn't called the judge"
 
 
 @pytest.mark.parametrize("slots", ["1", "4"])

@@ -81,6 +81,16 @@ class NoBaseline(GroupActor):
         return scores
 
 
+class LostRow(GroupActor):
+    """The last response of each rank counts for nothing: no token of it is learned from."""
+
+    @method(dispatch=Scatter("problems", "responses"), collect=Concat(), awake=())
+    def read(self, problems: Problems, responses: Sequence[Any], max_new_tokens: int) -> Rollout:
+        rollout = super().read(problems, responses, max_new_tokens)
+        rollout["mask"][-1] = False
+        return rollout
+
+
 class MixedRows(EngineRole):
     """What is sampled for one prompt goes to another one."""
 

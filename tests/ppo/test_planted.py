@@ -1,4 +1,4 @@
-"""A run that learns nothing has one of twelve faults: a comparison, a check or a replay tells it, at the right call."""
+"""A run that learns nothing has one of thirteen faults: a comparison, a check or a replay tells it, at its call."""
 
 from __future__ import annotations
 
@@ -39,15 +39,17 @@ def right(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+REWARD, ACTOR = "groups.policy.roles.reward=tests.ppo.planted", "groups.policy.roles.actor"
 COMPARED: list[tuple[str, list[str], str]] = [
-    ("a wrong sign", ["groups.policy.roles.reward=tests.ppo.planted:WrongSign"], "reward.score, call "),
-    ("shuffled labels", ["groups.policy.roles.reward=tests.ppo.planted:ShuffledLabels"], "reward.score, call "),
-    ("padding", with_role("actor", "PadsLeft"), "actor.read, call "),
-    ("dropout left on", with_role("actor", "Dropout"), "actor.log_probs, call "),
-    ("another temperature", with_role("actor", "NoTemperature"), "actor.log_probs, call "),
-    ("no baseline", with_role("actor", "NoBaseline"), "actor.advantages, call "),
-    ("a learning rate", ["groups.policy.roles.actor.with.lr=1e-2"], "actor.learn, call "),
-    ("mixed rows", with_role("rollout", "MixedRows"), "rollout.generate, call "),
+    ("a wrong sign", [f"{REWARD}:WrongSign"], "reward.score, call 2"),  # until then all answers have scored nothing
+    ("shuffled labels", [f"{REWARD}:ShuffledLabels"], "reward.score, call 2"),
+    ("a lost row", with_role("actor", "LostRow"), "actor.read, call 0"),
+    ("padding", with_role("actor", "PadsLeft"), "actor.read, call 0"),
+    ("dropout left on", with_role("actor", "Dropout"), "actor.log_probs, call 0"),
+    ("another temperature", with_role("actor", "NoTemperature"), "actor.log_probs, call 0"),
+    ("no baseline", with_role("actor", "NoBaseline"), "actor.advantages, call 1"),
+    ("a learning rate", [f"{ACTOR}.with.lr=1e-2"], "actor.learn, call 1"),
+    ("mixed rows", with_role("rollout", "MixedRows"), "rollout.generate, call 0, row 1"),
 ]
 
 
@@ -62,7 +64,7 @@ def test_compared(
     monkeypatch.chdir(right)
     run("wrong", [*COMPARE, *changes])
     told = [each.getMessage() for each in caplog.records if "differs from" in each.getMessage()]
-    assert call in told[0], told[0]
+    assert f"{call}: " in told[0], told[0]
     assert "its arguments were the same" in told[0]
 
 
@@ -74,20 +76,22 @@ def test_without_a_fault(right: Path, monkeypatch: pytest.MonkeyPatch, caplog: p
 
 
 CHECKED = [
-    ("StaleWeights", "embed_tokens"),
-    ("OneRanksShard", "up_proj"),
-    ("Swapped", "q_proj"),
+    ("StaleWeights", "embed_tokens", 3),  # nothing is learned in the first step, as all score the same
+    ("OneRanksShard", "up_proj", 1),
+    ("Swapped", "q_proj", 1),
 ]
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("name", "words"), CHECKED)
-def test_checked(right: Path, monkeypatch: pytest.MonkeyPatch, name: str, words: str) -> None:
-    """Of weights the sync tells it at which they went wrong."""
+@pytest.mark.parametrize(("name", "words", "lines"), CHECKED)
+def test_checked(right: Path, monkeypatch: pytest.MonkeyPatch, name: str, words: str, lines: int) -> None:
+    """Of weights the sync tells it at which they went wrong, after so many lines of metrics."""
     monkeypatch.chdir(right)
     with pytest.raises(WeightsDifferError) as caught:
         run("wrong", [*with_role("rollout", name), "+job.with.check_weights=1"])
     assert words in str(caught.value)
+    last = max((right / "runs").glob("wrong*"), key=lambda folder: folder.stat().st_ctime)
+    assert len((last / "metrics.jsonl").read_text().splitlines()) == lines
 
 
 @pytest.mark.long

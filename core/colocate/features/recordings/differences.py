@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import Counter, deque
+from collections.abc import Iterable
 from typing import Any, cast
 
 import attrs
@@ -161,6 +162,7 @@ class Compared:
     relative: float = 0.0
     arguments: int = 0
     missing: int = 0
+    left: int = 0
     first: str | None = None
 
     def add(self, difference: Difference, label: str, cause: str) -> str | None:
@@ -185,6 +187,14 @@ class Compared:
     def _told(self, words: str) -> str:
         self.first = self.first or words
         return words
+
+
+def with_left(methods: dict[str, Compared], calls: Iterable[tuple[str, int]]) -> dict[str, Compared]:
+    """Return what came of methods, with the calls that were recorded and haven't come."""
+    counts = Counter(method for method, _ in calls)
+    for method in (*methods, *counts):
+        methods.setdefault(method, Compared()).left = counts[method]
+    return methods
 
 
 def cause_of(where: str | None, besides: str = "") -> str:

@@ -318,6 +318,7 @@ class ComparedMethod:
         relative: The largest one relative to what was recorded.
         arguments: How many calls, or rows, had other arguments.
         missing: How many weren't recorded, or can't be compared over another number of ranks.
+        left: How many calls were recorded, and haven't come.
         first: The first difference, or why one can't be compared, in words; None where there is none.
     """
 
@@ -330,6 +331,7 @@ class ComparedMethod:
     relative: float
     arguments: int
     missing: int
+    left: int
     first: str | None
 
 
@@ -361,6 +363,6 @@ def comparison(view: Any) -> list[ComparedMethod]:
 def _joined(method: str, ranks: Sequence[Compared]) -> ComparedMethod:
     sums = {name: sum(getattr(each, name) for each in ranks) for name in ("calls", "differ", "numbers", "different")}
     most = {name: max(getattr(each, name) for each in ranks) for name in ("absolute", "relative")}
-    more = {name: sum(getattr(each, name) for each in ranks) for name in ("arguments", "missing")}
+    more = {name: sum(getattr(each, name) for each in ranks) for name in ("arguments", "missing", "left")}
     first = next((each.first for each in ranks if each.first), None)
     return ComparedMethod(method, **sums, **most, **more, first=first)

@@ -20,7 +20,7 @@ from colocate._system.jobs import JobThread, error_text, report_exception
 from colocate._values.collect import Gather
 from colocate._values.dispatch import Broadcast, OnRank, PerRank, Scatter
 from colocate._values.mesh import Mesh, Ranks
-from colocate.features.recordings.differences import Compared, Difference, Raised, cause_of
+from colocate.features.recordings.differences import Compared, Difference, Raised, cause_of, with_left
 from colocate.features.recordings.digests import Digest, first_difference
 from colocate.features.recordings.documents import Document, RankCall, RankCalls
 from colocate.features.recordings.files import RoleFolder, RowOrder, as_ended
@@ -173,7 +173,7 @@ class Joining:
 
     def table(self) -> dict[str, Compared]:
         """Return what came of calls that have ended, by method."""
-        self._thread.run(lambda: None)
+        self._thread.run(self._count_left)
         return self.methods
 
     def close(self) -> None:
@@ -185,6 +185,11 @@ class Joining:
 
     # -- on its thread
 
+    def _count_left(self) -> None:
+        """Count the recorded calls that haven't come."""
+        left = {key for calls in self._recorded for key, call in calls.all().items() if call.end is not None}
+        with_left(self.methods, left)
+
     def _look(self, call: PendingCall, told: Sequence[tuple[int, Any]]) -> None:
         assert call.link is not None
         assert call.spec is not None
@@ -194,7 +199,7 @@ class Joining:
             parts.setdefault(rank, RankCall.of(document.about)).add(document)
         compared = self.methods.setdefault(call.method, Compared())
         compared.calls += 1
-        number = next(iter(parts.values())).number
+        number = next(iter(parts.values())).number + self._skipped.get(call.method, 0)
         label = f"{self._role.name}.{call.method}, call {number}"
         ranks = self._role.ranks
         now = Whole(parts, ranks.world_size, ranks.meshes, call.partition, call.spec, self._find)
@@ -210,7 +215,6 @@ class Joining:
         Raises:
             CannotJoin: It wasn't, or one of the two isn't whole.
         """
-        number += self._skipped.get(call.method, 0)
         parts: dict[int, RankCall] = {}
         for rank, calls in enumerate(self._recorded):
             if calls.get(call.method, number) is not None:

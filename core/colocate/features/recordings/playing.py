@@ -12,7 +12,7 @@ from colocate._protocol.consequence import Poisoned
 from colocate._role.context import running_call
 from colocate._system.limits import CAUSE_WITHIN_S
 from colocate.errors import ReplayError
-from colocate.features.recordings.differences import Compared, Difference, Raised, cause_of
+from colocate.features.recordings.differences import Compared, Difference, Raised, cause_of, with_left
 from colocate.features.recordings.digests import Digest, first_difference
 from colocate.features.recordings.documents import Document, RankCall, RankCalls, in_order
 from colocate.features.recordings.files import RowOrder, as_ended
@@ -86,6 +86,10 @@ class Found:
                 return True
         return False
 
+    def label(self, seen: Seen) -> str:
+        """Return what a call is called."""
+        return f"{self.role.name}.{seen.method}, call {seen.number + self.skipped.get(seen.method, 0)}"
+
     def counted(self, method: str) -> int:
         """Return how many calls of a method there were so far, with those that were withdrawn, and left out."""
         return self.counts(method) + self.skipped.get(method, 0)
@@ -136,7 +140,7 @@ class Replaying(Player):
         call = self._found.call(seen)
         if call is None:
             self._missing(seen)
-        label = self._label(seen)
+        label = self._found.label(seen)
         if (other := self._passed_over(call)) is not None:
             self._differs(seen, "order", f"{label} comes where {other.method}, call {other.number}, was recorded")
         self._found.places = call.place + 1
@@ -162,10 +166,10 @@ class Replaying(Player):
         state: Any = running_call.get()
         if not rows.get(row):
             state.turn = _AFTER_ALL + row  # who reads no further than the recorded run never sees it
-            raise ReplayError(f"{self._label(seen)}: row {row} wasn't recorded")
+            raise ReplayError(f"{self._found.label(seen)}: row {row} wasn't recorded")
         state.turn, document = rows[row].pop(0) if len(rows[row]) > 1 else rows[row][0]  # it was tried again
         if (where := first_difference(document.about["digest"], digest)) is not None:
-            self._differs(seen, "arguments", f"{self._label(seen)}, row {row}: argument {where}")
+            self._differs(seen, "arguments", f"{self._found.label(seen)}, row {row}: argument {where}")
         return self._found.value(document)
 
     def rows(self, seen: Seen) -> Iterator[Any]:
@@ -183,7 +187,7 @@ class Replaying(Player):
         if "error" in call.end.about:
             self._found.value(call.end)
         if call.end.about.get("cut"):
-            raise ReplayError(f"{self._label(seen)}: its rows were read no further when it was recorded")
+            raise ReplayError(f"{self._found.label(seen)}: its rows were read no further when it was recorded")
 
     def over(self, seen: Seen) -> None:
         """Forget a call that is over."""
@@ -231,7 +235,7 @@ class Replaying(Player):
         if self._found.has_failed(seen):
             # Another rank raises as it did. Told before, this would be the call's end there, too, before it has begun.
             self._found.context.store.wait_for(self._is_over, CAUSE_WITHIN_S)
-            raise Poisoned(f"{self._label(seen)} failed on another rank before it had begun here, when recorded")
+            raise Poisoned(f"{self._found.label(seen)} failed on another rank before it had begun here, when recorded")
         counts: dict[str, int] = {}
         for method, _ in self._found.of(self._found.role.ctx.rank).all():
             counts[method] = counts.get(method, 0) + 1
@@ -240,20 +244,26 @@ class Replaying(Player):
             has = ", ".join(f"{name} ({count})" for name, count in counts.items()) or "nothing"
             words = f"{self._found.role.name}.{seen.method} wasn't recorded in {where}: it has {has}"
         else:
-            words = f"{self._label(seen)} wasn't recorded in {where}: it ends with call {number - 1} of that method"
+            label = self._found.label(seen)
+            words = f"{label} wasn't recorded in {where}: it ends with call {number - 1} of that method"
         raise ReplayError(f"{words}{as_ended(Path(where))}")
-
-    def _label(self, seen: Seen) -> str:
-        return f"{self._found.role.name}.{seen.method}, call {seen.number + self._found.skipped.get(seen.method, 0)}"
 
 
 class Comparing(Tap):
-    """Compares what a role gives with what was recorded on the same rank."""
+    """Compares what a role gives with what was recorded on the same rank.
+
+    Attributes:
+        methods: What came of it so far, by method.
+    """
 
     def __init__(self, found: Found) -> None:
         self._found = found
         self.methods: dict[str, Compared] = {}
         self._is_told = False
+
+    def table(self) -> dict[str, Compared]:
+        """Return what came of it, with what hasn't come."""
+        return with_left(self.methods, (key for key, call in self._found.own.all().items() if call.end is not None))
 
     def gave(self, seen: Seen, value: Any) -> None:
         """Compare a call's value."""
@@ -283,7 +293,7 @@ class Comparing(Tap):
         call = self._found.call(seen)
         document = None if call is None else call.end if row is None else self._row(call, row)
         compared.calls += row is None
-        label = f"{self._found.role.name}.{seen.method}, call {seen.number}" + ("" if row is None else f", row {row}")
+        label = self._found.label(seen) + ("" if row is None else f", row {row}")
         if call is None and self._found.has_failed(seen):
             return
         if document is None or "missing" in document.about:
@@ -294,9 +304,9 @@ class Comparing(Tap):
         compared.arguments += where is not None
         difference = Difference(self._found.played.tolerance)
         if row is None and "rows" in document.about:
-            if self._found.role.methods[seen.method].rows is not None:
-                return  # the driver gives a rank as many as it has time for: each one is compared, wherever it ended
-            difference.add(document.about["rows"], seen.rows, " (the number of its rows)")
+            # Of rows that the driver gives a rank has as many as it has time for: those of all ranks are counted.
+            name = "rows" if self._found.role.methods[seen.method].rows is None else "valid"
+            difference.add(document.about[name], {"rows": seen.rows, **seen.had}[name], " (the number of its rows)")
         else:
             difference.add(recorded_value(document, self._found.find), _told(value))
         cause = cause_of(where)

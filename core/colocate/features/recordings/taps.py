@@ -180,7 +180,10 @@ class Tapped:
         known = self._under_way.get(work.seq)  # it was put back
         place = self._places if known is None else known.place
         self._places += known is None
-        seen = Seen(method, count - self.before.get(method, 0), place, work.seq, digest_of(arguments), time.time())
+        digest = digest_of(arguments)
+        if spec.rows is not None:  # they come one by one, to any rank: each has a digest of its own
+            digest = {**digest, spec.rows: [["", f"{work.valid_rows} rows"]]}
+        seen = Seen(method, count - self.before.get(method, 0), place, work.seq, digest, time.time())
         had = {"valid": work.valid_rows, "padded": work.rows}
         seen.had = {name: count for name, count in had.items() if count is not None}
         if self._context.in_process and not spec.is_async:

@@ -72,7 +72,8 @@ class RecordingsOfWorker(OfWorker):
         name = str(role.name)
         if name not in self._played:
             return None
-        compared = self.compared_here(name) or {}
+        found = self._comparing(name)
+        compared = {} if found is None else found.methods
         return json.dumps(
             {
                 "life": self._played[name][0].life,
@@ -97,9 +98,8 @@ class RecordingsOfWorker(OfWorker):
         if name not in self._played or saved.get("life") != self._played[name][0].life:
             return
         tapped.before = saved["before"]
-        if (compared := self.compared_here(name)) is not None:
-            for called, each in saved["compared"].items():
-                compared[called] = Compared(**each)
+        if (found := self._comparing(name)) is not None:
+            found.methods |= {called: Compared(**each) for called, each in saved["compared"].items()}
 
     # -- calls
 
@@ -140,12 +140,12 @@ class RecordingsOfWorker(OfWorker):
     @method(collect=Gather())
     def compared(self, role: str) -> dict[str, Compared] | None:
         """Return what came of comparing a role, by method; None where it isn't, or on other slots."""
-        return self.compared_here(role)
+        found = self._comparing(role)
+        return None if found is None else found.table()
 
-    def compared_here(self, role: str) -> dict[str, Compared] | None:
-        """Return the same, within this worker."""
-        found = [tap for tap in (self._tapped[role].taps if role in self._tapped else ()) if isinstance(tap, Comparing)]
-        return found[0].methods if found else None
+    def _comparing(self, role: str) -> Comparing | None:
+        taps = self._tapped[role].taps if role in self._tapped else ()
+        return next((tap for tap in taps if isinstance(tap, Comparing)), None)
 
     def _finished(self, work: Work, role: RoleInstance) -> Mapping[str, Any] | None:
         """Have the driver note which rows ranks had, where it may have chosen them."""

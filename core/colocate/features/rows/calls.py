@@ -528,6 +528,7 @@ class Asked:
             ahead = _OUT * spec.concurrency * len(targets) if is_ahead else None
             flow = Flow(rows, targets, spec.concurrency, ahead, self.keys, self.tries)
             call = GivenRows(*where, self.count, flow=flow, bodies=self.bodies)
+            planned = attrs.evolve(planned, valid=[len(rows)] * len(targets))  # which of them a rank gets isn't known
         else:
             places: dict[int, Sequence[int]] = {}
             self.count = 0

@@ -459,7 +459,37 @@ class Comparisons(ExecutorCase):
         group = spawn({"player": colocate.role(Player).on(compare=tmp_path / "rows")}, name="group")
         play(group, next(row for row in range(16) if ranks[row] != ranks[0]))
         (table,) = colocate.comparison(group["player"])
-        assert (table.calls, table.numbers, table.differ) == (2, 20, 0)
+        assert (table.calls, table.numbers, table.differ) == (2, 2 + 20, 0)
+
+    @needs_feature("rows")
+    @pytest.mark.parametrize("count", [3, 5])
+    def test_a_row_less_or_more(
+        self, spawn: Spawn, tmp_path: Path, caplog: pytest.LogCaptureFixture, count: int
+    ) -> None:
+        """A row that the driver has lost, or has twice, is a difference of the call, though each row gives the same."""
+        group = spawn({"player": colocate.role(Player)}, name="group")
+        with group.owner.owner.record(group["player"], tmp_path / "rows"):
+            group.role("player", Player).play([1, 1, 1, 1])
+        group.owner.close()
+        group = spawn({"player": colocate.role(Player).on(compare=tmp_path / "rows")}, name="group")
+        group.role("player", Player).play([1] * count)
+        (table,) = colocate.comparison(group["player"])
+        assert (table.calls, table.differ, table.arguments, table.missing) == (2, 2, 2, max(0, count - 4))
+        wait_until(lambda: "differs from" in caplog.text, "it is told")
+        assert f"(the number of its rows) was 4, and is {count}" in caplog.text or "wasn't recorded" in caplog.text
+        group.owner.close()
+        group = spawn({"player": colocate.role(Player).on(replay=tmp_path / "rows")}, name="group")
+        with pytest.raises(ReplayError, match=f"call 0: argument row is {count} rows, and was 4 rows"):
+            group.role("player", Player).play([1] * count)
+
+    def test_calls_that_havent_come(self, spawn: Spawn, recorded: Path) -> None:
+        """A run that ends early, or doesn't call a role at all, isn't taken for one that is the same."""
+        group = spawn({"player": colocate.role(Player).on(compare=recorded)}, name="group")
+        table = {each.method: each for each in colocate.comparison(group["player"])}
+        assert [(table[name].calls, table[name].left) for name in ("generate", "later")] == [(0, 6), (0, 6)]
+        group.role("player", Player).generate(torch.full((4,), 0.0))
+        table = {each.method: each for each in colocate.comparison(group["player"])}
+        assert (table["generate"].calls, table["generate"].left, table["generate"].differ) == (2, 4, 0)
 
     def test_within_a_tolerance(self, spawn: Spawn, recorded: Path) -> None:
         """What is near counts as the same, and how far it is away is told."""
@@ -488,7 +518,7 @@ class Comparisons(ExecutorCase):
         group = spawn({"player": colocate.role(Player).on(compare=recorded)}, name="group")
         group.role("player", Player).generate(torch.full((4,), 5.0))
         wait_until(lambda: "its arguments differ, too: prompts is float32[2] with other" in caplog.text, "it is told")
-        (generate,) = colocate.comparison(group["player"])
+        generate, *_ = colocate.comparison(group["player"])
         assert (generate.arguments, generate.differ) == (2, 2)
 
 
@@ -611,7 +641,8 @@ class OtherRanks(ExecutorCase):
         steady.whole(torch.arange(8.0))
         steady.mean(torch.arange(8.0))
         steady.play([float(row) for row in range(8)] + [7.0])
-        double, whole, mean, play = colocate.comparison(group["steady"])
+        table = {each.method: each for each in colocate.comparison(group["steady"])}
+        double, whole, mean, play = (table[name] for name in ("double", "whole", "mean", "play"))
         assert [each.arguments for each in (double, whole, mean, play)] == [1, 1, 0, 1]
         assert "its arguments differ, too: scale is given, and was not" in str(double.first)
         assert "its arguments were the same, but for what is split, and isn't compared: batch" in str(mean.first)
@@ -633,7 +664,7 @@ class OtherRanks(ExecutorCase):
             group.role("steady", Steady).double(torch.full((2,), 2.0))
         (double,) = colocate.comparison(group["steady"])
         assert (double.calls, double.differ, double.missing) == (2, 0, 1)
-        assert double.first == "steady.double, call 1: it wasn't recorded"
+        assert double.first == "steady.double, call 3: it wasn't recorded"
 
 
 def _ranks(folder: Path) -> list[Sequence[int]]:
