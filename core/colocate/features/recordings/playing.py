@@ -120,8 +120,9 @@ class Found:
             error = kind.__new__(kind, *args)
             error.args = args
             error.__dict__.update(attributes)
-        else:
-            error = ReplayError(f"{name}: {told['text']}")
+        else:  # it isn't here: the driver's user is told it by its name, as of any class that isn't there
+            about = {"__module__": module, "__qualname__": name}
+            error = type(name.rpartition(".")[2], (Exception,), about)(told["text"])
         error.add_note(f"as it was recorded:\n{told['trace'].rstrip()}")
         return error
 

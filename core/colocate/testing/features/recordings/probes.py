@@ -64,6 +64,15 @@ class Player(Role):
             raise OutOfLuckError(f"rank {rank}")
         return "lucky"
 
+    @method
+    def odd(self) -> None:
+        """Fail with an error whose class nobody finds by its name."""
+
+        class OddError(Exception):
+            pass
+
+        raise OddError("it is odd")
+
     @method(concurrency=4)
     async def later(self, number: int) -> int:
         """Return a number, a little later."""

@@ -237,6 +237,20 @@ class Replays(ExecutorCase):
         assert "replayed" in again.owner.owner.graph.render("json")
         assert not [*marks.iterdir()]
 
+    def test_an_error_of_a_class_that_isnt_here(self, spawn: Spawn, tmp_path: Path) -> None:
+        """It is the role's error, whoever raises it: a job that expects it goes on."""
+
+        def fail(group: ColocatedGroup) -> str:
+            with pytest.raises(RoleError) as caught:
+                group.role("player", Player).odd()
+            words = str(caught.value)
+            assert "it is odd" in words
+            return words.partition(" on rank")[0]  # whichever was first
+
+        before = self._recorded(spawn, tmp_path / "it", fail)
+        assert before.endswith("Player.odd.<locals>.OddError")
+        assert fail(self._replayed(spawn, tmp_path / "it")) == before
+
     @needs_feature("rows")
     def test_rows_come_as_they_ended(self, spawn: Spawn, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         """A stream gives its rows in the order in which they ended, on whatever rank; one that failed does so again."""
