@@ -147,6 +147,7 @@ class Joining:
         self._told: dict[int, list[tuple[int, Any]]] = {}  # rank and document, by call
         self._thread = JobThread(f"colocate-comparison-{role.name}", lambda error: report_exception())
         self._is_told = False
+        self._next: dict[str, int] = {}  # the number of each method's next call
         self.methods: dict[str, Compared] = {}
         self._begin()
 
@@ -187,8 +188,9 @@ class Joining:
 
     def _count_left(self) -> None:
         """Count the recorded calls that haven't come."""
-        left = {key for calls in self._recorded for key, call in calls.all().items() if call.end is not None}
-        with_left(self.methods, left)
+        ended = {key for calls in self._recorded for key, call in calls.all().items() if call.end is not None}
+        # Those of before a checkpoint that the role goes on from have come.
+        with_left(self.methods, [key for key in ended if key[1] >= self._next.get(key[0], 0)])
 
     def _look(self, call: PendingCall, told: Sequence[tuple[int, Any]]) -> None:
         assert call.link is not None
@@ -201,6 +203,7 @@ class Joining:
         compared.calls += 1
         number = next(iter(parts.values())).number + self._skipped.get(call.method, 0)
         label = f"{self._role.name}.{call.method}, call {number}"
+        self._next[call.method] = number + 1
         ranks = self._role.ranks
         now = Whole(parts, ranks.world_size, ranks.meshes, call.partition, call.spec, self._find)
         try:

@@ -264,7 +264,10 @@ class Comparing(Tap):
 
     def table(self) -> dict[str, Compared]:
         """Return what came of it, with what hasn't come."""
-        return with_left(self.methods, (key for key, call in self._found.own.all().items() if call.end is not None))
+        found = self._found
+        ended = [key for key, call in found.own.all().items() if call.end is not None]
+        # Those of before a checkpoint that the role goes on from have come.
+        return with_left(self.methods, [key for key in ended if key[1] >= found.counted(key[0])])
 
     def gave(self, seen: Seen, value: Any) -> None:
         """Compare a call's value."""

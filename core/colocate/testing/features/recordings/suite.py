@@ -772,7 +772,7 @@ class Restarts(ExecutorCase):
             player.buffer()
         (buffer,) = colocate.comparison(group["player"])
         assert buffer.first is None
-        assert (buffer.calls, buffer.missing) == ((8, 0) if slots == 2 else (5, 0))
+        assert (buffer.calls, buffer.missing, buffer.left) == ((8, 0, 0) if slots == 2 else (5, 0, 0))
 
 
 AREAS = [Recordings, Replays, Comparisons, OtherRanks, Restarts]
