@@ -27,6 +27,7 @@ from colocate._protocol.message import read as read
 from colocate._protocol.requests import Requests as Requests
 from colocate._role.context import Context as Context
 from colocate._role.context import current
+from colocate._signals.deferred import defer
 from colocate._signals.deferred import run_deferred as run_deferred
 from colocate._system.deadline import Deadline as Deadline
 from colocate._system.files import GrowingFile as GrowingFile
@@ -201,6 +202,16 @@ class Driver:
     def stacks(self) -> list[dict[str, Any]]:
         """Return what the workers of its groups do, as plain data: `group`, `slot`, `node`, and `stack` as a text."""
         return list(features.module("looking.glance").stacks(self._node))
+
+    def let_go(self) -> None:
+        """Have ranks go on that are stopped in a debugger, and none stop any more. A signal's handler may call this."""
+        if "debugging" in features.FEATURES:
+            defer(self._let_go)
+
+    def _let_go(self) -> None:
+        for worker_group in list(self._node.worker_groups.values()):
+            part: Any = worker_group.part("debugging")
+            part.let_go()
 
     @property
     def resumed(self) -> Mapping[str, Path]:

@@ -278,6 +278,7 @@ def _until_done(run: Run, job: Callable[[], object]) -> None:
     """
     back: str | None = None
     signals = run._signals
+    signals.then = Driver(run.runtime).let_go  # a rank that is stopped ends no step
     try:
         while True:
             try:

@@ -27,12 +27,14 @@ class StopSignals:
     `Asked`. In a job it is only noted. When the job is over, SIGTERM has come too late, and Ctrl-C ends it at once.
 
     Attributes:
+        then: What is done besides when a job notes it.
         received: The first signal's name; None as long as nobody has asked.
         count: How many have come since then.
         during: What the run does.
     """
 
     _noticed: Callable[[str], None]
+    then: Callable[[], object] = attrs.field(default=lambda: None, init=False)
     received: str | None = None
     count: int = attrs.field(default=0, init=False)
     during: Literal["no job", "a job", "the end"] = attrs.field(default="no job", init=False)
@@ -59,6 +61,7 @@ class StopSignals:
                 self.during = "the end"
                 raise Asked(number)
             self._noticed(self.received)
+            self.then()
         else:
             self.count += 1
             if number == signal.SIGINT and (again or self.during == "the end"):

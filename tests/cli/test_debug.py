@@ -43,6 +43,11 @@ ROLES = """
         for number in range(4):
             run.log(number, value=actor.step(number))
 """
+OF_JOB = "run.log(number, value=actor.step(number))"
+ENDS = """found = actor.step(number)
+            run.log(number, value=found, second=actor.step(1))
+            if run.stopping:
+                return"""
 CONFIG = """
     name: stops
     executor: {use: local, with: {processes: true}}
@@ -134,12 +139,12 @@ def test_the_drivers_own_terminal(screen: Callable[..., Screen]) -> None:
     assert run.process.wait(PATIENCE_S) == 1
 
 
-def without_terminal(colocate: CommandLine) -> "subprocess.Popen[str]":
+def without_terminal(colocate: CommandLine, **more: str) -> "subprocess.Popen[str]":
     command, environment = colocate.command("run", "stops.yaml")
     return subprocess.Popen(
         command,
         cwd=colocate.folder,
-        env=environment,
+        env=environment | more,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -208,6 +213,33 @@ def test_a_killed_driver(colocate: CommandLine, screen: Callable[..., Screen], d
         assert debug.process.wait(PATIENCE_S) == 0
         below.wait()
     wait_until(lambda: driver.pid not in stopped_drivers(), "its socket is gone")
+
+
+@pytest.mark.parametrize("hook", ["", "debugpy.breakpoint"], ids=["terminal", "editor"])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_run_that_is_to_end(colocate: CommandLine, number: signal.Signals, hook: str) -> None:
+    """A stop for which nobody has come, one of an editor too, ends with a signal, and none follows: the step ends."""
+    if hook:
+        pytest.importorskip("debugpy")
+    colocate.write("roles.py", ROLES.replace("number in range(4)", "number in range(2)").replace(OF_JOB, ENDS))
+    colocate.write("stops.yaml", CONFIG)
+    with without_terminal(colocate, PYTHONBREAKPOINT=hook) as driver:
+        try:
+            assert driver.stdout is not None
+            shown = ""
+            while "127.0.0.1:" not in shown and "its prompt" not in shown:
+                line = driver.stdout.readline()
+                assert line, shown
+                shown += line
+            assert "is stopped at" in shown
+            driver.send_signal(number)
+            shown, _ = driver.communicate(timeout=PATIENCE_S)
+        finally:
+            driver.kill()
+    assert "stopping after a checkpoint" in shown
+    assert "is stopped" not in shown  # the step has two
+    assert "step 0  value 0  second 2" in shown
+    assert driver.returncode == 128 + number
 
 
 def test_nothing_is_stopped(colocate: CommandLine) -> None:

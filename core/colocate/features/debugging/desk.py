@@ -80,10 +80,10 @@ class Stop:
         """Return whether a terminal may come."""
         return self.terminal is None and not self.goes_on
 
-    def let_go(self) -> None:
-        """Have it go on."""
+    def let_go(self, number: int | None = None) -> None:
+        """Have it go on, or by the number 0 all of its worker, for good."""
         self.until = self.until or time.time()
-        self.tell(LetGo(self.number))
+        self.tell(LetGo(self.number if number is None else number))
 
     def row(self) -> dict[str, Any]:
         """Return it as plain data."""

@@ -23,6 +23,7 @@ class DebuggingOfGroup(OfGroup):
         self._worker_group = worker_group
         self._stops: dict[tuple[int, int], Stop] = {}  # by slot and number; changed where messages are heard
         self._stood: list[Interval] = []  # in which somebody has looked at those that are stopped no longer
+        self._is_ending = False
 
     def gives(self) -> Any:
         """Return whether ranks stop where a role raises, and what the driver's PYTHONBREAKPOINT says."""
@@ -39,7 +40,7 @@ class DebuggingOfGroup(OfGroup):
             else:
                 stop.where = message.where
         elif stop is not None:
-            if isinstance(message, Printed) and stop.in_editor:
+            if isinstance(message, Printed) and stop.in_editor and not stop.goes_on:
                 where = f"{message.text.strip()} of node {stop.node}"
                 stop.announce(f"[colocate] {stop}, and waits for an editor (debugpy) at {where}")
             elif isinstance(message, Printed):
@@ -64,8 +65,16 @@ class DebuggingOfGroup(OfGroup):
         )
         self._stops[worker.slot, told.number] = stop
         stop.in_editor = told.in_editor
-        if not stop.in_editor:
+        if self._is_ending:
+            stop.let_go(0)
+        elif not stop.in_editor:
             desk_of(self).begin(stop)
+
+    def let_go(self) -> None:
+        """Have all go on, and those that stop from now on: the job is to end."""
+        self._is_ending = True
+        for stop in list(self._stops.values()):
+            stop.let_go(0)
 
     def _end(self, key: tuple[int, int], why: str) -> None:
         stop = self._stops.pop(key)

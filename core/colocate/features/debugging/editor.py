@@ -110,5 +110,9 @@ class Editor:
             except RuntimeError:  # it is about to wait
                 terminal.lines.put(None)
                 continue
+            if self._is_there():  # and has it stopped
+                api: Any = importlib.import_module("_pydevd_bundle.pydevd_api")
+                pydevd: Any = importlib.import_module("pydevd")
+                api.PyDevdAPI().request_disconnect(pydevd.get_global_debugger(), resume_threads=True)
             break
         terminal.over()

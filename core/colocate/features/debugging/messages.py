@@ -46,4 +46,4 @@ class Typed(Message):
 class LetGo(Message):
     """Nobody types any more: the call goes on."""
 
-    number: int  # the stop's
+    number: int  # the stop's; 0: all go on, and none follow, as the job is to end

@@ -86,16 +86,18 @@ class DebuggingOfWorker(OfWorker):
     def heard(self, message: Message, body: Any) -> None:
         """Take what somebody has typed."""
         assert isinstance(message, Typed | LetGo)
-        if (stop := self._stops.get(message.number)) is not None:  # else it has just gone on
+        if not message.number:
+            self.stops()
+        elif (stop := self._stops.get(message.number)) is not None:  # else it has just gone on
             stop.lines.put(message.line if isinstance(message, Typed) else None)
 
     def stops(self) -> None:
-        """Have all go on: the group is about to close."""
+        """Have all go on, and nothing stop any more: the group is about to close, or its job is to end."""
         self._is_closing = True
         self._look()
 
     def adopted(self) -> None:
-        """Forget that a group was about to close: it has another driver now."""
+        """Forget that an end was near: the group has another driver now."""
         self._is_closing = False
 
     def leaves(self, seq: int) -> None:

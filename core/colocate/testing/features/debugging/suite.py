@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -389,6 +390,34 @@ class _Editor:
         self._socket.close()
 
 
+@contextlib.contextmanager
+def _attached(port: int) -> Iterator[_Editor]:
+    """Attach an editor, and have it gone at the end."""
+    editor = _Editor(port)
+    try:
+        editor.ask("initialize", adapterID="suite")
+        editor.told("command", "initialize")
+        editor.ask("attach", justMyCode=False)
+        editor.told("event", "initialized")
+        editor.ask("configurationDone")
+        yield editor
+    finally:
+        editor.close()
+
+
+def _port(capfd: pytest.CaptureFixture[str]) -> int:
+    """Return the port at which a rank waits for an editor, once it is printed."""
+    printed = ""
+
+    def told() -> bool:
+        nonlocal printed
+        printed += "".join(capfd.readouterr())
+        return "of node" in printed
+
+    wait_until(told, "the port is printed")
+    return int(printed.partition(" of node")[0].rpartition(":")[2])
+
+
 @needs(OwnProcess)
 class Editors(ExecutorCase):
     """`PYTHONBREAKPOINT` of the driver."""
@@ -399,13 +428,6 @@ class Editors(ExecutorCase):
         """The port is one of `ports=`, and is printed; deadlines wait; the call goes on when the editor has gone."""
         pytest.importorskip("debugpy")
         monkeypatch.setenv("PYTHONBREAKPOINT", "debugpy.breakpoint")
-        printed = ""
-
-        def told() -> bool:
-            nonlocal printed
-            printed += "".join(capfd.readouterr())
-            return "of node" in printed
-
         first = free_ports(_PORTS)
         with (
             self.connect(ports=f"{first}-{first + _PORTS - 1}") as runtime,
@@ -413,26 +435,37 @@ class Editors(ExecutorCase):
             pool.spawn({"stopper": colocate.role(Stopper)}) as group,
         ):
             call = group.role("stopper", Stopper).step.options(timeout=1.0).submit(1)
-            wait_until(told, "the port is printed")
-            port = int(printed.partition(" of node")[0].rpartition(":")[2])
+            port = _port(capfd)
             assert first <= port < first + _PORTS
-            editor = _Editor(port)
-            editor.ask("initialize", adapterID="suite")
-            editor.told("command", "initialize")
-            editor.ask("attach", justMyCode=False)
-            editor.told("event", "initialized")
-            editor.ask("configurationDone")
-            thread = editor.told("event", "stopped")["threadId"]
-            editor.ask("stackTrace", threadId=thread)
-            frame = editor.told("command", "stackTrace")["stackFrames"][0]
-            assert frame["name"] == "step"
-            editor.ask("evaluate", expression="found * 100", frameId=frame["id"])
-            assert editor.told("command", "evaluate")["result"] == "200"
-            time.sleep(1.5)
-            assert not call.done()
-            editor.close()
+            with _attached(port) as editor:
+                thread = editor.told("event", "stopped")["threadId"]
+                editor.ask("stackTrace", threadId=thread)
+                frame = editor.told("command", "stackTrace")["stackFrames"][0]
+                assert frame["name"] == "step"
+                editor.ask("evaluate", expression="found * 100", frameId=frame["id"])
+                assert editor.told("command", "evaluate")["result"] == "200"
+                time.sleep(1.5)
+                assert not call.done()
             assert call.result(PATIENCE_S) == [111, 112]
             wait_until(lambda: not group._node.stopped(), "nothing is stopped")
+
+    def test_a_job_that_is_to_end(
+        self, no_leaks: None, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    ) -> None:
+        """A rank that an editor has stopped goes on, and stops no more, though the editor stays."""
+        pytest.importorskip("debugpy")
+        monkeypatch.setenv("PYTHONBREAKPOINT", "debugpy.breakpoint")
+        with (
+            self.connect() as runtime,
+            runtime.reserve(2, cpus=0) as pool,
+            pool.spawn({"stopper": colocate.role(Stopper)}) as group,
+        ):
+            call = group.role("stopper", Stopper).stop_often.submit(3)
+            with _attached(_port(capfd)) as editor:
+                editor.told("event", "stopped")
+                assert not call.done()
+                Driver(runtime).let_go()
+                assert call.result(PATIENCE_S) == [0, 1]
 
     def test_none_is_wanted(self, no_leaks: None, monkeypatch: pytest.MonkeyPatch) -> None:
         """`PYTHONBREAKPOINT=0` stops nothing, on whatever machine."""
