@@ -49,6 +49,7 @@ from colocate._system.numbers import gpus_problem as gpus_problem
 from colocate._system.numbers import labels_problem as labels_problem
 from colocate._system.numbers import name_problem as name_problem
 from colocate._system.numbers import resources_problem as resources_problem
+from colocate._system.numbers import step_problem as step_problem
 from colocate._system.numbers import together_problem as together_problem
 from colocate._system.numbers import url_problem as url_problem
 from colocate._system.numbers import variable_problem as variable_problem

@@ -12,7 +12,7 @@ import attrs
 from colocate.errors import ConfigError
 from colocate.texts import nearest
 from colocate_run.config.schema import Config
-from colocate_run.folder import RunFolder
+from colocate_run.folder import RunFolder, finite
 
 if TYPE_CHECKING:
     from colocate.connecting import Runtime
@@ -51,8 +51,14 @@ def mistakes(config: Config) -> Iterator[tuple[tuple[str | int, ...], str, str |
     for name in config.compare:
         if replayed & {*roles_called(config, name)}:
             yield ("compare", name), "is replayed: there is nothing to compare", None
-    if config.replay_from is not None and not (config.replay or config.compare):
-        yield ("replay_from",), "is of roles that are replayed or compared, and there are none", None
+    for key, is_given, roles, are in (
+        ("record_limit", config.record_limit is not None, config.record, "recorded"),
+        ("replay_from", config.replay_from is not None, config.replay or config.compare, "replayed or compared"),
+        ("replay_loose", config.replay_loose, config.replay, "replayed"),
+        ("tolerance", config.tolerance != 0.0, config.compare, "compared"),
+    ):
+        if is_given and not roles:
+            yield (key,), f"is of roles that are {are}, and there are none", None
 
 
 def played(config: Config, group: str, name: str, role: RoleSpec[Any]) -> RoleSpec[Any]:
@@ -113,7 +119,7 @@ class RecordedRoles:
             shown = [{key: value for key, value in row.items() if key != "first"} for row in rows]
             run._tables[f"{role} compared with {before}"] = [{**row, **_rounded(row)} for row in shown]
         if whole:
-            folder.write("comparison.json", json.dumps(whole, indent=2))
+            folder.write("comparison.json", json.dumps(finite(whole), indent=2, allow_nan=False))
             differs = any(row["differ"] or row["missing"] for rows in whole.values() for row in rows)
             self.differs = differs or not all(any(row["calls"] for row in rows) for rows in whole.values())
 

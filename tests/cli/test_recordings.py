@@ -38,6 +38,7 @@ def test_what_was_recorded_is_listed(words: CommandLine) -> None:
     assert [call["method"] for call in calls] == ["guess", "learn"] * 6
     assert [call["place"] for call in calls] == [*range(12)]
     assert all(call["bytes"] > 100 for call in calls)
+    assert {call["not recorded"] for call in calls} == {None}
     done = words("recordings", "runs/words", "--role", "gueser")
     assert (done.returncode, done.stdout) == (1, "")
     assert "did you mean 'guesser'" in done.stderr
@@ -66,9 +67,11 @@ def test_a_run_that_differs(words: CommandLine) -> None:
     assert "judge.score, call 0: its value[" in done.stderr
     assert "its arguments were the same" in done.stderr
     assert "judge compared with runs/words" in done.stdout
-    (score,) = json.loads((words.folder / "runs" / "words-4" / "comparison.json").read_text())["players.judge"]
+    told = (words.folder / "runs" / "words-4" / "comparison.json").read_text()
+    (score,) = json.loads(told, parse_constant=pytest.fail)["players.judge"]
     assert (score["calls"], score["arguments"], score["missing"], score["left"]) == (4, 0, 0, 8)
     assert score["differ"] > 0
+    assert score["relative"] is None  # from 0, which JSON has no number for
 
 
 def test_a_run_that_is_the_same(words: CommandLine) -> None:
@@ -114,6 +117,13 @@ def test_what_is_wrong_is_told_before_anything_starts(words: CommandLine) -> Non
         "replay_from: is of roles that are replayed or compared, and there are none",
     ):
         assert text in done.stderr
+    done = words("run", "words.yaml", "--record-limit", "2MiB", "--replay-loose", "--tolerance", "0.1")
+    assert done.returncode == 1
+    for key, are in ("record_limit", "recorded"), ("replay_loose", "replayed"), ("tolerance", "compared"):
+        assert f"{key}: is of roles that are {are}, and there are none" in done.stderr
+    for wrong in "nan", "-1", "inf":
+        done = words("run", "words.yaml", f"--tolerance={wrong}")
+        assert f"--tolerance must be a number from 0 to 1,000,000, not {float(wrong)}; 1e-5, say" in done.stderr
     both = ["--replay", "judge=runs/words", "--compare", "judge=runs/words"]
     assert "compare.judge: is replayed: there is nothing to compare" in words("run", "words.yaml", *both).stderr
     assert "write --replay role=runs/first" in words("run", "words.yaml", "--replay", "judge").stderr
@@ -127,6 +137,26 @@ def test_what_is_wrong_is_told_before_anything_starts(words: CommandLine) -> Non
     twice = words("run", "words.yaml", "--replay", "judge=runs/words", "--replay", "judge=runs/other")
     assert "judge is given twice" in twice.stderr
     assert not (words.folder / "runs" / "words-2").exists()
+
+
+def test_damaged_files_are_told(words: CommandLine) -> None:
+    """By a message each; a torn last line, of a driver that was killed, isn't read."""
+    recording = words.folder / "runs" / "words" / "recording"
+    options = ["--replay", "guesser=runs/words", "--replay", "judge=runs/words", "--replay-loose", "--replay-from"]
+    steps = recording / "steps.jsonl"
+    whole = steps.read_text()
+    steps.write_text(whole + '{"step": 7, "ca')
+    assert words("run", "words.yaml", *options, "3").returncode == 0
+    assert "has no step 7: it has 1 to 6" in words("run", "words.yaml", *options, "7").stderr
+    assert "has no step 3000000: it has 1 to 6" in words("run", "words.yaml", *options, "3000000").stderr
+    for line in '{"step": 7, "ca\n', "[]\n", "{}\n":
+        steps.write_text(whole + line)
+        assert f"{steps} is damaged at line 7" in words("run", "words.yaml", *options, "3").stderr
+    for calls in recording.glob("*.judge/rank-0.0000.calls"):
+        calls.write_bytes(calls.read_bytes()[:20] + b"x" * 20 + calls.read_bytes()[40:])
+        told = words("recordings", "runs/words").stderr
+        assert told.startswith(f"error: {calls} is damaged at byte 0: ")
+        assert told.count("\n") == 1
 
 
 def test_the_limit(words: CommandLine) -> None:

@@ -11,6 +11,7 @@ import numbers
 import operator
 import re
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, SupportsIndex
 
 from colocate.errors import ConfigError
@@ -43,13 +44,17 @@ def limit(value: Any, what: str, *, positive: bool = False) -> float | None:
     return None if value is None else seconds(value, what, positive=positive)
 
 
-def amount_problem(value: Any, *, whole: bool = False, least: int = 0) -> str | None:
+def amount_problem(value: Any, *, whole: bool = False, least: int = 0, most: int = _MOST) -> str | None:
     """Return what is wrong with a number of things (CPUs, slots), in words; None when nothing is."""
     fits = isinstance(value, numbers.Integral) if whole else _is_number(value)
-    if not fits or isinstance(value, bool) or value != value or not least <= value <= _MOST:
+    if not fits or isinstance(value, bool) or value != value or not least <= value <= most:
         kind = "a whole number" if whole else "a number"
-        return f"must be {kind} from {least} to {_MOST:,}, not {shown(value)}"
+        return f"must be {kind} from {least} to {most:,}, not {shown(value)}"
     return None
+
+
+step_problem = partial(amount_problem, whole=True, most=2**63 - 1)
+"""Returns what is wrong with a step's number, in words; None when nothing is."""
 
 
 def gpus_problem(value: Any) -> str | None:

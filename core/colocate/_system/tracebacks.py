@@ -22,12 +22,10 @@ from colocate._system.lines import is_own_code, with_cells
 from colocate.errors import ColocateError, RoleError, RoleStartError
 
 _executors: set[str] = set()  # where the code of executors lies that are in use
-_BETWEEN = tuple(  # what the framework is called through, or calls users' code through
-    f"{os.sep}{name}"
-    for name in (
-        *("contextlib.py", "functools.py", "threading.py", f"bin{os.sep}colocate"),
-        *(f"typer{os.sep}", f"cloudpickle{os.sep}"),
-    )
+_BETWEEN = (  # what the framework is called through, or calls users' code through
+    "<frozen ",  # the interpreter's own
+    *(f"{os.sep}{name}" for name in ("contextlib.py", "functools.py", "threading.py", f"bin{os.sep}colocate")),
+    *(f"{os.sep}{name}{os.sep}" for name in ("typer", "cloudpickle")),
 )
 
 

@@ -62,6 +62,7 @@ def _calls(role: RecordedRole) -> list[dict[str, Any]]:
             "rows": len(call.rows) or None,
             "bytes": call.nbytes,
             "seconds": round(call.seconds, 3),
+            "not recorded": call.missing,
             "raised": None if call.error is None else f"{call.error.cls.partition(':')[2]}: {call.error.text}",
         }
         for call in role.calls

@@ -13,7 +13,7 @@ from typing import Any
 
 from typer import BadParameter
 
-from colocate.texts import plural
+from colocate.texts import amount_problem, plural
 from colocate_report.record import RunRecord
 from colocate_run.cli.output import error_data, guarded, load, print_json
 from colocate_run.launch import opened
@@ -105,6 +105,8 @@ def recording_changes(
     tolerance: float | None,
 ) -> list[str]:
     """Return what options of recordings change in the config, as `--set` has it."""
+    if tolerance is not None and (problem := amount_problem(tolerance)) is not None:
+        raise BadParameter(f"--tolerance {problem}; 1e-5, say")
     given: dict[str, Any] = {
         "record": [each.strip() for given in record for each in given.split(",")] or None,
         "record_limit": limit,

@@ -16,6 +16,7 @@ from colocate.signatures import (
     gpus_problem,
     labels_problem,
     resources_problem,
+    step_problem,
     together_problem,
     url_problem,
 )
@@ -235,7 +236,7 @@ class Config:
     record: list[str] = attrs.field(factory=list)
     record_limit: int | str | None = None
     replay: dict[str, str] = attrs.field(factory=dict)
-    replay_from: Annotated[int | None, Checked(partial(amount_problem, whole=True))] = None
+    replay_from: Annotated[int | None, Checked(step_problem)] = None
     replay_loose: bool = False
     compare: dict[str, str] = attrs.field(factory=dict)
     tolerance: Annotated[float, Checked(amount_problem)] = 0.0

@@ -29,7 +29,7 @@ from colocate._worker_group.worker_group import WorkerGroup
 from colocate._worker_group.workforce import Worker
 from colocate.errors import ColocateError, ConfigError
 from colocate.features.recordings.differences import Compared
-from colocate.features.recordings.files import STEPS, RoleFolder, RowOrder, mark_end
+from colocate.features.recordings.files import STEPS, RoleFolder, RowOrder, lines_of, mark_end
 from colocate.features.recordings.given import Compare, Replay
 from colocate.features.recordings.joining import Joining
 from colocate.features.recordings.messages import COMPARISON, RECORDING, Gave, Noticed, Played, Recorded
@@ -295,8 +295,7 @@ def _meshes(role: RoleInfo) -> dict[str, dict[str, int]]:
 
 def _before(found: RoleFolder, step: int) -> int:
     """Return the last call of before a step."""
-    file = found.path.parent / STEPS
-    told = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    told = lines_of(found.path.parent / STEPS, "step")
     if not any(each["step"] == step for each in told):
         has = f"{told[0]['step']} to {told[-1]['step']}" if told else "none"
         raise ConfigError(f"the recording in {found.path.parent} has no step {step}: it has {has}")

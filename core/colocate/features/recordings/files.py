@@ -24,7 +24,7 @@ from colocate._system.files import GrowingFile, json_of, write_whole
 from colocate._system.jobs import JobThread, error_text, report_exception
 from colocate._system.nearest import did_you_mean
 from colocate._system.numbers import size_text
-from colocate.errors import ConfigError
+from colocate.errors import ConfigError, SerializationError
 
 IN_RUN = "recording"
 """What the folder of a recording is called in that of a run."""
@@ -258,11 +258,27 @@ class RowOrder:
 
     @classmethod
     def read(cls, folder: Path, what: str = "rows") -> Mapping[int, Sequence[Any]]:
-        """Return what was written, by call."""
-        file = folder / _ROWS
-        lines = file.read_text(encoding="utf-8").splitlines(keepends=True) if file.exists() else []
-        told = [json.loads(line) for line in lines if line.endswith("\n")]
+        """Return what was written, by call. Errors: as of `lines_of`."""
+        told = lines_of(folder / _ROWS, "seq")
         return {each["seq"]: [*map(tuple, each[what])] for each in told if what in each}
+
+
+def lines_of(file: Path, key: str) -> list[dict[str, Any]]:
+    """Return the objects of a file's lines, all of which have a key; a torn last line isn't read.
+
+    Raises:
+        SerializationError: The file is damaged.
+    """
+    lines = file.read_bytes().splitlines(keepends=True) if file.exists() else []
+    found: list[dict[str, Any]] = []
+    for number, line in enumerate(lines, 1):
+        if line.endswith(b"\n"):
+            try:
+                found.append(json.loads(line))
+                found[-1][key]
+            except (ValueError, TypeError, KeyError, IndexError) as error:
+                raise SerializationError(f"{file} is damaged at line {number}: {error_text(error)}") from error
+    return found
 
 
 def size_of(folder: Path) -> int:

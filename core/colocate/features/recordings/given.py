@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import attrs
 
-from colocate._system.numbers import amount_problem
+from colocate._system.numbers import amount_problem, step_problem
 from colocate.errors import ConfigError
 
 
@@ -35,7 +35,7 @@ class Replay:
     loose: bool = False
 
     def __attrs_post_init__(self) -> None:
-        if self.step is not None and (problem := amount_problem(self.step, whole=True)) is not None:
+        if self.step is not None and (problem := step_problem(self.step)) is not None:
             raise ConfigError(f"Replay(step) {problem}")
 
 
@@ -57,8 +57,8 @@ class Compare:
     step: int | None = None
 
     def __attrs_post_init__(self) -> None:
-        for name, value, whole in (("tolerance", self.tolerance, False), ("step", self.step, True)):
-            if value is not None and (problem := amount_problem(value, whole=whole)) is not None:
+        for name, value, problem_of in ("tolerance", self.tolerance, amount_problem), ("step", self.step, step_problem):
+            if value is not None and (problem := problem_of(value)) is not None:
                 raise ConfigError(f"Compare({name}) {problem}")
 
 

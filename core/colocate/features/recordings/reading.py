@@ -149,6 +149,12 @@ class RecordedCall:
         """Return what each of its ranks gave. Errors: as of `value`."""
         return [self.value(rank) for rank in self.ranks]
 
+    @property
+    def missing(self) -> str | None:
+        """Return why a value, or a row's, of the first rank with such a one wasn't recorded; None where all were."""
+        documents = [each for call in self._by_rank.values() for each in (*call.rows, call.end) if each is not None]
+        return next((each.about["missing"] for each in documents if "missing" in each.about), None)
+
     def arguments(self, rank: int = 0) -> Digest:
         """Return what is remembered of a rank's arguments: by parameter the paths in it, and what lay there."""
         found: Digest = self._of(rank).about["digest"]

@@ -158,7 +158,10 @@ class Recordings(ExecutorCase):
             role.foreign.keep()
             role.later(1)
             wait_until(lambda: "what foreign gives isn't recorded: builtins.object" in caplog.text, "it has been told")
-        (call,) = colocate.load_recording(tmp_path / "it")["player"]["foreign"]
+        recorded = colocate.load_recording(tmp_path / "it")["player"]
+        (call,) = recorded["foreign"]
+        assert (call.missing or "").startswith("builtins.object")
+        assert recorded["later"][0].missing is None
         with pytest.raises(SerializationError, match=r"it wasn't recorded: builtins\.object"):
             call.value()
 
