@@ -141,7 +141,7 @@ def _is_held(sent: Sent, error: BaseException, group: Played, fault: Applied) ->
         fault.kind in HANGING
         and isinstance(error, CallTimeout)
         and bool(error.stacks)
-        and all(stack.startswith("running nothing") for stack in error.stacks.values())
+        and all(stack.startswith(("idle", "running nothing")) for stack in error.stacks.values())
         and any(each.error is not None for each in group.sent if each.ident < sent.ident)
     )
 

@@ -174,12 +174,15 @@ def test_another_terminal(
     assert re.search(
         r"policy: 1 worker \(1\)\nrank 1 is stopped at .*roles\.py:\d+\nrunning actor.step\n", stacks.stdout
     )
+    assert "policy: 1 worker (0)\nidle\n" in stacks.stdout
+    assert set(re.findall(r'File "(?:.*/)?([^/]+)"', stacks.stdout)) == {"roles.py"}  # neither pdb's nor colocate's
     told = json.loads(colocate("stacks", pid, "--json").stdout)
     assert [each["slot"] for each in told["stacks"]] == [0, 1]
     top = json.loads(colocate("top", pid, "--once", "--json").stdout)
     assert ["stopped" in slot for slot in top["groups"][0]["slots"]] == [False, True]
     shown = colocate("top", pid, "--once").stdout
     assert re.search(r"actor\.step: rank 1 is stopped at .*roles\.py:\d+", shown)
+    assert re.search(r"the stop of rank 1 \d+%", shown)
     began = time.monotonic()
     debug = screen("debug", pid)
     debug.until(PROMPT)

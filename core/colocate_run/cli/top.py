@@ -191,9 +191,11 @@ def _title(told: Mapping[str, Any]) -> str:
     return f"{told['job']} ({where}), {told['seconds']:.0f} s; busy: of the last {RECENT_S:.0f} s"
 
 
-def _idle(found: Mapping[str, float]) -> str:
-    """Return what a slot mostly waited for while it ran nothing."""
+def _idle(found: Mapping[str, float], stops: Sequence[str]) -> str:
+    """Return what a slot mostly waited for while it ran nothing; for the ranks of a call one of which is stopped."""
     why, share = max(found.items(), key=lambda each: each[1], default=("", 0.0))
+    if stops and why.startswith("the last ranks of "):
+        why = f"the stop of {stops[0].partition(' is stopped')[0]}"
     return f"{why} {share:.0%}" if share >= 0.005 else ""
 
 
@@ -231,7 +233,7 @@ def rows(told: Mapping[str, Any]) -> Iterator[dict[str, str]]:
                     "asleep": size_text(role["asleep"]) if role["asleep"] else "",
                     "busy": f"{role['busy']:.0%}",
                     **({"gpu": _gpu(slot.get("gpu", {})) if first else ""} if gpus else {}),
-                    **({"idle for": _idle(slot.get("idle", {})) if first else ""} if idles else {}),
+                    **({"idle for": _idle(slot.get("idle", {}), stops) if first else ""} if idles else {}),
                     "queue": str(slot["queue"]) if first else "",
                     "runs": runs if first else "",
                     "for": f"{slot['age']:.1f} s" if first and slot["age"] is not None else "",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 import sys
 import threading
 import traceback
@@ -30,6 +31,7 @@ from colocate.worker.birth import imports
 from colocate.worker.serving.definitions import Definitions
 
 _OWN = tuple(str(Path(__file__).parents[2] / package) for package in ("worker", "_protocol"))
+_DEBUGGER = re.compile(r"[/\\](bdb\.py$|pydevd|debugpy[/\\]|colocate[/\\]features[/\\]debugging[/\\])")
 _RUNS_LANE = (threading.__file__, "<frozen runpy>")
 _NEEDS_MAIN = ("signal only works in main thread", "There is no current event loop in thread")
 _IN_BACKGROUND = (
@@ -112,9 +114,15 @@ def role_code_in(frames: Sequence[FrameType]) -> list[str]:
 
 
 def role_code_of(stack: Sequence[traceback.FrameSummary]) -> Sequence[traceback.FrameSummary]:
-    """A stack, the outermost frame first, from the role's own code on, or all of it when there is none of that."""
+    """A stack, the outermost frame first, from the role's own code on, or all of it when there is none of that.
+
+    Without the frames of a debugger that has stopped the role's.
+    """
     first = next((i for i, each in enumerate(stack) if not _is_machinery(each.filename)), 0)
-    return stack[first:]
+    last = next((i for i, each in enumerate(stack) if i >= first and _DEBUGGER.search(each.filename)), len(stack))
+    while first < last < len(stack) and _is_machinery(stack[last - 1].filename):
+        last -= 1
+    return stack[first:last]
 
 
 def frames_of(thread: threading.Thread) -> list[FrameType]:

@@ -37,6 +37,7 @@ from colocate.worker.residents.store import Entry
 from colocate.worker.runner import Runner
 from colocate.worker.serving import failure
 from colocate.worker.serving.build import FUNCTION, GROUP_WIDE_CALLS, hosted_functions
+from colocate.worker.serving.signal_handlers import is_role_code
 
 LANE = "colocate-lane-"  # on `local` threads names of lanes begin with it, and go on with the id of their worker
 
@@ -358,8 +359,7 @@ def _stack(lane: Lane) -> str:
 
 
 def _stack_now(lane: Lane) -> str:
-    running = _runs(lane)
-    stack = "".join(failure.stack_of_role_code(lane.thread))
+    running, frames = _runs(lane), failure.frames_of(lane.thread)
     awaiting = lane.tasks.awaiting() if lane.tasks is not None else {}
     told = [
         f"awaiting in {where}\n{''.join(failure.role_code_in(frames))}"
@@ -369,9 +369,13 @@ def _stack_now(lane: Lane) -> str:
     ]
     if len(told) < len(running) or not told:  # one computes: it is what the lane's thread does
         computing = ", ".join(work.label for seq, work in running.items() if seq not in awaiting) or "nothing"
-        if (module := importing(failure.frames_of(lane.thread))) is not None:
+        if (module := importing(frames)) is not None:
             computing += f", importing {module}"
-        told.insert(0, f"running {computing}\n{stack}" if stack else f"running {computing}; its lane has ended")
+        if computing == "nothing" and frames and not is_role_code(frames[0]):
+            told.insert(0, "idle\n")
+        else:
+            stack = "".join(failure.role_code_in(frames[::-1]))
+            told.insert(0, f"running {computing}\n{stack}" if frames else f"running {computing}; its lane has ended")
     if not running and lane.tasks is not None:
         told += [f"awaiting in a task\n{''.join(failure.role_code_in(frames))}" for frames in lane.tasks.left()]
     return "".join(told)
