@@ -114,6 +114,8 @@ def test_follow(colocate: CommandLine) -> None:
     folder = colocate.folder / "runs" / "demo"
     wait_until(lambda: (folder / "logs" / "policy-1.txt").exists(), "the worker has printed")
     wait_until(lambda: "morning" in (folder / "logs" / "policy-1.txt").read_text(), "it has said good morning")
+    for given in "demo", str(run.pid), f"{run.pid}/1":
+        assert "morning" in colocate("logs", given, "--rank", "1").stdout
     follows = colocate.start("logs", "runs/demo", "--rank", "1", "--follow")
     other = colocate.start("logs", "runs/demo", "--follow")
     assert other.stdout is not None

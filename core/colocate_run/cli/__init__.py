@@ -322,7 +322,7 @@ def debug(
 
 @app.command()
 def logs(
-    run: Annotated[Path, typer.Argument(help="The run's folder.", show_default=False)],
+    run: Annotated[Path, typer.Argument(help="The run's folder, or its job's name or process.", show_default=False)],
     group: Annotated[str | None, typer.Option("--group", metavar="NAME", help="Of this group only.")] = None,
     role: Annotated[
         str | None, typer.Option("--role", metavar="NAME", help="What this role's code prints only.")

@@ -16,6 +16,7 @@ import attrs
 
 from colocate.errors import ConfigError
 from colocate.texts import listed
+from colocate_report.jobs import is_called, jobs
 from colocate_run.cli.output import guarded
 from colocate_run.lock import LOCK, WATCHED_S
 from colocate_run.logs import FOLDER, LogFile, log_files
@@ -56,11 +57,12 @@ def show_logs(run: Path, wanted: Wanted, *, lines: int, follow: bool) -> int:
     """Show the logs of a run's workers.
 
     Args:
-        run: The run's folder.
+        run: The run's folder, or its name, or its driver's process.
         wanted: Whose lines.
         lines: How many of the last ones; 0 for all.
         follow: Whether to go on with what comes, until the run ends.
     """
+    run = _folder(run)
     files = log_files(run)
     if not files and not (follow and _goes_on(run)):
         why = "no worker has printed anything, or it isn't a run's" if run.is_dir() else "there is no such folder"
@@ -81,6 +83,16 @@ def show_logs(run: Path, wanted: Wanted, *, lines: int, follow: bool) -> int:
         if follow:
             _follow(run, wanted, {each.path: part for each, part in parts.items() if not each.older}, stack)
     return 0
+
+
+def _folder(run: Path) -> Path:
+    """Return the folder of a run that is given so, or by its name, or by the name or process of its job."""
+    for found in run, Path("runs", run):
+        if found.is_dir():
+            return found
+    given = str(run)
+    named = [job for job in jobs() if given in (job.id, str(job.pid)) or is_called(job.name, given)]
+    return Path(f"/proc/{named[0].pid}/cwd/runs/{named[0].name}").resolve() if len(named) == 1 else run
 
 
 def _lead(file: LogFile, wanted: Wanted) -> str:
