@@ -43,7 +43,7 @@ NOT_RUN: dict[tuple[str, str], int] = {
     ("it-hangs.md", "hangs; tests/cli/test_it_hangs.py runs it and the commands below"): 1,
     ("it-hangs.md", "needs a job that hangs; tests/cli/test_it_hangs.py has one"): 3,
     ("memory.md", "needs a GPU"): 1,
-    ("out-of-memory.md", "shows what is the machine's"): 2,
+    ("out-of-memory.md", "shows what is the machine's; tests/cli/test_out_of_memory.py runs it"): 2,
     ("observers.md", "a module of a distribution's"): 1,
     ("engines.md", "a module of a distribution's"): 1,
     ("engines.md", "needs an engine that generates by a model"): 1,

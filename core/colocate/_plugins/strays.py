@@ -25,7 +25,7 @@ def _workers() -> Iterator[Running]:
 
 
 def _memory() -> Iterator[Running]:
-    """Named shared memory. Nothing of colocate's makes any: what has its name was left by a role, or a mistake."""
+    """Named shared memory. The core makes none: what has its name is a role's, or that of a vLLM's ranks on CPUs."""
     for entry in sorted(_MEMORY.glob("*colocate*")) if _MEMORY.is_dir() else ():
         try:
             yield Running("shared memory", str(entry), since=entry.stat().st_mtime)

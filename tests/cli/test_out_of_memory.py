@@ -1,0 +1,80 @@
+"""The page "Out of memory: whose is it?": its commands, each in a terminal of its own, show what it shows."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.cli.conftest import CommandLine
+from tests.cli.test_debug import Screen
+from tests.cli.test_it_hangs import _read
+from tests.docs.blocks import ROOT, blocks_of
+from tests.docs.outputs import matches
+from tests.docs.pages import _commands
+
+PAGE = ROOT / "docs" / "out-of-memory.md"
+HOLDS = """
+import sys, torch
+torch.multiprocessing.set_sharing_strategy("file_system")
+held = torch.zeros(1 << 20).share_memory_()
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def sharer() -> Iterator[subprocess.Popen[str]]:
+    """A process with a tensor in /dev/shm."""
+    command = [sys.executable, "-c", HOLDS]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as found:
+        assert found.stdout is not None
+        assert found.stdout.readline() == "held\n"
+        yield found
+        found.communicate(timeout=60)
+
+
+def test_the_commands_of_the_page(colocate: CommandLine, sharer: subprocess.Popen[str]) -> None:
+    """They show limits, kills and files as the page does; where the control group is of v1, by its table's names."""
+    page = PAGE.read_text(encoding="utf-8")
+    rows = re.findall(r"^\| [^|]+ \| `(/sys/fs/cgroup/\S+)` \| `(/sys/fs/cgroup/\S+)` \|$", page, re.MULTILINE)
+    assert len(rows) == 3
+    commands = [each for block in blocks_of(PAGE) if block.language == "console" for each in _commands(block)]
+    assert [each.text.split()[0] for each in commands] == ["colocate", "cat", "grep", "df", "ls", "colocate"]
+    for each in commands:
+        typed, environment = colocate.command(*each.text.split()[1:])
+        if not each.text.startswith("colocate "):
+            typed = shlex.split(_of_this_machine(each.text, rows))
+            if any(word.startswith("/sys/") and not Path(word).exists() for word in typed):
+                continue  # it isn't in a container
+        shown = Screen(typed, colocate.folder, environment | {"TERM": "xterm", "NO_COLOR": "1", "LC_ALL": "C.UTF-8"})
+        try:
+            found = _read(shown, colocate.folder, (0, 1) if each.text == "colocate audit" else (0,))
+        finally:
+            shown.close()
+        assert each.shown is not None
+        if each.text.startswith("ls "):
+            assert re.search(rf"^FILE torch_{sharer.pid}_\d+_\d+$", _numbers(found), re.MULTILINE), found
+            assert re.search(r"^FILE torch_\d+_\d+_\d+$", _numbers(each.shown), re.MULTILINE)
+        elif each.text != "colocate audit" or not re.match(r"\d+ left on this machine\n", found):  # of another test
+            assert matches(_numbers(each.shown), _numbers(found)), f"{each.text} shows\n{found}"
+
+
+def _of_this_machine(command: str, rows: list[tuple[str, str]]) -> str:
+    if Path(rows[0][1]).exists():
+        for unified, of_v1 in rows:
+            command = command.replace(unified, of_v1)
+    return command
+
+
+def _numbers(text: str) -> str:
+    """The text without sizes, and what `ls` says before a name."""
+    text = re.sub(r"^-rw-[-rw]+ +1 \S+ \S+ +\d+ \w+ +\d+ +[\d:]+ +", "FILE ", text, flags=re.MULTILINE)
+    text = re.sub(r"^(tmpfs|shm) ", "tmpfs ", text, flags=re.MULTILINE)
+    text = re.sub(r"^(\d+|max)$", "N", text, flags=re.MULTILINE)
+    text = re.sub(r"^oom_kill \d+$", "oom_kill N", text, flags=re.MULTILINE)
+    return re.sub(r"(?<![\w./])\d+(\.\d+)?([KMGT%]| [KMGT]iB)?(?= |$)", "N", text, flags=re.MULTILINE)
