@@ -11,19 +11,29 @@ import pytest
 
 import colocate
 
-EXAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "ppo-small.yaml"
+EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
 CHANGES = [f"job.with.{name}={value}" for name, value in {"warm_up_steps": 5, "steps": 4, "eval_every": 2}.items()]
 CHANGES.append("job.with.checkpoint_every=2")
 CLUSTERS = [pytest.param(name, marks=pytest.mark.long) for name in ("ray", "dask")]
 LOCAL = {name: {"use": "local", "with": {"processes": name == "processes"}} for name in ("threads", "processes")}
 EXECUTORS = [*LOCAL, *CLUSTERS]
 RECORD = ["record=[actor, reward]"]
+# All steps of the example as it is, whose actor is but warmed up less.
+WHOLE = ["job.with.warm_up_steps=30"]
 
 
-def run(folder: Path, name: str, changes: list[str], executor: Any = None, resume: bool = False) -> list[Any]:
+def run(
+    folder: Path,
+    name: str,
+    changes: list[str],
+    executor: Any = None,
+    resume: bool = False,
+    example: str = "ppo-small",
+    own: list[str] = CHANGES,
+) -> list[Any]:
     """Run PPO in a folder, and return what it logs."""
-    given = [*CHANGES, f"name={name}", *changes, *([] if executor is None else [f"executor={json.dumps(executor)}"])]
-    with colocate.launch(colocate.load_config(EXAMPLE, set=given)) as job:
+    given = [*own, f"name={name}", *changes, *([] if executor is None else [f"executor={json.dumps(executor)}"])]
+    with colocate.launch(colocate.load_config(EXAMPLES / f"{example}.yaml", set=given)) as job:
         record = job.run(quiet=True, resume=resume)
     rows = [json.loads(line) for line in (Path(record.directory) / "metrics.jsonl").read_text().splitlines()]
     return [{key: value for key, value in row.items() if key not in ("time", "seconds")} for row in rows]
@@ -48,15 +58,35 @@ def test_the_same_numbers(first: tuple[Path, list[Any]], monkeypatch: pytest.Mon
     pytest.importorskip({"dask": "distributed", "ray": "ray"}.get(name, "torch"))
     folder, before = first
     monkeypatch.chdir(folder)
-    executor = (
-        {"use": "local", "with": {"processes": name == "processes"}} if name in ("threads", "processes") else name
-    )
-    again = run(folder, f"on-{name}", replay("first"), executor)
+    again = run(folder, f"on-{name}", replay("first"), LOCAL.get(name, name))
     assert again == before
     assert len(before) == 5
     assert "value_loss" in before[-1]
     report = (folder / "runs" / f"on-{name}" / "config.yaml").read_text()
     assert "replay" in report
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
+    """The example's hundred steps on threads, recorded, and what they have logged."""
+    folder = tmp_path_factory.mktemp("whole")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        return folder, run(folder, "first", RECORD, LOCAL["threads"], example="ppo", own=WHOLE)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", ["threads", "processes", "ray", "dask"])
+def test_a_hundred_steps(whole: tuple[Path, list[Any]], monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """All digits of all metrics of each of the example's steps, whatever the executor."""
+    pytest.importorskip({"dask": "distributed", "ray": "ray"}.get(name, "torch"))
+    folder, before = whole
+    monkeypatch.chdir(folder)
+    again = run(folder, f"on-{name}", replay("first"), LOCAL.get(name, name), example="ppo", own=WHOLE)
+    assert again == before
+    assert [row["step"] for row in before] == [*range(101)]
+    assert {"reward", "kl", "value_loss", "accuracy"} <= before[-1].keys()
 
 
 @pytest.mark.long
