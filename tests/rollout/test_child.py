@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -100,6 +101,18 @@ def _running(runtime: colocate.Runtime) -> list[int]:
 def _child(runtime: colocate.Runtime) -> int:
     (found,) = _running(runtime)
     return found
+
+
+def test_replayed(runtime: colocate.Runtime, tmp_path: Path) -> None:
+    """Of an engine that a recording answers for no child is started: the pid that it tells is the recorded one's."""
+    with runtime.reserve(slots=1) as pool:
+        with pool.spawn({"rollout": odd()}, name="policy") as group:
+            with runtime.record(group["rollout"], tmp_path / "it"):
+                pid = pid_of(group["rollout"])
+            assert _running(runtime) == [pid]
+        with pool.spawn({"rollout": odd().on(replay=tmp_path / "it")}, name="policy") as group:
+            assert pid_of(group["rollout"]) == pid
+            assert _running(runtime) == []
 
 
 def test_beside_other_work() -> None:

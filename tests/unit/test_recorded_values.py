@@ -10,7 +10,10 @@ import functools
 import json
 import os
 import pickle
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +21,15 @@ import numpy as np
 import pytest
 import torch
 
+import colocate
+from colocate import Role, method
 from colocate.errors import SerializationError
+from colocate.features.recordings import files
 from colocate.features.recordings.digests import digest_of, first_difference
 from colocate.features.recordings.documents import RankCalls
 from colocate.features.recordings.files import Writer
 from colocate.features.recordings.values import NotRecorded, finder, head_of, packed, unpacked
+from colocate.testing.waiting import PATIENCE_S
 
 
 @dataclasses.dataclass
@@ -257,3 +264,61 @@ def test_many_parts_are_small() -> None:
     assert (
         first_difference(digest_of(many), digest_of(other)) == "rows[8]['id'], or what comes after it, is another one"
     )
+
+
+def test_a_slow_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Where it is slow to write calls wait, and no more than the bound is held in memory; all is written in the end."""
+    free, waits, queued = threading.Event(), threading.Event(), list[int]()
+
+    class Slow(FileIO):
+        def write(self, data: Any) -> int:
+            assert free.wait(PATIENCE_S)
+            queued.append(writer._queued)
+            return super().write(data)
+
+    def wait(timeout: float | None = None) -> bool:
+        waits.set()
+        return threading.Condition.wait(writer._room, timeout)
+
+    monkeypatch.setattr(files, "FileIO", Slow)
+    monkeypatch.setattr(files, "_QUEUED_BYTES", 1000)
+    writer = Writer(tmp_path, 0, None, print)
+    monkeypatch.setattr(writer._room, "wait", wait)
+    documents = [bytes([number]) * 400 for number in range(20)]
+
+    def add() -> None:
+        for each in documents:
+            writer.add([each], len(each))
+
+    with ThreadPoolExecutor(1) as caller:
+        adding = caller.submit(add)
+        try:
+            assert waits.wait(PATIENCE_S)
+            assert (writer._queued, adding.done()) == (800, False)
+        finally:
+            free.set()
+        adding.result(PATIENCE_S)
+    writer.close()
+    assert max(queued) == 800
+    assert (tmp_path / "rank-0.0000.calls").read_bytes() == b"".join(documents)
+
+
+class Counter(Role):
+    @method
+    def count(self, to: int) -> list[int]:
+        return [*range(to)]
+
+
+def test_values_are_read_when_they_are_asked_for(tmp_path: Path) -> None:
+    """Calls are listed without them: of one that is damaged nothing is lost but its value."""
+    with colocate.connect() as runtime, runtime.reserve(1) as pool:
+        view = pool.spawn({"counter": colocate.role(Counter)}, name="group").role("counter", Counter)
+        with runtime.record(view, tmp_path / "it"):
+            view.count(2)
+            view.count(3)
+    (file,) = (tmp_path / "it" / "group.counter").glob("*.calls")
+    file.write_bytes(file.read_bytes()[:-4] + b"\xff" * 4)
+    first, second = colocate.load_recording(tmp_path / "it")["counter"].calls
+    assert (first.value(), second.arguments()["to"]) == ([0, 1], [["", "3"]])
+    with pytest.raises(SerializationError, match=r"rank-0\.0000\.calls is damaged at byte \d+: UnpicklingError"):
+        second.value()

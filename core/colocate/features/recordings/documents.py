@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 from collections import deque
 from collections.abc import Mapping, Sequence
 from io import FileIO
@@ -42,7 +43,7 @@ class Document:
         """Return its value; see `values.unpacked`.
 
         Raises:
-            SerializationError: It can't be made here.
+            SerializationError: It can't be made here, or is damaged.
             OSError: It can't be read.
         """
         if self.data is not None:
@@ -55,7 +56,10 @@ class Document:
                 left = left[count:]
         if left:
             raise SerializationError(f"{self.path} is shorter than it was")
-        return unpacked(data, self.entries, find, device)
+        try:
+            return unpacked(data, self.entries, find, device)
+        except (pickle.UnpicklingError, EOFError) as error:
+            raise SerializationError(f"{self.path} is damaged at byte {self.begin}: {error_text(error)}") from error
 
 
 class RankFiles:

@@ -386,6 +386,20 @@ class Replays(ExecutorCase):
         assert all(role.total == 0 for slot in group.memory().slots for role in slot.roles if role.role == "player")
         assert group.role("player", Player).later(1) == [1, 1]
 
+    @needs_feature("pausing")
+    @pytest.mark.parametrize("how", ["wait", "keep", "abort"])
+    def test_it_pauses(self, spawn: Spawn, tmp_path: Path, how: Any) -> None:
+        """A pause of a replayed role is accepted, and changes nothing of the answers that come when it goes on."""
+        self._recorded(spawn, tmp_path / "it", lambda group: [group["player"].later(number) for number in range(3)])
+        player = colocate.role(Player).on(replay=tmp_path / "it", background=True)
+        group = spawn({"player": player, "critic": colocate.role(Critic)}, name="group")
+        role = group.role("player", Player)
+        assert role.later(0) == [0, 0]
+        group.pause("player", how=how, timeout=PATIENCE_S)
+        answers = role.later.submit(1)
+        group.resume("player")
+        assert (answers.result(PATIENCE_S), role.later(2)) == ([1, 1], [2, 2])
+
     def test_siblings(self, spawn: Spawn, tmp_path: Path) -> None:
         """Role code that wants the object of a replayed role is told that there is none."""
         self._recorded(spawn, tmp_path / "it", lambda group: group.role("player", Player).later(1))
