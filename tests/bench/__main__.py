@@ -28,6 +28,7 @@ PARTS = (
     "budget",
     "ppo",
     "staleness",
+    "recordings",
     "sharded",
     "engines",
     "fast_paths",
