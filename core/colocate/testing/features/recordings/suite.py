@@ -241,7 +241,7 @@ class Replays(ExecutorCase):
         assert not [*marks.iterdir()]
 
     def test_an_error_of_a_class_that_isnt_here(self, spawn: Spawn, tmp_path: Path) -> None:
-        """Such an error is the role's, whoever raises it: a job that expects it goes on."""
+        """Errors are the role's, whoever raises them: a job that expects one goes on."""
 
         def fail(group: ColocatedGroup) -> str:
             with pytest.raises(RoleError) as caught:
