@@ -215,7 +215,12 @@ class TestOtherMachines:
 
     def write(self, folder: Path, beat: int) -> None:
         owner = {"host": "n7", "boot": "another", "pid": 1, "started": 0.0, "job": "42", "beat": f"{beat:012d}"}
-        (folder / LOCK).write_text(json.dumps(owner))
+        file = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT)
+        try:
+            size = os.pwrite(file, json.dumps(owner).encode(), 0)  # as a beat does: at no moment the file is empty
+            os.ftruncate(file, size)
+        finally:
+            os.close(file)
 
     def test_one_that_beats_is_refused_by_name(self, folder: Path) -> None:
         said: list[str] = []

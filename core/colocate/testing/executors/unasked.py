@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +17,7 @@ from colocate.executor import OwnProcess
 from colocate.testing.executors._base import ExecutorCase, Spawn, needs, needs_feature, of_executor
 from colocate.testing.gate import Gate
 from colocate.testing.probes.faulty import Faulty
+from colocate.testing.probes.plain import Log
 from colocate.testing.waiting import PATIENCE_S, wait_until
 
 
@@ -107,18 +107,16 @@ class UnaskedFailures(ExecutorCase):
 
     def test_calls_that_a_close_has_ended(self, spawn: Spawn, caplog: pytest.LogCaptureFixture) -> None:
         """Such calls are told together, as they will never run."""
-        group = spawn({"faulty": colocate.role(Faulty)}, slots=1)
+        group = spawn({"faulty": colocate.role(Faulty), "log": colocate.role(Log)}, slots=1)
         faulty = group.role("faulty", Faulty)
         with Gate() as gate:
-            faulty.wait.submit(gate.address).add_done_callback(lambda call: None)
+            # The worker itself has heard of the close when this ends: it begins nothing more.
+            group.role("log", Log).look_until_cancelled.submit(gate.address).add_done_callback(lambda call: None)
             here = caller()
             asked, _ = [faulty.fine.submit() for _ in range(2)], [faulty.fine.submit() for _ in range(3)]
             gate.wait_for()
             colocate.wait(asked, 0)
-            closer = threading.Thread(target=group.close)
-            closer.start()
-            wait_until(lambda: not group.alive, "the close has begun")
-        closer.join()
+        group.close()
         wait_until(lambda: "faulty.fine" in caplog.text, "it is logged")
         (record,) = (each for each in caplog.records if "faulty.fine" in each.getMessage())
         assert f"faulty.fine, submitted at {here[0]}:{here[1] + 1} (3 times)" in record.getMessage()
