@@ -28,7 +28,7 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 # Tests start Python hundreds of times: a third of each start would be compiling what was compiled before.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install demo test suites without versions pythons trainers stores engines verl-tests verl-upstream docs check bench bench-before chaos mutants clusters gpu-wheels gpu format clean FORCE
+.PHONY: install demo test fresh suites without versions pythons trainers stores engines verl-tests verl-upstream docs check bench bench-before chaos mutants clusters gpu-wheels gpu format clean FORCE
 install: $(INSTALLED)
 
 $(INSTALLED): pyproject.toml constraints.txt
@@ -54,7 +54,12 @@ $(BARE)/.installed: $(INSTALLED)  # an environment without any extra, in which s
 
 test: install $(BARE)/.installed
 	COLOCATE_BASE_PYTHON=$(CURDIR)/$(BARE)/bin/python $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not long" -rfE \
-		--ignore tests/docs/test_site.py --ignore tests/typing  # `make check` has the site, and both type checkers
+		--ignore tests/docs/test_site.py --ignore tests/typing $(FILES)  # `make check` has the site, and both type checkers
+
+fresh:  ## install and test as on a machine that nobody has used, twice; with /tmp in memory; beside another user's files. FILES= for some tests
+	NEW_VENV=1 tests/fresh.sh disk sh -c '$(MAKE) test && $(MAKE) test'
+	NEW_VENV=1 tests/fresh.sh tmpfs $(MAKE) test
+	NEW_VENV=1 tests/fresh.sh others $(MAKE) test
 
 suites: install  ## the whole executor suite on every executor, and what else `make test` leaves out; fifty minutes
 	$(BIN)/python -m pytest -n 2 --dist loadfile tests/conformance

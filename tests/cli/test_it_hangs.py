@@ -45,14 +45,14 @@ def test_the_commands_of_the_page(colocate: CommandLine) -> None:
         run.close()
 
 
-def _read(screen: Screen, folder: Path, codes: tuple[int, ...] = (0,)) -> str:
+def _read(screen: Screen, folder: Path) -> str:
     """What a command shows until it has ended."""
     with_end: list[str] = []
     try:
         while True:
             with_end.append(screen.until("\n"))
     except AssertionError:
-        assert screen.process.wait(timeout=60) in codes, with_end  # nothing comes any more
+        assert screen.process.wait(timeout=60) == 0, with_end  # nothing comes any more
     text = re.sub(r"\x1b\[[0-9;]*m", "", "\n".join([*with_end, screen.shown]))
     text = "\n".join(line.rstrip() for line in text.split("\n"))
     return text.replace(f"{folder}/", "").replace("\n\n\n", "\n\n")
