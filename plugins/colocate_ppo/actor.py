@@ -12,7 +12,7 @@ from colocate_ppo import checkpoint, maths
 from colocate_ppo.forward import INFERENCE, response_log_probs, response_logits
 from colocate_ppo.generation import generate
 from colocate_ppo.learner import Learner
-from colocate_ppo.model import Weights, pretrained_model, scratch_model, small_llama
+from colocate_ppo.model import Weights, ends_of, pretrained_model, scratch_model, small_llama
 from colocate_ppo.parallel import drawing, minibatches, per_rank, total
 from colocate_ppo.rollout import Estimates, Rollout, join, widen
 from colocate_ppo.spread import Dtype, Layout, Parallel, SpreadModel
@@ -32,6 +32,8 @@ class Actor(Role):
         heads: Its attention heads.
         feed_forward: The width of its feed-forward layers.
         phrases: Texts that it reads as one token each, such as what all questions begin with.
+        stop: Tokens, each as its text or its number, that end an answer besides those at which the model's `generate`
+            ends it (`eos_token_id` of its generation config; where that has none, the tokenizer's end token).
         lr: Learning rate.
         warm_up_lr: Learning rate of the supervised warm-up.
         max_grad_norm: The norm to which gradients are clipped.
@@ -49,6 +51,7 @@ class Actor(Role):
         heads: int = 4,
         feed_forward: int = 256,
         phrases: Sequence[str] = (),
+        stop: Sequence[str | int] = (),
         lr: float = 1e-4,
         warm_up_lr: float = 1e-3,
         max_grad_norm: float = 1.0,
@@ -60,13 +63,14 @@ class Actor(Role):
         if threads is not None:
             torch.set_num_threads(threads)
         if model is None:
-            self.tokenizer = character_tokenizer(phrases)
+            self.tokenizer = character_tokenizer(phrases, stop)
             config = small_llama(self.tokenizer, layers, hidden, heads, feed_forward)
             made = scratch_model(config, self.ctx.generator, self.ctx.device)
         else:
-            self.tokenizer = pretrained_tokenizer(model)
             made = pretrained_model(model, self.ctx.device)
+            self.tokenizer = pretrained_tokenizer(model, ends_of(made), stop)
         self.config = made.config
+        made.generation_config.eos_token_id = [*self.tokenizer.ends]  # An engine that has this model ends there, too.
         self.model = SpreadModel(self.ctx, made, Layout(parallel, dtype, gradient_checkpointing))
         self.learner = Learner(self.ctx, self.model, max_grad_norm)
         self.lr, self.warm_up_lr = lr, warm_up_lr
@@ -144,7 +148,7 @@ class Actor(Role):
                 self.model,
                 prompts,
                 max_new_tokens=max_new_tokens,
-                end=self.tokenizer.end,
+                ends=self.tokenizer.ends,
                 pad=self.tokenizer.pad,
                 temperature=temperature,
                 generator=drawn,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 from torch import Tensor
 
@@ -15,18 +17,18 @@ def generate(
     prompts: Padded,
     *,
     max_new_tokens: int,
-    end: int,
+    ends: Collection[int],
     pad: int,
     temperature: float = 1.0,
     generator: torch.Generator | None = None,
 ) -> Padded:
-    """Continue each prompt until its end token or `max_new_tokens`.
+    """Continue each prompt until a token that ends it or `max_new_tokens`.
 
     Args:
         model: A causal language model.
         prompts: `[B, P]`, padded on the left.
         max_new_tokens: R; the result has this width however early all answers end.
-        end: The token that ends an answer.
+        ends: The tokens that end an answer.
         pad: The token put after it.
         temperature: Divides the logits before sampling.
         generator: The source of randomness, on the model's device; None takes the likeliest token each time.
@@ -38,6 +40,7 @@ def generate(
     responses = inputs.new_full((len(inputs), max_new_tokens), pad)
     mask = torch.zeros_like(responses, dtype=torch.bool)
     alive = torch.ones_like(attention[:, 0])
+    last = inputs.new_tensor([*ends])
     places, cache = positions(attention), None
     for step in range(max_new_tokens):
         output = model(
@@ -51,7 +54,7 @@ def generate(
         token = _choose(output.logits[:, -1].float(), temperature, generator)
         responses[:, step] = torch.where(alive, token, pad)
         mask[:, step] = alive
-        alive = alive & (token != end)
+        alive = alive & ~torch.isin(token, last)
         if not alive.any():
             break
         cache, inputs, places = output.past_key_values, responses[:, step, None], places[:, -1:] + 1

@@ -71,10 +71,15 @@ def _checked(
     roles, rollout = groups[named[0]], options["rollout"]
     found = [*_wrong(named[0], classes_of(roles), lambda role: roles[role].background, **options)]
     own = roles[rollout].kwargs.get("sampling") if rollout in roles else None
-    for name in ("max_tokens", "temperature", "seed"):
+    instead = {
+        "max_tokens": "`max_new_tokens` of the job",
+        "temperature": "`temperature` of the job",
+        "seed": "the run's seed",
+        "stop_token_ids": "`stop` of the actor, which evaluations go by, too,",
+    }
+    for name, decides in instead.items():
         if isinstance(own, Mapping) and name in own:
-            instead = {"max_tokens": "`max_new_tokens`", "temperature": "`temperature`"}.get(name, "the run's seed")
-            found.append(("rollout", f"is a role with a {name} in its `sampling`; here {instead} of the job decides"))
+            found.append(("rollout", f"is a role with a {name} in its `sampling`; here {decides} decides"))
     return found
 
 

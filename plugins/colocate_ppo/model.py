@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 import torch
 from torch import Tensor, nn
 
+from colocate import ConfigError
 from colocate_ppo.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ def small_llama(tokenizer: Tokenizer, layers: int, hidden: int, heads: int, feed
     return LlamaConfig(
         vocab_size=tokenizer.size,
         pad_token_id=tokenizer.pad,
-        eos_token_id=tokenizer.end,
+        eos_token_id=[*tokenizer.ends],
         num_hidden_layers=layers,
         hidden_size=hidden,
         num_attention_heads=heads,
@@ -62,6 +63,22 @@ def pretrained_model(name: str, device: torch.device) -> PreTrainedModel:
     # Without a word of that, transformers asks on the terminal whether a model's own code may run.
     options: dict[str, Any] = {"dtype": torch.float32, "trust_remote_code": False}
     return _ready(AutoModelForCausalLM.from_pretrained(name, **options), device)
+
+
+def ends_of(model: PreTrainedModel) -> list[int]:
+    """Return the tokens at which `generate` of transformers ends an answer of a model.
+
+    Raises:
+        ConfigError: Its generation config ends answers by text, too.
+    """
+    config: Any = model.generation_config
+    if config.stop_strings:
+        raise ConfigError(
+            f"the model's generation config has stop_strings={config.stop_strings!r}, and answers end by tokens: take "
+            "these out of generation_config.json, and name tokens by `stop`"
+        )
+    ends = config.eos_token_id
+    return [] if ends is None else [ends] if isinstance(ends, int) else [*ends]
 
 
 def empty_model(config: PreTrainedConfig, device: torch.device) -> PreTrainedModel:

@@ -49,7 +49,8 @@ class Sampling:
         top_k: Only so many of the likeliest tokens are drawn; 0 for all.
         seed: From which the seeds of rows are derived, in place of the runtime's seed and the number of the call: two
             calls with equal ones draw equal rows.
-        stop_token_ids: What ends a response; None for what ends one of the model's, () for nothing.
+        stop_token_ids: The tokens that end a response; None for those at which the model's `generate` ends it, as its
+            generation config says, and () for none.
     """
 
     max_tokens: int = attrs.field(default=128, validator=_number(1, _ENDLESS, whole=True))

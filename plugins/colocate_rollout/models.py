@@ -19,7 +19,7 @@ from colocate.texts import did_you_mean
 from colocate_rollout.contract import Prompt, Row
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedModel
+    from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 
 _IMPORTING = threading.Lock()
@@ -31,7 +31,7 @@ def imported() -> Any:
     with _IMPORTING:
         import transformers
 
-        for name in ("AutoConfig", "AutoModelForCausalLM", "CONFIG_MAPPING", "PreTrainedModel"):
+        for name in ("AutoConfig", "AutoModelForCausalLM", "CONFIG_MAPPING", "GenerationConfig", "PreTrainedModel"):
             getattr(transformers, name)
     return transformers
 
@@ -148,14 +148,15 @@ def role_of(ctx: Context, name: str, awake: Sequence[str]) -> Iterator[object]:
 
 
 def described_in(ctx: Context, name: str) -> tuple[dict[str, Any], str]:
-    """Return the fields of the config of a role's model, and the dtype that the model has."""
+    """Return the fields of the config of a role's model, with the tokens that end its responses, and its dtype."""
     with role_of(ctx, name, ()) as role:
         module = model_in(role, name)
         dtype = str(next(module.parameters()).dtype).removeprefix("torch.")
         # FSDP2 makes a class of its own of the module's, and so may whoever has written the role.
         bases = type(_without_adapters(module)).__mro__
         kind = next(each for each in bases if each.__module__.startswith("transformers."))
-        return {**module.config.to_dict(), "architectures": [kind.__name__]}, dtype
+        ends = sorted(stop_ids(module.generation_config)) or None
+        return {**module.config.to_dict(), "architectures": [kind.__name__], "eos_token_id": ends}, dtype
 
 
 def model_in(role: object, name: str) -> PreTrainedModel:
@@ -196,10 +197,42 @@ def _without_adapters(value: Any) -> Any:
     return inner.model if hasattr(inner, "merge_and_unload") else inner
 
 
-def stop_ids(config: Any) -> frozenset[int]:
-    """Return the tokens that end a response of a model."""
-    found = config.get_text_config().eos_token_id
-    return frozenset() if found is None else frozenset([found] if isinstance(found, int) else found)
+def generation_config(model: str | Mapping[str, Any], config: PreTrainedConfig) -> GenerationConfig:
+    """Return the generation config that transformers gives a model: that of its folder, or one made of its config.
+
+    Args:
+        model: The folder, the hub id or the fields of a config.
+        config: What `config_of` says of it.
+    """
+    kind: Any = imported().GenerationConfig
+    made: GenerationConfig
+    if not isinstance(model, str):
+        made = kind.from_model_config(config)
+        return made
+    options = {"local_files_only": reading(model)["local_files_only"]}
+    try:
+        made = kind.from_pretrained(model, **options)
+    except OSError:  # The file need not be there; `from_pretrained` of a model does the same.
+        made = kind.from_pretrained(model, config_file_name="config.json", _from_model_config=True, **options)
+    return made
+
+
+def stop_ids(config: GenerationConfig) -> frozenset[int]:
+    """Return the tokens at which `generate` of transformers ends a response.
+
+    Args:
+        config: The model's generation config.
+
+    Raises:
+        ConfigError: It ends responses by text, too.
+    """
+    if config.stop_strings:
+        raise ConfigError(
+            f"the model's generation config has stop_strings={config.stop_strings!r}, and engines end responses by "
+            "tokens: take these out of generation_config.json, and name tokens in eos_token_id"
+        )
+    ends: int | list[int] | None = config.eos_token_id
+    return frozenset(() if ends is None else [ends] if isinstance(ends, int) else ends)
 
 
 def check_prompts(prompts: Sequence[Prompt], vocabulary: int) -> None:

@@ -91,7 +91,8 @@ class TransformersEngine:
                 raise ConfigError(f"max_length={max_length}: the model takes {longest} tokens")
             length: int = max_length or min(longest, 2048)
             _check_attention(config, length)
-            self._stops, self._vocabulary, self._longest = stop_ids(module.config), config.vocab_size, length
+            stop_ids(module.generation_config)  # refused here rather than by the first row
+            self._vocabulary, self._longest = config.vocab_size, length
             heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
             size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
             shape = max_rows, heads, length + 1, size  # the last token is what nobody reads
@@ -136,10 +137,12 @@ class TransformersEngine:
         )
         for each in waiting:
             each.most = min(each.most, sampling.max_tokens)
-        stops = self._stops if sampling.stop_token_ids is None else frozenset(sampling.stop_token_ids)
         cache = self._cache
         running: list[_Running] = []
         with self._module() as module, whole(module):
+            stops: Collection[int] | None = sampling.stop_token_ids
+            if stops is None:
+                stops = stop_ids(module.generation_config)
             cache.clear()
             emptied = cache.emptied
             while waiting or running:

@@ -32,6 +32,7 @@ from colocate_rollout.models import (
     check_prompts,
     config_of,
     described_in,
+    generation_config,
     given_once,
     imported,
     model_in,
@@ -122,10 +123,10 @@ class VllmEngine:
         try:
             with self._guest.making():
                 self._vllm = _imported()
-                config, self._fields, dtype = self._described(model, role)
+                config, generation, self._fields, dtype = self._described(model, role)
                 self._arguments = self._checked(options, model, dtype)
                 self._expected = _expected(config)
-                self._stops, self._vocabulary = stop_ids(config), config.get_text_config().vocab_size
+                self._stops, self._vocabulary = stop_ids(generation), config.get_text_config().vocab_size
             _warn_of(self._vllm.__version__, self.known)
             VllmEngine._held = self
             self._make()
@@ -138,22 +139,25 @@ class VllmEngine:
 
     def _described(
         self, model: str | Mapping[str, Any] | None, role: str | None
-    ) -> tuple[Any, dict[str, Any] | None, str | None]:
-        """The config of the model; its fields, where vLLM is to find these in a folder, and the dtype then."""
+    ) -> tuple[Any, Any, dict[str, Any] | None, str | None]:
+        """The two configs of the model; its fields, where vLLM is to find these in a folder, and the dtype then."""
         if role is not None:
             with role_of(self._ctx, role, ()) as other:
-                config: Any = model_in(other, role).config
+                module = model_in(other, role)
+                config: Any = module.config
+                generation: Any = module.generation_config
             fields, dtype = described_in(self._ctx, role)
         else:
             assert model is not None
             config = config_of(model)
+            generation = generation_config(model, config)
             if isinstance(model, str):
-                return config, None, None
+                return config, generation, None, None
             dtype = str(config.dtype or torch.float32).removeprefix("torch.")
             kind = imported().AutoModelForCausalLM._model_mapping[type(config)].__name__
             fields = {**config.to_dict(), "architectures": [kind]}
         self._missing = "none have come yet; colocate.sync_weights brings them"
-        return config, fields, dtype
+        return config, generation, fields, dtype
 
     def _checked(self, options: Mapping[str, Any], model: object, dtype: str | None) -> dict[str, Any]:
         """VLLM's arguments, of options that it has."""

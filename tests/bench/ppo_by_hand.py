@@ -110,7 +110,7 @@ def main(checkpoint: Path, options: dict[str, Any], seeds: list[int]) -> None:
             actor,
             prompts,
             max_new_tokens=options["longest"],
-            end=tokenizer.end,
+            ends=tokenizer.ends,
             pad=tokenizer.pad,
             generator=generator.manual_seed((seeds[rank] + step) % (1 << 63)),
         )

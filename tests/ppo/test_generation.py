@@ -18,8 +18,8 @@ def prompts(actor: Actor, problems: Problems) -> Padded:
 
 
 def greedy(actor: Actor, prompts: Padded) -> Padded:
-    pad, end = actor.tokenizer.pad, actor.tokenizer.end
-    return generate(actor.model, prompts, max_new_tokens=R, end=end, pad=pad)
+    pad, ends = actor.tokenizer.pad, actor.tokenizer.ends
+    return generate(actor.model, prompts, max_new_tokens=R, ends=ends, pad=pad)
 
 
 def by_hand(actor: Actor, prompt: list[int]) -> list[int]:
@@ -29,7 +29,7 @@ def by_hand(actor: Actor, prompt: list[int]) -> list[int]:
         with torch.no_grad():
             logits = actor.model(input_ids=torch.tensor([tokens])).logits
         tokens.append(int(logits[0, -1].argmax()))
-        if tokens[-1] == actor.tokenizer.end:
+        if tokens[-1] in actor.tokenizer.ends:
             break
     return tokens[len(prompt) :]
 
@@ -44,13 +44,14 @@ def test_greedy_is_the_argmax_step_by_step(actor: Actor, problems: Problems) -> 
 
 
 def test_after_its_end_an_answer_is_padding(actor: Actor, problems: Problems) -> None:
-    end, pad = actor.tokenizer.end, actor.tokenizer.pad
+    ends, pad = actor.tokenizer.ends, actor.tokenizer.pad
+    (end,) = ends
     generator = torch.Generator().manual_seed(0)
     answers = generate(
         actor.model,
         prompts(actor, Problems.of([*problems] * 20)),
         max_new_tokens=R,
-        end=end,
+        ends=ends,
         pad=pad,
         temperature=8.0,
         generator=generator,
@@ -61,14 +62,14 @@ def test_after_its_end_an_answer_is_padding(actor: Actor, problems: Problems) ->
     for row, length in enumerate(lengths.tolist()):
         assert answers.mask[row].tolist() == [True] * length + [False] * (R - length)
         assert answers.tokens[row, length:].eq(pad).all()
-        ends = answers.tokens[row].eq(end).nonzero().flatten().tolist()
-        assert ends == ([length - 1] if length < R else ends[:1])
+        places = answers.tokens[row].eq(end).nonzero().flatten().tolist()
+        assert places == ([length - 1] if length < R else places[:1])
 
 
 def test_generation_stops_when_every_answer_has_ended(actor: Actor, problems: Problems) -> None:
     batch = prompts(actor, problems[:1])
     (first,) = greedy(actor, batch).tokens[:, 0].tolist()
-    answers = generate(actor.model, batch, max_new_tokens=R, end=first, pad=actor.tokenizer.pad)
+    answers = generate(actor.model, batch, max_new_tokens=R, ends=[first], pad=actor.tokenizer.pad)
     assert answers.tokens.tolist() == [[first] + [actor.tokenizer.pad] * (R - 1)]
     assert answers.mask.sum() == 1
 
@@ -77,9 +78,9 @@ def test_samples_follow_the_distribution(actor: Actor, problems: Problems) -> No
     batch = prompts(actor, problems[:1])
     many = Padded(batch.tokens.expand(4_000, -1), batch.mask.expand(4_000, -1))
     generator = torch.Generator().manual_seed(0)
-    pad, end = actor.tokenizer.pad, actor.tokenizer.end
+    pad, ends = actor.tokenizer.pad, actor.tokenizer.ends
     sampled = generate(
-        actor.model, many, max_new_tokens=1, end=end, pad=pad, temperature=0.5, generator=generator
+        actor.model, many, max_new_tokens=1, ends=ends, pad=pad, temperature=0.5, generator=generator
     ).tokens
     with torch.no_grad():
         expected = (actor.model(input_ids=batch.tokens).logits[0, -1] / 0.5).softmax(dim=-1)
@@ -95,7 +96,7 @@ def test_samples_depend_on_the_generator_alone(actor: Actor, problems: Problems,
             actor.model,
             prompts(actor, problems),
             max_new_tokens=R,
-            end=actor.tokenizer.end,
+            ends=actor.tokenizer.ends,
             pad=actor.tokenizer.pad,
             temperature=4.0,
             generator=torch.Generator().manual_seed(seed),

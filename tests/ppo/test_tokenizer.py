@@ -43,5 +43,5 @@ def test_a_batch_is_padded() -> None:
     assert INNER.decode(prompts.tokens[0]) == "ab\n"
     answers = TOKENIZER.answers(["ab", "a"], torch.device("cpu"))
     assert answers.mask.tolist() == [[True, True, True], [True, True, False]]
-    assert answers.tokens[1, 1:].tolist() == [TOKENIZER.end, TOKENIZER.pad]
+    assert answers.tokens[1, 1:].tolist() == [*TOKENIZER.ends, TOKENIZER.pad]
     assert TOKENIZER.texts(answers) == ["ab", "a"]

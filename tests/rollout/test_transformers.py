@@ -1,14 +1,16 @@
 """The engine `transformers`: what all engines hold, and what it alone does."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+from tests.rollout.ending import LENGTH, PLACES, Ending, check_ends, generated, make_folder
 
 import colocate
-from colocate import ConfigError
+from colocate import ConfigError, RoleStartError
 from colocate_rollout.role import EngineRole
-from colocate_rollout.testing import LLAMA, PROMPTS, ModelSuite, log_probs, made
+from colocate_rollout.testing import LLAMA, PROMPTS, ModelSuite, Trainer, log_probs, made
 
 
 class TestTransformers(ModelSuite):
@@ -63,3 +65,49 @@ def test_weights_by_hand(given: Callable[[Any], Any]) -> None:
         with pytest.raises(ConfigError, match=said):
             role.load_weights(wrong, 4)
     role.close()
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_ends(tmp_path: Path, place: str) -> None:
+    """Responses end where transformers' `generate` ends them, wherever a folder says that."""
+    folder = make_folder(tmp_path, place)
+    role = EngineRole("transformers", model=folder, max_rows=3)
+    check_ends(role, folder)
+    lengths = {len(each) for each in generated(folder)}
+    assert lengths == {LENGTH} if place == "none" else len(lengths) > 1  # or the comparison would prove nothing
+    role.close()
+
+
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("processes", [False, True])
+def test_ends_of_another_roles_model(processes: bool, background: bool) -> None:
+    """An engine that has another role's model, or a copy of it, ends where `generate` of that model does."""
+    engine = colocate.role("rollout.engine", engine="transformers", role="trainer").on(background=background)
+    with colocate.connect(**({"processes": True} if processes else {})) as runtime, runtime.reserve(slots=1) as pool:
+        group = pool.spawn({"trainer": colocate.role(Ending), "rollout": engine})
+        trainer, rollout = group.role("trainer", Ending), group.role("rollout", EngineRole)
+        if background:
+            colocate.sync_weights(trainer, rollout)
+        (expected,) = trainer.generated()
+        rows = rollout.generate(PROMPTS, sampling={"temperature": 0, "max_tokens": LENGTH})
+        assert [row.token_ids for (row,) in rows] == expected
+        assert len({len(each) for each in expected}) > 1
+
+
+def test_ends_by_text_are_refused() -> None:
+    """A generation config that ends responses by text names the option that an engine can go by."""
+    with colocate.connect() as runtime, runtime.reserve(slots=1) as pool:
+        roles = {
+            "trainer": colocate.role(Texts),
+            "rollout": colocate.role("rollout.engine", engine="transformers", role="trainer"),
+        }
+        with pytest.raises(RoleStartError, match=r"stop_strings=\['User:'\].* name tokens in eos_token_id"):
+            pool.spawn(roles)
+
+
+class Texts(Trainer):
+    """A trainer whose model's generation config has a text that ends responses."""
+
+    def __init__(self) -> None:
+        super().__init__(LLAMA)
+        self.model.generation_config.stop_strings = ["User:"]

@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 import torch.distributed as dist
+from tests.rollout.ending import LENGTH, PLACES, Ending, check_ends, make_folder
 
 import colocate
 from colocate import CallTimeout, ConfigError, RoleError, RoleStartError, method
@@ -518,3 +519,24 @@ def test_the_first_config_of_the_readme(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(config)
     found = colocate.load_config(tmp_path / "config.yaml")
     assert [*found.groups["policy"].roles] == ["actor", "rollout", "reward"]
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_ends(tmp_path: Path, place: str) -> None:
+    """Responses end where transformers' `generate` ends them, wherever a folder says that."""
+    folder = make_folder(tmp_path, place)
+    role = EngineRole("vllm", model=folder, dtype="float32", kv_cache_memory_bytes="4MiB")
+    check_ends(role, folder)
+    role.close()
+
+
+def test_ends_of_another_roles_model() -> None:
+    """Responses end where `generate` of the model ends them whose weights the engine gets."""
+    roles = {"trainer": colocate.role(Ending), "engine": colocate.role("rollout.engine", role="trainer", **OPTIONS)}
+    with colocate.connect("local", processes=True) as runtime, runtime.reserve(slots=1) as pool:
+        group = pool.spawn(roles)
+        trainer, engine = group.role("trainer", Ending), group.role("engine", EngineRole)
+        colocate.sync_weights(trainer, engine)
+        (expected,) = trainer.generated()
+        rows = engine.generate(PROMPTS, sampling={"temperature": 0, "max_tokens": LENGTH})
+        assert [row.token_ids for (row,) in rows] == expected
