@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-import threading
+import queue
 import time
 from collections.abc import Callable, Mapping
 
@@ -12,7 +12,7 @@ import attrs
 from colocate.driver import Driver, Thread
 from colocate.errors import ColocateError
 from colocate_report.record import Leaving
-from colocate_run.slurm import ends_at
+from colocate_run.slurm import ask_end, ends_at, is_asked
 
 LOOKS_S = 2.0
 """How often one looks."""
@@ -32,15 +32,22 @@ class Notices:
     found: tuple[Leaving, ...] = attrs.field(default=(), init=False)
     _count: int = attrs.field(default=0, init=False)  # how many there have been
     _numbers: dict[str, int] = attrs.field(factory=dict, init=False)  # those of what is found, by who goes
-    _over: threading.Event = attrs.field(factory=threading.Event, init=False)
+    _ends_at: float | None = attrs.field(factory=ends_at, init=False)  # of the batch job
+    # When a signal came, or None at the end. A SimpleQueue: `put` is all that a signal's handler may call.
+    _signals: queue.SimpleQueue[float | None] = attrs.field(factory=queue.SimpleQueue, init=False)
 
     def __enter__(self) -> Notices:
-        if self._driver.foresees or ends_at() is not None:
+        if self._driver.foresees or self._ends_at is not None or is_asked():
             Thread(target=self._look, name="colocate-notices").start()
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._over.set()
+        self._signals.put(None)
+
+    def on_signal(self) -> None:
+        """Ask the batch system when it ends the job, and say so. Called in a signal's handler, which doesn't wait."""
+        if is_asked():
+            self._signals.put(time.time())
 
     @property
     def last(self) -> int:
@@ -57,12 +64,19 @@ class Notices:
                 if not failed:
                     _log.info("which nodes are to go isn't known for now: %s", error)
                 failed = True
-            if self._over.wait(LOOKS_S):
+            try:
+                signalled = self._signals.get(timeout=LOOKS_S)
+            except queue.Empty:
+                continue
+            if signalled is None:
                 return
+            self._ends_at, said = ask_end(signalled)
+            if said is not None:
+                _log.warning("%s", said)
 
     def _note(self, nodes: Mapping[str, float | None]) -> None:
         found = [Leaving(f"node {name}", until) for name, until in nodes.items()]
-        found += [] if (end := ends_at()) is None else [Leaving("the batch job", end)]
+        found += [] if self._ends_at is None else [Leaving("the batch job", self._ends_at)]
         found = [each for each in found if each.until is None or each.until - time.time() <= NOTICE_S]
         found.sort(key=lambda each: (each.until or 0.0, each.who))
         new = [each for each in found if each.who not in self._numbers]

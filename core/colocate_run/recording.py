@@ -217,6 +217,12 @@ def _recording(
     parts = folder, screen, signals, begun.metrics, begun.observers, notices, begun.store
     run = Run(name, runtime, groups, folder.path, resumed, *parts)
     driver.run = run
+
+    def on_signal() -> None:
+        driver.let_go()  # a rank that is stopped ends no step
+        notices.on_signal()
+
+    signals.then = on_signal
     recorded = partial(_record, begun, run, calls, devices, started, start_up)
     try:
         with (
@@ -278,7 +284,6 @@ def _until_done(run: Run, job: Callable[[], object]) -> None:
     """
     back: str | None = None
     signals = run._signals
-    signals.then = Driver(run.runtime).let_go  # a rank that is stopped ends no step
     try:
         while True:
             try:

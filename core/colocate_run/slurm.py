@@ -1,11 +1,16 @@
-"""What Slurm says of the job in which a run is: its time limit, and how many tasks srun has made of one."""
+"""What Slurm says of the job in which a run is: when it ends, and how many tasks srun has made of one."""
 
 from __future__ import annotations
 
 import os
+import re
+import subprocess
 import time
+from datetime import datetime
 
 from colocate.errors import ConfigError
+
+_ANSWERS_WITHIN_S = 10.0
 
 
 def ends_at() -> float | None:
@@ -17,12 +22,45 @@ def ends_at() -> float | None:
 
 
 def time_limit() -> str | None:
-    """Return in words how long this job has after SIGTERM; None where nobody has said: Slurm, or a pod's manifest."""
+    """Return in words how long this job has after SIGTERM, as the environment says; None if it doesn't."""
     if (ends := ends_at()) is not None:
-        left = ends - time.time()
-        return f"Slurm's time limit is at {time.strftime('%H:%M:%S', time.localtime(ends))}, in {left:.0f} s"
+        return _said("Slurm's time limit is", ends)
     grace = os.environ.get("COLOCATE_GRACE_S", "")
     return f"it has {grace} s" if grace.isdecimal() else None
+
+
+def is_asked() -> bool:
+    """Return whether `ask_end` has a job to ask Slurm about."""
+    return "SLURM_JOB_ID" in os.environ
+
+
+def ask_end(signalled: float) -> tuple[float | None, str | None]:
+    """Ask Slurm when it ends this job, which has got SIGTERM: a time, and a sentence about the time.
+
+    A job that Slurm is ending (preempted, cancelled, requeued) has `KillWait` seconds from SIGTERM to SIGKILL. Another
+    one has until its end, which a preemption with `GraceTime` sets earlier. Without an answer the time limit of the
+    environment counts.
+
+    Args:
+        signalled: When SIGTERM came, in seconds of `time.time()`.
+    """
+    try:
+        state, end = _ask("squeue", "--noheader", f"--jobs={os.environ['SLURM_JOB_ID']}", "--format=%T %e").split()
+        if state == "RUNNING":
+            ends = datetime.fromisoformat(end).timestamp()
+            return ends, _said("Slurm's time limit is" if ends == ends_at() else "Slurm ends this job", ends)
+        (wait,) = re.findall(r"^KillWait\s*=\s*(\d+)", _ask("scontrol", "show", "config"), re.MULTILINE)
+    except (OSError, subprocess.SubprocessError, ValueError):  # no such command, or no such answer
+        return ends_at(), time_limit()
+    return signalled + int(wait), _said("Slurm kills this job", signalled + int(wait)) + " (KillWait)"
+
+
+def _ask(*command: str) -> str:
+    return subprocess.run(command, capture_output=True, text=True, timeout=_ANSWERS_WITHIN_S, check=True).stdout
+
+
+def _said(what: str, at: float) -> str:
+    return f"{what} at {time.strftime('%H:%M:%S', time.localtime(at))}, in {max(0.0, at - time.time()):.0f} s"
 
 
 def refuse_many_tasks() -> None:

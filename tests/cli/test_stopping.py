@@ -1,10 +1,12 @@
 """How a run is asked to end: SIGTERM however often it comes, Ctrl-C once, in each of its phases."""
 
 import os
+import re
 import select
 import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from tests.cli.conftest import CommandLine
@@ -72,11 +74,11 @@ BESIDE = """
 class Held:
     """A job that stands still in one phase until it is let go."""
 
-    def __init__(self, colocate: CommandLine, phase: str, limit: str = "") -> None:
+    def __init__(self, colocate: CommandLine, phase: str, limit: str = "", **variables: str) -> None:
         colocate.write("beside.py", BESIDE)
         colocate.write("demo.yaml", DEMO)
         self.folder = colocate.folder
-        self.process = colocate.start("run", "demo.yaml", HELD=phase, SLURM_JOB_END_TIME=limit)
+        self.process = colocate.start("run", "demo.yaml", HELD=phase, SLURM_JOB_END_TIME=limit, **variables)
         try:
             wait_until((self.folder / phase).exists, f"it comes to {phase}")
         except BaseException:
@@ -107,7 +109,7 @@ class Held:
 
 @pytest.fixture
 def held(colocate: CommandLine) -> "Callable[..., Held]":
-    return lambda phase, limit="": Held(colocate, phase, limit)
+    return lambda phase, limit="", **variables: Held(colocate, phase, limit, **variables)
 
 
 @pytest.mark.parametrize("phase", ["job", "call", "checkpoint"])
@@ -190,6 +192,42 @@ def test_the_time_limit_is_told(held: Callable[..., Held]) -> None:
     left = int(told.removesuffix(" s").rpartition(" ")[2])
     assert 3500 < left <= 3600
     assert run.ended()[0] == 128 + signal.SIGTERM
+
+
+@pytest.mark.parametrize(
+    ("state", "left", "said"),
+    [
+        ("COMPLETING", None, "Slurm kills this job at "),
+        ("RUNNING", 60, "Slurm ends this job at "),
+        ("RUNNING", 3600, "Slurm's time limit is at "),
+        ("", 3600, "Slurm's time limit is at "),
+    ],
+    ids=["preempted", "preempted with grace", "time limit", "no answer"],
+)
+def test_slurm_says_when_a_job_ends(
+    held: Callable[..., Held], colocate: CommandLine, tmp_path: Path, state: str, left: int | None, said: str
+) -> None:
+    """A job that is preempted has until SIGKILL: its time limit is later, and isn't said."""
+    ends = int(time.time()) + (left or 3600)
+    at = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(ends))
+    answers = {"squeue": f"{state} {at}" if state else "", "scontrol": "KillWait                = 30 sec"}
+    (tmp_path / "bin").mkdir()
+    for program, answer in answers.items():
+        (tmp_path / "bin" / program).write_text(f"#!/bin/sh\necho '{answer}'\n")
+        (tmp_path / "bin" / program).chmod(0o755)
+    path = f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}"
+    run = held("job", str(ends if left != 60 else ends + 600), SLURM_JOB_ID="7", PATH=path)
+    run.send(signal.SIGTERM)
+    assert run.notices() == "SIGTERM: stopping after a checkpoint"
+    assert run.process.stderr is not None
+    line = next(line for line in run.process.stderr if said in line).strip()
+    (seconds,) = re.findall(r", in (\d+) s", line)
+    expected = left or 30
+    assert expected - 20 < int(seconds) <= expected
+    assert line.endswith(" (KillWait)") == (state == "COMPLETING")
+    code, _, err = run.ended()
+    assert code == 128 + signal.SIGTERM
+    assert ("time limit" in line + err) == (said == "Slurm's time limit is at ")
 
 
 def test_many_tasks_of_srun(colocate: CommandLine) -> None:

@@ -29,8 +29,16 @@ WAYS = {
     "scancel": 0,
     "requeue": 0,
     "node killed": 0,
+    "node lost": 0,
 }
 KILL_WAIT_S = 30
+RESTARTS = """
+executor: local
+pools: {{main: {{strategy: strict_spread, {pool}}}}}
+groups: {{policy: {{pool: main, on_failure: restart, roles: {{counter: "ticks:Counter"}}}}}}
+job: "ticks:train"
+"""
+POOLS = {"a spare": "slots: 2, spares: 1", "fewer slots": "slots: 3, at_least: 2, regrow_timeout: 1"}
 
 
 @pytest.fixture
@@ -62,14 +70,14 @@ def saved(slurm: Slurm) -> int:
 @pytest.mark.parametrize(("way", "slurm"), WAYS.items(), indirect=["slurm"], ids=WAYS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_saves_and_goes_on(slurm: Slurm, kind: str, way: str, time_: int) -> None:
-    saves = way != "node killed"
+    saves = way not in ("node killed", "node lost")
     job = submit(slurm, kind, *(["--signal=TERM@75"] if way == "time limit" else []))
     slurm.wait_for_line(job, r"^step 25 ", within=300)
     began, node = time.monotonic(), int(slurm.node(job).removeprefix("n"))
     if way.startswith("preempted"):
         (slurm.folder / "urgent.sh").write_text("#!/bin/bash\nsleep 5\n")
         slurm.submit("--partition=high", f"--nodes={NODES}", "--exclusive", "urgent.sh")
-    elif way == "node killed":
+    elif not saves:
         slurm.machines[node].kill()
     elif way == "requeue":
         slurm("scontrol", "requeue", str(job))
@@ -84,12 +92,17 @@ def test_it_saves_and_goes_on(slurm: Slurm, kind: str, way: str, time_: int) -> 
         assert step == saved(slurm)
         last = re.findall(r"^step (\d+) ", slurm.printed(job), re.MULTILINE)[-1]
         assert step == int(last)  # nothing is lost
+        ended = ["KillWait", "in [23][0-9] s"] if way in ("preempted", "requeue", "scancel") else []
+        assert all(re.search(rf"Slurm kills this job at .*{words}", slurm.printed(job)) for words in ended)
+        assert bool(ended) == ("time limit is at" not in slurm.printed(job))
     if way == "scancel":
         slurm.wait_for(job, "CANCELLED", within=KILL_WAIT_S + 30)
         wait_until(lambda: idle(slurm) == NODES, "its nodes are free")
         assert slurm.printed(job).count("ticks: running in runs/ticks") == 1
         return
-    if way == "node killed" and kind != "one node":
+    if way == "node lost":
+        slurm.wait_for(job, "PENDING", within=200)
+    if not saves and kind != "one node":
         slurm.machines[node].boot()
         start_daemons(slurm, node)
     resumed = int(slurm.wait_for_line(job, r"going on after step (\d+)$", within=300))
@@ -97,6 +110,32 @@ def test_it_saves_and_goes_on(slurm: Slurm, kind: str, way: str, time_: int) -> 
     assert resumed == step if saves else resumed >= 20
     counts = rf"(?s)going on after step {resumed}$.*?^step {resumed + 5} "
     slurm.wait_for_line(job, counts, within=120)  # from what it has restored
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("slurm", [0], indirect=True, ids=["low"])
+@pytest.mark.parametrize("pool", POOLS)
+@pytest.mark.parametrize("kind", ["ray", "dask"])
+def test_a_node_dies(slurm: Slurm, kind: str, pool: str) -> None:
+    """A run whose groups restart outlives a node: Slurm, too, has noticed by then, and leaves the job alone."""
+    (slurm.folder / "ticks.yaml").write_text(RESTARTS.format(pool=POOLS[pool]))
+    job = submit(slurm, kind)
+    slurm.wait_for_line(job, r"^step 25 ", within=300)
+    head = slurm.node(job)
+    logs = [path.read_text() for path in slurm.folder.glob("runs/ticks/logs/policy-*.txt")]
+    used = {node for text in logs for node in re.findall(r"^\S+ \S+ -- .* on node (\S+)$", text, re.MULTILINE)}
+    # Dask calls a node by its address.
+    lost = next(each for each in slurm.machines if {each.name, each.address} & used and each.name != head)
+    lost.kill()
+    restarted = int(slurm.wait_for_line(job, r"going on after step (\d+)$", within=120))
+    wait_until(
+        lambda: slurm("sinfo", "-h", "-N", "-n", lost.name, "-p", "main", "-o", "%T").startswith("down"), "Slurm knows"
+    )
+    last = int(re.findall(r"^step (\d+) ", slurm.printed(job), re.MULTILINE)[-1])
+    slurm.wait_for_line(job, rf"^step {last + 50} ", within=60)  # ten seconds
+    assert restarted >= 20
+    assert slurm.state(job) == "RUNNING"
+    assert slurm.printed(job).count("ticks: started in") == 1  # neither queued again
 
 
 @pytest.mark.timeout(600)

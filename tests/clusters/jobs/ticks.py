@@ -25,8 +25,8 @@ class Counter(Role):
         time.sleep(1.0)  # a model takes longer than two signals do
         torch.save(self.count, Path(directory, f"rank-{self.ctx.rank}.pt"))
 
-    def restore(self, directory: str) -> None:
-        self.count = torch.load(Path(directory, f"rank-{self.ctx.rank}.pt"))
+    def restore(self, directory: str, ranks: int) -> None:
+        self.count = torch.load(Path(directory, f"rank-{self.ctx.rank % ranks}.pt"))
 
 
 def train(run: Run, *, steps: int = 100_000, every: int = 20) -> None:
