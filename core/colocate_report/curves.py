@@ -117,7 +117,7 @@ def series_of(rows: Iterable[Mapping[str, Any]]) -> list[Series]:
 def headline(series: Sequence[Series]) -> list[Series]:
     """The series that say whether a run has learned: held-out results, then rewards, then other successes."""
     drawn = [each for each in series if each.values]
-    ranked = sorted((each for each in drawn if _rank(each.name) < 9), key=lambda each: _rank(each.name))
+    ranked = sorted((each for each in drawn if rank_metric(each.name) < 9), key=lambda each: rank_metric(each.name))
     return ranked[:LARGE_LINES] or drawn[:1]
 
 
@@ -143,7 +143,8 @@ def curves(series: Sequence[Series]) -> Curves:
     )
 
 
-def _rank(name: str) -> int:
+def rank_metric(name: str) -> int:
+    """Return how much a metric says of a run, by its name: 0 for the most, as a held-out accuracy, 9 for no more."""
     parts = set(name.lower().replace("/", "_").split("_"))
     held_out = bool(parts & {"eval", "val", "validation", "test"})
     if parts & {"accuracy", "success", "acc"}:
@@ -195,7 +196,7 @@ def _line(series: Series, x: Axis, y: Axis, columns: int) -> Line:
         dots="".join(f"M{left} {top}h0" for left, top in real) if len(real) <= DOTTED else "",
         first=number(series.values[0]),
         last=series.last,
-        strong=_rank(series.name) in (0, 1, 4),
+        strong=rank_metric(series.name) in (0, 1, 4),
     )
 
 

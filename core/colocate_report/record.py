@@ -144,8 +144,12 @@ def told_restarts(record: RunRecord) -> list[str]:
 
 
 def timed_phases(record: RunRecord) -> dict[str, float]:
-    """Return what the time of a run went into: its start-up, and the job's phases."""
-    return {"(start-up)": record.start_up, **record.phases} if record.start_up else dict(record.phases)
+    """Return the seconds of a run by phase: its start-up, the job's phases, and the untimed rest."""
+    phases = {"(start-up)": record.start_up, **record.phases} if record.start_up else dict(record.phases)
+    rest = record.seconds - sum(phases.values())
+    if phases and rest >= 0.005 * record.seconds:  # less is 0 %
+        phases["(rest)"] = rest
+    return phases
 
 
 def saved(record: RunRecord) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import attrs
 
 _NOTHING = 1e-300  # a range below this can't be divided into ticks: numbers so small have no digits left
+_CONSTANT = 1e-4  # values that differ by less than this part of them are drawn as nearly constant
 
 
 @attrs.frozen
@@ -20,9 +21,13 @@ class Axis:
 
     @classmethod
     def around(cls, low: float, high: float, count: int) -> Axis:
-        """An axis of about `count` round ticks, the first and last of which are its ends."""
-        if high - low < _NOTHING:
-            room = max(abs(low), abs(high)) * 0.1
+        """An axis of about `count` round ticks, the first and last of which are its ends.
+
+        Nearly constant values get a wider axis: rounding isn't drawn as a slope, and labels are short.
+        """
+        largest = max(abs(low), abs(high))
+        if high - low < max(_CONSTANT * largest, _NOTHING):
+            room = largest * (0.1 if high - low < _NOTHING else _CONSTANT)
             room = 1.0 if room < _NOTHING else room
             low, high = low - room, high + room
         step = _round_step((high - low) / count)

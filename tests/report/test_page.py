@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import attrs
 import pytest
@@ -73,6 +74,7 @@ def test_time_per_phase_role_and_method(page: Page) -> None:
         ["Warm up", "1 s", "5%"],
         ["Rollout", "9.5 s", "48%"],
         ["Actor update", "8 s", "40%"],
+        ["(rest)", "1.5 s", "8%"],  # what the job doesn't time
     ]
     roles = {row[0]: row[1:] for row in page.rows("times", 1)}
     assert list(roles) == ["actor", "reward", "reference", "critic"]
@@ -81,7 +83,35 @@ def test_time_per_phase_role_and_method(page: Page) -> None:
     assert ["actor", "warm_up", "60", "1.8 s", "30 ms", "9%"] in methods
     assert [row[1] for row in methods if row[0] == "actor"] == ["generate", "update", "warm_up"]
     bars = page.find("times", "div", class_="bar")
-    assert [re.findall(r"[\d.]+", part.get("style", "")) for part in bars[0]] == [["5.0"], ["47.5"], ["40.0"]]
+    assert [re.findall(r"[\d.]+", part.get("style", "")) for part in bars[0]] == [["5.0"], ["47.5"], ["40.0"], ["7.5"]]
+    # Its six columns need the page's whole width: in half of 1,100 px the last one is hidden.
+    assert [len(half.findall(".//table")) for half in page.find("times", "div", class_="columns")] == [2]
+
+
+def test_all_of_the_time_is_named(tmp_path: Path) -> None:
+    """A job that times everything has no rest; one that times nothing has no phases."""
+    folders = iter([tmp_path / "all", tmp_path / "start", tmp_path / "none"])
+
+    def phases(**changes: Any) -> list[str]:
+        folder = next(folders)
+        folder.mkdir()
+        return [row[0] for row in Page(folder, record(seconds=20.0, **changes)).rows("times")]
+
+    assert phases(phases={"rollout": 19.95}) == ["Rollout"]
+    assert phases(phases={}, start_up=5.0) == ["(start-up)", "(rest)"]
+    assert "(rest)" not in phases(phases={})
+
+
+def test_labels_of_a_nearly_constant_metric(tmp_path: Path) -> None:
+    """Rounding is no slope, and the labels beside the plot have room."""
+    values = {"ratio": 1 + 2.0**-52, "entropy": -0.6931471805599, "rate": 2.00000001e-05, "tokens": 1234567.25}
+    rows = [{"step": step, **{name: value * (1 + 1e-9 * step) for name, value in values.items()}} for step in range(9)]
+    for plot in Page(tmp_path, record(metrics=rows)).find("curves", "div", class_="plot"):
+        labels = [each.text or "" for each in plot.iter("span") if each.get("class") == "y"]
+        assert len(set(labels)) == len(labels)
+        longest = max(map(len, labels))
+        assert longest <= 11, labels
+        assert plot.get("style") == f"--letters:{longest}"
 
 
 def test_the_config_and_what_it_ran_on(page: Page) -> None:

@@ -52,6 +52,7 @@ class TestNumbers:
         assert high - room <= axis.high
         assert 2 <= len(axis.ticks) <= count + 2
         assert len(set(axis.labels())) == len(axis.ticks)
+        assert max(map(len, axis.labels())) <= 15
 
 
 class TestMemory:
