@@ -30,4 +30,4 @@ class TestOutpost(Executor):
 
 def test_it_is_short() -> None:
     lines = [line for file in (HERE / "outpost" / "outpost").glob("*.py") for line in file.read_text().splitlines()]
-    assert len(lines) <= 210
+    assert len(lines) <= 240

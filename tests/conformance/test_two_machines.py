@@ -26,9 +26,8 @@ from colocate.testing.waiting import PATIENCE_S, Processes
 FAR = """
 from collections.abc import Mapping
 
-import attrs
 import colocate
-from colocate.executor import About, MultiNode, Node
+from colocate.executor import Node
 from colocate.placement import Ledger
 from outpost.executor import Outposts, Post
 
@@ -38,27 +37,20 @@ def colocate_executor():
     return Far
 
 
-class Far(Outposts, MultiNode):
+class Far(Outposts):
     name = "far"
 
     def __init__(self, *, cpus=None, gpus=0, addresses: Mapping | None = None, namespace: str = ""):
         super().__init__(cpus=cpus, gpus=gpus)
         self._addresses = dict(addresses or {})
         self._namespace = namespace
-        self._machines = [Node(name, cpus, gpus) for name in self._addresses] or [self._node]
-        self._ledger = Ledger(self._machines, lambda devices: "cpu")
-
-    def nodes(self):
-        return self._machines
-
-    def reserve(self, request):
-        held = super().reserve(request)
-        reached = [attrs.evolve(each, host=self._addresses.get(each.node, each.host)) for each in held.places]
-        return attrs.evolve(held, places=tuple(reached))
+        self._nodes = [Node(name, cpus, gpus) for name in self._addresses] or self._nodes
+        self._ledger = Ledger(self._nodes, lambda devices: "cpu")
 
     def start_post(self, place, request):
         through = ["nsenter", f"--net=/run/netns/{self._namespace}"] if place.node == "there" else []
-        return Post(self._keepers, place, request, self._gpus, through, self._addresses.get(place.node))
+        command = [*through, self._python, "-m", "outpost.post"]
+        return Post(self._keepers, place, request, self._gpus, command, self._addresses.get(place.node))
 """
 
 

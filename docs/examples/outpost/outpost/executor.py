@@ -1,7 +1,8 @@
-"""A process per slot on this machine, each with a keeper in it."""
+"""A process per slot, which ssh or srun starts on its machine, each with a keeper in it."""
 
 import json
 import platform
+import socket
 import subprocess
 import sys
 import threading
@@ -9,12 +10,13 @@ from collections.abc import Sequence
 
 import attrs
 
-from colocate.errors import PlacementError
+from colocate.errors import ConfigError, PlacementError
 from colocate.executor import (
     Boot,
     Executor,
     Host,
     HostEvents,
+    MultiNode,
     Node,
     OwnProcess,
     Place,
@@ -30,26 +32,47 @@ from colocate.placement import Ledger
 _LEAVES_WITHIN_S = 5.0
 
 
-class Outposts(Executor, OwnProcess, SharedSlots):
-    """Slots are kept by processes of this machine."""
+class Outposts(Executor, OwnProcess, MultiNode, SharedSlots):
+    """Slots are kept by processes on some machines."""
 
     name = "outpost"
 
-    def __init__(self, *, cpus: float | None = None, gpus: int = 0) -> None:
-        """Args: cpus, gpus: what there is to hand out; None doesn't count."""
-        self._node = Node(platform.node(), cpus, gpus)
-        self._ledger = Ledger([self._node], lambda devices: "cuda:0" if devices else "cpu")
-        self._gpus = names(gpus)  # of those that this process sees
+    def __init__(
+        self,
+        *,
+        hosts: Sequence[str] = (),
+        through: Sequence[str] = ("ssh", "-o", "BatchMode=yes"),
+        python: str = sys.executable,
+        cpus: float | None = None,
+        gpus: int = 0,
+    ) -> None:
+        """Connect to some machines.
+
+        Args:
+            hosts: Names of the machines, as `through` and the network know them; this machine alone without.
+            through: What runs a command on a machine whose name follows. In a job of Slurm's
+                ["srun", "--overlap", "--nodes=1", "--ntasks=1", "--nodelist"].
+            python: The Python on these machines; it has colocate and this package.
+            cpus: What each machine has to hand out; None doesn't count.
+            gpus: How many GPUs each machine has to hand out.
+        """
+        if wrong := [host for host in hosts if host.startswith("-")]:  # ssh would take the name for an option
+            raise ConfigError(f"outpost: hosts: {wrong[0]!r} isn't the name of a machine")
+        self._addresses = {host: socket.gethostbyname(host) for host in hosts}
+        self._through, self._python = through, python
+        self._nodes = [Node(name, cpus, gpus) for name in hosts or [platform.node()]]
+        self._ledger = Ledger(self._nodes, lambda devices: "cuda:0" if devices else "cpu")
+        self._gpus = [str(i) for i in range(gpus)] if hosts else names(gpus)  # here those that this process sees
         self._keepers = Keepers("outpost")
 
     @classmethod
     def objection(cls, option: str, value: object) -> str | None:
-        """None: they are numbers."""
-        return None
+        """None for numbers; the others say what is run, and where."""
+        return None if option in ("cpus", "gpus") else "it has commands run"
 
     def nodes(self) -> Sequence[Node]:
-        """This machine."""
-        return [self._node]
+        """The machines."""
+        return self._nodes
 
     def reserve(self, request: Request) -> Reservation:
         """Take slots, and start a post for each."""
@@ -58,7 +81,9 @@ class Outposts(Executor, OwnProcess, SharedSlots):
         try:
             posts += [self.start_post(place, request) for place in reservation.places]
             kept = zip(reservation.places, [post.connected() for post in posts], strict=True)
-            places = [attrs.evolve(place, handle=slot) for place, slot in kept]
+            # By `host` workers on other machines reach this one's.
+            reached = [(place, self._addresses.get(place.node, place.host), slot) for place, slot in kept]
+            places = [attrs.evolve(place, host=host, handle=slot) for place, host, slot in reached]
         except BaseException:
             for post in posts:
                 post.end()
@@ -67,8 +92,11 @@ class Outposts(Executor, OwnProcess, SharedSlots):
         return attrs.evolve(reservation, places=tuple(places), handle=(reservation, posts))
 
     def start_post(self, place: Place, request: Request) -> "Post":
-        """Start a post for a slot. On another machine: what gets a command there, and the address of that machine."""
-        return Post(self._keepers, place, request, self._gpus)
+        """Start a post for a slot, on the slot's machine."""
+        command = [self._python, "-m", "outpost.post"]
+        if place.node in self._addresses:
+            command = [*self._through, place.node, *command]
+        return Post(self._keepers, place, request, self._gpus, command, self._addresses.get(place.node))
 
     def bear(self, cut_s: float) -> None:
         """By its connections to keepers."""
@@ -115,13 +143,12 @@ class Post:
         place: Place,
         request: Request,
         gpus: Sequence[str],
-        through: Sequence[str] = (),
-        host: str | None = None,
+        command: Sequence[str],
+        host: str | None,
     ) -> None:
-        self._keepers = keepers
+        self._keepers, self._node = keepers, place.node
         self._kept: KeptSlot | None = None
         env = {**request.env, **shown(gpus, place.devices)}
-        command = [*through, sys.executable, "-m", "outpost.post"]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         assert self._process.stdin is not None
         where = {"host": host, "ports": request.ports, "cut_s": request.cut_s}
@@ -134,7 +161,9 @@ class Post:
         assert self._process.stdout is not None
         address = self._process.stdout.readline().strip()
         if not address:
-            raise PlacementError(f"a post ended at once, with exit code {self._process.wait()}", nodes=())
+            raise PlacementError(
+                f"the post on {self._node} ended at once, with exit code {self._process.wait()}", nodes=()
+            )
         self._kept = self._keepers.slot(address, on_stuck=self._process.kill)
         self._watch.start()
         return self._kept

@@ -15,4 +15,6 @@ def colocate_executor() -> type[Executor]:
 @hookimpl
 def colocate_about() -> About:
     """What is said of it as long as nobody uses it."""
-    return About(capabilities=dict.fromkeys(("OwnProcess", "SharedSlots"), "outpost"), packages=("outpost",))
+    return About(
+        capabilities=dict.fromkeys(("OwnProcess", "MultiNode", "SharedSlots"), "outpost"), packages=("outpost",)
+    )
