@@ -131,13 +131,13 @@ class Driver:
         stop: Callable[[], None] = features.module("devices.driver").DeviceWatch(self._node).stop
         return stop
 
-    def hear(self, hears: Callable[[Boot, str | None, str], None] | None) -> bool:
+    def hear(self, hears: Callable[[Boot, str | None, str], bool] | None) -> bool:
         """Have something told what workers' processes print, on the thread that hears of them; None: nothing any more.
 
         Args:
             hears: Given whose line it is, the role and rank that have printed it where that is known, and the line,
                 which a carriage return at its end says is written over. Of workers that are there the last lines come
-                at once. It mustn't wait.
+                at once. It mustn't wait. A line for which it returns True isn't shown.
 
         Returns:
             Whether it is told: there is one at a time.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import threading
 import time
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -25,8 +25,11 @@ MOST_BYTES = 16 << 20
 """So large a file may become: then it gets a number, and a new one begins."""
 OLDER = 3
 """So many of a worker's older files stay."""
+EQUAL_WITHIN_S = 5.0
+"""Equal lines of several ranks are shown once, if they come within so many seconds."""
 _WAITING_CHARS = 16 << 20
 _ENDS_WITHIN_S = 5.0
+_CLOCK = re.compile(r"\d\d:\d\d:\d\d[.,\d]*")  # lines that differ by their time of day are equal
 _NO_NAME = re.compile(r"[^\w.-]")
 _FILE = re.compile(r"(?P<group>.+)-(?P<slot>\d+)(?:\.(?P<older>\d+))?\.txt")
 
@@ -53,6 +56,30 @@ def log_files(folder: Path) -> list[LogFile]:
     return sorted(found, key=lambda each: (each.group, each.slot, -each.older))
 
 
+class EqualLines:
+    """Lines that several ranks print alike, of which one is to be shown.
+
+    A line that a rank prints n times is shown n times, however many ranks do.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        # By group, role and text: when it came first, and how often each slot has printed it.
+        self._recent: dict[tuple[str, str, str], tuple[float, Counter[int]]] = {}
+
+    def is_repeated(self, group: str, slot: int, label: str | None, text: str) -> bool:
+        """Note a line, and return whether an equal line of another rank has been shown in its place."""
+        key = group, (label or "").rpartition(" ")[0], _CLOCK.sub("", text)
+        now = time.monotonic()
+        with self._lock:
+            while self._recent and next(iter(self._recent.values()))[0] < now - EQUAL_WITHIN_S:
+                del self._recent[next(iter(self._recent))]
+            _, counts = self._recent.setdefault(key, (now, Counter()))
+            most = max(counts.values(), default=0)
+            counts[slot] += 1
+            return counts[slot] <= most
+
+
 class WorkerLogs:
     """Writes what workers print.
 
@@ -71,9 +98,14 @@ class WorkerLogs:
         self._is_closed = False
         self._begun: dict[Path, int] = {}  # the generation whose lines a file has last
         self._unended: dict[Path, dict[str, str]] = defaultdict(dict)  # lines of roles that are threads, by label
+        self._equal = EqualLines()
 
-    def heard(self, boot: Boot, label: str | None, text: str) -> None:
-        """Take a line of a worker's process; with a carriage return at its end it is written over. Never waits."""
+    def heard(self, boot: Boot, label: str | None, text: str) -> bool:
+        """Take a line of a worker's process; with a carriage return at its end it is written over. Never waits.
+
+        Returns:
+            Whether another rank's equal line is shown, which is enough.
+        """
         path = self._path(boot.group, boot.slot)
         if self._begun.get(path) != boot.generation:
             self._begun[path] = boot.generation
@@ -81,9 +113,10 @@ class WorkerLogs:
             self._take(path, f"-- {boot.worker} on node {boot.node}{again}")
         if text.endswith("\r"):
             self._unended[path][""] = _line(label, text[:-1])
-            return
-        self._unended[path].pop("", None)
-        self._take(path, _line(label, text))
+        else:
+            self._unended[path].pop("", None)
+            self._take(path, _line(label, text))
+        return self._equal.is_repeated(boot.group, boot.slot, label, text)
 
     def printed(self, ctx: Context, text: str) -> None:
         """Take what a role prints that is a thread of this process's. Never waits."""

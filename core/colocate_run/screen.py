@@ -25,9 +25,10 @@ from rich.text import Text
 from colocate.driver import drawing
 from colocate.texts import columns
 from colocate_report.contention import waits
+from colocate_report.curves import rank_metric
 from colocate_report.record import RunRecord, saved, scalars_of, timed_phases, told_restarts
 from colocate_report.tables import keys_of
-from colocate_run.slurm import time_limit
+from colocate_run.slurm import is_asked, time_limit
 
 if TYPE_CHECKING:
     from colocate_run.log import RunLog
@@ -37,6 +38,7 @@ Stage: TypeAlias = Callable[[str, str], AbstractContextManager[object]]
 
 
 PLAIN_WIDTH = 160  # a file or a pipe has no width of its own, and 80 columns would break tables
+STEP_WIDTH = 100  # of a step's line in a log: what has no room there is in metrics.jsonl
 
 
 class Unread(SystemExit):
@@ -258,7 +260,7 @@ class Screen:
         if self.quiet and self._log is None:  # nobody reads it
             return
         step = f"step {row['step']}" + (f"/{self._total}" if self._total is not None else "")
-        line = "  ".join(filter(None, (step, _numbers(scalars), _times(self._seconds))))
+        line = _step_line(step, scalars, self._seconds)
         if not self.console.is_terminal:
             self.say(line)
         elif self._log is not None:  # on a terminal the bar has it
@@ -268,7 +270,7 @@ class Screen:
         """Say that a signal was noted. Runs in its handler: it must neither block nor write to a buffered stream."""
         at_once = " (a second one ends it at once)" if received == "SIGINT" else ""
         self._bar.tasks[0].description = f"stopping after a checkpoint{at_once}"
-        limit = time_limit()
+        limit = None if is_asked() else time_limit()
         line = f"{received}: stopping after a checkpoint{at_once}" + (f"; {limit}" if limit else "") + "\n"
         if self._log is not None:
             self._log.write(line)
@@ -336,6 +338,19 @@ class Screen:
 
 def _numbers(scalars: Mapping[str, Any]) -> str:
     return "  ".join(f"{name} {text_of(value)}" for name, value in scalars.items())
+
+
+def _step_line(step: str, scalars: Mapping[str, Any], seconds: Mapping[str, float]) -> str:
+    """Return a step's line: as many of its numbers as there is room for, those that say most of the run first."""
+    parts = [f"{name} {text_of(scalars[name])}" for name in sorted(scalars, key=rank_metric)]
+    parts += [f"{phase} {spent:.2f}s" for phase, spent in seconds.items()]
+    line = "  ".join([step, *parts])
+    left_out = 0
+    while cell_len(line) > STEP_WIDTH and len(parts) > 1:
+        parts.pop()
+        left_out += 1
+        line = "  ".join([step, *parts, f"(+{left_out} in metrics.jsonl)"])
+    return line
 
 
 def _times(seconds: Mapping[str, float]) -> str:

@@ -197,3 +197,65 @@ def test_a_script_has_them_too(tmp_path: Path) -> None:
             path = tmp_path / "run-2" / "logs" / "g-0.txt"
             wait_until(lambda: path.exists() and "again" in path.read_text(), "it is written")
     assert texts(tmp_path / "run" / "logs" / "g-0.txt") == ["before", "[speaker 0] amid"]
+
+
+ALIKE = """
+    import os, sys
+    import colocate
+
+    class Talker(colocate.Role):
+        @colocate.method
+        def say(self):
+            print("all of us")
+            print("twice")
+            print("twice")
+            print(f"rank {self.ctx.rank}")
+            print(f"[W1201 01:16:34.96{self.ctx.rank} socket.cpp:207] a warning with a time", file=sys.stderr)
+
+    def job(run):
+        run.groups["policy"].role("talker").say()
+"""
+
+
+def test_equal_lines_of_ranks_are_shown_once(colocate: CommandLine) -> None:
+    """A run shows one of them, as often as a rank has printed it; the workers' files have all."""
+    colocate.write("talk.py", ALIKE)
+    colocate.write(
+        "demo.yaml",
+        """
+        executor: {use: local, with: {processes: true}}
+        pools: {main: {slots: 3}}
+        groups: {policy: {pool: main, roles: {talker: "talk:Talker"}}}
+        job: talk:job
+        """,
+    )
+    done = colocate("run", "demo.yaml")
+    assert done.returncode == 0, done.stderr
+    lines = [line.partition("] ")[2] for line in done.stderr.splitlines() if line.startswith("[policy/talker ")]
+    assert sorted(line for line in lines if "warning" not in line) == [
+        "all of us",
+        "rank 0",
+        "rank 1",
+        "rank 2",
+        "twice",
+        "twice",
+    ]
+    assert sum("a warning with a time" in line for line in lines) == 1
+    for slot in range(3):
+        assert len(texts(colocate.folder / "runs" / "demo" / "logs" / f"policy-{slot}.txt")) == 5
+
+
+def test_equal_lines_that_come_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are shown: who waits for one rank's line wants to see the other's."""
+    equal = logs.EqualLines()
+    assert [equal.is_repeated("policy", slot, f"actor {slot}", "here") for slot in (0, 1, 1, 0)] == [
+        False,
+        True,
+        False,
+        True,
+    ]
+    assert not equal.is_repeated("other", 0, "actor 0", "here")
+    assert not equal.is_repeated("policy", 0, "critic 0", "here")
+    monkeypatch.setattr(logs, "EQUAL_WITHIN_S", 0.0)
+    time.sleep(0.001)
+    assert not equal.is_repeated("policy", 1, "actor 1", "here")

@@ -90,6 +90,23 @@ def test_on_a_terminal_the_log_has_what_is_printed_and_no_drawing(
     assert all(text in out.getvalue() for text in ("while it starts", "while it runs", "afterwards"))
 
 
+def test_a_step_is_a_narrow_line_of_a_log() -> None:
+    """What says most of the run is in it; a number is never cut, and the line says how many there are elsewhere."""
+    console, out = plain()
+    losses = {f"policy/some_loss_{number}": 0.123456 for number in range(30)}
+    screen = Screen(console)
+    screen.logged({"step": 7, **losses, "reward": 0.5, "eval_accuracy": 0.25, "seconds": {"rollout": 1.0}})
+    screen.logged({"step": 8, "reward": 0.5, "seconds": {"rollout": 1.0, "update": 2.0}})
+    screen.logged({"step": 9, "x" * 200: 1})
+    narrow, whole, long = out.getvalue().splitlines()
+    assert len(narrow) <= 100
+    assert narrow.startswith("step 7  eval_accuracy 0.25  reward 0.5  policy/some_loss_0 0.1235  policy/some_loss_1")
+    shown = narrow.count("some_loss") + 2
+    assert narrow.endswith(f"  (+{33 - shown} in metrics.jsonl)")
+    assert whole == "step 8  reward 0.5  rollout 1.00s  update 2.00s"
+    assert long.split() == ["step", "9", "x" * 200, "1"]
+
+
 def test_a_disk_that_is_full_ends_the_log_and_not_the_run() -> None:
     log = RunLog()
     log.open(Path("/dev/full"))

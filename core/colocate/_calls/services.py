@@ -43,7 +43,8 @@ class Services:
         observers: Who is told what happens.
         secret: What workers and driver know each other by.
         debugging: Whether ranks stop where a role raises, and the driver's PYTHONBREAKPOINT; None where neither is.
-        hears: Is told what workers' processes print: whose boot, the role and rank where that is known, and the line.
+        hears: Is told what workers' processes print: whose boot, the role and rank where that is known, and the line;
+            returns whether the line isn't to be shown.
         resumed: Where a run that goes on has checkpoints of groups, by their names.
         run: The run (`Run`) that leaves what remains of its calls; None for none.
     """
@@ -61,7 +62,7 @@ class Services:
     dispatcher: Dispatcher
     printer: Printer
     observers: Observers = attrs.field(factory=Observers)
-    hears: Callable[[Boot, str | None, str], None] | None = None
+    hears: Callable[[Boot, str | None, str], bool] | None = None
     secret: bytes = attrs.field(factory=lambda: secrets.token_bytes(32), repr=False)
     debugging: tuple[bool, str] | None = None
     resumed: Mapping[str, Path] = attrs.field(factory=dict)

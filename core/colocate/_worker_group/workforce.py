@@ -174,8 +174,8 @@ class Worker:
         label, text = split_label(line)
         self._tail.append(text)
         services = self.workforce.link.services
-        if services.hears is not None:
-            services.hears(self.boot, label, text)
+        if services.hears is not None and services.hears(self.boot, label, text):
+            return
         text = text.removesuffix("\r")
         who = f"{self.boot.group}/{label}" if label is not None else f"{self.boot.group} {self.slot}"
         services.printer.line(f"[{who}] {text}")
