@@ -11,6 +11,7 @@ from datetime import datetime
 from colocate.errors import ConfigError
 
 _ANSWERS_WITHIN_S = 10.0
+_NOTED_WITHIN_S = 0.5
 
 
 def ends_at() -> float | None:
@@ -44,8 +45,12 @@ def ask_end(signalled: float) -> tuple[float | None, str | None]:
     Args:
         signalled: When SIGTERM came, in seconds of `time.time()`.
     """
+    command = ["squeue", "--noheader", f"--jobs={os.environ['SLURM_JOB_ID']}", "--format=%T %e"]
     try:
-        state, end = _ask("squeue", "--noheader", f"--jobs={os.environ['SLURM_JOB_ID']}", "--format=%T %e").split()
+        state, end = _ask(*command).split()
+        if state == "RUNNING":  # perhaps not any more: Slurm signals a job's steps before it notes that the job ends
+            time.sleep(_NOTED_WITHIN_S)
+            state, end = _ask(*command).split()
         if state == "RUNNING":
             ends = datetime.fromisoformat(end).timestamp()
             return ends, _said("Slurm's time limit is" if ends == ends_at() else "Slurm ends this job", ends)
