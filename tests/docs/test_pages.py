@@ -33,6 +33,7 @@ NOT_RUN: dict[tuple[str, str], int] = {
     ("bring-your-trainer.md", "accelerate is not installed with the tests; `make trainers` runs it"): 1,
     ("bring-your-trainer.md", "lightning-fabric is not installed with the tests; `make trainers` runs it"): 1,
     ("restart.md", "it trains for a minute"): 1,
+    ("write-an-executor.md", "needs two machines; tests/conformance/test_outpost_hosts.py has two"): 1,
     ("bring-your-trainer.md", "it trains for more than a minute"): 1,
     ("detached-pools.md", "needs a cluster"): 1,
     ("stop-in-a-role.md", "needs a terminal; tests/cli/test_debug.py has one"): 3,
