@@ -44,8 +44,8 @@ def autoscaler(within_s: float = 0.0) -> Autoscaler | None:
     """Return what the cluster's autoscaler says; None when it has none.
 
     Args:
-        within_s: Seconds in which another report is waited for, where one has no node, not even the head: it tells
-            nothing.
+        within_s: Seconds to wait for a report. There is none while a cluster starts, or one without a node: that
+            tells nothing.
     """
     deadline = time.monotonic() + min(within_s, _NEXT_WITHIN_S)
     while True:
@@ -54,7 +54,7 @@ def autoscaler(within_s: float = 0.0) -> Autoscaler | None:
         except Exception:  # what its report looks like is nothing that Ray promises
             return None
         types = [*(found.nodes if found else ()), *(found.coming if found else ())]
-        if found is None or types or time.monotonic() >= deadline:
+        if types or time.monotonic() >= deadline:
             return found if any(not each.startswith(_NO_TYPE) for each in types) else None
         time.sleep(_LOOKS_AGAIN_S)
 
