@@ -28,7 +28,7 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 # Tests start Python hundreds of times: a third of each start would be compiling what was compiled before.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install demo test fresh suites without versions pythons trainers stores engines verl-tests verl-upstream docs check bench bench-before chaos mutants clusters gpu-wheels gpu format clean FORCE
+.PHONY: install demo test fresh reference suites without versions pythons trainers stores engines verl-tests verl-upstream docs check bench bench-before chaos mutants clusters gpu-wheels gpu format clean FORCE
 install: $(INSTALLED)
 
 $(INSTALLED): pyproject.toml constraints.txt
@@ -173,9 +173,13 @@ $(SITE): $(DOCS)/.installed $(SITE_FROM) build/site.from
 
 docs: $(SITE)  ## the site of docs/, in build/site; fails on a warning, a dead link or a missing anchor
 
+reference: install  ## write into docs/reference/ what the code says; `make check` says when that isn't current
+	$(BIN)/python docs/site/reference.py
+
 check: install $(SITE)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python docs/site/reference.py --check
 	$(BIN)/python -m tests.ceiling
 	$(BIN)/python -m tests.checkers
 	$(BIN)/python -m pytest -q tests/docs/test_site.py tests/typing

@@ -67,6 +67,8 @@ inside() {
 	done < <([ ${#kept[@]} = 0 ] || printf '%s\n' "${!kept[@]}" | sort)
 	exec {ours}<&-
 	unset INSIDE NEW_VENV TMPDIR TEMP TMP XDG_CACHE_HOME XDG_RUNTIME_DIR
+	# The clone may be somebody else's, whom the settings in the home directory name.
+	export GIT_CONFIG_COUNT=1 GIT_CONFIG_KEY_0=safe.directory GIT_CONFIG_VALUE_0=$clone
 	cd "$clone"
 	if [ "$kind" = others ]; then read -r < <(exec python3 tests/others.py); fi
 	"${@:2}"

@@ -1,7 +1,8 @@
 """What the site has that no page does: tables of keys and options, plugins' roles and jobs, examples as they are.
 
-A page of docs/reference/ says `<!-- generated: NAME ARGUMENT -->` where the function `_NAME(ARGUMENT)` below is to
-write. Other pages link to an example by a line of its own, under which the site shows the file.
+Between `<!-- generated: NAME ARGUMENT -->` and `<!-- end -->` a page of docs/reference/ has what the function
+`_NAME(ARGUMENT)` below writes; of a public name (`api`) the site shows more than the page in the repository
+(`reference.py`). Other pages link to an example by a line of its own, under which the site shows the file.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from colocate.signatures import methods_of
 from colocate_run.config import schema, trust
 from colocate_run.config.schema import key_of, keys
 
-_MARKER = re.compile(r"^<!-- generated: (\w+) ([\w.]+) -->$", re.MULTILINE)
+MARKER = re.compile(r"^(<!-- generated: (\w+) ([^\n]+) -->)$.*?^(<!-- end -->)$", re.MULTILINE | re.DOTALL)
 _EXAMPLE = re.compile(r"^\[([\w./-]+)\]\((examples/[\w./-]+\.(py|yaml|toml))\)$", re.MULTILINE)
 
 
@@ -46,7 +47,7 @@ def on_env(env: object, config: MkDocsConfig, files: Files) -> None:
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Write what is generated."""
-    markdown = _MARKER.sub(lambda found: "\n".join(_GENERATED[found[1]](found[2])), markdown)
+    markdown = MARKER.sub(lambda found: "\n".join(GENERATED[found[2]](found[3])), markdown)
     return _EXAMPLE.sub(lambda found: _shown(found, Path(config.docs_dir)), markdown)
 
 
@@ -103,19 +104,43 @@ def _plugin(name: str) -> Iterator[str]:
         yield from _titled(f"{name}.{job}", function, function, inspect.getdoc(function) or "")
 
 
-def _returned(name: str) -> Iterator[str]:
-    """The class that a public property gives, which has no public name of its own."""
-    cls, _, attribute = name.rpartition(".")
-    found = typing.get_type_hints(inspect.getattr_static(getattr(colocate, cls), attribute).fget)["return"]
-    yield f"::: {found.__module__}.{found.__qualname__}"
+def _api(argument: str) -> Iterator[str]:
+    """A public name, for mkdocstrings."""
+    path, options = entry_of(argument)
+    yield f"::: {path}"
+    yield "    options:"
+    yield f"      heading_level: {options['level']}"
+    yield f"      show_root_heading: {str(options['title']).lower()}"
+    if options["members"] is not None:
+        yield f"      members: [{', '.join(options['members'])}]"
 
 
-_GENERATED = {
+def entry_of(argument: str) -> tuple[str, dict[str, Any]]:
+    """Return the path of a public name, and how it is shown: `PATH[!] [LEVEL] [MEMBER,...]`, `!` without a heading.
+
+    `-` stands for no members, and `CLASS.PROPERTY()` for the class that the property has.
+    """
+    path, *words = argument.split()
+    options: dict[str, Any] = {"level": 2, "title": not path.endswith("!"), "members": None}
+    for word in words:
+        if word.isdigit():
+            options["level"] = int(word)
+        else:
+            options["members"] = tuple(word.split(",")) if word != "-" else ()
+    path = path.removesuffix("!")
+    if path.endswith("()"):
+        cls, _, name = path.removesuffix("()").rpartition(".")
+        found = typing.get_type_hints(inspect.getattr_static(getattr(colocate, cls), name).fget)["return"]
+        path = f"{found.__module__}.{found.__qualname__}"
+    return path, options
+
+
+GENERATED = {
+    "api": _api,
     "config": _config,
     "options": _options,
     "observer": _observer,
     "plugin": _plugin,
-    "returned": _returned,
     "variables": _variables,
 }
 
