@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # fresh.sh KIND COMMAND...: run a command as on a machine that nobody has used. /tmp, /var/tmp, /dev/shm and the home
-# directory are empty, and no other process is there; programs, pip's settings and this clone stay.
+# directory are empty, and no other process is there; programs, the settings of pip and npm, and this clone stay.
 #   disk     /tmp lies on a disk
 #   tmpfs    /tmp lies in memory and /var/tmp on a disk, as in Debian 13 and Fedora
 #   others   /tmp lies on a disk; another user's files and processes are there; /dev/shm has 64 MiB, as in a container
@@ -37,10 +37,10 @@ inside() {
 	local -A kept=()
 	prefix=$(${PYTHON:-python3} -c 'import sys; print(sys.base_prefix)')
 	# By their descriptors, as their paths may lie below one that is about to be covered.
-	for path in "$state" "$clone" "$prefix" "$home/.config/pip" "$home/.pip" ${PATH//:/ }; do
+	for path in "$state" "$clone" "$prefix" "$home"/{.config/pip,.pip,.npmrc} ${PATH//:/ }; do
 		case $path in
 		"$state" | "$home"/* | /tmp/* | /var/tmp/*)
-			if [ -d "$path" ] && [ -z "${kept[$path]:-}" ]; then
+			if [ -e "$path" ] && [ -z "${kept[$path]:-}" ]; then
 				exec {number}<"$path"
 				kept[$path]=$number
 			fi
@@ -60,9 +60,10 @@ inside() {
 	if [ "$kind" = tmpfs ]; then mount -t tmpfs -o mode=1777 tmpfs /tmp; else cover "$ours/tmp" /tmp; fi
 	mount -t tmpfs -o "mode=1777$([ "$kind" != others ] || echo ,size=64m)" tmpfs /dev/shm
 	while read -r path; do # the outer ones first
-		mkdir -p "$path"
-		cover "${kept[$path]}" "$path"
 		number=${kept[$path]}
+		mkdir -p "$(dirname "$path")"
+		if [ -d "/proc/self/fd/$number" ]; then mkdir -p "$path"; else touch "$path"; fi
+		cover "$number" "$path"
 		exec {number}<&-
 	done < <([ ${#kept[@]} = 0 ] || printf '%s\n' "${!kept[@]}" | sort)
 	exec {ours}<&-
