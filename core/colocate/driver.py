@@ -32,6 +32,9 @@ from colocate._signals.deferred import run_deferred as run_deferred
 from colocate._system.deadline import Deadline as Deadline
 from colocate._system.files import GrowingFile as GrowingFile
 from colocate._system.files import atomic_folder as atomic_folder
+from colocate._system.files import complete_folders as complete_folders
+from colocate._system.files import remove_folder as remove_folder
+from colocate._system.files import tidy as tidy
 from colocate._system.files import write_whole as write_whole
 from colocate._system.jobs import JobThread as JobThread
 from colocate._system.jobs import report_exception as report_exception

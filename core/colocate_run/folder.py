@@ -7,14 +7,13 @@ import itertools
 import json
 import math
 import re
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import attrs
 
-from colocate.driver import GrowingFile, atomic_folder, write_whole
+from colocate.driver import GrowingFile, atomic_folder, complete_folders, remove_folder, run_deferred, tidy, write_whole
 from colocate.errors import ConfigError
 from colocate_run.lock import LOCK
 
@@ -130,9 +129,13 @@ class RunFolder:
 
     def checkpoints(self) -> list[tuple[int, Path]]:
         """The complete ones with their steps, oldest first."""
-        folder = self.path / "checkpoints"
-        found = [(_STEP.fullmatch(path.name), path) for path in (folder.iterdir() if folder.is_dir() else ())]
-        return sorted((int(match[1]), path) for match, path in found if match)
+        folders = complete_folders(self.path / "checkpoints")
+        return sorted((int(match[1]), path) for name, path in folders.items() if (match := _STEP.fullmatch(name)))
+
+    def tidy(self) -> None:
+        """Remove what a killed driver has left of checkpoints. Only the driver that has the folder's lock may."""
+        if (folder := self.path / "checkpoints").is_dir():
+            run_deferred(lambda: tidy(folder, _STEP.pattern, is_alone=True))
 
     def of(self, step: int) -> Path:
         """Where the checkpoint of a step is, if there is one."""
@@ -145,7 +148,7 @@ class RunFolder:
             yield part
             self.check()
         for _, path in self.checkpoints()[:-keep]:
-            shutil.rmtree(path)
+            remove_folder(path)
 
 
 def _just_made(path: Path) -> bool:

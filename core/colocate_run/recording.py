@@ -394,6 +394,7 @@ def _folder(
     taken = [] if store is None else [store.has]
     folder = found or RunFolder.create(name, root, *taken, shared=resume == "auto")
     folder.check = stack.enter_context(locked(folder.path, screen.say)).check
+    folder.tidy()
     if not (complete := folder.checkpoints()):
         folder.set_aside("metrics", ".jsonl")  # of a try that has ended before its first checkpoint
         return folder, None, []

@@ -1,6 +1,7 @@
 """`Store`: what runs have saved, in an object store. A checkpoint counts there when the list of its files is put, last.
 
-For each run there is `RUN/step-000020/...`, and beside that `RUN/step-000020.json`, which is the list.
+For each run there is `RUN/step-000020/...`, and beside that `RUN/step-000020.json`, which is the list. Nothing there is
+written over: another checkpoint of the same step is `RUN/step-000020-2`, and the first one is removed afterwards.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from colocate_run.lock import locked
 OF_RUN = ("config.yaml", "metrics.jsonl")
 """Files of a run's folder that go along: who goes on elsewhere has what was logged."""
 _BESIDE = ".run"  # the folder of a checkpoint in which they are
-_LIST = re.compile(r"(step-(\d+))\.json")
+_LIST = re.compile(r"(step-(\d+)(?:-(\d+))?)\.json")
 
 
 class Store:
@@ -72,12 +73,12 @@ class Store:
         """
         path, run = folder.of(step), folder.path.name
         there = f"{self._root}/{run}"
-        target = f"{there}/{path.name}"
         try:
-            names = self._names(run)
-            listed = {found[1] for each in names if (found := _LIST.fullmatch(each))}
-            halves = {each for each in names if not each.endswith(".json")} - listed  # of a run that was killed
-            self._remove(run, halves | {path.name})
+            listed = self._lists(run)
+            halves = {each for each in self._names(run) if not each.endswith(".json")} - {*listed}  # of a killed run
+            self._remove(run, halves)
+            number = max((copy for saved, copy in listed.values() if saved == step), default=0) + 1
+            target = f"{there}/{path.name}" + f"-{number}" * (number > 1)
             files = {each.relative_to(path).as_posix(): each for each in path.rglob("*") if each.is_file()}
             sizes = {each: source.stat().st_size for each, source in files.items()}
             self._files.put([str(source) for source in files.values()], [f"{target}/{each}" for each in files])
@@ -88,8 +89,9 @@ class Store:
                     sizes[f"{_BESIDE}/{each}"] = len(data)
             self._look(target, sizes)
             record = {"step": step, "name": name, "files": sizes}
-            self._files.pipe_file(f"{target}.json", json.dumps(record).encode())
-            self._remove(run, listed - {each.name for _, each in folder.checkpoints()})
+            self._put_list(f"{target}.json", json.dumps(record).encode())
+            newest = {saved: stem for stem, (saved, _) in self._lists(run).items()}
+            self._remove(run, {*self._lists(run)} - {newest.get(saved) for saved, _ in folder.checkpoints()})
         except Exception as error:  # of whatever library there is for it
             raise ColocateError(
                 f"the checkpoint of step {step} is in {path}, and couldn't be brought to {there}: {error_text(error)}"
@@ -104,11 +106,10 @@ class Store:
         pattern = re.compile(rf"{re.escape(name)}(?:-(\d+))?")
         runs = [(int(match[1] or 1), run) for run in self._names("") if (match := pattern.fullmatch(run))]
         for _, run in sorted(runs, reverse=True):
-            lists = [found for each in self._names(run) if (found := _LIST.fullmatch(each))]
-            if not lists:
+            if not (lists := self._lists(run)):
                 continue
-            last = max(lists, key=lambda each: int(each[2]))
-            record = self._record(run, last[0], int(last[2]))
+            stem, (step, _) = [*lists.items()][-1]
+            record = self._record(run, f"{stem}.json", step)
             if record["name"] != name:  # demo-2 may be the first of a config called so
                 continue
             folder = RunFolder((root / run).absolute())
@@ -116,7 +117,7 @@ class Store:
                 folder.path.mkdir(parents=True, exist_ok=True)
                 with locked(folder.path, say):
                     if _is_behind(folder, record):  # another driver may have brought it just now
-                        self._bring(folder, record)
+                        self._bring(folder, stem, record)
             return
 
     def _record(self, run: str, name: str, step: int) -> Mapping[str, Any]:
@@ -129,14 +130,13 @@ class Store:
             raise ConfigError(f"can't go on from {self.url}/{run}: {name}: {error_text(error)}") from error
         return record
 
-    def _bring(self, folder: RunFolder, record: Mapping[str, Any]) -> None:
+    def _bring(self, folder: RunFolder, stem: str, record: Mapping[str, Any]) -> None:
         try:
-            self._get(folder, record)
+            self._get(folder, f"{self._root}/{folder.path.name}/{stem}", record)
         except Exception as error:
             raise ConfigError(f"can't go on from {self.url}/{folder.path.name}: {error_text(error)}") from error
 
-    def _get(self, folder: RunFolder, record: Mapping[str, Any]) -> None:
-        source = f"{self._root}/{folder.path.name}/{folder.of(record['step']).name}"
+    def _get(self, folder: RunFolder, source: str, record: Mapping[str, Any]) -> None:
         with atomic_folder(folder.of(record["step"])) as part:
             targets = {name: part / name for name in record["files"]}
             for target in targets.values():
@@ -155,6 +155,19 @@ class Store:
         found = {path[len(prefix) + 1 :]: told["size"] for path, told in self._files.find(prefix, detail=True).items()}
         if wrong := [name for name, size in sizes.items() if found.get(name) != size]:
             raise ColocateError(f"{', '.join(wrong[:3])} isn't there as it was put")
+
+    def _put_list(self, path: str, text: bytes) -> None:
+        """Write a list in one step, as stores of objects write all of theirs."""
+        part = f"{path}.part" if getattr(self._files, "local_file", False) else path
+        self._files.pipe_file(part, text)
+        if part != path:
+            self._files.mv(part, path)
+
+    def _lists(self, run: str) -> dict[str, tuple[int, int]]:
+        """Return what is complete in the folder of a run, the newest last: the step of each, and its number there."""
+        matches = [match for name in self._names(run) if (match := _LIST.fullmatch(name))]
+        found = {match[1]: (int(match[2]), int(match[3] or 1)) for match in matches}
+        return dict(sorted(found.items(), key=lambda item: item[1]))
 
     def _names(self, run: str) -> list[str]:
         """Return what lies in the folder of a run, or in that of all, by name."""

@@ -117,3 +117,55 @@ def test_one_that_lies_elsewhere(colocate: CommandLine) -> None:
     done = colocate("run", "demo.yaml", "--set", f"+job.with.inside={elsewhere}", "--set", "+job.with.own=false")
     assert done.returncode == 0, done.stderr
     assert f"group policy was checkpointed to {elsewhere}, outside of the run's checkpoint" in done.stdout + done.stderr
+
+
+KILLED = """
+    import os, signal
+    from pathlib import Path
+    from colocate._system import files
+    from counting import Counter
+
+    def save(run, step, wait):
+        with run.checkpoint(step) as directory:
+            run.groups["policy"].checkpoint(directory / "policy", wait=wait)
+
+    def job(run, *, wait, kill=None):
+        counter = run.groups["policy"]["counter"]
+        print("begins at", run.resumed and run.resumed.name, counter.add())
+        if kill is None:
+            return
+        save(run, 5, True)
+        counter.add()
+        if kill == "renames":  # as on a file system that can't exchange two names
+            files._exchange = lambda path, other: False
+        rename, last = Path.rename, {"renames": "step-000005", "exchange": ".part-step-000005"}[kill]
+
+        def rename_and_die(path, other):
+            rename(path, other)
+            if path.name.startswith(last):
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        Path.rename = rename_and_die
+        save(run, 5, wait)
+        run._checkpoints.settle()
+"""
+
+
+@pytest.mark.parametrize("wait", ["true", "false"])
+@pytest.mark.parametrize(("kill", "count"), [("renames", 2), ("exchange", 3)])
+@pytest.mark.parametrize("resume", ["--resume", "--resume=auto"])
+def test_killed_as_the_checkpoint_of_a_step_is_replaced(
+    colocate: CommandLine, wait: str, kill: str, count: int, resume: str
+) -> None:
+    """The next run goes on from the old one or the new one, in the same folder, and cleans up."""
+    colocate.write("counting.py", COUNTING)
+    colocate.write("killed.py", KILLED)
+    colocate.write(
+        "demo.yaml",
+        CONFIG.replace('"counting:job", with: {steps: 2, restores: false}', f'"killed:job", with: {{wait: {wait}}}'),
+    )
+    assert colocate("run", "demo.yaml", "--set", f"job.with.kill={kill}").returncode == -9
+    done = colocate("run", "demo.yaml", resume)
+    assert done.returncode == 0, done.stderr
+    assert f"begins at step-000005 [{count}, {count}]" in done.stdout
+    assert [path.name for path in (colocate.folder / "runs" / "demo" / "checkpoints").iterdir()] == ["step-000005"]

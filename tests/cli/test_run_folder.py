@@ -4,12 +4,21 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from colocate.config import load_config
 from colocate.errors import ConfigError
 from colocate_run.folder import RunFolder
+
+
+def killed_at_each_step(path: Path, scenario: str) -> list[dict[str, Any]]:
+    """Return what `tests.cli.killed` tells of each kill."""
+    command = [sys.executable, "-m", "tests.cli.killed", str(path), scenario]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
 
 
 def make(root: Path, name: str, *steps: int) -> RunFolder:
@@ -52,6 +61,35 @@ class TestCheckpoints:
             (directory / "other").write_text("")
         ((_, path),) = folder.checkpoints()
         assert [each.name for each in path.iterdir()] == ["other"]
+
+    @pytest.mark.parametrize("scenario", ["exchange", "renames", "next"])
+    def test_kills_at_each_step_of_a_replacement(self, tmp_path: Path, scenario: str) -> None:
+        """A kill leaves the old checkpoint or the new one, whole, for all readers; the next driver cleans up."""
+        kills = killed_at_each_step(tmp_path, scenario)
+        replaced = {6: "new", 5: "old"} if scenario == "next" else {5: "new"}
+        for kill in kills:
+            assert kill["reader"] == kill["next"]
+            assert {"torn"}.isdisjoint(text.partition(":")[0] for text in kill["reader"].values())
+            assert kill["reader"]["5"] in ("old", "new")
+            assert set(kill["tidy"]) == {f"step-{int(step):06d}" for step in kill["reader"]}
+            if scenario != "renames":
+                assert "step-000005" in kill["names"]
+        texts = [tuple(kill["reader"].items()) for kill in kills]
+        assert dict(texts[0]) == {"1": "old", "5": "old"}
+        assert {int(step): text for step, text in texts[-1]}.items() >= replaced.items()
+        assert len(kills) > 15
+
+    def test_the_folder_of_another_machine(self, tmp_path: Path) -> None:
+        """Half checkpoints of a driver elsewhere go when the next driver has the folder's lock, and not before."""
+        folder = make(tmp_path, "demo", 1)
+        half = folder.path / "checkpoints" / ".part-step-000002-1-1@elsewhere"
+        half.mkdir()
+        with folder.checkpoint(2):
+            pass
+        assert half.exists()
+        folder.tidy()
+        assert not half.exists()
+        assert [step for step, _ in folder.checkpoints()] == [1, 2]
 
 
 class TestResuming:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.cli.test_run_folder import killed_at_each_step
 
 import colocate
 from colocate import Role, Run, method
@@ -49,7 +52,7 @@ def test_a_checkpoint_there_and_back(url: str, tmp_path: Path) -> None:
         save(here, step)
         store.put(here, "demo", step)
     store.put(here, "demo", 10)  # it may be there already
-    assert Store(url)._names("demo") == ["step-000002", "step-000002.json", "step-000010", "step-000010.json"]
+    assert Store(url)._names("demo") == ["step-000002", "step-000002.json", "step-000010-2", "step-000010-2.json"]
     Store(url).bring("demo", tmp_path / "there")
     there = RunFolder.latest("demo", tmp_path / "there")
     assert [step for step, _ in there.checkpoints()] == [10]
@@ -91,6 +94,58 @@ def test_one_that_is_not_whole_does_not_count(url: str, tmp_path: Path, monkeypa
     save(here, 3)
     store.put(here, "demo", 3)
     assert [name for name in store._names("demo") if "." not in name] == ["step-000003"]
+
+
+@pytest.mark.parametrize("steps", [(2,), (1, 2)])
+def test_another_checkpoint_of_the_same_step(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: tuple[int, ...]
+) -> None:
+    """Whichever call to the store is its last one: another machine gets the old checkpoint or the new one, whole."""
+    here = made(tmp_path / "here", "demo", *steps)
+    for step in steps:
+        Store(url).put(here, "demo", step)
+    before, is_whole = "2", False
+    for number in itertools.count():
+        (here.of(2) / "step").write_text(f"new {number}")
+        store, calls = Store(url), itertools.count()
+
+        def until_cut(call: Any, *args: Any, calls: Any = calls, number: int = number, **more: Any) -> Any:
+            if next(calls) == number:
+                raise KeyboardInterrupt
+            return call(*args, **more)
+
+        with monkeypatch.context() as patch:
+            for name in ("put", "pipe_file", "rm", "mv"):
+                patch.setattr(store._files, name, partial(until_cut, getattr(store._files, name)))
+            try:
+                store.put(here, "demo", 2)
+                is_whole = True
+            except KeyboardInterrupt:
+                pass
+        there = tmp_path / f"there-{number}"
+        Store(url).bring("demo", there)
+        found = files(RunFolder.latest("demo", there).of(2))
+        after = found["step"].decode()
+        assert after in (before, f"new {number}")
+        assert found == {**files(here.of(2)), "step": after.encode()}
+        before = after
+        if is_whole:
+            break
+    assert before == f"new {number}"
+    assert number > 4
+    lists = [name for name in Store(url)._names("demo") if name.endswith(".json")]
+    assert len(lists) == len(steps)
+
+
+def test_a_process_that_is_killed_as_it_replaces_one(tmp_path: Path) -> None:
+    """A kill leaves the old checkpoint or the new one there; the next one that is brought there cleans up."""
+    kills = killed_at_each_step(tmp_path, "stored")
+    texts = [kill["brought"]["5"] for kill in kills]
+    assert texts == sorted(texts, reverse=True)
+    assert {*texts} == {"old", "new"}
+    for kill in kills:
+        assert kill["again"] == {"5": "new"}
+        assert len(kill["names"]) == 2
 
 
 def test_whose_run_it_is(url: str, tmp_path: Path) -> None:

@@ -41,6 +41,7 @@ def test_renaming_fails(final: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         return rename(path, to)
 
     monkeypatch.setattr(Path, "rename", failing)
+    monkeypatch.setattr(atomic, "_exchange", lambda path, other: False)
     with pytest.raises(OSError, match="on purpose"):
         written(final, "new")
     assert found(final) == {"final": "old"}
@@ -62,6 +63,7 @@ def test_interrupted_while_it_gets_its_name(final: Path, monkeypatch: pytest.Mon
 
     written(final, "old")
     monkeypatch.setattr(Path, "rename", slow)
+    monkeypatch.setattr(atomic, "_exchange", lambda path, other: False)
     remove = atomic._discard
 
     def discard(part: Path) -> None:

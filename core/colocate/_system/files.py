@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import itertools
 import json
@@ -22,6 +23,8 @@ import psutil
 
 from colocate._signals.deferred import run_deferred
 
+_OLD, _PART = ".old-", ".part-"  # what names of folders begin with that are replaced, or written
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of Linux
 _MOST_JSON = 2**26  # bytes of a file
 _numbers = itertools.count(1)
 _naming = threading.Lock()  # never taken on the main thread
@@ -32,15 +35,16 @@ def atomic_folder(final: Path, naming: AbstractContextManager[object] | None = N
     """A folder to write into, which gets its name when the block ends well, and is removed otherwise.
 
     Several threads, processes, or handlers of signals, may write folders of one name at once: the last one to end well
-    stays. Who reads meanwhile finds what is complete in one of `places`.
+    stays. A folder of that name is replaced in one step. Some file systems (NFS) can't do that: readers look in both
+    `places` there.
 
     Args:
         final: The name. What is there already is replaced as a whole.
         naming: Is entered while the folder gets its name; when that raises, it gets none.
     """
     final.parent.mkdir(parents=True, exist_ok=True)
-    run_deferred(lambda: _tidy(final))
-    part = _beside(".part-", final, f"-{os.getpid()}-{next(_numbers)}@{socket.gethostname()}")
+    run_deferred(lambda: tidy(final.parent, re.escape(final.name)))
+    part = _part(final)
     part.mkdir()
     try:
         yield part
@@ -57,7 +61,51 @@ def places(final: Path) -> tuple[Path, Path]:
 
     A replacement that was cut short leaves it beside. Who looks may be overtaken, and looks twice.
     """
-    return final, _beside(".old-", final)
+    return final, final.with_name(f"{_OLD}{final.name}")
+
+
+def complete_folders(parent: Path) -> dict[str, Path]:
+    """Return the complete folders in a folder by name, and where each lies: one of `places`."""
+    if not parent.is_dir():
+        return {}
+
+    def look() -> list[str]:
+        with nobody_renames(parent / _OLD):
+            return os.listdir(parent)
+
+    names = run_deferred(look)
+    beside = {name.removeprefix(_OLD): parent / name for name in names if name.startswith(_OLD)}
+    return beside | {name: parent / name for name in names if not name.startswith((_OLD, _PART))}
+
+
+def remove_folder(final: Path) -> None:
+    """Remove a complete folder. A removal that is cut short leaves no half of a folder under its name."""
+
+    def remove() -> None:
+        doomed = final.rename(_part(final))
+        _remove(doomed)
+
+    run_deferred(remove)
+
+
+def tidy(parent: Path, name: str = ".*", *, is_alone: bool = False) -> None:
+    """Finish the replacements of killed writers in a folder, and remove their half folders.
+
+    Args:
+        parent: The folder.
+        name: A pattern of the names that are tidied.
+        is_alone: Whether no process of another machine writes there. Its half folders are removed then, too.
+    """
+    replaced = re.compile(f"{re.escape(_OLD)}(?P<name>{name})")
+    written = re.compile(rf"{re.escape(_PART)}{name}-(?P<pid>\d+)-\d+x?(?:@(?P<host>.*))?")
+    with nobody_renames(parent / _OLD):
+        for path in list(parent.iterdir()):
+            if match := replaced.fullmatch(path.name):
+                _settle(path.with_name(match["name"]))
+            elif match := written.fullmatch(path.name):
+                is_here = match["host"] in (None, socket.gethostname())
+                if not psutil.pid_exists(int(match["pid"])) if is_here else is_alone:
+                    _remove(path)
 
 
 @contextlib.contextmanager
@@ -107,20 +155,29 @@ def json_of(path: Path) -> Any:
 
 
 def _name(part: Path, final: Path, naming: AbstractContextManager[object] | None) -> None:
-    """Have the two change places, as far as there is anything at the second."""
+    """Exchange the two folders, or rename the first one if there is no second."""
     with nobody_renames(final), naming or nullcontext():
         _settle(final)
         _, old = places(final)
         if not os.path.lexists(final):
             part.rename(final)
-            return
-        final.rename(old)
-        try:
-            part.rename(final)
-        except OSError:
-            _settle(final)
-            raise
-        old.rename(part)
+        elif not _exchange(part, final):
+            final.rename(old)
+            try:
+                part.rename(final)
+            except OSError:
+                _settle(final)
+                raise
+            old.rename(part)
+
+
+def _exchange(path: Path, other: Path) -> bool:
+    """Exchange two names in one step. Return False if the system or the file system can't, or it fails."""
+    renameat2 = getattr(ctypes.CDLL(None), "renameat2", None)
+    if renameat2 is None:
+        return False
+    failed: int = renameat2(_AT_FDCWD, os.fsencode(path), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE)
+    return not failed
 
 
 def _discard(part: Path) -> None:
@@ -133,30 +190,19 @@ def _discard(part: Path) -> None:
     _remove(doomed)
 
 
-def _tidy(final: Path) -> None:
-    """See to what writers of this name have left that were killed."""
-    with nobody_renames(final):
-        _settle(final)
-        written = re.compile(re.escape(_beside(".part-", final, "-").name) + r"(\d+)-\d+x?(?:@(.*))?")
-        for path in list(final.parent.iterdir()):
-            left = written.fullmatch(path.name)
-            # Whether those of other machines run isn't known here: theirs stay.
-            if left and left[2] in (None, socket.gethostname()) and not psutil.pid_exists(int(left[1])):
-                _remove(path)
-
-
 def _settle(final: Path) -> None:
     """A replacement may have been cut short between its two steps: what it was to replace has its name again."""
     _, old = places(final)
     if os.path.lexists(old):
         if os.path.lexists(final):
-            _remove(old)
+            _remove(old.rename(_part(final)))
         else:
             old.rename(final)
 
 
-def _beside(prefix: str, final: Path, suffix: str = "") -> Path:
-    return final.parent / f"{prefix}{final.name}{suffix}"
+def _part(final: Path) -> Path:
+    """Return a new name for a folder that isn't complete."""
+    return final.with_name(f"{_PART}{final.name}-{os.getpid()}-{next(_numbers)}@{socket.gethostname()}")
 
 
 def _remove(path: Path) -> None:

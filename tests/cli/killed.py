@@ -1,0 +1,117 @@
+"""A program that is killed at each step of what it does to files: `python -m tests.cli.killed FOLDER SCENARIO`.
+
+It prints one line of JSON per kill: what a reader finds then, what lies there by name, and what the next driver finds.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from colocate._system import files
+from colocate.config import load_config
+from colocate_run.folder import RunFolder
+from colocate_run.lock import locked
+from colocate_run.store import Store
+
+STEPS = {"open", "ctypes.dlsym", "shutil.rmtree", "os.listdir", "os.mkdir", "os.rename", "os.remove", "os.rmdir"}
+"""What Python tells its audit hooks of before it is done."""
+
+
+def save(folder: RunFolder, step: int, text: str) -> None:
+    """Write a checkpoint of some files that all say the same."""
+    with folder.checkpoint(step) as directory:
+        (directory / "policy").mkdir()
+        for name in ("policy/one", "policy/two", "step"):
+            (directory / name).write_text(text)
+
+
+def contents(path: Path) -> str:
+    """Return the text of a checkpoint; one that isn't whole has other words."""
+    texts = [each.read_text() for each in sorted(path.rglob("*")) if each.is_file()]
+    return texts[0] if len(texts) == 3 and len({*texts}) == 1 else f"torn: {texts}"
+
+
+def found(folder: RunFolder) -> dict[int, str]:
+    """Return what a run would find: the text of each checkpoint by its step."""
+    return {step: contents(path) for step, path in folder.checkpoints()}
+
+
+def names(folder: RunFolder) -> list[str]:
+    return sorted(path.name for path in (folder.path / "checkpoints").iterdir())
+
+
+def look(folder: RunFolder) -> dict[str, Any]:
+    """Look as somebody who only reads; then as the driver that goes on."""
+    told: dict[str, Any] = {"reader": found(folder), "names": names(folder)}
+    with locked(folder.path, lambda text: None):
+        folder.tidy()
+        told["next"], told["tidy"] = found(folder), names(folder)
+    return told
+
+
+def brought(url: str, root: Path) -> dict[str, Any]:
+    """Look from another machine."""
+    shutil.rmtree(root, ignore_errors=True)
+    Store(url).bring("demo", root)
+    return {"brought": found(RunFolder.latest("demo", root))}
+
+
+def killed(number: int, work: Callable[[], object]) -> bool:
+    """Run a function in a process that is killed before so many steps; return whether it had so many."""
+    child = os.fork()
+    if child == 0:
+        count = itertools.count()
+
+        def hook(event: str, args: Any) -> None:
+            if event in STEPS and next(count) == number:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        sys.addaudithook(hook)
+        work()
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    assert os.WIFSIGNALED(status) or status == 0, status
+    return os.WIFSIGNALED(status)
+
+
+def main(path: Path, scenario: str) -> None:
+    first = RunFolder.create("demo", path / "first")
+    first.write("config.yaml", load_config({"name": "demo"}).dump())
+    for step in (1, 5):
+        save(first, step, "old")
+    if scenario == "renames":  # as on a file system that can't exchange two names
+        files._exchange = lambda path, other: False
+    is_stored = scenario == "stored"
+    store = f"file://{path}/store/deep"
+    for number in itertools.count():
+        shutil.rmtree(path / "run", ignore_errors=True)
+        shutil.copytree(path / "first", path / "run")
+        folder = RunFolder(path / "run" / "demo")
+        if is_stored:
+            shutil.rmtree(path / "store", ignore_errors=True)
+            Store(store).put(folder, "demo", 5)
+            save(folder, 5, "new")
+            goes_on = killed(number, partial(Store(store).put, folder, "demo", 5))
+            told = brought(store, path / "there")
+            Store(store).put(folder, "demo", 5)
+            told |= {"again": brought(store, path / "there")["brought"], "names": Store(store)._names("demo")}
+        else:
+            step = 6 if scenario == "next" else 5
+            goes_on = killed(number, partial(save, folder, step, "new"))
+            told = look(folder)
+        print(json.dumps({**told, "whole": not goes_on}), flush=True)
+        if not goes_on:
+            return
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2])
