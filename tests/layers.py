@@ -101,7 +101,8 @@ AROUND = {
         "plugin",
     ],
     "plugins/colocate_ppo": [
-        "maths spread task tokenizer",
+        "maths spread task",
+        "tokenizer",
         "learner model parallel recovery rollout",
         "checkpoint forward",
         "generation reward",

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
+import attrs
 import torch
 from torch import Tensor
 
@@ -17,7 +19,7 @@ from colocate_ppo.parallel import drawing, minibatches, per_rank, total
 from colocate_ppo.rollout import Estimates, Rollout, join, widen
 from colocate_ppo.spread import Dtype, Layout, Parallel, SpreadModel
 from colocate_ppo.task import Problems
-from colocate_ppo.tokenizer import Padded, character_tokenizer, pretrained_tokenizer
+from colocate_ppo.tokenizer import character_tokenizer, pretrained_tokenizer
 
 
 @needs("process_group")
@@ -34,12 +36,14 @@ class Actor(Role):
         phrases: Texts that it reads as one token each, such as what all questions begin with.
         stop: Tokens, each as its text or its number, that end an answer besides those at which the model's `generate`
             ends it (`eos_token_id` of its generation config; where that has none, the tokenizer's end token).
+        template_options: Options of the chat template by which a question of messages is asked, as
+            `enable_thinking: false`.
         lr: Learning rate.
         warm_up_lr: Learning rate of the supervised warm-up.
         max_grad_norm: The norm to which gradients are clipped.
         threads: Threads that torch takes in this process; None leaves them as they are.
         parallel: How the ranks share the model: "none", "ddp" or "fsdp2"; see `Layout`.
-        dtype: In what it computes. Weights are float32.
+        dtype: In what it computes, also where an engine generates by its model. Weights are float32.
         gradient_checkpointing: Compute layers anew in the backward pass, which takes less memory and more time.
     """
 
@@ -52,6 +56,7 @@ class Actor(Role):
         feed_forward: int = 256,
         phrases: Sequence[str] = (),
         stop: Sequence[str | int] = (),
+        template_options: Mapping[str, Any] | None = None,
         lr: float = 1e-4,
         warm_up_lr: float = 1e-3,
         max_grad_norm: float = 1.0,
@@ -68,7 +73,7 @@ class Actor(Role):
             made = scratch_model(config, self.ctx.generator, self.ctx.device)
         else:
             made = pretrained_model(model, self.ctx.device)
-            self.tokenizer = pretrained_tokenizer(model, ends_of(made), stop)
+            self.tokenizer = pretrained_tokenizer(model, ends_of(made), stop, template_options)
         self.config = made.config
         made.generation_config.eos_token_id = [*self.tokenizer.ends]  # An engine that has this model ends there, too.
         self.model = SpreadModel(self.ctx, made, Layout(parallel, dtype, gradient_checkpointing))
@@ -114,7 +119,9 @@ class Actor(Role):
         return call.means()["loss"]
 
     def _imitate(self, problems: Problems, lr: float) -> None:
-        prompts, answers = self._prompts(problems), self.tokenizer.answers(problems.answers, self.ctx.device)
+        problems = self._asked(problems)
+        prompts = self.tokenizer.padded(problems.prompts, self.ctx.device, side="left")
+        answers = self.tokenizer.answers(problems.answers, self.ctx.device)
         shown = join(prompts, answers, problems, problems.answers)
         logits = response_logits(self.model, shown["tokens"], shown["attention"], answers.tokens.shape[1])
         surprise = -maths.token_log_probs(logits, answers.tokens)
@@ -140,9 +147,11 @@ class Actor(Role):
             number: Which random numbers of the rank to draw, so that a second call draws the same; None: the next ones.
         """
         drawn = None if greedy else drawing(self.ctx, number)
-        prompts = self._prompts(problems)
+        problems = self._asked(problems)
+        prompts = self.tokenizer.padded(problems.prompts, self.ctx.device, side="left")
         # As wide as the widest of all ranks, so that their parts make one batch.
         prompts = widen(prompts, max(per_rank(self.ctx, prompts.tokens.shape[1])), self.tokenizer.pad)
+        self.model.check_length(prompts.tokens.shape[1] + max_new_tokens)
         with self.model.whole():
             responses = generate(
                 self.model,
@@ -222,8 +231,10 @@ class Actor(Role):
         """Go on where `save` was called, by as many ranks or others."""
         checkpoint.restore(self.ctx, directory, self.model, self.learner)
 
-    def _prompts(self, problems: Problems) -> Padded:
-        return self.tokenizer.prompts(problems.questions, self.ctx.device)
+    def _asked(self, problems: Problems) -> Problems:
+        """Return problems with the prompt of each question, made where a problem has none yet."""
+        pairs = zip(problems.prompts, problems.questions, strict=True)
+        return attrs.evolve(problems, prompts=[prompt or self.tokenizer.prompt(question) for prompt, question in pairs])
 
 
 def actors_weights(roles: Mapping[str, object]) -> Weights:

@@ -45,20 +45,19 @@ class GroupActor(Actor):
         number: int | None = None,
     ) -> Rollout:
         """Answer each problem several times, as `generate` does: a row for each answer, those to a problem together."""
-        return self.generate(problems.repeated(samples), max_new_tokens, temperature, number=number)
+        return self.generate(self._asked(problems).repeated(samples), max_new_tokens, temperature, number=number)
 
     @method(dispatch=Scatter("problems"), collect=Concat(), awake=())
     def prompts(self, problems: Problems) -> list[list[int]]:
-        """The token ids of each question, for an engine."""
-        prompts = self.tokenizer.prompts(problems.questions, torch.device("cpu"))
-        return [tokens[mask].tolist() for tokens, mask in zip(prompts.tokens, prompts.mask, strict=True)]
+        """The token ids that ask each question, for an engine."""
+        return [[*prompt] for prompt in self._asked(problems).prompts]
 
     @method(dispatch=Scatter("problems", "responses"), collect=Concat(), awake=())
     def read(self, problems: Problems, responses: Sequence[Sequence[Response]], max_new_tokens: int) -> Rollout:
         """Make a rollout of what an engine has sampled.
 
         Args:
-            problems: What was asked.
+            problems: What was asked; with `prompts` of its own, if the engine was given these.
             responses: The samples to each, of equal number.
             max_new_tokens: R, the longest of them.
 
@@ -68,11 +67,11 @@ class GroupActor(Actor):
         Raises:
             ConfigError: An engine had no room for an answer.
         """
-        asked = problems.repeated(len(responses[0]))
+        asked = self._asked(problems).repeated(len(responses[0]))
         flat = [each for group in responses for each in group]
         if not all(each.token_ids for each in flat):
             raise ConfigError("a question fills all the room that the engine has: raise max_length of its role")
-        prompts = self._prompts(asked)
+        prompts = self.tokenizer.padded(asked.prompts, self.ctx.device, side="left")
         prompts = widen(prompts, max(per_rank(self.ctx, prompts.tokens.shape[1])), self.tokenizer.pad)
         tokens = torch.full((len(flat), max_new_tokens), self.tokenizer.pad)
         sampled = torch.zeros(tokens.shape)

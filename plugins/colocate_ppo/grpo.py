@@ -212,14 +212,15 @@ def train(
     def draw(number: int) -> _Asked:
         asked = _Asked.of(number, training.problems, batch)
         if engine is not None:
-            asked.prompts = part("rollout", lambda: actor.prompts(asked.problems))
+            prompts = part("rollout", lambda: actor.prompts(asked.problems))
+            asked.problems = attrs.evolve(asked.problems, prompts=prompts)
         return asked
 
     def generate(asked: _Asked) -> Any:
         # Drawn again where the step is done again: equal seeds give equal rows.
         seed = (run.runtime.seed * 1_000_003 + asked.number) % (1 << 62)
         sampling = {"max_tokens": longest, "temperature": temperature, "seed": seed}
-        return engine.generate.keep(asked.prompts, samples=samples, sampling=sampling)
+        return engine.generate.keep(asked.problems.prompts, samples=samples, sampling=sampling)
 
     def sync() -> None:
         nonlocal syncs
@@ -309,10 +310,9 @@ class _Asked:
 
     Attributes:
         number: The step's.
-        problems: They.
+        problems: They; for an engine with the token ids that ask them.
         before: Where the task's training stream was before they were drawn.
         after: Where it was then.
-        prompts: Their token ids, for an engine.
         responses: What an engine says, where it has been asked ahead.
     """
 
@@ -320,7 +320,6 @@ class _Asked:
     problems: Problems
     before: int
     after: int
-    prompts: Sequence[Sequence[int]] = ()
     responses: Resident[Any] | None = None
 
     @classmethod

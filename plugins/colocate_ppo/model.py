@@ -32,7 +32,7 @@ def small_llama(tokenizer: Tokenizer, layers: int, hidden: int, heads: int, feed
     return LlamaConfig(
         vocab_size=tokenizer.size,
         pad_token_id=tokenizer.pad,
-        eos_token_id=[*tokenizer.ends],
+        eos_token_id=tokenizer.ends[0],
         num_hidden_layers=layers,
         hidden_size=hidden,
         num_attention_heads=heads,

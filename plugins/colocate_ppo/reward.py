@@ -18,12 +18,19 @@ from colocate_ppo.task import Problem
 class Reward(Role):
     """Scores answers with the scorer that reasoning-gym has for their problem.
 
-    A subclass with a `score_answer` of its own scores as that says.
+    A subclass with a `score_answer` of its own scores as that says. One that needs more than texts has a `score` of its
+    own: `rollout["token_ids"]` has the tokens of each answer.
     """
 
     def score_answer(self, answer: str, problem: Problem) -> float:
-        """The score of one answer; higher is better."""
-        score: float = _scorer(problem.entry["metadata"]["source_dataset"])(answer, problem.entry)
+        """The score of one answer; higher is better.
+
+        Args:
+            answer: Its text with special tokens and blanks, without the token that ended it. reasoning-gym's scorers
+                get it without the blanks around it, as they compare it with answers that have none.
+            problem: What was asked.
+        """
+        score: float = _scorer(problem.entry["metadata"]["source_dataset"])(answer.strip(), problem.entry)
         return score
 
     @method(dispatch=Scatter("rollout"), collect=Concat())
@@ -46,8 +53,11 @@ class Reward(Role):
 
     @method(dispatch=Scatter("rollout", "scores"), collect=Reduce("mean"))
     def summary(self, rollout: Rollout, scores: Tensor) -> dict[str, float]:
-        """Means over the answers: `reward` (their scores), `accuracy` (the very string) and `length` in tokens."""
-        right = [*map(operator.eq, rollout["problems"].answers, rollout["answers"])]
+        """Means over the answers: `reward` (their scores), `accuracy` and `length` in tokens.
+
+        An answer is accurate if it is the right one to the letter, but for blanks around it.
+        """
+        right = [*map(operator.eq, rollout["problems"].answers, map(str.strip, rollout["answers"]))]
         return {
             "reward": scores.mean().item(),
             "accuracy": sum(right) / len(right),

@@ -21,8 +21,10 @@ class Rollout(TypedDict):
         tokens: `[B, P + R]`, int64.
         attention: `[B, P + R]`, boolean; false on padding.
         mask: `[B, R]`, boolean; true on the response's own tokens, the end token included.
-        problems: What was asked, B of them.
-        answers: The responses as text, a list of B.
+        problems: What was asked, B of them, with the token ids of each prompt.
+        answers: The responses as text, a list of B: special tokens and blanks as the policy wrote them, without the
+            token that ended the response.
+        token_ids: The token ids of each response, that token included.
         sampled: `[B, R]`, the log-probabilities with which an engine has sampled the tokens, where one has.
     """
 
@@ -31,6 +33,7 @@ class Rollout(TypedDict):
     mask: Tensor
     problems: Problems
     answers: list[str]
+    token_ids: list[list[int]]
     sampled: NotRequired[Tensor]
 
 
@@ -57,4 +60,5 @@ def join(prompts: Padded, responses: Padded, problems: Problems, answers: list[s
         "mask": responses.mask,
         "problems": problems,
         "answers": answers,
+        "token_ids": responses.rows,
     }

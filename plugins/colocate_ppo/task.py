@@ -8,15 +8,18 @@ from __future__ import annotations
 import difflib
 import importlib
 import itertools
+import json
+import operator
 import pickle
 import random
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, overload
+from typing import Any, TypeAlias, overload
 
 import attrs
 
 from colocate import ConfigError, register_batch
+from colocate.signatures import brief
 
 # A virtual dataset makes its items from `seed + index`: seeds this far apart give streams that share none.
 _ITEMS = 1 << 30
@@ -24,19 +27,25 @@ _HELD_OUT_SEED = 1 << 60
 _HELD_OUT_PART = 10
 
 
+Question: TypeAlias = str | Sequence[Mapping[str, Any]] | Sequence[int]
+"""What is asked: a text as it is, the messages of a chat (`role` and `content`), or token ids."""
+
+
 @attrs.frozen
 class Problem:
     """One problem.
 
     Attributes:
-        question: What the policy reads.
+        question: What the policy is asked.
         answer: The task's own answer; in a demonstration, the one to imitate.
         entry: The item as the task gave it: what scores answers wants it back.
+        prompt: The token ids that the policy was given for the question; none before it was asked.
     """
 
-    question: str
+    question: Question
     answer: str
     entry: Mapping[str, Any] = attrs.field(repr=False)
+    prompt: Sequence[int] = attrs.field(default=(), repr=False)
 
 
 @attrs.frozen
@@ -44,20 +53,25 @@ class Problems(Sequence[Problem]):
     """Some problems: a batch with a row for each, which is quickly sent.
 
     Attributes:
-        questions: What the policy reads.
+        questions: What the policy is asked.
         answers: The task's own answers; in demonstrations, those to imitate.
         entries: The items as the task gave them, pickled: nobody but what scores answers looks into them.
+        prompts: The token ids that the policy was given for each question; none before it was asked.
     """
 
-    questions: list[str]
+    questions: list[Question]
     answers: list[str]
     entries: list[bytes] = attrs.field(repr=False)
+    prompts: list[Sequence[int]] = attrs.field(
+        default=attrs.Factory(lambda self: [()] * len(self.questions), takes_self=True), repr=False
+    )
 
     @classmethod
     def of(cls, problems: Iterable[Problem]) -> Problems:
         """A batch of single ones."""
         rows = [*problems]
-        return cls([p.question for p in rows], [p.answer for p in rows], [pickle.dumps(p.entry) for p in rows])
+        entries = [pickle.dumps(p.entry) for p in rows]
+        return cls([p.question for p in rows], [p.answer for p in rows], entries, [p.prompt for p in rows])
 
     def repeated(self, times: int) -> Problems:
         """Repeat each problem so many times, one after the other."""
@@ -66,6 +80,7 @@ class Problems(Sequence[Problem]):
             [self.questions[row] for row in rows],
             [self.answers[row] for row in rows],
             [self.entries[row] for row in rows],
+            [self.prompts[row] for row in rows],
         )
 
     def __len__(self) -> int:
@@ -79,8 +94,9 @@ class Problems(Sequence[Problem]):
 
     def __getitem__(self, index: int | slice) -> Problem | Problems:
         if isinstance(index, slice):
-            return Problems(self.questions[index], self.answers[index], self.entries[index])
-        return Problem(self.questions[index], self.answers[index], pickle.loads(self.entries[index]))
+            return Problems(self.questions[index], self.answers[index], self.entries[index], self.prompts[index])
+        entry = pickle.loads(self.entries[index])
+        return Problem(self.questions[index], self.answers[index], entry, self.prompts[index])
 
 
 def _split(problems: Problems, sizes: Sequence[int]) -> list[Problems]:
@@ -89,7 +105,7 @@ def _split(problems: Problems, sizes: Sequence[int]) -> list[Problems]:
 
 
 def _concat(parts: Sequence[Problems]) -> Problems:
-    columns = ((part.questions, part.answers, part.entries) for part in parts)
+    columns = ((part.questions, part.answers, part.entries, part.prompts) for part in parts)
     return Problems(*([*itertools.chain(*column)] for column in zip(*columns, strict=True)))
 
 
@@ -101,8 +117,8 @@ class Task:
     """A task, split by question into training and held-out problems.
 
     Attributes:
-        name: The name of a reasoning-gym dataset, or "module:function" for what gives mappings with a `question` and
-            an `answer` by index: a list, say. The training stream begins anew at its end.
+        name: The name of a reasoning-gym dataset, or "module:function" for what gives mappings with a `question`
+            (see `Question`) and an `answer` by index: a list, say. The training stream begins anew at its end.
         options: The dataset's options, such as `max_word_len`, or the function's.
         seed: Decides the training stream; the held-out problems are the same for every seed.
         position: The index of the training stream's next item: all there is to save and restore.
@@ -194,20 +210,41 @@ class Task:
         return Problems.of(found)
 
 
-def is_held_out(question: str) -> bool:
+def is_held_out(question: Question) -> bool:
     """Whether a question belongs to the tenth that is kept for evaluation; the same on every machine."""
-    return zlib.crc32(question.encode()) % _HELD_OUT_PART == 0
+    return zlib.crc32(question_text(question).encode()) % _HELD_OUT_PART == 0
+
+
+def question_text(question: Question) -> str:
+    """Return a question as one text, to compare and to show: messages and token ids as JSON."""
+    return question if isinstance(question, str) else json.dumps(question, ensure_ascii=False, default=str)
 
 
 def _problem(entry: Mapping[str, Any]) -> Problem:
-    return Problem(str(entry["question"]), str(entry["answer"]), entry)
+    return Problem(_question(entry["question"]), str(entry["answer"]), entry)
+
+
+def _question(value: Any) -> Question:
+    if not isinstance(value, list | tuple):
+        return str(value)
+    if value and all(isinstance(each, Mapping) and "role" in each for each in value):
+        return [dict(each) for each in value]
+    try:
+        if value:
+            return [*map(operator.index, value)]
+    except TypeError:
+        pass
+    raise ConfigError(
+        f"a question of the task is {brief(repr(value))}: it must be a text, messages (mappings with a role and a "
+        "content) or token ids, at least one"
+    )
 
 
 def _distinct(problems: Iterator[Problem]) -> Iterator[Problem]:
     seen: set[str] = set()
     for problem in problems:
-        if problem.question not in seen:
-            seen.add(problem.question)
+        if (text := question_text(problem.question)) not in seen:
+            seen.add(text)
             yield problem
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import string
-from collections.abc import Sequence
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, cast
 
 import attrs
 import torch
@@ -13,6 +14,7 @@ from tokenizers import Tokenizer as Backend
 from torch import Tensor
 
 from colocate import ConfigError
+from colocate_ppo.task import Question
 
 _SPECIAL = {"pad_token": "<pad>", "bos_token": "<bos>", "eos_token": "<eos>", "unk_token": "<unk>"}
 _CHARACTERS = "\n" + " " + string.ascii_letters + string.digits + string.punctuation
@@ -25,6 +27,12 @@ class Padded:
     tokens: Tensor
     mask: Tensor
 
+    @property
+    def rows(self) -> list[list[int]]:
+        """The tokens of each row, without padding."""
+        pairs = zip(self.tokens.tolist(), self.mask.tolist(), strict=True)
+        return [[*itertools.compress(tokens, mask)] for tokens, mask in pairs]
+
 
 @attrs.frozen(eq=False)
 class Tokenizer:
@@ -35,12 +43,18 @@ class Tokenizer:
         size: How many tokens there are.
         ends: The tokens that end an answer, of which the first ends demonstrations.
         pad: The padding token.
+        begin: The tokens with which a text begins. Those with which tokenizers end texts would end a question.
+        suffix: What follows each question that is a text.
+        template_options: Options of the chat template.
     """
 
     inner: Any
     size: int
     ends: Sequence[int]
     pad: int
+    begin: Sequence[int] = ()
+    suffix: str = ""
+    template_options: Mapping[str, Any] = attrs.field(factory=dict)
 
     @classmethod
     def of(cls, inner: Any, ends: Sequence[int] = (), stop: Sequence[str | int] = ()) -> Tokenizer:
@@ -61,24 +75,63 @@ class Tokenizer:
             raise ConfigError("no token ends an answer, by the model or by its tokenizer: name one by `stop`")
         if inner.pad_token_id is None:
             inner.pad_token_id = ends[0]
-        return cls(inner, len(inner), [*dict.fromkeys(ends)], inner.pad_token_id)
+        return cls(inner, len(inner), [*dict.fromkeys(ends)], inner.pad_token_id, _begin(inner))
 
-    def prompts(self, questions: Sequence[str], device: torch.device) -> Padded:
-        """Questions, a line each, padded on the left."""
-        lines = [f"{question}\n" for question in questions]
-        return self._padded(self.inner(lines)["input_ids"], device, side="left")
+    def prompt(self, question: Question) -> list[int]:
+        """Return a question's prompt: messages by the chat template, a text and token ids unchanged.
+
+        Raises:
+            ConfigError: There are no tokens, or such as the tokenizer hasn't; or no chat template asks such messages.
+        """
+        if isinstance(question, str):
+            tokens = self._text_tokens(f"{question}{self.suffix}")
+        elif question and isinstance(question[0], Mapping):
+            tokens = self._chat_tokens(question)
+        else:
+            tokens = [*cast(Sequence[int], question)]
+        if not tokens:
+            raise ConfigError(f"the question {question!r} has no tokens, and a model goes on from one at least")
+        if unknown := [token for token in tokens if not 0 <= token < self.size]:
+            raise ConfigError(f"a question has the token {unknown[0]}, and the tokenizer has {self.size} tokens")
+        return tokens
+
+    def _text_tokens(self, text: str) -> list[int]:
+        """Return a text's own tokens, after those with which texts begin unless the text has these itself."""
+        tokens: list[int] = self.inner(text, add_special_tokens=False)["input_ids"]
+        begins = tokens[: len(self.begin)] == [*self.begin]
+        return tokens if begins else [*self.begin, *tokens]
+
+    def _chat_tokens(self, messages: Any) -> list[int]:
+        messages = [*messages]
+        # An answer that the last message begins is gone on with.
+        continued = messages[-1].get("role") == "assistant"
+        part = "continue_final_message" if continued else "add_generation_prompt"
+        options = {part: True, **self.template_options, "tokenize": True, "return_dict": True}
+        try:
+            tokens: list[int] = self.inner.apply_chat_template(messages, **options)["input_ids"]
+        except Exception as error:  # Templates are code, and may raise any error.
+            raise ConfigError(
+                f"the chat template of the model's tokenizer can't ask {messages!r}: {str(error).partition(chr(10))[0]}"
+            ) from error
+        return tokens
+
+    def prompts(self, questions: Sequence[Question], device: torch.device) -> Padded:
+        """Prompts of questions, padded on the left."""
+        return self.padded([self.prompt(question) for question in questions], device, side="left")
 
     def answers(self, answers: Sequence[str], device: torch.device) -> Padded:
         """Answers with an end token, padded on the right."""
         rows = self.inner([*answers], add_special_tokens=False)["input_ids"]
-        return self._padded([[*row, self.ends[0]] for row in rows], device, side="right")
+        return self.padded([[*row, self.ends[0]] for row in rows], device, side="right")
 
     def texts(self, responses: Padded) -> list[str]:
-        """Responses as text, without end tokens and blanks around."""
-        texts: list[str] = self.inner.batch_decode(responses.tokens, skip_special_tokens=True)
-        return [text.strip() for text in texts]
+        """Decode responses, with special tokens and blanks, without the token that ends a response."""
+        bodies = [row[:-1] if row and row[-1] in self.ends else row for row in responses.rows]
+        options = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
+        return [self.inner.decode(body, **options) for body in bodies]
 
-    def _padded(self, rows: Sequence[Sequence[int]], device: torch.device, side: Literal["left", "right"]) -> Padded:
+    def padded(self, rows: Sequence[Sequence[int]], device: torch.device, side: Literal["left", "right"]) -> Padded:
+        """Pad rows of tokens on one side to the width of the longest."""
         tokens = torch.full((len(rows), max(map(len, rows), default=0)), self.pad)
         mask = torch.zeros_like(tokens, dtype=torch.bool)
         for number, row in enumerate(rows):
@@ -102,14 +155,28 @@ def character_tokenizer(phrases: Sequence[str] = (), stop: Sequence[str | int] =
     inner: Any = PreTrainedTokenizerFast  # its signature is not typed
     inner = inner(tokenizer_object=backend, **_SPECIAL)
     inner.add_tokens([AddedToken(phrase, normalized=False) for phrase in phrases])
-    return Tokenizer.of(inner, stop=stop)
+    return attrs.evolve(Tokenizer.of(inner, stop=stop), suffix="\n")  # The model learns where a question ends.
 
 
-def pretrained_tokenizer(name: str, ends: Sequence[int] = (), stop: Sequence[str | int] = ()) -> Tokenizer:
+def pretrained_tokenizer(
+    name: str,
+    ends: Sequence[int] = (),
+    stop: Sequence[str | int] = (),
+    template_options: Mapping[str, Any] | None = None,
+) -> Tokenizer:
     """The tokenizer of a hub id or a local folder; `ends` and `stop` as of `Tokenizer.of`."""
     from transformers import AutoTokenizer
 
-    return Tokenizer.of(AutoTokenizer.from_pretrained(name, trust_remote_code=False), ends, stop)
+    made = Tokenizer.of(AutoTokenizer.from_pretrained(name, trust_remote_code=False), ends, stop)
+    return attrs.evolve(made, template_options=template_options or {})
+
+
+def _begin(inner: Any) -> list[int]:
+    """Return the tokens that a tokenizer puts before each text."""
+    letter: list[int] = inner("a", add_special_tokens=False)["input_ids"]
+    tokens: list[int] = inner("a")["input_ids"]
+    places = (at for at in range(len(tokens)) if tokens[at : at + len(letter)] == letter)
+    return tokens[: next(places, 0)]
 
 
 def _token(inner: Any, stop: str | int) -> int:

@@ -11,7 +11,7 @@ import attrs
 
 from colocate import ColocatedGroup, ConfigError, RoleError, RoleSpec, Run
 from colocate_ppo.recovery import OnStepFailure, Recovery
-from colocate_ppo.task import Problems, Task
+from colocate_ppo.task import Problems, Task, question_text
 from colocate_ppo.team import Players
 
 T = TypeVar("T")
@@ -265,7 +265,7 @@ def _is_due(step: int, every: int) -> bool:
 def _compare(problems: Problems, before: Sequence[str], after: Sequence[str]) -> list[dict[str, str]]:
     """Answers before and after, a row for each problem."""
     columns = zip(problems, before, after, strict=True)
-    return [{"question": p.question, "right": p.answer, "before": b, "after": a} for p, b, a in columns]
+    return [{"question": question_text(p.question), "right": p.answer, "before": b, "after": a} for p, b, a in columns]
 
 
 def _warm_up_scale(done: int, ramp: int, steps: int) -> float:

@@ -199,6 +199,7 @@ def test_scores_are_those_of_the_task(problems: Problems) -> None:
         "mask": torch.tensor([[True, True, True]] * 3 + [[True, False, False]]),
         "problems": Problems.of([problem] * 4),
         "answers": answers,
+        "token_ids": [[] for _ in answers],
     }
     reward = Reward()
     scores = reward.score(rollout)
