@@ -6,6 +6,7 @@ What shares one is imported by who makes one: it takes a second, which whoever c
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
@@ -68,9 +69,12 @@ class SpreadModel:
         self.layout = layout
         self.wrapped = module
         layers = _layers(module)
+        self._longest = _longest(getattr(module, "config", None))
         if layout.gradient_checkpointing:
             for layer in layers:
                 _compute_again(layer)
+        if layout.dtype != "float32" and layout.parallel != "fsdp2":  # which has a policy for that
+            _compute_in(module, getattr(torch, layout.dtype))
         if layout.parallel == "fsdp2":
             _copy_from_first(ctx, module)
             self._shard(ctx, layers)
@@ -86,11 +90,25 @@ class SpreadModel:
         """Return what the model says. With gradients that is a step of all ranks; without, one rank may be alone."""
         # DDP's forward pass tells the other ranks of buffers, and expects a backward pass: only where there is one.
         model = self.wrapped if torch.is_grad_enabled() else self.module
-        computes = getattr(torch, self.layout.dtype)
-        if computes == torch.float32 or self.layout.parallel == "fsdp2":  # which has a policy for that
-            return model(**inputs)
-        with torch.autocast(next(self.module.parameters()).device.type, computes):
-            return model(**inputs)
+        if self._longest is not None and "position_ids" in inputs:
+            self.check_length(int(inputs["position_ids"].max()) + 1)
+        return model(**inputs)
+
+    def check_length(self, length: int) -> None:
+        """Refuse rows of a length at which long-rope computes the other rows of the pass differently.
+
+        Args:
+            length: The tokens of the longest row, prompt and response together.
+
+        Raises:
+            ConfigError: The longest row exceeds the model's first range of positions.
+        """
+        if self._longest is not None and length > self._longest:
+            raise ConfigError(
+                f"a row of {length} tokens, prompt and response together: the model's long-rope computes all rows of a "
+                f"pass otherwise as soon as one has more than {self._longest}; ask shorter questions, or lower "
+                "max_new_tokens"
+            )
 
     @contextlib.contextmanager
     def whole(self) -> Iterator[None]:
@@ -149,6 +167,27 @@ def _layers(module: nn.Module) -> list[nn.Module]:
     from transformers.modeling_layers import GradientCheckpointingLayer  # as in the networks, by what makes one
 
     return [each for each in module.modules() if isinstance(each, GradientCheckpointingLayer)]
+
+
+def _compute_in(module: nn.Module, dtype: torch.dtype) -> None:
+    """Run all forward passes of a module in another dtype than its weights, an engine's passes included."""
+    forward = module.forward
+    device = next(module.parameters()).device.type
+
+    @functools.wraps(forward)  # `generate` of transformers looks at the parameters.
+    def cast(*args: Any, **named: Any) -> Any:
+        with torch.autocast(device, dtype):
+            return forward(*args, **named)
+
+    module.forward = cast
+
+
+def _longest(config: Any) -> int | None:
+    """Return the length beyond which a model computes all positions of all rows otherwise; None if there is none."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = [rope] if "rope_type" in rope else [each for each in rope.values() if isinstance(each, Mapping)]
+    lengths = [each["original_max_position_embeddings"] for each in kinds if each.get("rope_type") == "longrope"]
+    return min(lengths) if lengths else None
 
 
 def _compute_again(layer: nn.Module) -> None:

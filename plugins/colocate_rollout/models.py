@@ -235,6 +235,27 @@ def stop_ids(config: GenerationConfig) -> frozenset[int]:
     return frozenset(() if ends is None else [ends] if isinstance(ends, int) else ends)
 
 
+def check_rope(config: Any, length: int, option: str) -> None:
+    """Refuse a model that computes all rows of a pass otherwise as soon as one is longer than a limit.
+
+    Args:
+        config: The model's.
+        length: Tokens of prompt and response together, at most.
+        option: The option that says so.
+
+    Raises:
+        ConfigError: Its rotary embedding is long-rope, and rows may be longer than the first range of that.
+    """
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = [rope] if "rope_type" in rope else [each for each in rope.values() if isinstance(each, Mapping)]
+    lengths = [each["original_max_position_embeddings"] for each in kinds if each.get("rope_type") == "longrope"]
+    if lengths and length > min(lengths):
+        raise ConfigError(
+            f"the model's rotary embedding is long-rope, by which a row of more than {min(lengths)} tokens changes the "
+            f"rows beside it, and rows may have {length}: {option}={min(lengths)} is as long as they may be"
+        )
+
+
 def check_prompts(prompts: Sequence[Prompt], vocabulary: int) -> None:
     """Refuse prompts that a model can't go on with.
 

@@ -23,6 +23,7 @@ from colocate_rollout.contract import Finish, Prompt, Row, Sampling
 from colocate_rollout.lent import check_adapters, computes_together, is_sharded, whole
 from colocate_rollout.models import (
     check_prompts,
+    check_rope,
     config_of,
     described_in,
     given_once,
@@ -91,6 +92,7 @@ class TransformersEngine:
                 raise ConfigError(f"max_length={max_length}: the model takes {longest} tokens")
             length: int = max_length or min(longest, 2048)
             _check_attention(config, length)
+            check_rope(config, length, "max_length")
             stop_ids(module.generation_config)  # refused here rather than by the first row
             self._vocabulary, self._longest = config.vocab_size, length
             heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads

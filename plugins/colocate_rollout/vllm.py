@@ -30,6 +30,7 @@ from colocate.texts import did_you_mean, parse_bytes
 from colocate_rollout.contract import Finish, Prompt, Row, Sampling
 from colocate_rollout.models import (
     check_prompts,
+    check_rope,
     config_of,
     described_in,
     generation_config,
@@ -224,6 +225,7 @@ class VllmEngine:
                 config = self._vllm.EngineArgs(**arguments).create_engine_config()
                 if ctx.device.type == "cpu":
                     _check_head(config.model_config)
+                check_rope(config.model_config.hf_text_config, config.model_config.max_model_len, "max_model_len")
                 executor = core("vllm.v1.executor").Executor.get_class(config)
                 self._engine = engine(vllm_config=config, executor_class=executor, log_stats=False)
             except (ValueError, NotImplementedError) as error:

@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 import pytest
 from tests.rollout.ending import LENGTH, PLACES, Ending, check_ends, generated, make_folder
+from tests.rollout.long_rope import PHI
 
 import colocate
 from colocate import ConfigError, RoleStartError
@@ -111,3 +112,17 @@ class Texts(Trainer):
     def __init__(self) -> None:
         super().__init__(LLAMA)
         self.model.generation_config.stop_strings = ["User:"]
+
+
+def test_long_rope() -> None:
+    """Rows that would change those beside them are refused by name; shorter ones are the model's own."""
+    with pytest.raises(ConfigError, match=r"long-rope.* more than 16 tokens .* may have 64: max_length=16"):
+        EngineRole("transformers", model=PHI)
+    role, model = EngineRole("transformers", model=PHI, max_length=16, max_rows=3), made(PHI)
+    role.load_weights(colocate.torch.named_weights(model), 1)
+    sampling = {"max_tokens": 12, "seed": 1, "stop_token_ids": ()}
+    beside = role.generate([[1, 2, 3], list(range(4, 18)), [5]], sampling=sampling)
+    ((alone,),) = role.generate([[1, 2, 3]], sampling=sampling)
+    assert beside[0][0].token_ids == alone.token_ids
+    assert alone.log_probs == pytest.approx(log_probs(model, [1, 2, 3], alone), abs=1e-5)
+    role.close()

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.rollout.ending import LENGTH, PLACES, Ending, check_ends, make_folder
+from tests.rollout.long_rope import PHI
 
 import colocate
 from colocate import CallTimeout, ConfigError, RoleError, RoleStartError, method
@@ -540,3 +541,15 @@ def test_ends_of_another_roles_model() -> None:
         (expected,) = trainer.generated()
         rows = engine.generate(PROMPTS, sampling={"temperature": 0, "max_tokens": LENGTH})
         assert [row.token_ids for (row,) in rows] == expected
+
+
+def test_long_rope() -> None:
+    """Rows beyond the model's first range of positions are refused by name; shorter ones are the model's own."""
+    options = {**OPTIONS, "model": PHI}
+    with pytest.raises(ConfigError, match=r"long-rope.* more than 16 tokens .* may have 64: max_model_len=16"):
+        EngineRole(**options)
+    role, model = EngineRole(**options, max_model_len=16), made(PHI)
+    role.load_weights(weights_of(model), 1)
+    for index, (row,) in enumerate(role.generate([[1, 2, 3], [*range(4, 12)]], sampling={"max_tokens": 8})):
+        assert row.log_probs == pytest.approx(log_probs(model, [[1, 2, 3], [*range(4, 12)]][index], row), abs=5e-5)
+    role.close()
