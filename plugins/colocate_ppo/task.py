@@ -62,7 +62,7 @@ class Problems(Sequence[Problem]):
     questions: list[Question]
     answers: list[str]
     entries: list[bytes] = attrs.field(repr=False)
-    prompts: list[Sequence[int]] = attrs.field(
+    prompts: Sequence[Sequence[int]] = attrs.field(
         default=attrs.Factory(lambda self: [()] * len(self.questions), takes_self=True), repr=False
     )
 
