@@ -44,8 +44,8 @@ def autoscaler(within_s: float = 0.0) -> Autoscaler | None:
     """Return what the cluster's autoscaler says; None when it has none.
 
     Args:
-        within_s: Seconds to wait for a report. There is none while a cluster starts, or one without a node: that
-            tells nothing.
+        within_s: Seconds to wait for another report, if one has no node, not even the head: that tells nothing. So do
+            the first ones of a cluster that has just started.
     """
     deadline = time.monotonic() + min(within_s, _NEXT_WITHIN_S)
     while True:
@@ -54,7 +54,7 @@ def autoscaler(within_s: float = 0.0) -> Autoscaler | None:
         except Exception:  # what its report looks like is nothing that Ray promises
             return None
         types = [*(found.nodes if found else ()), *(found.coming if found else ())]
-        if types or time.monotonic() >= deadline:
+        if found is None or types or time.monotonic() >= deadline:
             return found if any(not each.startswith(_NO_TYPE) for each in types) else None
         time.sleep(_LOOKS_AGAIN_S)
 
@@ -64,9 +64,11 @@ def _first_generation() -> Autoscaler | None:
 
     here: Any = worker.global_worker
     status = here.gcs_client.internal_kv_get(_STATUS, None)
-    report = json.loads(status).get("autoscaler_report") if status else None
-    if report is None:
+    if not status:
         return None
+    report = json.loads(status).get("autoscaler_report")
+    if report is None:  # the autoscaler has yet to hear of a node
+        return Autoscaler(Counter(), Counter())
     there = Counter(report["active_nodes"]) + Counter(report["idle_nodes"] or {})
     coming = Counter(report["pending_launches"]) + Counter(type for _, type, *_ in report["pending_nodes"])
     failures = [f"a node {type} failed" for _, type in report["failed_nodes"]]
