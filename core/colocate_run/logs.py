@@ -30,7 +30,6 @@ EQUAL_WITHIN_S = 5.0
 _WAITING_CHARS = 16 << 20
 _ENDS_WITHIN_S = 5.0
 _CLOCK = re.compile(r"\d\d:\d\d:\d\d[.,\d]*")  # lines that differ by their time of day are equal
-_NO_NAME = re.compile(r"[^\w.-]")
 _FILE = re.compile(r"(?P<group>.+)-(?P<slot>\d+)(?:\.(?P<older>\d+))?\.txt")
 
 
@@ -140,7 +139,7 @@ class WorkerLogs:
             self.fault = self.fault or f"the disk didn't take the last lines within {_ENDS_WITHIN_S:g} s"
 
     def _path(self, group: str, slot: int) -> Path:
-        return self._folder / f"{_NO_NAME.sub('_', group)}-{slot}.txt"
+        return self._folder / f"{group}-{slot}.txt"
 
     def _take(self, path: Path, text: str) -> None:
         now = time.time()

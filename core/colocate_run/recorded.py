@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from colocate.errors import ConfigError
+from colocate.errors import ColocateError
 from colocate.texts import nearest
 from colocate_run.config.schema import Config
 from colocate_run.folder import RunFolder, finite
@@ -45,7 +45,7 @@ def mistakes(config: Config) -> Iterator[tuple[tuple[str | int, ...], str, str |
 
             try:
                 load_recording(folder)
-            except ConfigError as error:
+            except ColocateError as error:
                 yield (key, name), str(error), None
     replayed = {role for name in config.replay for role in roles_called(config, name)}
     for name in config.compare:

@@ -81,7 +81,7 @@ def test_five_mistakes_are_shown_at_once_in_the_order_of_the_file(write: Write) 
         ("seed: true", "seed: must be an integer, not true"),
         ("seed:", "seed: must be an integer, not null"),
         ("name: 7", "name: must be text, not 7; put it in quotes"),
-        ("name: ../up", "name: '../up' can't name a folder; use letters, digits, '-', '_' and '.'"),
+        ("name: ../up", "name: is '../up', and files are called so: use letters, digits, '-', '_' and '.'"),
         ("pools: [1]", "pools: must be a mapping, not a list"),
         ("pools: {a: {}}", "pools.a.slots: is missing"),
         ("pools: {a: {slots: 0}}", "pools.a.slots: must be a whole number from 1 to 1,000,000, not 0"),

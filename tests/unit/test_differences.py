@@ -35,6 +35,14 @@ def _difference(was: Any, now: Any, tolerance: float = 0.0) -> Difference:
 
 
 _LONG = "a" * 100
+POINTS = np.zeros(2, [("obs", "f4", (2,)), ("done", "?"), ("in", [("x", "f8"), ("t", "M8[s]")])])
+POINTS["in"]["x"], POINTS["in"]["t"] = math.nan, "NaT"
+
+
+def _changed(name: str) -> Any:
+    found = POINTS.copy()
+    (found["in"] if name == "x" else found)[name][1] = [7, 0] if name == "obs" else 7
+    return found
 
 
 @pytest.mark.parametrize(
@@ -42,8 +50,22 @@ _LONG = "a" * 100
     [
         (torch.tensor([7, 2**60]), torch.tensor([7, 2**60 + 1]), f"[1] was {2**60}, and is {2**60 + 1}"),
         (np.array([1, 2], ">i4"), np.array([1, 3], ">i4"), "[1] was 2, and is 3"),
-        (np.array([1], "g"), np.array([2], "g"), " was array([1.]"),
+        (np.array([1], "g"), np.array([2], "g"), "[0] was 1.0, and is 2.0"),
         (np.float32(1), np.float32(2), " was 1.0, and is 2.0"),
+        (np.ones(2, "f4"), np.ones(2), " was float32 [2], and is float64 [2]"),
+        (np.ones(2, bool), np.ones(2, "i8"), " was bool [2], and is int64 [2]"),
+        (np.ones(2, "M8[s]"), np.ones(2, "M8[ms]"), " was datetime64[s] [2], and is datetime64[ms] [2]"),
+        (np.ones(2), np.ones((2, 1)), " was float64 [2], and is float64 [2, 1]"),
+        (np.float32(1), np.float64(1), " was a float32, and is a float64"),
+        (np.array(["a", "b"]), np.array(["a", "c"]), "[1] was 'b', and is 'c'"),
+        (np.array(["NaT", 1], "M8[D]"), np.array(["NaT", 2], "M8[D]"), "[1] was 1970-01-02, and is 1970-01-03"),
+        (np.array([1, 2], "m8[s]"), np.array([1, "NaT"], "m8[s]"), "[1] was 2 seconds, and is NaT"),
+        (POINTS, _changed("obs"), "['obs'][1, 0] was 0.0, and is 7.0"),
+        (POINTS, _changed("done"), "['done'][1] was False, and is True"),
+        (POINTS[1], _changed("x")[1], "['in']['x'] was nan, and is 7.0"),
+        (ValueError("a", 1), ValueError("a", 2), ".args[1] was 1, and is 2"),
+        (ValueError("a"), TypeError("a"), " was a ValueError, and is a TypeError"),
+        (torch.tensor([1.0, 2]).bfloat16(), torch.tensor([1.0, 3]).bfloat16(), "[1] was 2.0, and is 3.0"),
         (deque([torch.arange(3)]), deque([torch.tensor([1, 1, 2])]), "[0][0] was 0, and is 1"),
         (1, 10**400, " was 1, and is 1000"),
         (1.5, 10**400, " was 1.5, and is 1000"),
@@ -70,6 +92,28 @@ def test_numbers_of_numpy_are_numbers() -> None:
     assert _difference(np.float32(1), np.float32(1.001), 0.01).first is None
     assert _difference(np.float32("nan"), np.float32("nan")).first is None
     assert _difference(np.float32(1), np.float32(3)).absolute == 2.0
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_arrays_are_compared_without_torch(is_there: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NaN and NaT are as they were, and what is within the tolerance is the same, whether torch is imported or not."""
+    if not is_there:
+        modules = {"numpy": np}
+        monkeypatch.setattr("colocate.features.recordings.differences.imported", modules.get)
+        monkeypatch.setattr("colocate.features.recordings.values.imported", modules.get)
+    scores = np.array([0.25, math.nan, 1.0, 0.0])
+    for tolerance, add, count in ((0.0, 0.0, 0), (1e-3, 1e-6, 0), (1e-3, 1e-2, 3), (0.0, 1e-6, 3)):
+        found = _difference(scores, scores + add, tolerance)
+        assert (found.count, found.total) == (count, 4)
+        assert found.absolute == pytest.approx(add)
+        assert _difference({"x": [scores]}, {"x": [scores + add]}, tolerance).count == count
+        assert _difference(scores.astype("f4"), (scores + add).astype("f4"), tolerance).count == count
+    assert _difference(scores * 1j, scores * 1j).first is None
+    assert _difference(POINTS, POINTS.copy()).first is None
+    near = POINTS.copy()
+    near["obs"] += 1e-6
+    assert (_difference(POINTS, near, 1e-3).first, _difference(POINTS, near).count) == (None, 4)
+    assert _difference(decimal.Decimal("NaN"), decimal.Decimal("NaN")).first is None
 
 
 def test_how_far_what_is_no_number_is() -> None:

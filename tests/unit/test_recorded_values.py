@@ -5,30 +5,40 @@ from __future__ import annotations
 import collections
 import copy
 import dataclasses
+import datetime
+import decimal
 import enum
+import fractions
 import functools
 import json
 import os
 import pickle
+import random
+import re
+import shutil
+import subprocess
+import sys
 import threading
+import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from io import FileIO
 from pathlib import Path
 from typing import Any
 
+import attrs
 import numpy as np
 import pytest
 import torch
 
 import colocate
 from colocate import Role, method
-from colocate.errors import SerializationError
+from colocate.errors import ConfigError, SerializationError
 from colocate.features.recordings import files
 from colocate.features.recordings.digests import digest_of, first_difference
 from colocate.features.recordings.documents import RankCalls
 from colocate.features.recordings.files import Writer
-from colocate.features.recordings.values import NotRecorded, finder, head_of, packed, unpacked
+from colocate.features.recordings.values import NotRecorded, finder, head_of, packed, seal, unpacked
 from colocate.testing.waiting import PATIENCE_S
 
 
@@ -49,6 +59,99 @@ class Plain:
     pass
 
 
+class Access(enum.Flag):
+    READ = 1
+    WRITE = 2
+    RUN = 4
+
+
+class Output(collections.UserDict):  # type: ignore[type-arg]
+    pass
+
+
+@attrs.frozen
+class Frozen:
+    """A record whose attributes lie in slots."""
+
+    name: str
+    _own: int = 1
+
+
+@dataclasses.dataclass
+class Empty:
+    pass
+
+
+@dataclasses.dataclass
+class Mapped(collections.OrderedDict):  # type: ignore[type-arg]
+    """A record that is a mapping, too, as outputs of transformers' models are."""
+
+    x: int = 0
+
+
+class LostError(Exception):
+    def __init__(self, why: str) -> None:
+        super().__init__(f"lost: {why}")
+        self.why = why
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, LostError) and (other.args, other.why) == (self.args, self.why)
+
+
+RAN = list[str]()
+"""What code of these classes has run."""
+
+
+@dataclasses.dataclass
+class Runs:
+    """A record whose class has code wherever Python would call it as a value is made."""
+
+    name: str
+
+    def __post_init__(self) -> None:
+        RAN.append("__post_init__")
+
+    def __setstate__(self, state: object) -> None:
+        RAN.append("__setstate__")
+
+    def __setattr__(self, name: str, value: object) -> None:
+        RAN.append("__setattr__")
+
+    def __reduce__(self) -> Any:
+        return RAN.append, ("__reduce__",)
+
+
+@dataclasses.dataclass
+class Removes:
+    name: str
+
+    def __del__(self) -> None:
+        RAN.append("__del__")
+
+
+@dataclasses.dataclass(frozen=True)
+class Hashes:
+    name: str
+
+    def __hash__(self) -> int:
+        RAN.append("__hash__")
+        return 1
+
+
+def _local() -> Any:
+    @dataclasses.dataclass
+    class Local:
+        pass
+
+    return Local
+
+
+Local = _local()
+LEADS_BACK: list[Any] = [[]]
+LEADS_BACK[0].append(LEADS_BACK)
+POINT = np.dtype([("reward", "f4"), ("done", "?"), ("obs", ">f4", (2,)), ("at", "M8[s]")])
+
+
 def _written(value: Any, **about: Any) -> bytes:
     pieces, length = packed(value, about)
     data = b"".join(map(bytes, pieces))
@@ -66,7 +169,10 @@ def _same(one: Any, other: Any) -> bool:
     if isinstance(one, torch.Tensor):
         return type(other) is torch.Tensor and one.dtype == other.dtype and torch.equal(one, other)
     if isinstance(one, np.ndarray):
-        return bool(one.dtype == other.dtype and one.shape == other.shape and (one == other).all())
+        same = type(other) is np.ndarray and one.dtype == other.dtype and one.shape == other.shape
+        return bool(same and one.tobytes() == other.tobytes())
+    if isinstance(one, list):
+        return type(other) is list and all(map(_same, one, other))
     return type(one) is type(other) and bool(one == other)
 
 
@@ -91,8 +197,43 @@ def _same(one: Any, other: Any) -> bool:
         Pair(1, None),
         torch.float32,
         collections.OrderedDict(a=1),
+        collections.Counter("aab"),
+        collections.defaultdict(list, {1: [2]}),
+        collections.deque([1, 2], 3),
         Path("a/b"),
         None,
+        b"\xff",
+        bytearray(b""),
+        1 + 2j,
+        range(1, 9, 2),
+        slice(1, None),
+        datetime.datetime(2026, 1, 2, 3, 4, 5, 6, datetime.timezone(datetime.timedelta(hours=1)), fold=1),
+        datetime.date(2026, 1, 2),
+        datetime.timedelta(-1, 2, 3),
+        decimal.Decimal("1.50"),
+        fractions.Fraction(1, 3),
+        uuid.UUID(int=7),
+        torch.Size([2, 3]),
+        torch.device("cpu"),
+        Access.READ | Access.RUN,
+        Access(0),
+        Output(a=[1]),
+        Frozen("x"),
+        Empty(),
+        LostError("here"),
+        np.zeros(2, POINT),
+        np.zeros((), POINT),
+        np.zeros(0, POINT),
+        np.zeros(2, np.dtype({"names": ["x"], "formats": ["i2"], "offsets": [3], "itemsize": 9})),
+        np.zeros(2, np.dtype([("a", "i1"), ("b", "f8")], align=True)),
+        np.array(["NaT", "2026-01-01"], "M8[D]"),
+        np.zeros(0),
+        np.float32("inf"),
+        np.datetime64("2026-01-01"),
+        np.arange(4, dtype=">i4"),
+        POINT,
+        np.zeros(3, "S0"),
+        {("a", 1): {(Pair(1, 2), Colour.RED)}},
     ],
     ids=lambda value: type(value).__name__,
 )
@@ -135,6 +276,15 @@ def test_others_read_it() -> None:
         os,
         np.array([Plain()], object),
         torch.ones(2).to_sparse(),
+        np.rec.array([(1,)], dtype=[("x", "i4")]),
+        np.ma.array([1]),
+        Removes("x"),
+        {Hashes("x"): 1},
+        {Hashes("x")},
+        Local(),
+        collections.defaultdict(lambda: 1),
+        int,
+        LEADS_BACK,
     ],
     ids=lambda value: type(value).__name__,
 )
@@ -143,37 +293,99 @@ def test_what_is_not_recorded(value: Any) -> None:
         packed(value, {})
 
 
-class _Runs:
-    def __init__(self, what: Callable[..., Any], *args: Any) -> None:
-        self._runs = what, args
+def _hostile(value: bytes) -> bytes:
+    header = {
+        "__metadata__": {"colocate": "{}"},
+        "value": {"dtype": "U8", "shape": [len(value)], "data_offsets": [0, len(value)]},
+    }
+    text = json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + value
 
-    def __reduce__(self) -> Any:
-        return self._runs
+
+_HERE = __name__
 
 
 @pytest.mark.parametrize(
     "value",
     [
-        _Runs(os.system, "touch ran"),
-        _Runs(eval, "open('ran', 'w')"),
-        _Runs(getattr, Plain, "mro"),
-        _Runs(torch.load, "ran"),
-        _Runs(np.save, "ran.npy", 1),
-        _Runs(Plain),
+        pickle.dumps(functools.partial(print)),
+        b"cos\nsystem\n(S'touch ran'\ntR.",
+        *(
+            json.dumps(node).encode()
+            for node in (
+                ["leaves", ["os:system", "touch ran"]],
+                ["error", ["os:system", ["tuple", ["touch ran"]], ["dict", []]]],
+                ["record", ["subprocess:Popen", None, ["dict", ["args", "touch ran"]]]],
+                ["record", ["numpy.f2py.__main__:main", None, ["dict", []]]],
+                ["record", ["this:x", None, ["dict", []]]],
+                ["record", [f"{_HERE}:os.system", None, ["dict", []]]],
+                ["record", [f"{_HERE}:Removes", None, ["dict", ["name", "x"]]]],
+                ["set", [["record", [f"{_HERE}:Hashes", None, ["dict", ["name", "x"]]]]]],
+                ["dict", [["record", [f"{_HERE}:Hashes", None, ["dict", ["name", "x"]]]], 1]],
+                ["named", [f"{_HERE}:Plain", []]],
+                ["torch", "compile"],
+                ["torch", "onnx"],
+                ["tensor", [0, "load", [1], False]],
+                ["array", [0, "O", [1]]],
+                ["dtype", {"names": ["x"], "formats": ["O"], "offsets": [0], "itemsize": 8}],
+                ["defaultdict", ["eval"]],
+                ["_record", []],
+                ["again", 1],
+                [[], 1],
+                [],
+                {"list": []},
+                ["int", ["1" * 5000]],
+            )
+        ),
+        b"[" * 100_000,
+        b"9" * 5000,
+        b"\xff",
+        b"",
     ],
 )
-def test_nothing_runs(value: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pickle that somebody else has put into a file makes nothing but values."""
+def test_nothing_runs(value: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Words that somebody else has put into a file make nothing but values, import nothing, and run nothing."""
     monkeypatch.chdir(tmp_path)
-    evil = pickle.dumps(value)
-    header = {
-        "__metadata__": {"colocate": "{}"},
-        "value": {"dtype": "U8", "shape": [len(evil)], "data_offsets": [0, len(evil)]},
-    }
-    text = json.dumps(header).encode()
-    with pytest.raises(SerializationError, match="isn't known here, or isn't a record"):
-        _read(len(text).to_bytes(8, "little") + text + evil)
+    before = {*sys.modules}
+    RAN.clear()
+    with pytest.raises(SerializationError):
+        _read(_hostile(value))
     assert not [*tmp_path.iterdir()]
+    assert not {*sys.modules} - before
+    assert not RAN
+
+
+def test_a_record_is_made_without_its_code() -> None:
+    """A constructor, a `__setstate__` and a `__setattr__` are neither called as it is recorded nor as it is read."""
+    given = object.__new__(Runs)
+    vars(given)["name"] = "x"
+    RAN.clear()
+    found = _read(_written([given, given]))
+    assert (type(found[0]), found[0].name, found[0] is found[1]) == (Runs, "x", True)
+    assert not RAN
+
+
+def test_a_class_in_a_lazy_module_is_no_reason_to_import_it(tmp_path: Path) -> None:
+    """A module that is imported at its first use isn't used: neither by its name, nor as another one's attribute."""
+    (tmp_path / "lazy.py").write_text("print('ran')\nclass Error(Exception):\n    pass\n")
+    (tmp_path / "others.py").write_text("import sys\nlazy = sys.modules['lazy']\nclass Has:\n    lazy = lazy\n")
+    code = (
+        "import importlib.util, sys\n"
+        "from colocate.features.recordings.values import finder\n"
+        "spec = importlib.util.find_spec('lazy')\n"
+        "spec.loader = importlib.util.LazyLoader(spec.loader)\n"
+        "module = sys.modules['lazy'] = importlib.util.module_from_spec(spec)\n"
+        "spec.loader.exec_module(module)\n"
+        "import others\n"
+        "find = finder()\n"
+        "print(find('lazy', 'Error'), find('others', 'lazy.Error'), find('others', 'Has.lazy.Error'))\n"
+        "print(find('others', 'Has'))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == ["None None None", "<class 'others.Has'>"]
+
+
+_ABOUT: dict[str, Any] = {"method": "it", "call": 0, "place": 0, "seq": 1, "begun": 1.0, "ended": 1.0, "digest": {}}
 
 
 def test_files_turn_over_and_what_is_torn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,10 +393,10 @@ def test_files_turn_over_and_what_is_torn(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr("colocate.features.recordings.files._FILE_BYTES", 2000)
     writer = Writer(tmp_path, 0, None, pytest.fail)
     for number in range(10):
-        writer.add(*packed(torch.full((100,), float(number)), {"method": "it", "call": number, "place": number}))
+        writer.add(*packed(torch.full((100,), float(number)), {**_ABOUT, "call": number, "place": number}))
     writer.close()
     files = sorted(tmp_path.iterdir())
-    assert 3 <= len(files) < 10
+    assert 3 <= len(files) <= 10
     calls = RankCalls(tmp_path, 0)
     assert [call.end.value(finder())[0].item() for call in calls.all().values() if call.end] == [*map(float, range(10))]
     whole = files[-1].read_bytes()
@@ -242,7 +454,14 @@ def test_where_arguments_differ() -> None:
         difference(lambda it: setattr(it["record"], "name", "y" * 100))
         == "record.name is str of 102 with other contents"
     )
-    assert difference(lambda it: it["pairs"].append(5)) == "pairs[2] is given, and was not"
+    assert difference(lambda it: it["pairs"].append(5)) == "pairs is list of 3, and was list of 2"
+    assert difference(lambda it: it.update(pairs=tuple(it["pairs"]))) == "pairs is tuple of 2, and was list of 2"
+    assert difference(lambda it: it["batch"].update(texts=("a",) * 40)) == (
+        "batch['texts'] is tuple of 40, and was list of 40"
+    )
+    assert difference(lambda it: it.update(batch=collections.OrderedDict(it["batch"]))) == (
+        "batch is a OrderedDict, and was a dict"
+    )
     assert difference(lambda it: it["pairs"].__setitem__(1, (3, 4))) == "pairs[1][1] is 4, and was None"
 
 
@@ -261,9 +480,7 @@ def test_many_parts_are_small() -> None:
     other = copy.deepcopy(many)
     other["rows"][900]["text"] = "x"
     assert len(json.dumps(digest_of(many))) < 1000
-    assert (
-        first_difference(digest_of(many), digest_of(other)) == "rows[8]['id'], or what comes after it, is another one"
-    )
+    assert first_difference(digest_of(many), digest_of(other)) == "rows[5], or what comes after it, is another one"
 
 
 def test_a_slow_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -280,33 +497,153 @@ def test_a_slow_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         waits.set()
         return threading.Condition.wait(writer._room, timeout)
 
+    documents = [packed(bytes([number]) * 40, {}) for number in range(20)]
+    length = documents[0][1]
     monkeypatch.setattr(files, "FileIO", Slow)
-    monkeypatch.setattr(files, "_QUEUED_BYTES", 1000)
+    monkeypatch.setattr(files, "_QUEUED_BYTES", 2 * length + 1)
     writer = Writer(tmp_path, 0, None, print)
     monkeypatch.setattr(writer._room, "wait", wait)
-    documents = [bytes([number]) * 400 for number in range(20)]
 
     def add() -> None:
         for each in documents:
-            writer.add([each], len(each))
+            writer.add(*each)
 
     with ThreadPoolExecutor(1) as caller:
         adding = caller.submit(add)
         try:
             assert waits.wait(PATIENCE_S)
-            assert (writer._queued, adding.done()) == (800, False)
+            assert (writer._queued, adding.done()) == (2 * length, False)
         finally:
             free.set()
         adding.result(PATIENCE_S)
     writer.close()
-    assert max(queued) == 800
-    assert (tmp_path / "rank-0.0000.calls").read_bytes() == b"".join(documents)
+    assert max(queued) == 2 * length
+    assert (tmp_path / "rank-0.0000.calls").read_bytes() == b"".join(b"".join(seal(each)) for each, _ in documents)
 
 
 class Counter(Role):
     @method
     def count(self, to: int) -> list[int]:
         return [*range(to)]
+
+    @method(rows="row", concurrency=2)
+    async def each(self, row: int) -> int:
+        return row
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A recording with a file of each kind."""
+    folder = tmp_path_factory.mktemp("recorded") / "it"
+    with colocate.connect() as runtime, runtime.reserve(1) as pool:
+        group = pool.spawn({"counter": colocate.role(Counter)}, name="group")
+        view = group.role("counter", Counter)
+        with runtime.record(view, folder):
+            assert view.count(2) == [[0, 1]]
+            assert view.each([1, 2]) == [1, 2]
+            part: Any = group._node.part("recordings")
+            part.mark(1)
+    files.mark_end(folder / "group.counter", "it was enough")
+    return folder
+
+
+def _all_of(folder: Path) -> Any:
+    role = colocate.load_recording(folder)["counter"]
+    (count,), (each,) = role["count"], role["each"]
+    for part in each._by_rank.values():  # an entry that says how many rows there were
+        assert part.end is not None
+        assert part.end.value(finder()) is None
+    steps = files.lines_of(folder / files.STEPS, lambda told: None)
+    return (
+        (role.cls, role.ranks, role.seed, role.ended, steps),
+        (count.value(), count.arguments(), count.begun, count.seconds),
+        [(row.index, row.value, row.ended) for row in each.rows],
+    )
+
+
+@pytest.mark.parametrize("name", ["role.json", "ended.txt", "rows.jsonl", "steps.jsonl", "rank-0.0000.calls"])
+def test_a_damaged_byte_is_told(recorded: Path, name: str, tmp_path: Path) -> None:
+    """Whichever byte of whichever file it is: the error names the file and a byte; nothing else is raised, or read."""
+    whole, other = _all_of(recorded), tmp_path / "it"
+    shutil.copytree(recorded, other)
+    (file,) = other.rglob(name)
+    data = file.read_bytes()
+    draw = random.Random(1)
+    for at in range(len(data)):
+        file.write_bytes(data[:at] + bytes([data[at] ^ (1 << draw.randrange(8))]) + data[at + 1 :])
+        found = None
+        try:
+            found = _all_of(other)
+        except SerializationError as error:
+            words = str(error)
+        if found is None:
+            assert re.match(re.escape(str(file)) + " is damaged at byte \\d+: ", words), words
+        else:  # of a blank for another one, say
+            assert (found, data[at : at + 1].isspace()) == (whole, True)
+
+
+@pytest.mark.parametrize("name", ["role.json", "ended.txt", "rows.jsonl", "rank-0.0000.calls"])
+@pytest.mark.parametrize("what", ["pipe", "folder", "device", "words", "lists"])
+def test_somebody_elses_words(recorded: Path, name: str, what: str, tmp_path: Path) -> None:
+    """What is no file isn't waited for; what is no JSON of ours is told with its file."""
+    shutil.copytree(recorded, other := tmp_path / "it")
+    (file,) = other.rglob(name)
+    file.unlink()
+    make: dict[str, Callable[[], object]] = {
+        "pipe": lambda: os.mkfifo(file),
+        "folder": file.mkdir,
+        "device": lambda: file.symlink_to("/dev/zero"),
+        "words": lambda: file.write_bytes(b'{"seq": 1, "rows": 5, "x": "\xff"}\n' * 9),
+        "lists": lambda: file.write_bytes(b"[" * 100_000 + b"\n"),
+    }
+    make[what]()
+    with pytest.raises(SerializationError, match=re.escape(str(file))):
+        _all_of(other)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"ranks": "1"}, "damaged at byte 0: ranks is '1'"),
+        ({"ranks": 10**8}, "damaged at byte 0: ranks is 100000000"),
+        ({"ranks": -1}, "damaged at byte 0: ranks is -1"),
+        ({"methods": None}, "damaged at byte 0: methods is None"),
+        ({"more": 1}, "damaged at byte 0: "),
+        ({"format": 1}, "by an earlier version of colocate, in format 1; this one reads format 2: record it anew"),
+        ({"format": 9}, "by a later version of colocate, in format 9"),
+    ],
+)
+def test_another_role_file(recorded: Path, change: dict[str, Any], words: str, tmp_path: Path) -> None:
+    """With a digest that is right, too, whatever it says is looked at."""
+    shutil.copytree(recorded, other := tmp_path / "it")
+    file = other / "group.counter" / "role.json"
+    told = json.loads(file.read_text())
+    del told["digest"]
+    file.write_text(files.to_line({**told, **change}))
+    with pytest.raises(ConfigError if "format" in change else SerializationError, match=re.escape(words)):
+        colocate.load_recording(other)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *({name: None} for name in ("method", "call", "place", "seq", "begun", "ended", "digest")),
+        {"digest": {"to": 5}},
+        {"digest": {"to": [["", 1]]}},
+        {"row": "1"},
+        {"rows": "1"},
+        {"error": {"class": "x"}},
+        {"missing": 1},
+    ],
+    ids=str,
+)
+def test_an_entry_that_tells_something_else_of_itself(change: dict[str, Any], tmp_path: Path) -> None:
+    """With digests that are right, too, whatever it says is looked at."""
+    writer = Writer(tmp_path, 0, None, pytest.fail)
+    writer.add(*packed(1, {**_ABOUT, **change}))
+    writer.close()
+    with pytest.raises(SerializationError, match=r"rank-0\.0000\.calls is damaged at byte 0: its "):
+        RankCalls(tmp_path, 0).all()
 
 
 def test_values_are_read_when_they_are_asked_for(tmp_path: Path) -> None:
@@ -320,5 +657,5 @@ def test_values_are_read_when_they_are_asked_for(tmp_path: Path) -> None:
     file.write_bytes(file.read_bytes()[:-4] + b"\xff" * 4)
     first, second = colocate.load_recording(tmp_path / "it")["counter"].calls
     assert (first.value(), second.arguments()["to"]) == ([0, 1], [["", "3"]])
-    with pytest.raises(SerializationError, match=r"rank-0\.0000\.calls is damaged at byte \d+: UnpicklingError"):
+    with pytest.raises(SerializationError, match=r"rank-0\.0000\.calls is damaged at byte \d+: these aren't the bytes"):
         second.value()

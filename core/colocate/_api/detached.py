@@ -30,7 +30,7 @@ from colocate._role.budget import Budget
 from colocate._role.role import RoleInfo, check_role
 from colocate._signals.deferred import run_deferred
 from colocate._system.lines import at, caller, origin
-from colocate._system.numbers import FOREVER_S, duration_problem
+from colocate._system.numbers import FOREVER_S, duration_problem, name_problem
 from colocate._system.threads import Thread
 from colocate._version import __version__
 from colocate._worker_group.spawn import Declared
@@ -168,8 +168,8 @@ def _versions() -> tuple[str, str, int]:
 
 def detach(pool: Slots, name: str, ttl: float) -> None:
     """See `Pool.detach`."""
-    if not isinstance(name, str) or not name or any(not (each.isalnum() or each in "-_.") for each in name):
-        raise ConfigError(f"a pool can't be detached as {name!r}: use letters, digits, '-', '_' and '.'")
+    if (problem := "must be text, not None" if name is None else name_problem(name)) is not None:
+        raise ConfigError(f"pool.detach(name) {problem}")
     if duration_problem(ttl, positive=True) is not None or ttl >= FOREVER_S:
         raise ConfigError(
             f"pool.detach({name!r}, ttl={ttl!r}): give seconds. They are how long it lives without a driver; "

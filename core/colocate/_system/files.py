@@ -15,7 +15,7 @@ import stat
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from io import FileIO
+from io import BufferedReader, FileIO
 from pathlib import Path
 from typing import Any
 
@@ -134,19 +134,31 @@ def write_whole(path: Path, text: str) -> None:
         raise
 
 
+def open_file(path: Path) -> BufferedReader:
+    """Open a file to read.
+
+    Raises:
+        OSError: It can't be read.
+        ValueError: It is no file but a pipe or a device, which may never end.
+    """
+    file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115 - the caller's
+    if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        return file
+    file.close()
+    raise ValueError("it is no file, but a pipe or a device")
+
+
 def json_of(path: Path) -> Any:
     """Return what a file of JSON says.
 
     Raises:
         OSError: It can't be read.
-        ValueError: It isn't JSON, or too much of that, or no file but a pipe or a device, which may never end.
+        ValueError: It isn't JSON, or too much of that, or no file; see `open_file`.
     """
-    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
-        found = os.fstat(file.fileno())
-        if not stat.S_ISREG(found.st_mode):
-            raise ValueError("it is no file, but a pipe or a device")
-        if found.st_size > _MOST_JSON:
-            raise ValueError(f"{found.st_size:,} bytes; at most {_MOST_JSON:,}")
+    with open_file(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > _MOST_JSON:
+            raise ValueError(f"{size:,} bytes; at most {_MOST_JSON:,}")
         text = file.read(_MOST_JSON)
     try:
         return json.loads(text)

@@ -84,12 +84,21 @@ def port_range(value: str | None, what: str) -> tuple[int, int] | None:
 
 
 def name_problem(name: object) -> str | None:
-    """Return what is wrong with the name of something, in words; None when nothing is, or none is given."""
-    if name is None or (isinstance(name, str) and len(name.encode("utf-8", "replace")) <= _LONGEST_NAME):
+    """Return what is wrong with the name of something, in words; None when nothing is, or none is given.
+
+    Files and folders are called so: of runs, pools, groups and roles.
+    """
+    if name is None:
         return None
     if not isinstance(name, str):
         return f"must be text, not {shown(name)}"
-    return f"must be a name of at most {_LONGEST_NAME} bytes, as files are called so; this has {len(name):,} letters"
+    if len(name.encode("utf-8", "replace")) > _LONGEST_NAME:
+        return (
+            f"must be a name of at most {_LONGEST_NAME} bytes, as files are called so; this has {len(name):,} letters"
+        )
+    if re.fullmatch(r"\w[\w.-]*", name) is None:
+        return f"is {shown(name)}, and files are called so: use letters, digits, '-', '_' and '.'"
+    return None
 
 
 def variable_problem(name: object, value: object) -> str | None:

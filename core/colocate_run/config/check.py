@@ -55,8 +55,6 @@ def check(config: Config, document: Document, allow_import: bool = True) -> None
 
 
 def _check(config: Config, document: Document, trust: Trust) -> None:
-    if not re.fullmatch(r"\w[\w.-]*", config.name):
-        document.wrong(("name",), f"{config.name!r} can't name a folder; use letters, digits, '-', '_' and '.'")
     _names(config, document)
     executor = _executor(config, trust, document)
     _variables(trust, document)
@@ -84,7 +82,11 @@ def _names(config: Config, document: Document) -> None:
     """Whether files can be called so."""
     places = [*(("pools", name) for name in config.pools), *(("groups", name) for name in config.groups)]
     roles = [
-        (*place, "roles", name) for place in places if place[0] == "groups" for name in config.groups[place[1]].roles
+        (*place, "roles", name)
+        for place in places
+        if place[0] == "groups"
+        for name in config.groups[place[1]].roles
+        if name.isidentifier()  # else that is told with the role
     ]
     for place, name in [(("name",), config.name), *((place, place[-1]) for place in (*places, *roles))]:
         if (problem := name_problem(name)) is not None:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 from collections import Counter, deque
 from collections.abc import Iterable
-from typing import Any, cast
+from typing import Any
 
 import attrs
 
-from colocate._definitions.structure import named, structure_of
 from colocate._system.imported import imported
-from colocate._values.leaving import fields
+from colocate.features.recordings.values import named_parts
 
 
 class Raised(str):
@@ -43,27 +42,21 @@ class Difference:
     def add(self, was: Any, now: Any, path: str = "") -> None:
         """Compare a part."""
         torch, numpy = imported("torch"), imported("numpy")
-        if numpy is not None and isinstance(was, numpy.ndarray) and isinstance(now, numpy.ndarray):
-            is_known = was.dtype == now.dtype and was.dtype.kind in "biufc" and was.dtype.char not in "gG"
-            if is_known and torch is not None:
-                native = was.dtype.newbyteorder("=")
-                was, now = (torch.as_tensor(each.astype(native, copy=False)) for each in (was, now))
-            else:
-                self._part(was.shape == now.shape and bool((was == now).all()), path, f"{was!r}, and is {now!r}")
-                return
+        arrays = () if numpy is None else (numpy.ndarray, numpy.generic)
         if torch is not None and isinstance(was, torch.Tensor) and isinstance(now, torch.Tensor):
             self._tensors(torch, was, now, path)
         elif type(was) is not type(now) and not ({type(was), type(now)} <= {int, float, bool}):
             self._part(False, path, f"{_kind(was)}, and is {_kind(now)}")
+        elif isinstance(was, arrays):
+            before, after = numpy.asarray(was), numpy.asarray(now)
+            if before.shape != after.shape or before.dtype.newbyteorder("=") != after.dtype.newbyteorder("="):
+                self._part(False, path, f"{_layout(before)}, and is {_layout(after)}")
+            else:
+                self._arrays(before, after, path)
         elif isinstance(was, float | int | complex) and not isinstance(was, bool):
             self._number(was, now, path)
-        elif numpy is not None and isinstance(was, numpy.number):
-            self._number(cast("Any", was).item(), now.item(), path)
-        elif (structure := structure_of(type(was))) is not None:
-            self._parts(dict(named(structure.open(was))), dict(named(structure.open(now))), path)
-        elif fields(type(was)):
-            before, after = ({f".{name}": getattr(each, name) for name in fields(type(was))} for each in (was, now))
-            self._parts(before, after, path)
+        elif (parts := named_parts(was)) is not None:
+            self._parts(parts, named_parts(now) or {}, path)
         elif isinstance(was, dict):
             before, after = ({f"[{key!r}]": each for key, each in value.items()} for value in (was, now))
             self._parts(before, after, path)
@@ -75,7 +68,8 @@ class Difference:
         elif isinstance(was, str | bytes):
             self._part(was == now, path, _apart(was, now))
         else:
-            self._part(bool(was == now), path, f"{was!r:.60}, and is {now!r:.60}")
+            is_same = bool(was == now) or bool(was != was and now != now)
+            self._part(is_same, path, f"{was!r:.60}, and is {now!r:.60}")
 
     def _parts(self, before: dict[str, Any], after: dict[str, Any], path: str) -> None:
         for name in dict.fromkeys([*before, *after]):
@@ -110,31 +104,61 @@ class Difference:
             self._tensors(torch, was.values(), now.values(), f"{path}.values()")
             self._tensors(torch, was.offsets(), now.offsets(), f"{path}.offsets()")
             return
-        if was.dtype != now.dtype or was.shape != now.shape:
-            self._part(False, path, f"{was.dtype} {[*was.shape]}, and is {now.dtype} {[*now.shape]}")
+        if was.layout != now.layout or was.dtype != now.dtype or was.shape != now.shape:
+            self._part(False, path, f"{_layout(was)}, and is {_layout(now)}")
             return
-        self.total += was.numel()
-        was, now = was.detach().cpu(), now.detach().cpu()
-        wide = torch.complex128 if was.is_complex() else torch.float64 if was.is_floating_point() else None
-        other = (was != now) if wide is None else ~((was == now) | (was.isnan() & now.isnan()))
+        arrays = []
+        for tensor in (was, now):
+            tensor = tensor.detach().cpu().resolve_conj().resolve_neg()
+            # NumPy doesn't know some types of numbers, which 32 bits hold exactly.
+            is_known = not tensor.is_floating_point() or tensor.dtype in (torch.float16, torch.float32, torch.float64)
+            arrays.append((tensor if is_known else tensor.float()).numpy())
+        self._arrays(*arrays, path)
+
+    def _arrays(self, was: Any, now: Any, path: str) -> None:
+        import numpy
+
+        if was.dtype.names is not None:
+            for name in was.dtype.names:
+                self._arrays(was[name], now[name], f"{path}[{name!r}]")
+            return
+        self.total += was.size
+        other = was != now
+        if was.dtype.kind in "fcmM":
+            other &= (was == was) | (now == now)  # NaN and NaT are as they were
         if not bool(other.any()):
             return
-        # Whole numbers of 64 bits aren't all floats: which differ is known, how far is told as nearly as that can be.
-        before, after = was[other].to(wide or torch.float64), now[other].to(wide or torch.float64)
-        away = (after - before).abs()
-        relative = torch.where(before != 0, away / before.abs(), math.inf)
-        is_near = (away <= self.tolerance) | (relative <= self.tolerance)
-        far = ~is_near if self.tolerance else torch.ones_like(is_near)
-        self.absolute = max(self.absolute, _largest(away))
-        self.relative = max(self.relative, _largest(relative))
+        before, after = was[other], now[other]
+        far = numpy.ones(before.shape, bool)
+        if was.dtype.kind in "biufc":
+            # Whole numbers of 64 bits aren't all floats: which differ is known, how far is told as nearly as can be.
+            wide = complex if was.dtype.kind == "c" else float
+            from_, to = before.astype(wide), after.astype(wide)
+            with numpy.errstate(all="ignore"):
+                away = abs(to - from_)
+                relative = numpy.where(from_ != 0, away / abs(from_), math.inf)
+            if self.tolerance:
+                far = ~((away <= self.tolerance) | (relative <= self.tolerance))
+            self.absolute = max(self.absolute, _largest(away))
+            self.relative = max(self.relative, _largest(relative))
         if not bool(far.any()):
             return
         self.count += int(far.sum())
         if self.first is None:
-            at = int(far.nonzero()[0])
-            index = [int(each) for each in other.nonzero()[at]]
-            numbers = was[other][at].item(), now[other][at].item()
-            self.first = f"its value{path}{index or ''} was {numbers[0]!r}, and is {numbers[1]!r}"
+            at = int(far.argmax())
+            index = [int(each[at]) for each in other.nonzero()] if other.ndim else []
+            self.first = f"its value{path}{index or ''} was {_item(before[at])}, and is {_item(after[at])}"
+
+
+def _item(value: Any) -> str:
+    """Return a number or text of NumPy's as Python writes it; a date, or a number that Python lacks, as NumPy does."""
+    return str(value) if value.dtype.kind in "mM" or value.dtype.char in "gG" else repr(value.item())
+
+
+def _layout(value: Any) -> str:
+    """Return the type and shape of a tensor or an array."""
+    layout = "" if str(getattr(value, "layout", "torch.strided")) == "torch.strided" else f" {value.layout}"
+    return f"{value.dtype} {[*value.shape]}{layout}"
 
 
 def _kind(value: Any) -> str:

@@ -8,11 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, TypeAlias
 
-from colocate._definitions.structure import named, structure_of
 from colocate._system.imported import imported
-from colocate._values.leaving import fields
 from colocate._values.plain import PLAIN
-from colocate.features.recordings.values import is_allowed
+from colocate.features.recordings.values import is_named, named_parts
 
 Digest: TypeAlias = Mapping[str, Sequence[Sequence[str]]]
 """By parameter: paths of what lies in it, each with what is remembered of that."""
@@ -33,6 +31,8 @@ def digest_of(arguments: Mapping[str, Any]) -> Digest:
             leaves = [*_leaves(value, "")]
         except RecursionError:
             leaves = [("", "what leads to itself")]
+        except Exception:  # of code of its class's own: the call is none the worse
+            leaves = [("", f"a {type(value).__qualname__} that can't be looked into")]
         if rest := leaves[_SINGLY:]:
             leaves = [*leaves[:_SINGLY], (rest[0][0], f"{_REST}#{_hash(repr(rest).encode())}")]
         found[name] = leaves
@@ -66,8 +66,10 @@ def _leaves(value: Any, path: str) -> Iterator[tuple[str, str]]:
     if kind in PLAIN:
         yield path, _short(repr(value), value)
         return
-    if kind is list and len(value) > _SHORT and PLAIN.issuperset(map(type, value)):
-        yield path, f"list of {len(value)}#{_hash(repr(value).encode('utf-8', 'backslashreplace'))}"
+    is_sequence = isinstance(value, list | tuple | deque)
+    if is_sequence and len(value) > _SHORT and PLAIN.issuperset(map(type, value)):
+        contents = _hash(repr([*value]).encode("utf-8", "backslashreplace"))
+        yield path, f"{kind.__name__} of {len(value)}#{contents}"
         return
     torch, numpy = imported("torch"), imported("numpy")
     if torch is not None and isinstance(value, torch.Tensor):
@@ -75,20 +77,16 @@ def _leaves(value: Any, path: str) -> Iterator[tuple[str, str]]:
     elif numpy is not None and isinstance(value, numpy.ndarray):
         what = f"{value.dtype}{[*value.shape]}"
         yield path, what if value.dtype.hasobject else f"{what}#{_hash(_sample(numpy, value).tobytes())}"
-    elif (structure := structure_of(kind)) is not None:
-        for inner, each in named(structure.open(value)):
+    elif (parts := named_parts(value)) is not None:
+        yield path, f"a {kind.__qualname__}"
+        for inner, each in parts.items():
             yield from _leaves(each, path + inner)
-    elif fields(kind):
-        for name in fields(kind):
-            yield from _leaves(getattr(value, name, None), f"{path}.{name}")
     elif isinstance(value, dict):
+        yield path, f"a {kind.__qualname__}"
         for key, each in value.items():
             yield from _leaves(each, f"{path}[{key!r}]")
-        if not value:
-            yield path, "{}"
-    elif isinstance(value, list | tuple | deque):
-        if not value:
-            yield path, f"{kind.__name__} of 0"
+    elif is_sequence:
+        yield path, f"{kind.__name__} of {len(value)}"
         for index, each in enumerate(value):
             yield from _leaves(each, f"{path}[{index}]")
     elif isinstance(value, set | frozenset):
@@ -100,7 +98,7 @@ def _leaves(value: Any, path: str) -> Iterator[tuple[str, str]]:
         yield path, _short(base.__repr__(value), value)
     elif callable(value) and hasattr(value, "__qualname__"):  # a class, or a function
         yield path, _short(f"{value.__module__}.{value.__qualname__}", value)
-    elif is_allowed(kind) or is_allowed(value) or (numpy is not None and isinstance(value, numpy.dtype)):
+    elif is_named(value):
         yield path, _short(repr(value), value)
     else:  # nobody knows what it consists of
         yield path, f"a {kind.__qualname__}"

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import pickle
 from collections import deque
 from collections.abc import Mapping, Sequence
-from io import FileIO
 from pathlib import Path
 from typing import Any
 
 import attrs
 
-from colocate._system.jobs import error_text
-from colocate._system.numbers import size_text
 from colocate.errors import SerializationError
-from colocate.features.recordings.values import MOST_HEADER, Find, head_of, unpacked
+from colocate.features.recordings.files import damaged, opened
+from colocate.features.recordings.values import START, Find, Start, digest_of_bytes, head_of, unpacked
 
 _AT_ONCE = 256  # documents of which the heads are read together
 
@@ -30,6 +26,7 @@ class Document:
     length: int
     nbytes: int  # with its head
     entries: Mapping[str, Any]
+    digest: str = ""  # of what comes after its head
     data: bytearray | None = None  # of one in memory
 
     @classmethod
@@ -37,29 +34,28 @@ class Document:
         """Return one that has come as bytes."""
         begin = 8 + int.from_bytes(data[:8], "little")
         about, entries, length = head_of(data[8:begin])
-        return cls(about, Path(), begin, length, len(data), entries, bytearray(memoryview(data)[begin:]))
+        return cls(about, Path(), begin, length, len(data), entries, data=bytearray(memoryview(data)[begin:]))
 
     def value(self, find: Find, device: str | None = None) -> Any:
         """Return its value; see `values.unpacked`.
 
         Raises:
-            SerializationError: It can't be made here, or is damaged.
-            OSError: It can't be read.
+            SerializationError: It can't be made here, or is damaged, or its file can't be read.
         """
         if self.data is not None:
             return unpacked(self.data, self.entries, find, device)
         data = bytearray(self.length)
-        with FileIO(self.path) as file:
+        with opened(self.path) as file:
             file.seek(self.begin)
-            left = memoryview(data)
-            while left and (count := file.readinto(left)):
-                left = left[count:]
-        if left:
-            raise SerializationError(f"{self.path} is shorter than it was")
+            count = file.readinto(data)
+        if count < self.length:
+            raise damaged(self.path, self.begin, "it is shorter than it was")
+        if digest_of_bytes(data) != self.digest:
+            raise damaged(self.path, self.begin, "these aren't the bytes that were written")
         try:
             return unpacked(data, self.entries, find, device)
-        except (pickle.UnpicklingError, EOFError) as error:
-            raise SerializationError(f"{self.path} is damaged at byte {self.begin}: {error_text(error)}") from error
+        except SerializationError as error:
+            raise SerializationError(f"{self.path}, entry at byte {self.begin}: {error.message}") from error
 
 
 class RankFiles:
@@ -79,8 +75,8 @@ class RankFiles:
         path = self._folder / f"rank-{self._rank}.{self._number:04}.calls"
         found: list[Document] = []
         try:
-            with open(path, "rb") as file:
-                size = os.fstat(file.fileno()).st_size
+            with opened(path) as file:
+                size = file.seek(0, 2)
                 while len(found) < _AT_ONCE and (document := self._read(file, path, size)) is not None:
                     self._at += document.nbytes
                     found.append(document)
@@ -96,18 +92,53 @@ class RankFiles:
 
     def _read(self, file: Any, path: Path, size: int) -> Document | None:
         file.seek(self._at)
-        head = file.read(8)
-        length = int.from_bytes(head, "little")
-        if len(head) < 8 or self._at + 8 + length > size:
+        if len(data := file.read(START)) < START:
             return None
         try:
-            if length > MOST_HEADER:
-                raise ValueError(f"a head of {size_text(length)}")
-            about, entries, body = head_of(file.read(length))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise SerializationError(f"{path} is damaged at byte {self._at}: {error_text(error)}") from error
-        begin = self._at + 8 + length
-        return None if begin + body > size else Document(about, path, begin, body, 8 + length + body, entries)
+            start = Start.read(data)
+            if self._at + start.head + start.body > size:
+                return None
+            head = file.read(start.head - START)
+            if digest_of_bytes(head) != start.head_digest:
+                raise ValueError("its head isn't as it was written")
+            about, entries, body = head_of((data + head)[8:])
+            if body != start.body:
+                raise ValueError(f"its parts have {body:,} bytes, and it has {start.body:,}")
+            _check(about)
+        except ValueError as error:
+            raise damaged(path, self._at, error) from error
+        nbytes = start.head + start.body
+        return Document(about, path, self._at + start.head, body, nbytes, entries, start.body_digest)
+
+
+_NUMBER, _DIGEST = (int, float), dict
+_REQUIRED: Mapping[str, Any] = {
+    **dict.fromkeys(("call", "place", "seq"), int),
+    **dict.fromkeys(("begun", "ended"), _NUMBER),
+    "method": str,
+    "digest": _DIGEST,
+}
+_FURTHER: Mapping[str, Any] = {
+    **dict.fromkeys(("row", "rows", "valid", "padded"), int),
+    **dict.fromkeys(("missing", "drew"), str),
+    **dict.fromkeys(("cut", "defaults"), bool),
+    "error": dict,
+}
+
+
+def _check(about: Mapping[str, Any]) -> None:
+    """Raise a ValueError if a document doesn't tell of itself what each one tells."""
+    kinds = {**{name: _FURTHER[name] for name in about.keys() & _FURTHER}, **_REQUIRED}
+    wrong = next((name for name, kind in kinds.items() if not isinstance(about.get(name), kind)), None)
+    if wrong is not None:
+        raise ValueError(f"its {wrong!r} is {about.get(wrong)!r:.60}")
+    for error in (about["error"],) if "error" in about else ():
+        if not all(isinstance(error.get(name), str) for name in ("class", "text", "trace")):
+            raise ValueError(f"its error is {error!r:.60}")
+    for leaves in about["digest"].values():
+        pairs = leaves if isinstance(leaves, list) else [leaves]
+        if not all(isinstance(each, list) and [*map(type, each)] == [str, str] for each in pairs):
+            raise ValueError(f"its digest of arguments is {leaves!r:.60}")
 
 
 @attrs.define

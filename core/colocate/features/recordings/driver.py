@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import secrets
+import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -29,7 +30,7 @@ from colocate._worker_group.worker_group import WorkerGroup
 from colocate._worker_group.workforce import Worker
 from colocate.errors import ColocateError, ConfigError
 from colocate.features.recordings.differences import Compared
-from colocate.features.recordings.files import STEPS, RoleFolder, RowOrder, lines_of, mark_end
+from colocate.features.recordings.files import STEPS, RoleFolder, RowOrder, lines_of, mark_end, to_line
 from colocate.features.recordings.given import Compare, Replay
 from colocate.features.recordings.joining import Joining
 from colocate.features.recordings.messages import COMPARISON, RECORDING, Gave, Noticed, Played, Recorded
@@ -83,10 +84,10 @@ class RecordingsOfGroup(OfGroup):
 
     def mark(self, step: int) -> None:
         """Note that a step is over: `Replay(step=...)` begins with what comes after the one before it."""
-        told = json.dumps({"step": step, "calls": {self._worker_group.name: self._worker_group.order.next_seq - 1}})
+        line = to_line({"step": step, "calls": {self._worker_group.name: self._worker_group.order.next_seq - 1}})
         for folder in {each.parent for each in self.recorded.values()}:
             with contextlib.closing(GrowingFile(folder / STEPS)) as file:
-                file.add(told + "\n")
+                file.add(line)
 
     def _row_came(self, call: Any, slot: int, row: int) -> None:
         if call.role not in self._files:
@@ -219,13 +220,27 @@ def record(views: Any, folder: str | os.PathLike[str], limit: str | int | None, 
             recorder.refuse_call("runtime.record")
         worker_group.check()
         refuse_inside("runtime.record", worker_group.name)
-    for worker_group, roles in groups.values():
-        begun = [_begin(place, worker_group, role, most) for role in roles]
-        # Calls that were received before a rank has got ready for them would have another way there.
-        _tell(worker_group, [attrs.evolve(each, begins=False) for each in begun])
-        _tell(worker_group, begun)
-        of_group(worker_group).begun({each.role: Path(str(each.folder)) for each in begun})
-    return Recorder(place, groups)
+    recorder = Recorder(place, groups)
+    made: list[Path] = []
+    try:
+        recorded = {
+            name: [_begin(place, worker_group, role, most, made) for role in roles]
+            for name, (worker_group, roles) in groups.items()
+        }
+        for name, (worker_group, _) in groups.items():
+            of_group(worker_group).begun({each.role: Path(str(each.folder)) for each in recorded[name]})
+            # Calls that were received before a rank has got ready for them would have another way there.
+            _tell(worker_group, [attrs.evolve(each, begins=False) for each in recorded[name]])
+            _tell(worker_group, recorded[name])
+    except Exception:  # all of them, or none
+        recorder.close()
+        for path in made:
+            shutil.rmtree(path, ignore_errors=True)
+        raise
+    except BaseException:  # nobody waits any more
+        recorder._end()
+        raise
+    return recorder
 
 
 def of_group(worker_group: WorkerGroup) -> RecordingsOfGroup:
@@ -233,7 +248,7 @@ def of_group(worker_group: WorkerGroup) -> RecordingsOfGroup:
     return cast("RecordingsOfGroup", worker_group.part("recordings"))
 
 
-def _begin(place: Path, worker_group: WorkerGroup, role: RoleInfo, limit: int | None) -> Recorded:
+def _begin(place: Path, worker_group: WorkerGroup, role: RoleInfo, limit: int | None, made: list[Path]) -> Recorded:
     path = place / f"{worker_group.name}.{role.name}"
     cls = f"{role.cls.__module__}:{role.cls.__qualname__}"
     RoleFolder(
@@ -246,6 +261,7 @@ def _begin(place: Path, worker_group: WorkerGroup, role: RoleInfo, limit: int | 
         [*role.methods],
         _meshes(role),
     ).begin()
+    made.append(path)
     return Recorded(role.name, str(path), limit, begins=True)
 
 
@@ -295,12 +311,17 @@ def _meshes(role: RoleInfo) -> dict[str, dict[str, int]]:
 
 def _before(found: RoleFolder, step: int) -> int:
     """Return the last call of before a step."""
-    told = lines_of(found.path.parent / STEPS, "step")
+    told = lines_of(found.path.parent / STEPS, _check_step)
     if not any(each["step"] == step for each in told):
         has = f"{told[0]['step']} to {told[-1]['step']}" if told else "none"
         raise ConfigError(f"the recording in {found.path.parent} has no step {step}: it has {has}")
     earlier = [each["calls"].get(found.group, 0) for each in told if each["step"] < step]
     return max(earlier, default=0)
+
+
+def _check_step(told: Mapping[str, Any]) -> None:
+    if not all(type(number) is int for number in (told["step"], *told["calls"].values())):
+        raise ValueError("its step or its calls are no numbers")
 
 
 @attrs.frozen

@@ -14,18 +14,21 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from functools import partial
-from io import FileIO
+from io import BufferedReader, FileIO
 from pathlib import Path
 from typing import Any
 
 import attrs
 
-from colocate._system.files import GrowingFile, json_of, write_whole
-from colocate._system.jobs import JobThread, error_text, report_exception
+from colocate._system.files import GrowingFile, open_file, write_whole
+from colocate._system.jobs import JobThread, error_text, message_of, report_exception
 from colocate._system.nearest import did_you_mean
 from colocate._system.numbers import size_text
 from colocate.errors import ConfigError, SerializationError
+from colocate.features.recordings.values import digest_of_bytes, seal
 
+FORMAT = 2
+"""Of documents, and of the files beside them."""
 IN_RUN = "recording"
 """What the folder of a recording is called in that of a run."""
 ROLE = "role.json"
@@ -34,6 +37,80 @@ _FULL, _ENDED, _ROWS = "ended", "ended.txt", "rows.jsonl"
 _FILE_BYTES = 256 << 20
 _QUEUED_BYTES = 256 << 20
 _LOOKS_BYTES = 16 << 20  # what a rank writes until it looks again how large the whole is
+_MOST_RANKS = 1 << 16
+_MOST_WHOLE = 1 << 26  # bytes of a file
+
+
+def damaged(path: Path, byte: int, why: object) -> SerializationError:
+    """Return the error of a damaged file."""
+    words = (message_of if isinstance(why, ValueError) else error_text)(why) if isinstance(why, Exception) else why
+    return SerializationError(f"{path} is damaged at byte {byte}: {words}")
+
+
+def opened(path: Path) -> BufferedReader:
+    """Open a file of a recording to read.
+
+    Raises:
+        FileNotFoundError: It isn't there.
+        SerializationError: It can't be read, or is no file.
+    """
+    try:
+        return open_file(path)
+    except FileNotFoundError:
+        raise
+    except (OSError, ValueError) as error:
+        raise SerializationError(f"{path} can't be read: {message_of(error)}") from error
+
+
+def to_line(told: Mapping[str, Any]) -> str:
+    """Return a line of JSON with its own digest."""
+    return json.dumps({**told, "digest": digest_of_bytes(json.dumps(told).encode())}) + "\n"
+
+
+def lines_of(file: Path, check: Callable[[dict[str, Any]], object]) -> list[dict[str, Any]]:
+    """Return the objects of a file's lines, none where there is no file; a torn last line isn't read.
+
+    Args:
+        file: The file.
+        check: Raises an error of an object that isn't what a line has.
+
+    Raises:
+        SerializationError: The file is damaged.
+    """
+    try:
+        with opened(file) as lines:
+            found, at = list[dict[str, Any]](), 0
+            for line in lines:
+                if line.endswith(b"\n") or (b'"digest"' in line and line[-2:-1] == b"}"):  # else it is torn
+                    found.append(_from_line(line, file, at, check))
+                at += len(line)
+            return found
+    except FileNotFoundError:
+        return []
+
+
+def _whole(file: Path, check: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
+    """Return the object of a file that was written as a whole. Errors: as of `opened` and `lines_of`."""
+    with opened(file) as lines:
+        return _from_line(lines.read(_MOST_WHOLE), file, 0, check)
+
+
+def _from_line(line: bytes, file: Path, at: int, check: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
+    try:
+        told: dict[str, Any] = json.loads(line)
+        digest = told.pop("digest", None)
+        if digest not in (None, digest_of_bytes(json.dumps(told).encode())):
+            raise ValueError("these aren't the words that were written")
+        check(told)
+        if digest is None:
+            raise ValueError("it has no digest")
+    except ConfigError as error:
+        raise ConfigError(f"{file}: {error.message}") from None
+    except json.JSONDecodeError as error:
+        raise damaged(file, at + error.pos, error) from error
+    except Exception as error:  # whatever somebody else's words lead to
+        raise damaged(file, at, error) from error
+    return told
 
 
 def folder_of(given: str | os.PathLike[str]) -> Path:
@@ -84,7 +161,7 @@ class RoleFolder:
         told = {key: value for key, value in attrs.asdict(self).items() if key != "path"}
         try:
             self.path.mkdir(parents=True)
-            write_whole(self.path / ROLE, json.dumps({**told, "format": 1}))
+            write_whole(self.path / ROLE, to_line({"format": FORMAT, **told}))
         except FileExistsError:
             raise ConfigError(f"{self.path} is there already: give the recording a folder of its own") from None
         except OSError as error:
@@ -95,15 +172,12 @@ class RoleFolder:
         """Return what is told in a folder.
 
         Raises:
-            ConfigError: It is no such folder.
+            ConfigError: It was recorded by another version.
+            SerializationError: It is damaged.
         """
-        try:
-            told = json_of(path / ROLE)
-            if told.pop("format") != 1:
-                raise ConfigError(f"{path} was recorded by a later version of colocate")
-            return cls(path, **told)
-        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-            raise ConfigError(f"{path / ROLE} can't be read: {error_text(error)}") from error
+        told = _whole(path / ROLE, _check_role)
+        del told["format"]
+        return cls(path, **told)
 
     @classmethod
     def find(cls, given: str | os.PathLike[str], group: str, role: str) -> RoleFolder:
@@ -114,14 +188,27 @@ class RoleFolder:
         """
         found = {each.parent.name: each.parent for each in folder_of(given).glob(f"*/{ROLE}")}
         named = [name for name in found if name == f"{group}.{role}"] or [
-            name for name in found if name.partition(".")[2] == role
+            name for name in found if name.rpartition(".")[2] == role
         ]
         if len(named) != 1:
-            hint = did_you_mean(role, [name.partition(".")[2] for name in found])
+            hint = did_you_mean(role, [name.rpartition(".")[2] for name in found])
             what = "several" if named else "no"
             has = ", ".join(sorted(found))
             raise ConfigError(f"the recording in {given} has {what} role {role!r}: it has {has}{hint}")
         return cls.read(found[named[0]])
+
+
+def _check_role(told: Mapping[str, Any]) -> None:
+    if told["format"] != FORMAT:
+        when = "an earlier" if told["format"] < FORMAT else "a later"
+        raise ConfigError(
+            f"it was recorded by {when} version of colocate, in format {told['format']}; this one reads format "
+            f"{FORMAT}: record it anew, or read it with that version"
+        )
+    kinds = {"group": str, "role": str, "cls": str, "ranks": int, "seed": int, "methods": list, "meshes": dict}
+    wrong = next((name for name, kind in kinds.items() if not isinstance(told[name], kind)), None)
+    if wrong is not None or not 0 < told["ranks"] <= _MOST_RANKS or told.keys() != {"format", *kinds}:
+        raise ValueError(f"{wrong or 'ranks'} is {told.get(wrong or 'ranks')!r:.60}")
 
 
 class Writer:
@@ -165,7 +252,7 @@ class Writer:
                 file = self._next_file()
                 begin = file.tell()
                 try:
-                    for piece in pieces:
+                    for piece in seal(pieces):
                         left = memoryview(piece).cast("B")
                         while left:
                             left = left[file.write(left) :]
@@ -218,15 +305,17 @@ class Writer:
 
 def mark_end(folder: Path, why: str) -> None:
     """Note in a role's folder why nothing is recorded any more."""
-    (folder / _ENDED).write_text(why, encoding="utf-8")
+    write_whole(folder / _ENDED, to_line({"ended": why}))
 
 
 def why_ended(folder: Path) -> str:
     """Return that; "" where nobody has noted anything."""
     if (folder.parent / _FULL).exists():
         return "it has reached its limit"
-    file = folder / _ENDED
-    return file.read_text(encoding="utf-8") if file.exists() else ""
+    try:
+        return str(_whole(folder / _ENDED, lambda told: str(told["ended"]))["ended"])
+    except FileNotFoundError:
+        return ""
 
 
 def as_ended(folder: Path) -> str:
@@ -246,7 +335,7 @@ class RowOrder:
 
     def add(self, seq: int, **what: Any) -> None:
         """Add a call's: `rows`, by rank and index, as they came; or `partition`, by rank. This waits for nothing."""
-        self._thread.soon(partial(self._write, json.dumps({"seq": seq, **what}) + "\n"))
+        self._thread.soon(partial(self._write, to_line({"seq": seq, **what})))
 
     def close(self) -> None:
         """Write what is left."""
@@ -259,26 +348,15 @@ class RowOrder:
     @classmethod
     def read(cls, folder: Path, what: str = "rows") -> Mapping[int, Sequence[Any]]:
         """Return what was written, by call. Errors: as of `lines_of`."""
-        told = lines_of(folder / _ROWS, "seq")
+        told = lines_of(folder / _ROWS, _check_rows)
         return {each["seq"]: [*map(tuple, each[what])] for each in told if what in each}
 
 
-def lines_of(file: Path, key: str) -> list[dict[str, Any]]:
-    """Return the objects of a file's lines, all of which have a key; a torn last line isn't read.
-
-    Raises:
-        SerializationError: The file is damaged.
-    """
-    lines = file.read_bytes().splitlines(keepends=True) if file.exists() else []
-    found: list[dict[str, Any]] = []
-    for number, line in enumerate(lines, 1):
-        if line.endswith(b"\n"):
-            try:
-                found.append(json.loads(line))
-                found[-1][key]
-            except (ValueError, TypeError, KeyError, IndexError) as error:
-                raise SerializationError(f"{file} is damaged at line {number}: {error_text(error)}") from error
-    return found
+def _check_rows(told: Mapping[str, Any]) -> None:
+    rows = [*told.get("rows", ())]
+    numbers = [told["seq"], *(number for each in (*rows, *told.get("partition", ())) for number in each)]
+    if not all(type(number) is int for number in numbers) or any(len(each) != 2 for each in rows):
+        raise ValueError("its numbers of rows aren't such")
 
 
 def size_of(folder: Path) -> int:

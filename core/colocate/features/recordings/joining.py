@@ -143,7 +143,7 @@ class Joining:
         self._role, self._played, self._tell = role, played, tell
         self._folder = RoleFolder.read(Path(played.folder))
         self._meshes = {name: Mesh(shape) for name, shape in self._folder.meshes.items()}
-        self._find = find_for(role.cls, role.methods)
+        self._find = find_for(role.methods)
         self._told: dict[int, list[tuple[int, Any]]] = {}  # rank and document, by call
         self._thread = JobThread(f"colocate-comparison-{role.name}", lambda error: report_exception())
         self._is_told = False

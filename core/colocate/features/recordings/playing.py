@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 
 from colocate._protocol.consequence import Poisoned
 from colocate._role.context import running_call
+from colocate._system.jobs import error_text, message_of
 from colocate._system.limits import CAUSE_WITHIN_S
 from colocate.errors import ReplayError
 from colocate.features.recordings.differences import Compared, Difference, Raised, cause_of, with_left
@@ -18,7 +19,7 @@ from colocate.features.recordings.documents import Document, RankCall, RankCalls
 from colocate.features.recordings.files import RowOrder, as_ended
 from colocate.features.recordings.messages import Played
 from colocate.features.recordings.taps import Player, Seen, Tap, have_defaults
-from colocate.features.recordings.values import Find, finder
+from colocate.features.recordings.values import Find, finder, made_error, record_kind
 from colocate.worker.context import WorkerContext
 from colocate.worker.results import sources_of
 from colocate.worker.serving.role_instance import RoleInstance
@@ -36,11 +37,9 @@ class ReplayedRole:
         raise AttributeError(f"{self.__dict__['_replayed']}, and has no {name!r}")
 
 
-def find_for(cls: type, methods: Mapping[str, Any]) -> Find:
-    """Return what finds the classes of a role's values: those that its code knows, or its packages have."""
-    packages = {each.__module__.partition(".")[0] for each in cls.__mro__} - {"builtins"}
-    functions = [getattr(spec.function, "__globals__", {}) for spec in methods.values()]
-    return finder(packages, functions)
+def find_for(methods: Mapping[str, Any]) -> Find:
+    """Return a function that finds classes of a role's values: of imported modules, and those that its code knows."""
+    return finder(names=[getattr(spec.function, "__globals__", {}) for spec in methods.values()])
 
 
 class Found:
@@ -116,10 +115,8 @@ class Found:
     def _rebuilt(self, told: Mapping[str, str], args: tuple[Any, ...], attributes: dict[str, Any]) -> BaseException:
         module, _, name = told["class"].partition(":")
         kind = getattr(builtins, name, None) if module == "builtins" else self.find(module, name)
-        if isinstance(kind, type) and issubclass(kind, BaseException):
-            error = kind.__new__(kind, *args)
-            error.args = args
-            error.__dict__.update(attributes)
+        if isinstance(kind, type) and record_kind(kind) == "error":
+            error = made_error(kind, args, attributes)
         else:  # it isn't here: the driver's user is told it by its name, as of any class that isn't there
             about = {"__module__": module, "__qualname__": name}
             error = type(name.rpartition(".")[2], (Exception,), about)(told["text"])
@@ -279,7 +276,7 @@ class Comparing(Tap):
 
     def raised(self, seen: Seen, error: BaseException, row: int | None = None, digest: Digest | None = None) -> None:
         """Compare an error by its class and text."""
-        self._look(seen, error, row, digest)
+        self._look(seen, Raised(f"{type(error).__qualname__}: {message_of(error)}"), row, digest)
 
     def over(self, seen: Seen) -> None:
         """Count a call whose rows were compared."""
@@ -288,6 +285,9 @@ class Comparing(Tap):
     def _look(self, seen: Seen, value: Any, row: int | None, digest: Digest | None = None) -> None:
         try:
             self._compare(seen, value, row, digest)
+        except Exception as error:  # of a damaged recording, or a class of users': the call is none the worse
+            compared = self.methods.setdefault(seen.method, Compared())
+            self._tell(compared.lack(self._label(seen, row), f"it can't be compared: {error_text(error)}"))
         finally:
             if row is None:
                 self._found.over(seen)
@@ -297,7 +297,7 @@ class Comparing(Tap):
         call = self._found.call(seen)
         document = None if call is None else call.end if row is None else self._row(call, row)
         compared.calls += row is None
-        label = self._found.label(seen) + ("" if row is None else f", row {row}")
+        label = self._label(seen, row)
         if call is None and self._found.has_failed(seen):
             return
         if document is None or "missing" in document.about:
@@ -312,7 +312,7 @@ class Comparing(Tap):
             name = "rows" if self._found.role.methods[seen.method].rows is None else "valid"
             difference.add(document.about[name], {"rows": seen.rows, **seen.had}[name], " (the number of its rows)")
         else:
-            difference.add(recorded_value(document, self._found.find), _told(value))
+            difference.add(recorded_value(document, self._found.find), value)
         cause = cause_of(where)
         if row is None and (drew := document.about.get("drew")) is not None and drew != seen.drew:
             cause += "; its generator stands elsewhere"
@@ -322,6 +322,9 @@ class Comparing(Tap):
         if words is not None and not self._is_told:
             self._is_told = True
             self._found.tell(f"differs from {self._found.played.folder}: {words}")
+
+    def _label(self, seen: Seen, row: int | None) -> str:
+        return self._found.label(seen) + ("" if row is None else f", row {row}")
 
     def _row(self, call: RankCall, row: int) -> Document | None:
         rows = call.rows
@@ -337,9 +340,3 @@ def recorded_value(document: Document, find: Find) -> Any:
         return Raised(f"{error['class'].partition(':')[2]}: {error['text']}")
     value = document.value(find)
     return value[0] if document.about.get("defaults") else value
-
-
-def _told(value: Any) -> Any:
-    if isinstance(value, BaseException):
-        return Raised(f"{type(value).__qualname__}: {value}")
-    return value

@@ -1,25 +1,41 @@
-"""Values as safetensors documents, and back: tensors and arrays as they are, the rest in a pickle that runs no code.
+"""Values as safetensors documents, and back: tensors and arrays as they are, the rest as JSON, which names no code.
 
-A document is what `safetensors.torch.load` reads. Its entry "value" is the pickle, in which tensors and arrays are
-numbers of other entries. Written and read are values of classes that are named here, and records: dataclasses, classes
-of attrs, named tuples, enums, `UserDict`s, exceptions, and what `register_batch` was told the leaves of.
+A document is what `safetensors.torch.load` reads. Its entry "value" is JSON: numbers, texts, true, false and null stand
+for themselves, and any other value is a list [KIND, CONTENT]. Kinds are a closed list. A value that is there twice has
+a number, [KIND, CONTENT, NUMBER], and is ["again", NUMBER] elsewhere.
+
+A record (dataclass, class of attrs, named tuple, enum, `UserDict`, exception, type with leaves of `register_batch`) is
+the name of its class and its content. A reader finds the class among imported modules and sets the attributes: it calls
+no constructor and no `__setstate__`. A class whose code would run all the same (`__del__`, or `__hash__` for a key)
+isn't recorded and isn't read.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import datetime
+import decimal
 import enum
-import io
+import fractions
+import hashlib
 import json
-import pickle
+import math
+import pathlib
 import sys
-from collections import UserDict
+import types
+import uuid
+from collections import Counter, OrderedDict, UserDict, defaultdict, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import cache
 from importlib import import_module
+from itertools import chain
 from typing import Any
 
-from colocate._definitions.structure import arrived, structure_of
+import attrs
+
+from colocate._definitions.structure import arrived, named, structure_of
+from colocate._system.by_type import by_type
 from colocate._system.imported import imported
+from colocate._system.jobs import error_text
 from colocate._values.leaving import fields
 from colocate.errors import ColocateError, SerializationError
 
@@ -41,93 +57,237 @@ NAMES = {
     "float8_e5m2": "F8_E5M2",
     "complex64": "C64",
 }
-"""What safetensors calls the types of numbers, by what torch and numpy call them."""
+"""The names of number types in safetensors, by their names in torch and NumPy."""
 _VALUE = "value"
 MOST_HEADER = 1 << 27
-_SAFE = (
-    "builtins:bool bytearray bytes complex dict float frozenset int list range set slice str tuple",
-    "collections:Counter OrderedDict defaultdict deque",
-    "datetime:date datetime time timedelta timezone",
-    "decimal:Decimal",
-    "fractions:Fraction",
-    "uuid:UUID",
-    "pathlib:Path PosixPath PurePath PurePosixPath",
-    "numpy:dtype",
-    "numpy._core.multiarray:scalar",
-    "torch:Size device",
-)
-_SAFE_MODULES = frozenset(each.partition(":")[0].partition(".")[0] for each in _SAFE)
+SCALARS = frozenset({int, float, str, bool, type(None)})
+"""Types whose values stand for themselves in JSON."""
 Find = Callable[[str, str], Any]
-"""Returns what a module calls so; None where it isn't to be had."""
+"""Returns the class of a module and a qualified name; None if it isn't to be had."""
 
 
 class NotRecorded(ColocateError):
     """A value isn't of what is recorded."""
 
 
-@cache
-def _safe(module: str) -> frozenset[int]:
-    """Return what may be named of modules of others, by its identity."""
-    found = []
-    for each in _SAFE:
-        home, _, names = each.partition(":")
-        if home.partition(".")[0] == module and imported(home) is not None:
-            found += [id(getattr(sys.modules[home], name)) for name in names.split()]
-    return frozenset(found)
+def _from_pairs(kind: Callable[[], Any]) -> Callable[[Sequence[Any]], Any]:
+    def make(parts: Sequence[Any]) -> Any:
+        made, keys = kind(), _checked(parts[::2])
+        for key, value in zip(keys, parts[1::2], strict=True):
+            made[key] = value
+        return made
+
+    return make
 
 
-def is_allowed(named: Any) -> bool:
-    """Return whether a value may name a class or function."""
-    module = str(getattr(named, "__module__", "torch")).partition(".")[0]
-    if module in _SAFE_MODULES and id(named) in _safe(module):
-        return True
-    if not isinstance(named, type):
-        torch = imported("torch")
-        return torch is not None and isinstance(named, torch.dtype | torch.layout)
-    of_tuples = issubclass(named, tuple) and hasattr(named, "_fields")
-    others = issubclass(named, UserDict | enum.Enum | BaseException)
-    return of_tuples or others or structure_of(named) is not None or bool(fields(named))
+def _from_items(kind: Callable[[Sequence[Any]], Any]) -> Callable[[Sequence[Any]], Any]:
+    return lambda parts: kind(_checked(parts))
+
+
+def _pairs(value: Any) -> list[Any]:
+    _checked(value)
+    return [*chain.from_iterable(value.items())]
+
+
+def _members(value: Any) -> list[Any]:
+    return [*_checked(value)]
+
+
+_FACTORIES = {kind.__name__: kind for kind in (bool, dict, float, int, list, set, str, tuple)}
+
+
+def _from_default(parts: Sequence[Any]) -> Any:
+    return _from_pairs(lambda: defaultdict(parts[0] and _FACTORIES[parts[0]]))(parts[1:])
+
+
+def _default_parts(value: Any) -> list[Any]:
+    factory = value.default_factory
+    if factory is not None and factory not in _FACTORIES.values():
+        raise NotRecorded(f"a defaultdict of {factory!r} isn't recorded")
+    return [factory and factory.__name__, *_pairs(value)]
+
+
+_PARTS: Mapping[type, tuple[Callable[[Any], Sequence[Any]], Callable[[Sequence[Any]], Any]]] = {
+    list: (list, list),
+    tuple: (list, tuple),
+    dict: (_pairs, _from_pairs(dict)),
+    set: (_members, _from_items(set)),
+    frozenset: (_members, _from_items(frozenset)),
+    complex: (lambda value: (value.real, value.imag), lambda parts: complex(*parts)),
+    range: (lambda value: (value.start, value.stop, value.step), lambda parts: range(*parts)),
+    slice: (lambda value: (value.start, value.stop, value.step), lambda parts: slice(*parts)),
+    deque: (lambda value: (value.maxlen, *value), lambda parts: deque(parts[1:], parts[0])),
+    OrderedDict: (_pairs, _from_pairs(OrderedDict)),
+    Counter: (_pairs, _from_pairs(Counter)),
+    defaultdict: (_default_parts, _from_default),
+    datetime.date: (lambda value: value.timetuple()[:3], lambda parts: datetime.date(*parts)),
+    datetime.datetime: (
+        lambda value: (*value.timetuple()[:6], value.microsecond, value.tzinfo, value.fold),
+        lambda parts: datetime.datetime(*parts[:8], fold=parts[8]),
+    ),
+    datetime.time: (
+        lambda value: (value.hour, value.minute, value.second, value.microsecond, value.tzinfo, value.fold),
+        lambda parts: datetime.time(*parts[:5], fold=parts[5]),
+    ),
+    datetime.timedelta: (
+        lambda value: (value.days, value.seconds, value.microseconds),
+        lambda parts: datetime.timedelta(*parts),
+    ),
+    datetime.timezone: (
+        lambda value: (value.utcoffset(None), value.tzname(None)),
+        lambda parts: datetime.timezone(*parts),
+    ),
+    decimal.Decimal: (lambda value: (str(value),), lambda parts: decimal.Decimal(*parts)),
+    fractions.Fraction: (
+        lambda value: (value.numerator, value.denominator),
+        lambda parts: fractions.Fraction(*parts),
+    ),
+    uuid.UUID: (lambda value: (value.hex,), lambda parts: uuid.UUID(*parts)),
+    **{
+        kind: (lambda value: (str(value),), lambda parts, kind=kind: kind(*parts))
+        for kind in (pathlib.PosixPath, pathlib.PurePosixPath, pathlib.PureWindowsPath)
+    },
+}
+"""How values of a type are taken apart and made."""
+_MAKERS = {kind.__name__: make for kind, (_, make) in _PARTS.items()}
+
+
+@by_type
+def record_kind(kind: type) -> str | None:
+    """Return as what values of a class are recorded by their attributes; None for classes that aren't records."""
+    found = None
+    if structure_of(kind) is not None:
+        found = "leaves"
+    elif issubclass(kind, enum.Enum):
+        found = "member"
+    elif issubclass(kind, tuple) and hasattr(kind, "_fields"):
+        found = "named"
+    elif issubclass(kind, BaseException):
+        found = "error"
+    elif dataclasses.is_dataclass(kind) or attrs.has(kind) or issubclass(kind, UserDict):
+        found = "record"
+    # Whoever writes a recording chooses the attributes: a class's own code mustn't run on them.
+    return None if hasattr(kind, "__del__") else found
+
+
+def named_parts(value: Any) -> dict[str, Any] | None:
+    """Return the parts of a record, or a TensorDict, by the path to each; None for other values."""
+    kind = type(value)
+    if (structure := structure_of(kind)) is not None:
+        return dict(named(structure.open(value)))
+    tensordict = imported("tensordict")
+    if tensordict is not None and kind is tensordict.TensorDict:
+        return {f"[{key!r}]": each for key, each in value.items()}
+    if issubclass(kind, BaseException):
+        return {".args": value.args, **{f".{name}": each for name, each in _attributes(value).items()}}
+    if record_kind(kind) == "record":
+        return {f".{name}": getattr(value, name, None) for name in fields(kind)}
+    return None
+
+
+def is_named(value: Any) -> bool:
+    """Return whether a value's `repr` names all of it: dates, paths, enums, and the types and devices of tensors."""
+    torch, numpy = imported("torch"), imported("numpy")
+    named = [enum.Enum, *_PARTS, *([] if numpy is None else [numpy.dtype])]
+    named += [] if torch is None else [torch.dtype, torch.device, torch.layout, torch.memory_format]
+    return isinstance(value, tuple(named))
 
 
 # -- to bytes
 
 
-class _Pickler(pickle.Pickler):
-    """Pickles a value, but for its tensors and arrays, which it lists."""
+@attrs.frozen
+class _Leaf:
+    dtype: str  # as torch calls it
+    shape: tuple[int, ...]
+    data: Any
+    width: int  # it lies at a multiple of that
 
-    def __init__(self, file: io.BytesIO) -> None:
-        super().__init__(file, 5)
-        self.leaves: list[tuple[str, tuple[int, ...], Any]] = []  # type, shape and bytes
 
-    def reducer_override(self, item: Any) -> Any:
-        kind: type = type(item)
-        torch, numpy = imported("torch"), imported("numpy")
-        if torch is not None and isinstance(item, torch.Tensor):
-            return self._of_tensor(torch, item)
-        if numpy is not None and isinstance(item, numpy.ndarray):
-            if kind is not numpy.ndarray or item.dtype.hasobject:
-                raise NotRecorded(f"an array of {kind.__qualname__}, {item.dtype}, isn't recorded")
-            number = self._add("uint8", (item.nbytes,), numpy.frombuffer(item.tobytes(), numpy.uint8))
-            return _array, (number, item.dtype.str, item.shape)
-        if kind is not type and (structure := structure_of(kind)) is not None:
-            return _made, (kind, structure.open(item))
-        is_named = (isinstance(item, type) or callable(item)) and hasattr(item, "__qualname__")
-        if is_named and item not in _MADE and not is_allowed(item):
-            raise NotRecorded(
-                f"{item.__module__}.{item.__qualname__} isn't of what is recorded: tensors, arrays, numbers, texts, "
-                "lists, dicts and sets of these, and records (dataclasses, classes of attrs, named tuples, enums, what "
-                "register_batch was told the leaves= of)"
-            )
-        return NotImplemented
+class _Encoder:
+    def __init__(self) -> None:
+        self.leaves: list[_Leaf] = []
+        self._known: dict[int, tuple[Any, list[Any]]] = {}  # by id, with the value, which keeps its id
+        self._numbers = 0
 
-    def _add(self, dtype: str, shape: tuple[int, ...], data: Any) -> int:
-        self.leaves.append((dtype, shape, data))
+    def encode(self, value: Any) -> Any:
+        kind = type(value)
+        if kind in SCALARS:
+            return value
+        _, node = self._known.get(id(value), (None, None))
+        if node is not None:
+            if not node:
+                raise NotRecorded(f"a {kind.__qualname__} that leads to itself isn't recorded")
+            if len(node) == 2:
+                self._numbers += 1
+                node.append(self._numbers)
+            return ["again", node[2]]
+        node = []
+        self._known[id(value)] = value, node
+        found = self._node(kind, value)
+        node += found
+        return node
+
+    def _all(self, parts: Sequence[Any]) -> Sequence[Any]:
+        return parts if SCALARS.issuperset(map(type, parts)) else [self.encode(each) for each in parts]
+
+    def _node(self, kind: type, value: Any) -> list[Any]:
+        if kind in _PARTS:
+            return [kind.__name__, self._all(_PARTS[kind][0](value))]
+        if kind in (bytes, bytearray):
+            return [kind.__name__, self._add("uint8", (len(value),), bytes(value), 1)]
+        torch, numpy, tensordict = imported("torch"), imported("numpy"), imported("tensordict")
+        if torch is not None and isinstance(value, torch.Tensor):
+            return self._of_tensor(torch, value)
+        if numpy is not None and isinstance(value, numpy.ndarray | numpy.generic):
+            return self._of_array(numpy, kind, value)
+        if numpy is not None and isinstance(value, numpy.dtype):
+            return ["dtype", _dtype_code(numpy, value)]
+        if torch is not None and isinstance(value, torch.dtype | torch.layout | torch.memory_format):
+            return ["torch", str(value).removeprefix("torch.")]
+        if torch is not None and isinstance(value, torch.device):
+            return ["device", str(value)]
+        if torch is not None and kind is torch.Size:
+            return ["Size", [*value]]
+        if tensordict is not None and kind is tensordict.TensorDict:
+            return ["TensorDict", [[*value.batch_size], self.encode(dict(value.items()))]]
+        return self._of_record(kind, value)
+
+    def _of_record(self, kind: type, value: Any) -> list[Any]:
+        name, how = f"{kind.__module__}:{kind.__qualname__}", record_kind(kind)
+        if how is None or "<locals>" in name:
+            why = ": it is defined within a function" if how is not None else _recorded
+            raise NotRecorded(f"{kind.__module__}.{kind.__qualname__} isn't recorded{why}")
+        if how == "leaves":
+            structure = structure_of(kind)
+            assert structure is not None
+            return [how, [name, self.encode(structure.open(value))]]
+        if how == "member":
+            return [how, [name, value._value_ if isinstance(value, enum.Flag) else value._name_]]
+        if how == "named":
+            return [how, [name, self._all([*value])]]
+        if how == "error":
+            return [how, [name, self.encode(value.args), self.encode(_attributes(value))]]
+        base = _base_of(kind)
+        items = None if base is object else self._all([*chain.from_iterable(base.items(value))])
+        return [how, [name, items, self.encode(_attributes(value))]]
+
+    def _add(self, dtype: str, shape: tuple[int, ...], data: Any, width: int) -> int:
+        self.leaves.append(_Leaf(dtype, shape, data, width))
         return len(self.leaves) - 1
 
-    def _of_tensor(self, torch: Any, tensor: Any) -> Any:
+    def _of_array(self, numpy: Any, kind: type, value: Any) -> list[Any]:
+        array = numpy.asarray(value)
+        if isinstance(value, numpy.ndarray) and kind is not numpy.ndarray:
+            raise NotRecorded(f"an array of {kind.__qualname__}, {array.dtype}, isn't recorded")
+        code = _dtype_code(numpy, array.dtype)
+        number = self._add("uint8", (array.nbytes,), array.tobytes(), math.gcd(array.dtype.alignment, 8))
+        return ["array" if array is value else "scalar", [number, code, [*array.shape]]]
+
+    def _of_tensor(self, torch: Any, tensor: Any) -> list[Any]:
         if tensor.is_nested and str(tensor.layout) == "torch.jagged":
             parts = tensor.detach()
-            return _jagged, (parts.values(), parts.offsets(), parts.lengths())
+            return ["jagged", self._all([parts.values(), parts.offsets(), parts.lengths()])]
         dtype = str(tensor.dtype).removeprefix("torch.")
         plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout == torch.strided
         if not plain or dtype not in NAMES or tensor.is_meta:
@@ -136,33 +296,99 @@ class _Pickler(pickle.Pickler):
         data = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
         # What is on the host may be written to as soon as the call is over.
         copied = data.clone() if tensor.device.type == "cpu" else data.cpu()
-        number = self._add(dtype, tuple(tensor.shape), copied.numpy())
-        return _tensor, (number, dtype, tuple(tensor.shape), tensor.device.type != "cpu")
+        number = self._add(dtype, tuple(tensor.shape), copied.numpy(), tensor.element_size())
+        return ["tensor", [number, dtype, [*tensor.shape], tensor.device.type != "cpu"]]
 
 
-def _tensor(number: int, dtype: str, shape: tuple[int, ...], on_device: bool) -> Any:
-    raise AssertionError("it is a name in pickles")
+_recorded = (
+    ": tensors, arrays, numbers, texts, lists, dicts and sets of these are, and records (dataclasses, classes of "
+    "attrs, named tuples, enums, exceptions, TensorDicts, types with leaves= of register_batch) without __del__"
+)
 
 
-def _jagged(values: Any, offsets: Any, lengths: Any) -> Any:
-    import torch
-
-    return torch.nested.nested_tensor_from_jagged(values, offsets=offsets, lengths=lengths)
-
-
-def _array(number: int, dtype: str, shape: tuple[int, ...]) -> Any:
-    raise AssertionError("it is a name in pickles")
-
-
-def _made(kind: type, leaves: Any) -> Any:
-    return arrived(kind, leaves)
+def _base_of(kind: type) -> Any:
+    """Return the type of C whose `__new__` makes a record of a class."""
+    base = next(each for each in (OrderedDict, dict, object) if issubclass(kind, each))
+    try:
+        base.__new__(kind)
+    except TypeError as error:
+        raise NotRecorded(f"{kind.__module__}.{kind.__qualname__} isn't recorded: {error}") from None
+    return base
 
 
-_MADE = (_tensor, _jagged, _array, _made)
+def _attributes(value: Any) -> dict[str, Any]:
+    """Return all attributes of an object, also those in slots."""
+    kind = type(value)
+    found = dict(object.__getattribute__(value, "__dict__")) if kind.__dictoffset__ else {}
+    for name in _slots(kind):
+        try:
+            found[name] = _slot(kind, name).__get__(value)
+        except AttributeError:  # nothing is in it
+            continue
+    return found
+
+
+@by_type
+def _slots(kind: type) -> Collection[str]:
+    bases = [base for base in kind.__mro__ if base.__flags__ & _HEAP_TYPE]
+    return {
+        name for base in bases for name, member in vars(base).items() if isinstance(member, types.MemberDescriptorType)
+    }
+
+
+def _slot(kind: type, name: str) -> Any:
+    return next(vars(base)[name] for base in kind.__mro__ if name in vars(base))
+
+
+_HEAP_TYPE = 1 << 9  # of a class that Python code has defined
+
+
+def _checked(keys: Collection[Any]) -> Collection[Any]:
+    """Return keys, or a set's members; refuse one whose class would run code of its own to be hashed."""
+    if SCALARS.issuperset(map(type, keys)):
+        return keys
+    for key in keys:
+        kind = type(key)
+        if isinstance(key, tuple) and kind.__hash__ is tuple.__hash__ and kind.__eq__ is tuple.__eq__:
+            _checked(key)
+        elif kind not in _PARTS:
+            is_own = kind.__hash__ is enum.Enum.__hash__ or isinstance(kind.__hash__, types.WrapperDescriptorType)
+            if not is_own or not isinstance(kind.__eq__, types.WrapperDescriptorType):
+                what = f"a {kind.__qualname__} as a key, or in a set, isn't recorded"
+                raise NotRecorded(f"{what}: its class says itself how it is hashed")
+    return keys
+
+
+def _dtype_code(numpy: Any, dtype: Any) -> Any:
+    code = _code(dtype)
+    try:
+        is_whole = not dtype.hasobject and _dtype_of(code) == dtype
+    except (TypeError, ValueError):
+        is_whole = False
+    if not is_whole:
+        raise NotRecorded(f"NumPy's {dtype!r} isn't recorded")
+    return code
+
+
+def _code(dtype: Any) -> Any:
+    if dtype.subdtype is not None:
+        base, shape = dtype.subdtype
+        return [_code(base), [*shape]]
+    if dtype.names is None:
+        return dtype.str
+    fields = [dtype.fields[name] for name in dtype.names]
+    titles = {"titles": [field[2] if len(field) > 2 else None for field in fields]}
+    return {
+        "names": [*dtype.names],
+        "formats": [_code(field[0]) for field in fields],
+        "offsets": [field[1] for field in fields],
+        "itemsize": dtype.itemsize,
+        **(titles if any(titles["titles"]) else {}),
+    }
 
 
 def packed(value: Any, about: Mapping[str, Any]) -> tuple[list[Any], int]:
-    """Return a document in pieces that nobody else changes, and its length.
+    """Return a document in pieces that nobody else changes, and its length. Its seal is blank; see `seal`.
 
     Args:
         value: What it has.
@@ -171,70 +397,238 @@ def packed(value: Any, about: Mapping[str, Any]) -> tuple[list[Any], int]:
     Raises:
         NotRecorded: There is something in it that isn't recorded.
     """
-    file = io.BytesIO()
-    pickler = _Pickler(file)
+    encoder = _Encoder()
     try:
-        pickler.dump(value)
+        text = json.dumps(encoder.encode(value), separators=(",", ":")).encode()
     except NotRecorded:
         raise
     except RecursionError:
         raise NotRecorded("it has too many lists and mappings inside each other") from None
-    except Exception as error:  # a class of users' says how it is pickled
-        raise NotRecorded(f"it can't be pickled: {type(error).__name__}: {error}") from error
-    leaves = {str(number): leaf for number, leaf in enumerate(pickler.leaves)}
-    leaves[_VALUE] = "uint8", (file.tell(),), file.getbuffer()
-    width = {name: _width(dtype) for name, (dtype, _, _) in leaves.items()}
-    header: dict[str, Any] = {"__metadata__": {"colocate": json.dumps(about, separators=(",", ":"))}}
+    except Exception as error:  # a class of users' says how its values are opened
+        raise NotRecorded(f"it can't be taken apart: {error_text(error)}") from error
+    leaves = {str(number): leaf for number, leaf in enumerate(encoder.leaves)}
+    leaves[_VALUE] = _Leaf("uint8", (len(text),), text, 1)
+    header: dict[str, Any] = {
+        "__metadata__": {"seal": "0" * _SEAL, "colocate": json.dumps(about, separators=(",", ":"))}
+    }
     pieces, end = list[Any](), 0
-    for name in sorted(leaves, key=lambda name: -width[name]):  # each lies where its numbers may
-        dtype, shape, data = leaves[name]
-        begin, end = end, end + len(data)
-        header[name] = {"dtype": NAMES[dtype], "shape": shape, "data_offsets": (begin, end)}
-        pieces.append(data)
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return [len(text).to_bytes(8, "little") + text, *pieces], 8 + len(text) + end
+    for name, leaf in sorted(leaves.items(), key=lambda each: -each[1].width):  # each lies where its numbers may
+        begin, end = end, end + len(leaf.data)
+        header[name] = {"dtype": NAMES[leaf.dtype], "shape": leaf.shape, "data_offsets": (begin, end)}
+        pieces.append(leaf.data)
+    head = json.dumps(header, separators=(",", ":")).encode()
+    head += b" " * (-len(head) % 8)
+    return [len(head).to_bytes(8, "little") + head, *pieces], 8 + len(head) + end
 
 
-@cache
-def _width(dtype: str) -> int:
-    return 1 if dtype == "bool" else max(1, int("".join(filter(str.isdigit, dtype.partition("_")[0])) or 8) // 8)
+# -- seals
+
+_PREFIX = b'{"__metadata__":{"seal":"'
+_SEAL = 64
+START = 8 + len(_PREFIX) + _SEAL
+"""The bytes at a document's beginning that say how long it is, with digests of its parts and of themselves."""
+
+
+def digest_of_bytes(*pieces: Any) -> str:
+    """Return a digest of 16 letters."""
+    digest = hashlib.blake2b(digest_size=8)
+    for piece in pieces:
+        digest.update(piece)
+    return digest.hexdigest()
+
+
+def seal(pieces: Sequence[Any]) -> list[Any]:
+    """Return a document's pieces with its length and digests in its head."""
+    head, *body = pieces
+    told = f"{sum(map(len, body)):016x}{digest_of_bytes(head[START:])}{digest_of_bytes(*body)}".encode()
+    start = head[: START - _SEAL] + told
+    return [start + digest_of_bytes(start).encode() + head[START:], *body]
+
+
+@attrs.frozen
+class Start:
+    """What a document's beginning tells: the lengths of head and body, and their digests."""
+
+    head: int
+    body: int
+    head_digest: str
+    body_digest: str
+
+    @classmethod
+    def read(cls, data: bytes) -> Start:
+        """Read the first `START` bytes.
+
+        Raises:
+            ValueError: They aren't those that were written.
+        """
+        if data[-16:] != digest_of_bytes(data[:-16]).encode() or data[8 : 8 + len(_PREFIX)] != _PREFIX:
+            raise ValueError("it isn't the beginning of an entry as it was written")
+        seal = data[START - _SEAL :].decode()
+        length = int.from_bytes(data[:8], "little")
+        if not START - 8 <= length <= MOST_HEADER:
+            raise ValueError(f"a head of {length:,} bytes")
+        return cls(8 + length, int(seal[:16], 16), seal[16:32], seal[32:48])
 
 
 # -- and back
 
 
 def head_of(data: bytes) -> tuple[dict[str, Any], dict[str, Any], int]:
-    """Return what a document tells of itself, its entries, and its length, given its beginning.
+    """Return what a document tells of itself, its entries, and its body's length, given its head's JSON.
 
     Raises:
         ValueError: It is none.
     """
-    header = json.loads(data)
-    about = header.pop("__metadata__")["colocate"]
-    return json.loads(about), header, max((each["data_offsets"][1] for each in header.values()), default=0)
+    try:
+        header = json.loads(data)
+        about = json.loads(header.pop("__metadata__")["colocate"])
+        ends = [each["data_offsets"][1] for each in header.values()]
+        if not isinstance(about, dict) or not all(type(end) is int for end in ends):
+            raise ValueError("it isn't what a document begins with")
+        return about, header, max(ends, default=0)
+    except (LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(error_text(error)) from error
 
 
-class _Unpickler(pickle.Unpickler):
-    def __init__(self, data: memoryview, own: Mapping[str, Any], find: Find) -> None:
-        super().__init__(io.BytesIO(data))
-        self._own, self._find = own, find
+class _Decoder:
+    def __init__(self, data: Any, entries: Mapping[str, Any], find: Find, device: str | None) -> None:
+        self._view, self._entries, self._find, self._device = memoryview(data), entries, find, device
+        self._known: dict[int, Any] = {}
+        self._special: Mapping[str, Callable[[Any], Any]] = {
+            "bytes": lambda number: bytes(self.part(number)),
+            "bytearray": lambda number: bytearray(self.part(number)),
+            "tensor": lambda content: self._tensor(*content),
+            "jagged": lambda content: _jagged(*self._all(content)),
+            "array": lambda content: self._array(*content),
+            "scalar": lambda content: self._array(*content)[()],
+            "dtype": _dtype_of,
+            "torch": _of_torch,
+            "device": lambda name: _torch().device(name),
+            "Size": lambda sizes: _torch().Size(sizes),
+            "TensorDict": lambda content: _tensordict(content[0], self.value(content[1])),
+            "leaves": lambda content: arrived(self._class(content[0], "leaves"), self.value(content[1])),
+            "member": lambda content: _member(self._class(content[0], "member"), content[1]),
+            "named": lambda content: tuple.__new__(self._class(content[0], "named"), self._all(content[1])),
+            "error": lambda content: made_error(
+                self._class(content[0], "error"), self.value(content[1]), self.value(content[2])
+            ),
+            "record": lambda content: self._record(*content),
+        }
 
-    def find_class(self, module: str, name: str) -> Any:
-        if module == __name__ and name in self._own:
-            return self._own[name]
-        found = None
-        if module.partition(".")[0] in _SAFE_MODULES:
-            module = "numpy._core.multiarray" if module == "numpy.core.multiarray" else module
-            found = getattr(import_module(module), name, None)
-        if found is None or not is_allowed(found):
-            found = self._find(module, name)
-        if found is None or not is_allowed(found):
-            raise SerializationError(
-                f"{module}.{name}, of which a recorded value is made, isn't known here, or isn't a record: import its "
-                "module before"
+    def part(self, name: int | str) -> memoryview:
+        begin, end = self._entries[str(name)]["data_offsets"]
+        return self._view[begin:end]
+
+    def value(self, node: Any) -> Any:
+        if type(node) in SCALARS:
+            return node
+        kind, content, *number = node
+        if kind == "again":
+            return self._known[content]
+        make = _MAKERS.get(kind)
+        made = self._special[kind](content) if make is None else make(self._all(content))
+        if number:
+            self._known[number[0]] = made
+        return made
+
+    def _all(self, content: Sequence[Any]) -> Sequence[Any]:
+        return content if SCALARS.issuperset(map(type, content)) else [self.value(each) for each in content]
+
+    def _class(self, name: str, how: str) -> Any:
+        module, _, qualname = name.partition(":")
+        found = self._find(module, qualname)
+        if found is None or record_kind(found) != how:
+            what = (
+                "isn't known here: import its module before" if found is None else "isn't a class that is recorded so"
             )
+            raise SerializationError(f"{module}.{qualname}, of which a recorded value is made, {what}")
         return found
+
+    def _record(self, name: str, items: Any, attributes: Any) -> Any:
+        kind = self._class(name, "record")
+        base = _base_of(kind)
+        made = base.__new__(kind)
+        if items is not None:
+            parts = self._all(items)
+            for key, value in zip(_checked(parts[::2]), parts[1::2], strict=True):
+                base.__setitem__(made, key, value)
+        _set_attributes(made, self.value(attributes))
+        return made
+
+    def _tensor(self, number: int, dtype: str, shape: Sequence[int], on_device: bool) -> Any:
+        torch = _torch()
+        kind, lies_in = vars(torch)[next(name for name in NAMES if name == dtype)], self.part(number)
+        found = torch.frombuffer(lies_in, dtype=kind) if len(lies_in) else torch.empty(0, dtype=kind)
+        found = found.reshape(shape)
+        return found.to(self._device) if on_device and self._device is not None else found
+
+    def _array(self, number: int, code: Any, shape: Sequence[int]) -> Any:
+        import numpy
+
+        dtype, part = _dtype_of(code), self.part(number)
+        return numpy.ndarray(shape, dtype, part) if len(part) else numpy.zeros(shape, dtype)
+
+
+def _torch() -> Any:
+    import torch
+
+    return torch
+
+
+def _of_torch(name: str) -> Any:
+    torch = _torch()
+    found = vars(torch)[name]
+    if not isinstance(found, torch.dtype | torch.layout | torch.memory_format):
+        raise ValueError(f"torch.{name} is no type of numbers")
+    return found
+
+
+def _dtype_of(code: Any) -> Any:
+    import numpy
+
+    if isinstance(code, dict):
+        dtype = numpy.dtype({**code, "formats": [_dtype_of(each) for each in code["formats"]]})
+    else:
+        dtype = numpy.dtype(code if isinstance(code, str) else (_dtype_of(code[0]), tuple(code[1])))
+    if dtype.hasobject:
+        raise ValueError(f"{dtype} has objects")
+    return dtype
+
+
+def _jagged(values: Any, offsets: Any, lengths: Any) -> Any:
+    return _torch().nested.nested_tensor_from_jagged(values, offsets=offsets, lengths=lengths)
+
+
+def _tensordict(batch_size: Sequence[int], items: Mapping[str, Any]) -> Any:
+    import tensordict
+
+    return tensordict.TensorDict(items, batch_size=batch_size)
+
+
+def _member(kind: Any, name: str | int) -> Any:
+    if not issubclass(kind, enum.Flag):
+        return kind._member_map_[name]
+    known = kind._value2member_map_.get(name)
+    return enum.Flag._missing_.__func__(kind, int(name)) if known is None else known  # type: ignore[attr-defined]
+
+
+def made_error(kind: type[BaseException], args: Sequence[Any], attributes: Mapping[str, Any]) -> BaseException:
+    """Make an error of a class by its builtin base: none of the class's own code runs."""
+    base: Any = next(each for each in kind.__mro__ if not each.__flags__ & _HEAP_TYPE)
+    made: BaseException = base.__new__(kind, *args)
+    base.__init__(made, *args)
+    made.args = tuple(args)
+    _set_attributes(made, attributes)
+    return made
+
+
+def _set_attributes(made: Any, attributes: Mapping[str, Any]) -> None:
+    kind = type(made)
+    for name, value in attributes.items():
+        if name in _slots(kind):
+            _slot(kind, name).__set__(made, value)
+        else:
+            object.__getattribute__(made, "__dict__")[str(name)] = value
 
 
 def unpacked(data: Any, entries: Mapping[str, Any], find: Find, device: str | None = None) -> Any:
@@ -247,34 +641,19 @@ def unpacked(data: Any, entries: Mapping[str, Any], find: Find, device: str | No
         device: Where tensors go that were on a device; None for the host.
 
     Raises:
-        SerializationError: It names what it mustn't, or what isn't here.
+        SerializationError: It is damaged, or of a class that isn't here.
     """
-    view = memoryview(data)
-
-    def part(name: str) -> memoryview:
-        begin, end = entries[name]["data_offsets"]
-        return view[begin:end]
-
-    def tensor(number: int, dtype: str, shape: tuple[int, ...], on_device: bool) -> Any:
-        import torch
-
-        kind = getattr(torch, dtype)
-        lies_in = part(str(number))
-        found = torch.frombuffer(lies_in, dtype=kind) if len(lies_in) else torch.empty(0, dtype=kind)
-        found = found.reshape(shape)
-        return found.to(device) if on_device and device is not None else found
-
-    def array(number: int, dtype: str, shape: tuple[int, ...]) -> Any:
-        import numpy
-
-        return numpy.frombuffer(part(str(number)), numpy.dtype(dtype)).reshape(shape)
-
-    own = {"_tensor": tensor, "_array": array, "_jagged": _jagged, "_made": _made}
-    return _Unpickler(part(_VALUE), own, find).load()
+    try:
+        decoder = _Decoder(data, entries, find, device)
+        return decoder.value(json.loads(bytes(decoder.part(_VALUE))))
+    except SerializationError:
+        raise
+    except Exception as error:  # whatever words of others lead to
+        raise SerializationError(f"it isn't a value that was recorded: {error_text(error)}") from error
 
 
 def finder(packages: Collection[str] = (), names: Sequence[Mapping[str, Any]] = ()) -> Find:
-    """Return what finds classes in modules that are imported, or that are of some packages.
+    """Return a function that finds classes in modules that are imported, or that are of some packages.
 
     Args:
         packages: These may be imported.
@@ -283,16 +662,33 @@ def finder(packages: Collection[str] = (), names: Sequence[Mapping[str, Any]] = 
 
     def find(module: str, name: str) -> Any:
         first, *inner = name.split(".")
+        if module not in sys.modules and module.partition(".")[0] in packages:
+            import_module(module)
+        home = sys.modules.get(module)
         places = [each for each in names if each.get("__name__") == module or first in each]
-        home = imported(module)
-        if home is None and module.partition(".")[0] in packages:
-            home = import_module(module)
-        for place in (*([] if home is None else [vars(home)]), *places):
+        for place in (*([] if home is None else [_names_of_module(home)]), *places):
             found = place.get(first)
             for each in inner:
-                found = getattr(found, each, None)
-            if found is not None and getattr(found, "__module__", module) == module:
+                found = _names_of_class(found).get(each)
+            if _names_of_class(found).get("__module__") == module:
                 return found
         return None
 
     return find
+
+
+def _names_of_module(module: Any) -> Mapping[str, Any]:
+    """Return a module's names, without the code that a lazy module runs when it is asked."""
+    try:
+        found: Mapping[str, Any] = object.__getattribute__(module, "__dict__")
+    except AttributeError:
+        return {}
+    return found
+
+
+def _names_of_class(found: Any) -> Mapping[str, Any]:
+    """Return a class's own names, none of anything else: no attribute of an object is asked for."""
+    if not issubclass(type(found), type):
+        return {}
+    names: Mapping[str, Any] = type.__dict__["__dict__"].__get__(found)
+    return names

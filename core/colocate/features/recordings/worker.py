@@ -32,7 +32,6 @@ class RecordingsOfWorker(OfWorker):
     def __init__(self, worker_context: WorkerContext) -> None:
         self._worker_context = worker_context
         self._tapped: dict[str, Tapped] = {}
-        self._classes: dict[str, type] = {}  # of roles that are replayed
         self._played: dict[str, Sequence[Played]] = {}
 
     # -- roles
@@ -42,7 +41,6 @@ class RecordingsOfWorker(OfWorker):
         replays = next((each for each in plain if each.replays), None)
         if replays is None:
             return None
-        self._classes[role] = cls
         return ReplayedRole(role, replays.folder)
 
     def built(self, role: RoleInstance, plain: Sequence[Played] | None) -> None:
@@ -59,8 +57,7 @@ class RecordingsOfWorker(OfWorker):
             if played.joins:
                 tapped.taps = (*tapped.taps, TellingTap(self._worker_context, tell))
                 continue
-            cls = self._classes.get(str(role.name), type(role.instance))
-            found = Found(played, self._worker_context, role, find_for(cls, role.methods), tell)
+            found = Found(played, self._worker_context, role, find_for(role.methods), tell)
             found.counts = tapped.counted
             if played.replays:
                 tapped.player = Replaying(found)

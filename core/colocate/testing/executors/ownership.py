@@ -40,14 +40,14 @@ class Ownership(ExecutorCase):
 
     def test_dropping_closes_nothing(self, runtime: Runtime) -> None:
         """Dropping every variable leaves pools and groups alive; their owner has them still."""
-        pool_name = runtime.reserve(1, cpus=0, name="kept by its owner").name
+        pool_name = runtime.reserve(1, cpus=0, name="kept-by-its-owner").name
         node = next(child for child in runtime._node.children.values() if child.name == pool_name)
         assert isinstance(node, Slots)
         pool = colocate.Pool._of(node)
-        pool.spawn({"echo": colocate.role(Echo)}, name="still there").role("echo", Echo).noop()
+        pool.spawn({"echo": colocate.role(Echo)}, name="still-there").role("echo", Echo).noop()
         gc.collect()
-        assert "still there" in runtime.groups
-        assert pool.groups["still there"].role("echo", Echo).noop() == [None]
+        assert "still-there" in runtime.groups
+        assert pool.groups["still-there"].role("echo", Echo).noop() == [None]
         pool.close()
 
     def test_slots(self, runtime: Runtime) -> None:

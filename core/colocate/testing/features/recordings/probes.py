@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import attrs
+import numpy as np
 import torch
 
 from colocate import Concat, First, OnRank, Reduce, Role, Scatter, method
@@ -88,6 +89,20 @@ class Player(Role):
     def foreign(self) -> object:
         """Return what isn't recorded."""
         return object()
+
+    @method(collect=First())
+    def give(self, what: str, bias: float = 0.0) -> Any:
+        """Return a value of a kind."""
+        points = np.array([(0.5, False, (1.0, bias))], [("reward", "f4"), ("done", "?"), ("obs", "f4", (2,))])
+        return {
+            "points": points,
+            "point": points[0],
+            "missing": np.array([0.25, np.nan, 1.0]) + bias,
+            "times": np.array(["NaT", "2026-01-01"], "M8[D]") + int(bias),
+            "type": np.ones(2, "f8" if bias else "f4"),
+            "error": OutOfLuckError(f"by {bias}"),
+            "both": {"x": [points, (points, OutOfLuckError(str(bias)))]},
+        }[what]
 
     @method
     def large(self, count: int) -> torch.Tensor:

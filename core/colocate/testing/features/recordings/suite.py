@@ -13,7 +13,7 @@ import pytest
 
 import colocate
 from colocate import ColocatedGroup, RoleSpec
-from colocate.errors import ConfigError, ReplayError, RoleError, SerializationError
+from colocate.errors import ClosedError, ConfigError, ReplayError, RoleError, SerializationError
 from colocate.executor import OwnProcess
 from colocate.features import FEATURES
 from colocate.testing.executors._base import ExecutorCase, Spawn, needs, needs_feature
@@ -136,6 +136,40 @@ class Recordings(ExecutorCase):
         }
         with pytest.raises(ConfigError, match=r"role 'plyer' isn't in the recording.*did you mean 'player'"):
             recording["plyer"]
+
+    @pytest.mark.parametrize("how", ["taken", "closed"])
+    def test_two_groups_of_which_one_fails(self, spawn: Spawn, tmp_path: Path, how: str) -> None:
+        """Roles of two groups are recorded, or none is: the first one's calls go on, and it can be recorded anew."""
+        first = spawn({"player": colocate.role(Player)}, name="first")
+        second = spawn({"player": colocate.role(Player)}, name="second")
+        runtime, views = first.owner.owner, [first["player"], second["player"]]
+        if how == "taken":
+            (tmp_path / "it" / "second.player").mkdir(parents=True)
+        else:
+            second.close()
+        with pytest.raises(ConfigError if how == "taken" else ClosedError):
+            runtime.record(views, tmp_path / "it")
+        assert first.role("player", Player).later(1) == [1, 1]
+        assert not [*(tmp_path / "it").rglob("*.calls")]
+        with runtime.record(views[0], tmp_path / "it"):
+            first.role("player", Player).later(2)
+        assert [call.values() for call in colocate.load_recording(tmp_path / "it")["player"].calls] == [[2, 2]]
+
+    def test_a_file_that_is_damaged(self, player: ColocatedGroup, tmp_path: Path) -> None:
+        """Whoever reads it is told file and byte: of the value that is damaged, and of no other one."""
+        role, runtime = player.role("player", Player), player.owner.owner
+        with runtime.record(role, tmp_path / "it"):
+            role.later(1)
+        (file,) = (tmp_path / "it" / "group.player").glob("rank-1.*")
+        data = file.read_bytes()
+        file.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+        (call,) = colocate.load_recording(tmp_path / "it")["player"].calls
+        assert call.value(0) == 1
+        with pytest.raises(SerializationError, match=re.escape(f"{file} is damaged at byte ")):
+            call.value(1)
+        file.write_bytes(bytes([data[0] ^ 1]) + data[1:])
+        with pytest.raises(SerializationError, match=re.escape(f"{file} is damaged at byte 0: ")):
+            colocate.load_recording(tmp_path / "it")["player"]
 
     def test_the_limit(self, player: ColocatedGroup, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         """A recording that is large enough ends with a warning; the calls go on, and what there is can be read."""
@@ -512,6 +546,45 @@ class Comparisons(ExecutorCase):
         group = spawn({"player": colocate.role(Player).on(replay=tmp_path / "rows")}, name="group")
         with pytest.raises(ReplayError, match=f"call 0: argument row is {count} rows, and was 4 rows"):
             group.role("player", Player).play([1] * count)
+
+    @pytest.mark.parametrize("what", ["points", "point", "missing", "times", "type", "error", "both"])
+    def test_values_of_all_kinds(self, spawn: Spawn, tmp_path: Path, what: str) -> None:
+        """Arrays with fields, dates and what is no number, and errors that are values: read, replayed and compared."""
+        group = spawn({"player": colocate.role(Player)}, slots=1, name="group")
+        with group.owner.owner.record(group["player"], tmp_path / "it"):
+            gave = group.role("player", Player).give(what)
+        group.owner.close()
+        (call,) = colocate.load_recording(tmp_path / "it")["player"]["give"]
+        group = spawn({"player": colocate.role(Player).on(replay=tmp_path / "it")}, slots=1, name="group")
+        for value in (call.value(), group.role("player", Player).give(what)):
+            assert (type(value), repr(value)) == (type(gave), repr(gave))
+        group.owner.close()
+        for bias, tolerance, differs in ((0.0, 0.0, False), (1.0, 0.0, True), (1e-6, 1e-3, what == "type")):
+            compare = colocate.Compare(tmp_path / "it", tolerance=tolerance)
+            group = spawn({"player": colocate.role(Player).on(compare=compare)}, slots=1, name="group")
+            group.role("player", Player).give(what, bias)
+            (table,) = colocate.comparison(group["player"])
+            differs = differs or (bias == 1e-6 and what in ("error", "both"))  # texts have no tolerance
+            assert (table.calls, table.differ, table.missing) == (1, int(differs), 0), table.first
+            group.owner.close()
+
+    @pytest.mark.parametrize("slots", [2, 1])
+    def test_a_comparison_fails_no_call(self, spawn: Spawn, tmp_path: Path, slots: int) -> None:
+        """A recording that is damaged is told as what can't be compared, and the calls are none the worse."""
+        group = spawn({"player": colocate.role(Player)}, name="group")
+        with group.owner.owner.record(group["player"], tmp_path / "it"):
+            for _ in range(2):
+                group.role("player", Player).buffer()
+        group.owner.close()
+        for file in (tmp_path / "it").rglob("rank-*.calls"):
+            data = file.read_bytes()
+            file.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+        group = spawn({"player": colocate.role(Player).on(compare=tmp_path / "it")}, slots=slots, name="group")
+        for _ in range(2):
+            assert len(group.role("player", Player).buffer()) == slots
+        (table,) = colocate.comparison(group["player"])
+        assert (table.calls, table.differ, table.missing) == (2 * slots, 0, slots)
+        assert re.search(r"buffer, call 1: it can't be .*is damaged at byte \d+: ", table.first or "")
 
     def test_calls_that_havent_come(self, spawn: Spawn, recorded: Path) -> None:
         """A run that ends early, or doesn't call a role at all, isn't taken for one that is the same."""
