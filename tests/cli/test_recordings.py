@@ -151,7 +151,7 @@ def test_damaged_files_are_told(words: CommandLine) -> None:
     assert "has no step 3000000: it has 1 to 6" in words("run", "words.yaml", *options, "3000000").stderr
     for line in '{"step": 7, "ca\n', "[]\n", "{}\n":
         steps.write_text(whole + line)
-        assert f"{steps} is damaged at line 7" in words("run", "words.yaml", *options, "3").stderr
+        assert f"{steps} is damaged at byte " in words("run", "words.yaml", *options, "3").stderr
     for calls in recording.glob("*.judge/rank-0.0000.calls"):
         calls.write_bytes(calls.read_bytes()[:20] + b"x" * 20 + calls.read_bytes()[40:])
         told = words("recordings", "runs/words").stderr

@@ -305,38 +305,38 @@ def _hostile(value: bytes) -> bytes:
 _HERE = __name__
 
 
+NODES: list[Any] = [
+    ["leaves", ["os:system", "touch ran"]],
+    ["error", ["os:system", ["tuple", ["touch ran"]], ["dict", []]]],
+    ["record", ["subprocess:Popen", None, ["dict", ["args", "touch ran"]]]],
+    ["record", ["numpy.f2py.__main__:main", None, ["dict", []]]],
+    ["record", ["this:x", None, ["dict", []]]],
+    ["record", [f"{_HERE}:os.system", None, ["dict", []]]],
+    ["record", [f"{_HERE}:Removes", None, ["dict", ["name", "x"]]]],
+    ["set", [["record", [f"{_HERE}:Hashes", None, ["dict", ["name", "x"]]]]]],
+    ["dict", [["record", [f"{_HERE}:Hashes", None, ["dict", ["name", "x"]]]], 1]],
+    ["named", [f"{_HERE}:Plain", []]],
+    ["torch", "compile"],
+    ["torch", "onnx"],
+    ["tensor", [0, "load", [1], False]],
+    ["array", [0, "O", [1]]],
+    ["dtype", {"names": ["x"], "formats": ["O"], "offsets": [0], "itemsize": 8}],
+    ["defaultdict", ["eval"]],
+    ["_record", []],
+    ["again", 1],
+    [[], 1],
+    [],
+    {"list": []},
+    ["int", ["1" * 5000]],
+]
+
+
 @pytest.mark.parametrize(
     "value",
     [
         pickle.dumps(functools.partial(print)),
         b"cos\nsystem\n(S'touch ran'\ntR.",
-        *(
-            json.dumps(node).encode()
-            for node in (
-                ["leaves", ["os:system", "touch ran"]],
-                ["error", ["os:system", ["tuple", ["touch ran"]], ["dict", []]]],
-                ["record", ["subprocess:Popen", None, ["dict", ["args", "touch ran"]]]],
-                ["record", ["numpy.f2py.__main__:main", None, ["dict", []]]],
-                ["record", ["this:x", None, ["dict", []]]],
-                ["record", [f"{_HERE}:os.system", None, ["dict", []]]],
-                ["record", [f"{_HERE}:Removes", None, ["dict", ["name", "x"]]]],
-                ["set", [["record", [f"{_HERE}:Hashes", None, ["dict", ["name", "x"]]]]]],
-                ["dict", [["record", [f"{_HERE}:Hashes", None, ["dict", ["name", "x"]]]], 1]],
-                ["named", [f"{_HERE}:Plain", []]],
-                ["torch", "compile"],
-                ["torch", "onnx"],
-                ["tensor", [0, "load", [1], False]],
-                ["array", [0, "O", [1]]],
-                ["dtype", {"names": ["x"], "formats": ["O"], "offsets": [0], "itemsize": 8}],
-                ["defaultdict", ["eval"]],
-                ["_record", []],
-                ["again", 1],
-                [[], 1],
-                [],
-                {"list": []},
-                ["int", ["1" * 5000]],
-            )
-        ),
+        *(json.dumps(node).encode() for node in NODES),
         b"[" * 100_000,
         b"9" * 5000,
         b"\xff",

@@ -107,13 +107,13 @@ class Difference:
         if was.layout != now.layout or was.dtype != now.dtype or was.shape != now.shape:
             self._part(False, path, f"{_layout(was)}, and is {_layout(now)}")
             return
-        arrays = []
+        arrays: list[Any] = []
         for tensor in (was, now):
             tensor = tensor.detach().cpu().resolve_conj().resolve_neg()
             # NumPy doesn't know some types of numbers, which 32 bits hold exactly.
             is_known = not tensor.is_floating_point() or tensor.dtype in (torch.float16, torch.float32, torch.float64)
             arrays.append((tensor if is_known else tensor.float()).numpy())
-        self._arrays(*arrays, path)
+        self._arrays(arrays[0], arrays[1], path)
 
     def _arrays(self, was: Any, now: Any, path: str) -> None:
         import numpy

@@ -220,7 +220,7 @@ def record(views: Any, folder: str | os.PathLike[str], limit: str | int | None, 
             recorder.refuse_call("runtime.record")
         worker_group.check()
         refuse_inside("runtime.record", worker_group.name)
-    recorder = Recorder(place, groups)
+    whole = Recorder(place, groups)
     made: list[Path] = []
     try:
         recorded = {
@@ -233,14 +233,14 @@ def record(views: Any, folder: str | os.PathLike[str], limit: str | int | None, 
             _tell(worker_group, [attrs.evolve(each, begins=False) for each in recorded[name]])
             _tell(worker_group, recorded[name])
     except Exception:  # all of them, or none
-        recorder.close()
+        whole.close()
         for path in made:
             shutil.rmtree(path, ignore_errors=True)
         raise
     except BaseException:  # nobody waits any more
-        recorder._end()
+        whole._end()
         raise
-    return recorder
+    return whole
 
 
 def of_group(worker_group: WorkerGroup) -> RecordingsOfGroup:

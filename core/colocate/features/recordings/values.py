@@ -563,9 +563,7 @@ class _Decoder:
         return found.to(self._device) if on_device and self._device is not None else found
 
     def _array(self, number: int, code: Any, shape: Sequence[int]) -> Any:
-        import numpy
-
-        dtype, part = _dtype_of(code), self.part(number)
+        numpy, dtype, part = _numpy(), _dtype_of(code), self.part(number)
         return numpy.ndarray(shape, dtype, part) if len(part) else numpy.zeros(shape, dtype)
 
 
@@ -573,6 +571,12 @@ def _torch() -> Any:
     import torch
 
     return torch
+
+
+def _numpy() -> Any:
+    import numpy
+
+    return numpy
 
 
 def _of_torch(name: str) -> Any:
@@ -584,8 +588,7 @@ def _of_torch(name: str) -> Any:
 
 
 def _dtype_of(code: Any) -> Any:
-    import numpy
-
+    numpy = _numpy()
     if isinstance(code, dict):
         dtype = numpy.dtype({**code, "formats": [_dtype_of(each) for each in code["formats"]]})
     else:
