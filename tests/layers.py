@@ -26,9 +26,9 @@ CORE = ROOT / "core" / "colocate"
 LAYERS = {
     "_version": "the version",
     "errors": "every error",
-    "features": "the table of features; a folder below has each of them",
     "_signals": "the law of signals: where users' code may run between two lines of ours",
     "_system": "files, processes, threads, clocks, lines of code",
+    "features": "the table of features; a folder below has each of them",
     "_display": "things as text in columns, and as html",
     "gpus": "the GPUs that a process may use",
     "_devices": "memory of devices: copies, and what workers lend each other",
@@ -195,7 +195,9 @@ def _full_names(node: ast.AST, package: str) -> Iterator[str]:
         yield from (alias.name for alias in node.names)
     elif isinstance(node, ast.Attribute) and (name := ast.unparse(node)).startswith("colocate."):
         yield name
-    elif isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in ("import_module", "__import__"):
+    elif isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in (
+        *("import_module", "import_whole", "__import__"),
+    ):
         constants = [each.value for each in node.args if isinstance(each, ast.Constant)]
         if constants and isinstance(constants[0], str):
             base = str(constants[1]) if len(constants) > 1 else package

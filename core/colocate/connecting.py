@@ -16,6 +16,7 @@ from colocate._plugins.plugins import find_executor
 from colocate._signals.deferred import run_deferred
 from colocate._signals.in_framework import waited_for
 from colocate._system.nearest import nearest
+from colocate._system.own_modules import keep_modules
 from colocate._system.tracebacks import fold_uncaught, without_own_frames
 from colocate.errors import ColocateError, ConfigError
 from colocate.worker.birth.imports import is_importing
@@ -79,6 +80,7 @@ def connect(
     run_deferred(lambda: cls.foresee(options))
     from colocate._api.runtime import begin
 
+    run_deferred(keep_modules)
     with _suggesting(connect, cls):
         return begin(
             executor,

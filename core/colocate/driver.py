@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from colocate import features
-from colocate._api.connection import Connection
+from colocate._api.connection import Connection, live
 from colocate._api.held import Held as Held
 from colocate._calls.records import CALL_FINISHED as CALL_FINISHED
 from colocate._calls.records import OF_RUNS as OF_RUNS
@@ -207,14 +207,13 @@ class Driver:
         return list(features.module("looking.glance").stacks(self._node))
 
     def let_go(self) -> None:
-        """Have ranks go on that are stopped in a debugger, and none stop any more. A signal's handler may call this."""
-        if "debugging" in features.FEATURES:
-            defer(self._let_go)
+        """Let ranks go on that are stopped in a debugger, and none stop again while this runtime lives.
 
-    def _let_go(self) -> None:
-        for worker_group in list(self._node.worker_groups.values()):
-            part: Any = worker_group.part("debugging")
-            part.let_go()
+        That holds for all groups of this process, later ones too: a job waits for any of them. A signal's handler may
+        call this.
+        """
+        self._services.is_ending = True
+        defer(_let_all_go)
 
     @property
     def resumed(self) -> Mapping[str, Path]:
@@ -258,6 +257,13 @@ class Driver:
         close_detached(self._node, name, force)
 
 
+def _let_all_go() -> None:
+    for connection in list(live.values()):
+        for worker_group in list(connection.worker_groups.values()):
+            if (part := worker_group.parts.get("debugging")) is not None:
+                part.let_go()
+
+
 def is_runtime(thing: object) -> bool:
     """Return whether something is a runtime."""
     return isinstance(thing, Held) and isinstance(thing._node, Connection)
@@ -265,19 +271,16 @@ def is_runtime(thing: object) -> bool:
 
 def checkpoints_of(group: ColocatedGroup) -> CheckpointsOfGroup:
     """Return what is known of a group's checkpoints, from which its restarts go on."""
-    from colocate.features.checkpoints.driver import checkpoints_of as found
-
-    return found(group._node)
+    return cast("CheckpointsOfGroup", features.module("checkpoints.driver").checkpoints_of(group._node))
 
 
 def regrow(group: ColocatedGroup) -> ColocateError | None:
     """Begin to restart a group that has fewer slots than it may, if there are more for it; return what it is told."""
-    from colocate.features.checkpoints.driver import begin_resize, has_more
-
+    found = features.module("checkpoints.driver")
     node = group._node
 
     def begin() -> ColocateError | None:
-        return begin_resize(node) if has_more(node) else None
+        return found.begin_resize(node) if found.has_more(node) else None
 
     is_short = node.size < len(node.whole) and checkpoints_of(group).checkpoint is not None
     return run_deferred(begin) if is_short else None

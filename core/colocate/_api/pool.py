@@ -243,9 +243,13 @@ class Pool(Held[Slots], node=Slots, by="runtime.reserve"):
             ColocateError: Calls are pending, or another group uses its residents.
         """
         refuse_to_wait(f"detaching {self._node.kind} {self.name!r}")
-        from colocate._api import detached  # which nothing else of core needs
 
-        run_deferred(lambda: detached.detach(self._node, name, ttl))
+        def detach() -> None:
+            from colocate._api import detached  # which nothing else of core needs
+
+            detached.detach(self._node, name, ttl)
+
+        run_deferred(detach)
 
     def close(self, grace: float = 10.0, force: bool = False) -> None:
         """Close its groups, the newest first, and give its slots back. One that is attached without `own=True` goes on.

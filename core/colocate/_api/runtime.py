@@ -21,6 +21,7 @@ from colocate._role.budget import NO_BUDGET, Budget
 from colocate._signals.deferred import run_deferred
 from colocate._signals.in_framework import refuse_to_wait
 from colocate._signatures import options_of, path_text
+from colocate._system.imported import import_whole
 from colocate._system.limits import DEBUGGED_S, REGROWN_WITHIN_S
 from colocate._system.lines import at, caller
 from colocate._system.numbers import (
@@ -181,10 +182,9 @@ class Runtime(Held[Connection], node=Connection, by="colocate.connect"):
         without: Collection[str] = (),
     ) -> Trace:
         """Write a trace in a time of its own, see `Trace`."""
-        from colocate_report.trace import Trace  # beside core: whoever traces nothing needn't have it
-
         self._node.check()
-        trace = Trace(self, path, ahead or {}, zero, without)
+        # Beside core: whoever traces nothing needn't have it.
+        trace: Trace = import_whole("colocate_report.trace").Trace(self, path, ahead or {}, zero, without)
         self.observe(trace)
         return trace
 
@@ -334,10 +334,14 @@ class Runtime(Held[Connection], node=Connection, by="colocate.connect"):
         """
         self._node.check()
         self._node.require(Detachable, "attach a pool")
-        from colocate._api import detached  # which nothing else of core needs
-
         making: Making[Slots] = Making(f"attach({name!r})")
-        return making.run(lambda: making.made(detached.attach(self._node, name, own)), Pool._of)
+
+        def attach() -> Slots:
+            from colocate._api import detached  # which nothing else of core needs
+
+            return making.made(detached.attach(self._node, name, own))
+
+        return making.run(attach, Pool._of)
 
     def detached(self) -> list[dict[str, Any]]:
         """The detached pools of the cluster: name, groups, slots, nodes, driver, seconds left, epoch.

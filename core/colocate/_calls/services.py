@@ -43,6 +43,7 @@ class Services:
         observers: Who is told what happens.
         secret: What workers and driver know each other by.
         debugging: Whether ranks stop where a role raises, and the driver's PYTHONBREAKPOINT; None where neither is.
+        is_ending: Whether its run was asked to end: no rank of any group of this process stops in a debugger any more.
         hears: Is told what workers' processes print: whose boot, the role and rank where that is known, and the line;
             returns whether the line isn't to be shown.
         resumed: Where a run that goes on has checkpoints of groups, by their names.
@@ -65,6 +66,7 @@ class Services:
     hears: Callable[[Boot, str | None, str], bool] | None = None
     secret: bytes = attrs.field(factory=lambda: secrets.token_bytes(32), repr=False)
     debugging: tuple[bool, str] | None = None
+    is_ending: bool = False
     resumed: Mapping[str, Path] = attrs.field(factory=dict)
     run: Any = None
     _keys: Iterator[int] = attrs.field(factory=lambda: itertools.count(1))

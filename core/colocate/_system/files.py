@@ -19,8 +19,6 @@ from io import BufferedReader, FileIO
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from colocate._signals.deferred import run_deferred
 
 _OLD, _PART = ".old-", ".part-"  # what names of folders begin with that are replaced, or written
@@ -96,6 +94,8 @@ def tidy(parent: Path, name: str = ".*", *, is_alone: bool = False) -> None:
         name: A pattern of the names that are tidied.
         is_alone: Whether no process of another machine writes there. Its half folders are removed then, too.
     """
+    import psutil  # from its files, as no module of ours: here that is the call's own error where it fails
+
     replaced = re.compile(f"{re.escape(_OLD)}(?P<name>{name})")
     written = re.compile(rf"{re.escape(_PART)}{name}-(?P<pid>\d+)-\d+x?(?:@(?P<host>.*))?")
     with nobody_renames(parent / _OLD):

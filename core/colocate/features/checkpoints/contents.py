@@ -9,8 +9,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TypeAlias
 
-import psutil
-
 from colocate.errors import ColocateError
 
 Look: TypeAlias = "tuple[list[str], dict[str, str]]"
@@ -46,6 +44,8 @@ def digests_of(folder: Path, names: Iterable[str]) -> dict[str, str]:
 
 def being_written(folder: Path) -> list[str]:
     """Return the files of a folder that this process, or one it has started, has open to write to them."""
+    import psutil  # from its files, as no module of ours: here that is the call's own error where it fails
+
     found, inside = [], f"{folder.resolve()}{os.sep}"
     me = psutil.Process()
     for process in (me, *me.children(recursive=True)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -38,6 +39,8 @@ class Attached(NamedTuple):
 
     def close(self) -> None:
         """Be gone."""
+        with contextlib.suppress(OSError):  # the driver has ended
+            self.sock.shutdown(socket.SHUT_RDWR)  # a thread that reads holds a lock, which `close` waits for
         self.lines.close()
         self.sock.close()
 

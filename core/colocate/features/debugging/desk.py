@@ -22,12 +22,14 @@ import attrs
 
 from colocate import wire
 from colocate._protocol.message import Message
-from colocate._system.jobs import JobThread, report_exception
+from colocate._system.jobs import JobThread, Timer, report_exception
 from colocate._system.terminals import drawing
 from colocate._system.threads import Thread
 from colocate.features.debugging import terminal as client
 from colocate.features.debugging.messages import LetGo, Typed
 from colocate.features.debugging.terminal import PATIENCE_S, address, user_of
+
+_AGAIN_S = 0.5
 
 
 @attrs.define(eq=False)
@@ -165,6 +167,7 @@ class Desk:
         self._stops: list[Stop] = []
         self._terminals: list[Terminal] = []
         self._own: Terminal | None = None
+        self._again = Timer(None)
         self._undrawn = contextlib.ExitStack()  # what draws on the driver's terminal doesn't, meanwhile
         self._listener: socket.socket | None = None
         self._door: threading.Thread | None = None  # who lets terminals in
@@ -186,20 +189,30 @@ class Desk:
         self._jobs.soon(partial(self._leave, group, why))
 
     def close(self) -> None:
-        """End it, when it has done what it was told."""
+        """End it, when it has done what it was told: no stop is left, and no other desk's terminals come here."""
+        self._jobs.soon(self._dismiss)
         self._jobs.close()
 
     # -- on its thread
 
     def _begin(self, stop: Stop) -> None:
         self._stops.append(stop)
-        self._open()
-        rank = stop.group, stop.slot
-        followers = [each for each in self._terminals if each.follows == rank and not each.is_gone]
-        if followers:
-            self._attach(stop, followers[0])
-        elif not self._serve_own():
+        self._serve()
+        if stop.terminal is None and self._own is None:
             stop.announce(f"[colocate] {stop}; its prompt: colocate debug {os.getpid()} --rank {stop.name}")
+
+    def _serve(self) -> None:
+        """Give terminals to the stops that have none, each its follower's or the driver's own, and let others come."""
+        for stop in [each for each in self._stops if each.waits]:
+            followers = (each for each in self._terminals if each.follows == (stop.group, stop.slot))
+            if (free := next((each for each in followers if each.stop is None and not each.is_gone), None)) is not None:
+                self._attach(stop, free)
+        try:
+            self._serve_own()
+            self._open()
+        except OSError:  # no descriptor is free, say, or the name is taken in another container of this network
+            self._again.cancel()
+            self._again = self._jobs.after(_AGAIN_S, self._serve)
 
     def _show(self, stop: Stop, text: str, asks: bool) -> None:
         if stop.terminal is None:
@@ -215,16 +228,24 @@ class Desk:
         if terminal is not None:
             terminal.stop = None
             terminal.say({"text": f"[colocate] {stop.label} on rank {stop.rank} {why}\n", "asks": False})
-        self._serve_own()
+        self._serve()
         self._close_if_idle()
 
     def _leave(self, group: str, why: str) -> None:
         for stop in [each for each in self._stops if each.group == group]:
             self._end(stop, why)
         for terminal in [each for each in self._terminals if each.follows and each.follows[0] == group]:
-            self._terminals.remove(terminal)
-            terminal.close(f"[colocate] group {group!r}: {why}")
+            self._end_terminal(terminal, f"[colocate] group {group!r}: {why}")
         self._close_if_idle()
+
+    def _dismiss(self) -> None:
+        for terminal in list(self._terminals):
+            self._end_terminal(terminal)
+        self._close_if_idle()
+
+    def _end_terminal(self, terminal: Terminal, why: str = "") -> None:
+        self._terminals.remove(terminal)
+        terminal.close(why)
 
     def _attach(self, stop: Stop, terminal: Terminal) -> None:
         stop.terminal, terminal.stop = terminal, stop
@@ -243,8 +264,10 @@ class Desk:
         elif stop is not None:
             line = told["line"]
             if line is None:
-                terminal.follows = None  # it leaves: the next stop is another one's
                 stop.let_go()
+                if terminal is not self._own:  # it leaves, also if its program stays
+                    stop.terminal = terminal.stop = None
+                    self._end_terminal(terminal, f"[colocate] {stop.label} on rank {stop.rank} goes on")
             else:
                 stop.tell(Typed(stop.number, f"{line}\n"))
 
@@ -254,13 +277,12 @@ class Desk:
             stop.terminal, terminal.stop = None, None
             stop.let_go()
         if terminal in self._terminals:
-            self._terminals.remove(terminal)
-            terminal.close()
+            self._end_terminal(terminal)
         terminal.sock.close()
         if terminal is self._own:
             self._own = None
             self._undrawn.close()
-            self._serve_own()
+        self._serve()
         self._close_if_idle()
 
     def _asked(self, terminal: Terminal, which: str | None) -> None:
@@ -274,28 +296,25 @@ class Desk:
             self._attach(free[0], terminal)
             return
         terminal.say({"stops": [each.row() for each in stops], "named": len(named), "free": len(free)})
-        self._terminals.remove(terminal)
-        terminal.close()
+        self._end_terminal(terminal)
         self._close_if_idle()
 
     # -- the driver's own terminal
 
-    def _serve_own(self) -> bool:
-        """Have the driver's terminal take the next stop that has none; False where there is no such terminal."""
+    def _serve_own(self) -> None:
+        """Have the driver's terminal, where there is one, take the next stop that has none."""
         stop = next((each for each in self._stops if each.waits), None)
         if self._own is not None and self._own.stop is not None:
-            return True
+            return
         if stop is None:
-            if self._own is not None:
-                self._terminals.remove(self._own)
-                self._own.close()
-            return True
+            if self._own in self._terminals:
+                self._end_terminal(self._own)
+            return
         if self._own is None or self._own not in self._terminals:
             if (screen := _own_screen()) is None:
-                return False
+                return
             self._own = self._start(screen)
         self._attach(stop, self._own)
-        return True
 
     def _start(self, screen: int) -> Terminal:
         """Start the driver's own terminal, which reads where this process would."""
@@ -315,16 +334,16 @@ class Desk:
     # -- those of `colocate debug`
 
     def _open(self) -> None:
-        """Let terminals come, if they can't."""
-        if self._listener is not None:
+        """Let terminals come, if they can't, while anything is stopped. Raises OSError when that isn't to be had."""
+        if self._listener is not None or not self._stops:
             return
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             listener.bind(address(os.getpid()))
             listener.listen(8)
-        except OSError:  # another container of this network has a process of that number which is stopped, too
+        except OSError:
             listener.close()
-            return
+            raise
         self._listener = wire.track_socket(listener)
         self._door = Thread(target=self._accept, args=(listener,), name="colocate-debug-door")
         self._door.start()
@@ -333,8 +352,11 @@ class Desk:
         while True:
             try:
                 sock, _ = listener.accept()
-            except OSError:  # it was closed
-                return
+            except OSError:
+                if self._listener is not listener:  # it was closed
+                    return
+                time.sleep(_AGAIN_S)  # no descriptor is free: who comes waits
+                continue
             if user_of(sock) in (os.getuid(), 0):
                 self._jobs.soon(partial(self._add, Terminal(sock, "colocate debug")))
             else:

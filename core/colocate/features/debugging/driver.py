@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from colocate._api.connection import live
 from colocate._protocol.message import Message
 from colocate._system.recent import Interval, length, merged
 from colocate._worker_group.hooks import OfGroup
@@ -23,7 +24,6 @@ class DebuggingOfGroup(OfGroup):
         self._worker_group = worker_group
         self._stops: dict[tuple[int, int], Stop] = {}  # by slot and number; changed where messages are heard
         self._stood: list[Interval] = []  # in which somebody has looked at those that are stopped no longer
-        self._is_ending = False
 
     def gives(self) -> Any:
         """Return whether ranks stop where a role raises, and what the driver's PYTHONBREAKPOINT says."""
@@ -65,14 +65,13 @@ class DebuggingOfGroup(OfGroup):
         )
         self._stops[worker.slot, told.number] = stop
         stop.in_editor = told.in_editor
-        if self._is_ending:
+        if any(each.services.is_ending for each in list(live.values())):
             stop.let_go(0)
         elif not stop.in_editor:
             desk_of(self).begin(stop)
 
     def let_go(self) -> None:
-        """Have all go on, and those that stop from now on: the job is to end."""
-        self._is_ending = True
+        """Let all stopped ranks go on, and have none of their workers stop again: the job is to end."""
         for stop in list(self._stops.values()):
             stop.let_go(0)
 

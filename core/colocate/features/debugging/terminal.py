@@ -97,6 +97,7 @@ class _Terminal:
     def answers(self, prompt: str) -> bool:
         """Send what is typed at a prompt; False when nothing is any more."""
         line: str | None = None
+        detached = False
         try:
             self._asks = True
             while not self._is_over:
@@ -106,6 +107,7 @@ class _Terminal:
                     print()
                     continue
                 except EOFError:
+                    detached = True
                     print()
                 break
             self._asks = False
@@ -113,7 +115,7 @@ class _Terminal:
             print()
         with contextlib.suppress(OSError):  # it is over
             send(self._sock, {"line": line})
-        return line is not None or self._is_over
+        return not detached
 
     def _wake(self, number: int, frame: object) -> None:
         if self._asks:

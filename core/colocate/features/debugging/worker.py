@@ -178,6 +178,11 @@ class _Debugger(pdb.Pdb):
         first = next((k for k in range(1, current + 1) if are_roles[k] and not are_roles[k - 1]), 0)
         return stack[first:], current - first
 
+    def forget(self) -> None:
+        """Forget the frames that were shown, with their variables, which `pdb` keeps until the next stop."""
+        super().forget()
+        vars(self).pop("curframe_locals", None)
+
     def stop_here(self, frame: FrameType) -> bool:
         """Return whether a step ends in a frame: not in what colocate does beside role code."""
         return is_role_code(frame) and super().stop_here(frame)

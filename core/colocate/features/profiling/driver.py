@@ -164,18 +164,18 @@ def profile(
     Raises:
         ConfigError: There is no such role or rank, or no rank has a GPU for `memory`.
         CapabilityError: The workers are threads of this process, which torch can profile only as a whole.
-        ColocateError: It is being profiled already.
-        RoleError: Torch's profiler can't begin: another one goes on in that process, say.
+        ColocateError: It is being profiled already, or the profiler of a rank can't begin or end: another one of
+            torch's goes on in that process, say.
     """
     groups = [group] if isinstance(group, ColocatedGroup) else list(group)
     session = _Session(groups, _targets(groups, roles, ranks), memory, sampler)
-    session.begin()
     try:
+        session.begin()
         yield session.profile
+        session.end(title)
     except BaseException:
         session.forget()
         raise
-    session.end(title)
 
 
 def check_profile(groups: Sequence[Any], roles: Any, ranks: Any, memory: bool, sampler: str) -> None:
@@ -236,11 +236,10 @@ class _Session:
             for worker in node.workforce.workers
         ):
             raise ConfigError("colocate.profile(memory=True): none of these ranks has a GPU, whose memory that shows")
-        folder = Path.cwd() if first.services.run is None else Path(first.services.run.directory)
-        names = (f"profile{'' if number == 1 else f'-{number}'}" for number in itertools.count(1))
-        stem = next(name for name in names if not (folder / f"{name}.json").exists() and not (folder / name).exists())
-        self._folder = folder / stem
-        self.profile = Profile(folder / f"{stem}.json", slots)
+        run = first.services.run
+        self._folder = (Path.cwd() if run is None else Path(run.directory)) / "profile"
+        self.profile = Profile(self._folder.with_suffix(".json"), slots)
+        self._is_made = False  # the folder
         self._told = _Told()
         self._begun: dict[str, PendingCall] = {}
         self._ended: dict[str, PendingCall] = {}
@@ -271,19 +270,29 @@ class _Session:
                 with contextlib.suppress(*errors):
                     ahead = partial(cast("ProfilingOfGroup", node.part("profiling")).ahead, within_s)
                     self._ahead |= {(node.name, slot): seconds for slot, seconds in run_deferred(ahead).items()}
-        self._folder.mkdir(parents=True)
+        self._make_folder()
         runtime: Runtime = Runtime._of(self._connection)
         runtime.observe(self._told)
-        try:
-            self._timeline = runtime._trace(self._folder / "timeline.part", self._ahead, self._zero, (BEGIN, END))
-            for name, node in self._groups.items():
-                given = {"token": self._token, "slots": self.profile.slots[name], "memory": self._memory}
-                given["folder"] = "" if self._sampler == "torch" else str(self._folder.absolute())
-                self._begun[name] = _call(node, BEGIN, given)
-                self._begun[name].result()
-        except BaseException:
-            self.forget()
-            raise
+        self._timeline = runtime._trace(self._folder / "timeline.part", self._ahead, self._zero, (BEGIN, END))
+        for name, node in self._groups.items():
+            given = {"token": self._token, "slots": self.profile.slots[name], "memory": self._memory}
+            given["folder"] = "" if self._sampler == "torch" else str(self._folder.absolute())
+            self._begun[name] = _call(node, BEGIN, given)
+            _check(self._begun[name].result())
+
+    def _make_folder(self) -> None:
+        """Make a folder whose name no other profile has, nor the file of one that is complete."""
+        for number in itertools.count(1):
+            self._folder = self._folder.with_name(f"profile{'' if number == 1 else f'-{number}'}")
+            self.profile.trace = self._folder.with_suffix(".json")
+            try:
+                self._folder.mkdir(parents=True)
+            except FileExistsError:  # perhaps just now, of another thread's or process's profile
+                continue
+            if not self.profile.trace.exists():
+                self._is_made = True
+                return
+            self._folder.rmdir()
 
     def forget(self) -> None:
         """End it, and leave nothing. No rank is waited for: it may never come to it."""
@@ -291,9 +300,10 @@ class _Session:
             with contextlib.suppress(ColocateError):  # what ends the block is told
                 _call(node, END, {"token": self._token, "folder": "", "places": (), "ahead": (), "zero": 0.0})
         self._stop()
-        with contextlib.suppress(OSError):
-            # By a name that nobody knows: a rank may still write into it, and would make a file in there just now.
-            shutil.rmtree(self._folder.rename(self._folder.with_name(f".{self._token}")), ignore_errors=True)
+        if self._is_made:
+            with contextlib.suppress(OSError):
+                # By a name that nobody knows: a rank may still write into it, and would make a file in there just now.
+                shutil.rmtree(self._folder.rename(self._folder.with_name(f".{self._token}")), ignore_errors=True)
 
     def _stop(self) -> None:
         if self._told in self._connection.services.observers:
@@ -305,27 +315,23 @@ class _Session:
         """End it, and write what it has."""
         profile, counter = self.profile, itertools.count()
         found: dict[Slot, Profiled] = {}
-        try:
-            for name, node in self._groups.items():
-                places = [(-1, 0, 0, 0, 0)] * node.size
-                for slot in profile.slots[name]:
-                    places[slot] = next(counter), *self._timeline.below(name, slot)
-                ahead = [self._ahead.get((name, slot), 0.0) for slot in range(node.size)]
-                given = {"places": places, "ahead": ahead, "zero": self._zero}
-                given |= {"token": self._token, "folder": str(self._folder.absolute())}
-                self._ended[name] = _call(node, END, given)
-                told: list[Profiled | None] = self._ended[name].result()
-                found |= {(name, slot): each for slot, each in enumerate(told) if each is not None}
-                if sum(group == name for group, _ in found) < len(profile.slots[name]):
-                    raise ColocateError(f"workers of group {name!r} are others than when its profile began: it is lost")
-            self._connection.services.settle()
-            self._stop()
-            profile.seconds, profile.parts = self._parts(found)
-            profile.untraced = tuple(slot for slot, each in found.items() if not each.traced)
-            self._merge()
-        except BaseException:
-            self.forget()
-            raise
+        for name, node in self._groups.items():
+            places = [(-1, 0, 0, 0, 0)] * node.size
+            for slot in profile.slots[name]:
+                places[slot] = next(counter), *self._timeline.below(name, slot)
+            ahead = [self._ahead.get((name, slot), 0.0) for slot in range(node.size)]
+            given = {"places": places, "ahead": ahead, "zero": self._zero}
+            given |= {"token": self._token, "folder": str(self._folder.absolute())}
+            self._ended[name] = _call(node, END, given)
+            told: list[Profiled | None] = _check(self._ended[name].result())
+            found |= {(name, slot): each for slot, each in enumerate(told) if each is not None}
+            if sum(group == name for group, _ in found) < len(profile.slots[name]):
+                raise ColocateError(f"workers of group {name!r} are others than when its profile began: it is lost")
+        self._connection.services.settle()
+        self._stop()
+        profile.seconds, profile.parts = self._parts(found)
+        profile.untraced = tuple(slot for slot, each in found.items() if not each.traced)
+        self._merge()
         if (run := self._connection.services.run) is not None:
             run.show(title, profile.rows())
 
@@ -400,6 +406,14 @@ class _Session:
             snapshots.append(path.rename(profile.trace.with_name(f"{profile.trace.stem}-{path.name}")))
         profile.snapshots = snapshots
         shutil.rmtree(self._folder)
+
+
+def _check(told: list[Any]) -> list[Any]:
+    """Return what workers have answered; raise what one of them couldn't do."""
+    for each in told:
+        if isinstance(each, str):
+            raise ColocateError(each)
+    return told
 
 
 def _call(node: WorkerGroup, what: str, given: Mapping[str, Any]) -> PendingCall:

@@ -17,7 +17,6 @@ import attrs
 from colocate._system.deadline import Deadline
 from colocate.errors import CapabilityError
 from colocate.features.profiling.traces import Rank
-from colocate.keeper.outside import py_spy
 
 _RATE = 100
 _BEGINS_WITHIN_S = 30.0
@@ -39,6 +38,8 @@ class Sampler:
         Raises:
             CapabilityError: There is no py-spy here, or it mustn't look.
         """
+        from colocate.keeper.outside import py_spy  # with psutil, which comes from its files: no other part needs it
+
         if (program := py_spy()) is None:
             raise CapabilityError("there is no py-spy beside this worker's interpreter, nor on its path: install it")
         pid = str(os.getpid())

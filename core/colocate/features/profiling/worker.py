@@ -15,7 +15,7 @@ from colocate._protocol.message import Message
 from colocate._role.method import method
 from colocate._role.method_spec import MethodSpec
 from colocate._system.imported import imported
-from colocate.errors import ColocateError
+from colocate._system.jobs import error_text
 from colocate.executor import Boot
 from colocate.features.profiling.collectives import Collectives
 from colocate.features.profiling.messages import BEGIN, END, AskClock, Clock, Profiled
@@ -49,8 +49,10 @@ class ProfilingOfWorker(OfWorker):
         self._worker_context.lane.do(self._drop)
 
     @method
-    def begin(self, token: str, slots: Sequence[int], memory: bool, folder: str) -> None:
-        """Begin to profile these slots' workers.
+    def begin(self, token: str, slots: Sequence[int], memory: bool, folder: str) -> str | None:
+        """Begin to profile these slots' workers, and return why this one can't.
+
+        Nothing is raised, here nor in `end`: the call would fail, and with it others' calls that follow it.
 
         Args:
             token: What tells the profile from others.
@@ -60,21 +62,25 @@ class ProfilingOfWorker(OfWorker):
         """
         context = self._worker_context
         if context.boot.slot not in slots:
-            return
+            return None
         if self._session is not None:
-            raise ColocateError(f"worker {context.boot.slot} of group {context.boot.group!r} is being profiled already")
+            return f"worker {context.boot.slot} of group {context.boot.group!r} is being profiled already"
         sampler = Sampler(Path(folder) / f"{_stem(context.boot)}.samples") if folder else None
         session = Session(token, context.boot.device, memory, sampler)
-        session.begin()
+        try:
+            session.begin()
+        except Exception as error:
+            return self._trouble("begin", error)
         self._session = session
         self.enters, self.leaves = session.enters, session.leaves  # type: ignore[method-assign]
         context.list_hooks()
+        return None
 
     @method
     def end(
         self, token: str, folder: str, places: Sequence[Sequence[int]], ahead: Sequence[float], zero: float
-    ) -> Profiled | None:
-        """End it, write what it has into a folder, and tell the rest; None of a worker that isn't profiled by it.
+    ) -> Profiled | str | None:
+        """End it, write what it has into a folder, and tell the rest, or why it can't; None where it isn't profiled.
 
         Args:
             token: Of the profile.
@@ -99,8 +105,14 @@ class ProfilingOfWorker(OfWorker):
             return session.written(
                 stem, Rank(index, f"slot {boot.slot}", process, (first, most), place, session.clocks, *its)
             )
+        except Exception as error:  # the folder is gone, say, as nobody waits for this any more
+            return self._trouble("end", error)
         finally:
             self._drop()
+
+    def _trouble(self, what: str, error: Exception) -> str:
+        boot = self._worker_context.boot
+        return f"the profile of worker {boot.slot} of group {boot.group!r} can't {what}: {error_text(error)}"
 
     def _drop(self) -> None:
         session, self._session = self._session, None

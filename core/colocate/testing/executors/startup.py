@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import logging
 import os
 import pickle
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -21,6 +23,7 @@ from colocate._api.connection import live
 from colocate.errors import (
     CapabilityError,
     ClosedError,
+    ColocateError,
     ConfigError,
     PlacementError,
     RoleError,
@@ -31,6 +34,7 @@ from colocate.executor import OwnProcess
 from colocate.testing.executors._base import ExecutorCase, Spawn, needs, needs_feature, of_executor, smoke
 from colocate.testing.gate import Gate
 from colocate.testing.probes.born import Born
+from colocate.testing.probes.crowded import Crowded
 from colocate.testing.probes.early import Early
 from colocate.testing.probes.faulty import DiesAtStart, FailsToStart, Faulty, HangsAtStart
 from colocate.testing.probes.plain import Echo, Plain, Talker
@@ -134,6 +138,37 @@ class Startup(ExecutorCase):
             (note,) = caught.value.__notes__  # with its stack, and how long it was waited for
             assert "did not end within 0 s" not in note
             assert "running slow.__init__" in note
+
+    @needs(OwnProcess)
+    @needs_feature("rows")
+    @needs_feature("pausing")
+    @needs_feature("checkpoints")
+    @needs_feature("memory")
+    @needs_feature("recordings")
+    @pytest.mark.parametrize("use", ["rows", "a pause", "a checkpoint", "the memory", "a recording"])
+    def test_first_use_without_a_descriptor(self, spawn: Spawn, tmp_path: Path, use: str) -> None:
+        """Workers that can open nothing take a feature's first message: its use may fail, and the group goes on."""
+        group = spawn({"crowded": colocate.role(Crowded), "beside": colocate.role(Echo).on(background=True)}, slots=1)
+        role = group.role("crowded", Crowded)
+
+        def record() -> None:
+            with group.owner.owner.record([role], tmp_path / f"recording-{role.step()}"):
+                role.step()
+
+        uses: dict[str, Callable[[], object]] = {
+            "rows": lambda: role.double([1, 2]),
+            "a pause": lambda: (group.pause("beside"), group.resume("beside")),
+            "a checkpoint": lambda: group.checkpoint(tmp_path / "checkpoint"),
+            "the memory": group.memory,
+            "a recording": record,
+        }
+        role.crowd()
+        with contextlib.suppress(ColocateError):
+            uses[use]()
+        role.relieve()
+        assert group.state == "ready"
+        uses[use]()
+        assert role.double([1, 2]) == [2, 4]
 
     def test_waiting_for_it(self, runtime: Runtime, spawn: Spawn) -> None:
         """`wait_ready` of a group that another thread is still starting waits for it."""

@@ -7,6 +7,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from colocate import PerRank, Role, method
+from colocate.testing.gate import Address, pass_gate
 from colocate.testing.probes import optional
 
 if TYPE_CHECKING:
@@ -68,6 +69,32 @@ class Timed(Role):
         import asyncio
 
         await asyncio.sleep(seconds)
+
+    @method
+    def write_late(self, gate: Address) -> None:
+        """Have this worker write its next profile only once the gate is open, on its second rank."""
+        from colocate.features.profiling.worker import Session
+
+        written = Session.written
+
+        def late(*args: Any) -> Any:
+            Session.written = written  # type: ignore[method-assign]
+            pass_gate(gate)
+            return written(*args)
+
+        if self.ctx.rank == 1:
+            Session.written = late  # type: ignore[method-assign, assignment]
+
+    @method
+    def profile_itself(self, begins: bool) -> None:
+        """Begin, or end, a profile of its own, on its second rank."""
+        if self.ctx.rank != 1:
+            return
+        if begins:
+            self.own = torch.profiler.profile()
+            self.own.start()
+        else:
+            self.own.stop()
 
     @method
     def hooks(self) -> int:

@@ -38,6 +38,7 @@ import attrs
 
 from colocate._system.installed import version_of
 from colocate._system.libc import MADV_COLLAPSE, advise_large, die_with
+from colocate._system.own_modules import keep_modules
 from colocate.worker.birth.imports import imported_already
 from colocate.worker.birth.signals import LEFT
 
@@ -89,6 +90,7 @@ class Template:
         self._reads, self._writes = os.pipe()  # the names of what its forks have imported
         self._modules, self._forks = 0, 0  # how many it has imported, and how often it has forked since
         _import(["colocate.worker.birth.main"])
+        keep_modules()
 
     def run(self) -> None:
         """Fork workers until the starter is gone, and return in each of them, as in one that was started by itself."""

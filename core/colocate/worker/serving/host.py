@@ -21,6 +21,7 @@ from colocate._protocol.to_worker import Call
 from colocate._protocol.uses import Peers
 from colocate._signals import at_once
 from colocate._system.jobs import OUR_FAULT, JobThread, error_text, report_exception
+from colocate._system.own_modules import keep_modules
 from colocate._values.codec import Codec
 from colocate._values.leaving import describe
 from colocate.errors import CapabilityError, ColocateError
@@ -66,6 +67,7 @@ class WorkerHost(WorkerContext):
         on_end: Callable[[], None] = lambda: None,
         turns: Turns | None = None,
     ) -> None:
+        keep_modules()
         super().__init__(boot, codec, send, in_process)
         self.ended = self._is_broken = False
         self._on_end = on_end

@@ -5,11 +5,16 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
 from colocate import Role, method
 from colocate.testing.gate import Address, pass_gate
+
+
+class _Value:
+    """Something whose end can be seen."""
 
 
 class Stopper(Role):
@@ -31,6 +36,18 @@ class Stopper(Role):
 
     def more(self, value: int) -> int:
         return value + 100
+
+    @method
+    def keep(self) -> None:
+        value = _Value()
+        self.value = weakref.ref(value)
+        if self.ctx.rank == 1:
+            breakpoint()
+        assert value is not None
+
+    @method
+    def is_kept(self) -> bool:
+        return self.value() is not None
 
     @method
     async def step_async(self, value: int) -> int:

@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from types import TracebackType
@@ -84,6 +85,11 @@ class Terminal:
             assert line, shown
             shown += json.loads(line).get("text", json.loads(line).get("over", ""))
         return shown
+
+    def read_all(self) -> None:
+        """Read what is shown until there is nothing more."""
+        while self._attached.lines.readline():
+            pass
 
     def close(self) -> None:
         """Be gone."""
@@ -187,6 +193,86 @@ class Debugging(ExecutorCase):
                     terminal.go("c")
             gate.wait_for(2)
         assert call.result(PATIENCE_S) == [(0, False), (1, False)]
+
+    def test_two_stops_of_a_slot(self, spawn: Spawn) -> None:
+        """A terminal has one of them at a time: the second comes to it when the first is over, or to another one."""
+        roles = {"stopper": colocate.role(Stopper), "beside": colocate.role(Stopper).on(background=True)}
+        group = spawn(roles, slots=1)
+        stopper, beside = group.role("stopper", Stopper), group.role("beside", Stopper)
+
+        def stop_both() -> tuple[colocate.Call[Any], colocate.Call[Any]]:
+            calls = stopper.step.submit(1, ranks=(0,)), beside.step.submit(2, ranks=(0,))
+            wait_until(lambda: len(group._node.part("debugging")._stops) == 2, "both are stopped")
+            return calls
+
+        first, second = stop_both()
+        with Terminal("stopper/0") as terminal:
+            terminal.go("continue")
+            assert "beside.step" in terminal.wait()
+            terminal.go("continue")
+        assert (first.result(PATIENCE_S), second.result(PATIENCE_S)) == ([111], [112])
+        first, second = stop_both()
+        with Terminal("stopper/0") as terminal, Terminal("beside/0") as other:
+            other.go("continue")
+            assert second.result(PATIENCE_S) == [112]
+            assert not first.done()
+            terminal.go("continue")
+        assert first.result(PATIENCE_S) == [111]
+
+    def test_a_terminal_that_was_detached_stays(self, spawn: Spawn) -> None:
+        """A program that stays after Ctrl-D keeps no terminal from the stops of a group that follows."""
+        for _ in range(2):
+            group = spawn({"stopper": colocate.role(Stopper)}, slots=1)
+            call = group.role("stopper", Stopper).step.submit(1, ranks=(0,))
+            stays = Terminal("0")
+            stays.go(None)
+            assert call.result(PATIENCE_S) == [111]
+            assert stays.wait() == ""
+            group.close()
+        stays.close()
+
+    def test_a_terminal_that_is_left_while_it_reads(self, stoppers: ColocatedGroup) -> None:
+        """`colocate debug` ends when Ctrl-D is typed, though one of its threads waits for what the driver says."""
+        call = stoppers.role("stopper", Stopper).step.submit(1)
+        terminal = Terminal()
+        reads = threading.Thread(target=terminal.read_all)
+        reads.start()
+        ends = threading.Thread(target=terminal.close)
+        ends.start()
+        for thread in (ends, reads):
+            thread.join(PATIENCE_S)
+            assert not thread.is_alive()
+        assert call.result(PATIENCE_S) == [111, 112]
+
+    def test_a_job_that_is_to_end(self, runtime: colocate.Runtime, no_leaks: None) -> None:
+        """No rank of this process stops any more: of no group that runs, of any runtime, nor of one that is made then."""
+        with self.connect() as own, own.reserve(1, cpus=0) as its, runtime.reserve(2, cpus=0, groups=2) as pool:
+            other = its.spawn({"stopper": colocate.role(Stopper)}).role("stopper", Stopper)
+            before = pool.spawn({"stopper": colocate.role(Stopper)}).role("stopper", Stopper)
+            calls = [other.step.submit(1, ranks=(0,)), before.step.submit(1)]
+            Terminal("0").close()
+            Driver(own).let_go()
+            after = pool.spawn({"stopper": colocate.role(Stopper, stops=True)}).role("stopper", Stopper)
+            assert [call.result(PATIENCE_S) for call in calls] == [[111], [111, 112]]
+            assert after.step(1, ranks=(0, 1)) == [111, 112]
+        with runtime.reserve(1, cpus=0) as pool:  # with that runtime its end is over
+            call = pool.spawn({"stopper": colocate.role(Stopper)}).role("stopper", Stopper).step.submit(1, ranks=(0,))
+            with Terminal("0") as terminal:
+                terminal.go("continue")
+            assert call.result(PATIENCE_S) == [111]
+
+    def test_what_was_shown_is_forgotten(self, stoppers: ColocatedGroup) -> None:
+        """A debugger keeps nothing of a frame that it has shown, once the rank goes on."""
+        role = stoppers.role("stopper", Stopper)
+        for last in ("continue", None):
+            call = role.keep.submit()
+            with Terminal() as terminal:
+                terminal.put("where")
+                terminal.put("up")
+                terminal.put("down")
+                terminal.go(last)
+            call.result(PATIENCE_S)
+            assert role.is_kept() == [False, False]
 
     @needs_feature("looking")
     def test_deadlines_wait(self, stoppers: ColocatedGroup, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:

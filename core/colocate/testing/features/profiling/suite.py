@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import signal
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,10 +18,13 @@ from colocate import ColocatedGroup
 from colocate.errors import ColocateError, ConfigError
 from colocate.executor import OwnProcess
 from colocate.features import FEATURES
+from colocate.features.profiling.driver import _Session
 from colocate.testing.executors._base import ExecutorCase, Spawn, needs
+from colocate.testing.gate import Gate
 from colocate.testing.probes.counting import Counting
 from colocate.testing.probes.plain import Echo
 from colocate.testing.probes.profiled import Shifted, Timed
+from colocate.testing.waiting import PATIENCE_S
 
 if TYPE_CHECKING:
     from colocate import Profile
@@ -215,6 +220,65 @@ class Profiling(ExecutorCase):
         assert [path.name for path in tmp_path.iterdir()] == [profile.trace.name]
         assert timed.hooks() == [0, 0]
 
+    def test_an_interrupted_profile(self, two: ColocatedGroup, tmp_path: Path) -> None:
+        """Who is interrupted while ranks write leaves nothing, and no call of a role fails of what a rank can't write."""
+        timed = two.role("timed", Timed)
+        previous = signal.signal(signal.SIGUSR1, _interrupt)
+        with Gate() as gate, ThreadPoolExecutor(1) as other:
+
+            def interrupt() -> None:
+                gate.wait_for()
+                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
+
+            timed.write_late(gate.address)
+            interrupted = other.submit(interrupt)
+            try:
+                with pytest.raises(InterruptedError), colocate.profile(two):
+                    pass
+            finally:
+                signal.signal(signal.SIGUSR1, previous)
+            interrupted.result()
+            call = timed.multiply.submit()
+            gate.open()
+            call.result(PATIENCE_S)
+        assert list(tmp_path.iterdir()) == []
+        with colocate.profile(two) as profile:
+            timed.multiply()
+        assert profile.trace.exists()
+
+    def test_a_rank_that_cant_begin(self, two: ColocatedGroup, tmp_path: Path) -> None:
+        """Another profile goes on in its process, say: the profile is refused with its words, and nothing else fails."""
+        timed = two.role("timed", Timed)
+        timed.profile_itself(True)
+        words = r"the profile of worker 1 of group .* can't begin: RuntimeError: "
+        with pytest.raises(ColocateError, match=words), colocate.profile(two):
+            raise AssertionError
+        timed.profile_itself(False)
+        assert list(tmp_path.iterdir()) == []
+        with colocate.profile(two) as profile:
+            timed.multiply()
+        assert profile.trace.exists()
+
+    def test_two_at_once(self, spawn: Spawn, in_its_folder: None, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Profiles of two groups that begin at the same moment have a file each."""
+        groups = [spawn({"echo": colocate.role(Echo, "the tag")}, slots=1) for _ in range(2)]
+        both, begin = threading.Barrier(2), _Session.begin
+
+        def begin_together(session: _Session) -> None:
+            both.wait(PATIENCE_S)
+            begin(session)
+
+        monkeypatch.setattr(_Session, "begin", begin_together)
+
+        def profile(group: ColocatedGroup) -> str:
+            with colocate.profile(group) as profile:
+                group.role("echo", Echo).noop()
+            assert profile.parts["echo.noop"].calls == 1
+            return profile.trace.name
+
+        with ThreadPoolExecutor(2) as threads:
+            assert {*threads.map(profile, groups)} == {"profile.json", "profile-2.json"}
+
     def test_another_group_that_hangs(self, two: ColocatedGroup, spawn: Spawn) -> None:
         """That one's clock isn't known, and the profile of another group is as ever."""
         other = spawn({"other": colocate.role(Counting)}, slots=1)
@@ -278,6 +342,10 @@ class Profiling(ExecutorCase):
             group.role("echo", Echo).noop()
         assert profile.parts["echo.noop"].calls == 2
         assert profile.seconds > 0
+
+
+def _interrupt(number: int, frame: object) -> None:
+    raise InterruptedError
 
 
 def _inside(inner: dict[str, Any], outer: dict[str, Any], slack: float = 0.0) -> bool:

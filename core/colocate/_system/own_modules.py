@@ -1,0 +1,78 @@
+"""Modules of colocate that nobody has imported yet, in memory: their files may change or go while a process runs.
+
+A feature is imported when it is first used, perhaps days after the start. By then `pip install -U` or `git pull` may
+have replaced its files, and the process may have no free descriptor to open one. To read all of them takes ten
+milliseconds; to import them would take half as long as the rest of a worker's start.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from importlib.machinery import SOURCE_SUFFIXES, FileFinder, ModuleSpec, SourceFileLoader
+from importlib.util import cache_from_source, spec_from_file_location
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+_FOR_TESTS = "testing"
+_packages: set[str] = set()
+_loaders: dict[str, _Loader] = {}
+
+
+def keep_modules() -> None:
+    """Read the modules of colocate's packages that are imported by now: the others will be imported from memory."""
+    for package in [name for name in sys.modules if "." not in name and name.startswith("colocate")]:
+        if package not in _packages:
+            _packages.add(package)
+            for root in getattr(sys.modules[package], "__path__", ()):
+                _keep_package(package, root)
+
+
+def _keep_package(package: str, root: str) -> None:
+    for folder, folders, files in os.walk(root):
+        folders[:] = [name for name in folders if name not in ("__pycache__", _FOR_TESTS)]
+        parent = [package, *Path(folder).relative_to(root).parts]
+        for file in files:
+            stem, suffix = os.path.splitext(file)
+            name = ".".join(parent if stem == "__init__" else [*parent, stem])
+            if suffix == ".py" and name not in sys.modules:
+                with contextlib.suppress(OSError):  # then it comes from its file, as any module
+                    _loaders[name] = _Loader(name, os.path.join(folder, file))
+        sys.path_importer_cache[folder] = _Finder(folder, (SourceFileLoader, SOURCE_SUFFIXES))
+
+
+class _Loader(SourceFileLoader):
+    """Loads a module from the bytes that its files had."""
+
+    def __init__(self, name: str, path: str) -> None:
+        super().__init__(name, path)
+        self._stats = super().path_stats(path)
+        self._data: dict[str, bytes] = {}
+        compiled = cache_from_source(path)
+        with contextlib.suppress(OSError):
+            self._data[compiled] = super().get_data(compiled)
+        times = b"".join(int(self._stats[key]).to_bytes(8, "little")[:4] for key in ("mtime", "size"))
+        if self._data.get(compiled, b"")[4:16] != b"\0\0\0\0" + times:  # as `py_compile` has it: of another source
+            self._data[path] = super().get_data(path)
+
+    def path_stats(self, path: Any) -> Any:
+        """Return what Python compares with the header of a compiled module."""
+        return self._stats
+
+    def get_data(self, path: Any) -> bytes:
+        """Return the bytes of a file."""
+        found = self._data.get(path)
+        return super().get_data(path) if found is None else found
+
+
+class _Finder(FileFinder):
+    """Finds the modules of one folder: those in memory first."""
+
+    def find_spec(self, fullname: str, target: ModuleType | None = None) -> ModuleSpec | None:
+        """Return where a module is imported from."""
+        loader = _loaders.get(fullname)
+        if loader is None:
+            return super().find_spec(fullname, target)
+        return spec_from_file_location(fullname, loader.path, loader=loader)

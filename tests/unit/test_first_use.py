@@ -1,0 +1,161 @@
+"""Features on their first use: without a descriptor, after their files have gone, and in a signal's handler."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import colocate
+
+CORE = Path(colocate.__file__).parents[1]
+ROLES = """
+import os, resource, shutil, signal, sys, threading
+import colocate
+from colocate import First, Role, method
+
+class Counter(Role):
+    def __init__(self):
+        self.count = 0
+    @method(collect=First())
+    def step(self) -> int:
+        self.count += 1
+        return self.count
+    @method(collect=First())
+    def start(self) -> str:
+        self.child = self.ctx.start(["sleep", "100"])
+        return self.child.state
+    @method(collect=First())
+    def stop(self) -> int:
+        breakpoint()
+        return 1
+    @method(rows="x", concurrency=4)
+    async def play(self, x):
+        return x
+    def save(self, folder) -> None:
+        open(f"{folder}/count", "w").write(str(self.count))
+    def restore(self, folder) -> None:
+        self.count = int(open(f"{folder}/count").read())
+"""
+WITHOUT_DESCRIPTORS = f"""{ROLES}
+from contextlib import contextmanager
+@contextmanager
+def crowded():
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = os.open("/dev/null", os.O_RDONLY)
+    os.close(free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+def terminal():
+    from colocate.features.debugging.attach import attach
+    for _ in range(200):
+        try:
+            return attach(os.getpid(), None)
+        except colocate.ConfigError:
+            threading.Event().wait(0.1)
+
+with colocate.connect(processes=True) as runtime, runtime.reserve() as pool:
+    group = pool.spawn({{"counter": colocate.role(Counter)}})
+    counter = group["counter"]
+    with crowded():
+        call, stop = counter.start.submit(), counter.stop.submit()
+        print(call.result(20))
+        while not group._node.stopped():
+            threading.Event().wait(0.01)
+    print(group.state, "sleep" in runtime.graph.render("tree"))
+    attached = terminal()
+    print(attached.stops, stop.done())
+    attached.close()
+    print(stop.result(20), counter.step())
+"""
+WITHOUT_FILES = f"""{ROLES}
+MODE, FOLDER = sys.argv[1:]
+with colocate.connect(processes=MODE == "processes") as runtime, runtime.reserve() as pool:
+    group = pool.spawn({{"counter": colocate.role(Counter)}})
+    counter = group["counter"]
+    counter.step()
+    shutil.rmtree(os.path.dirname(colocate.__file__))
+    group.checkpoint(FOLDER)
+    print(counter.step(), counter.play([1, 2]), len(group.memory().slots))
+    group.restore(FOLDER)
+    print(counter.step(), "counter" in runtime.graph.render("tree"), not runtime.audit())
+"""
+IN_A_HANDLER = f"""{ROLES}
+def pipeline():
+    with group.pipeline():
+        call = counter.step.submit()
+    return call.result() > 0
+
+def pause():
+    group.pause("other")
+    group.resume("other")
+    return True
+
+USES = {{
+    "rows/driver": lambda: counter.play([1, 2]) == [1, 2],
+    "pipelines/driver": pipeline,
+    "looking/graph": lambda: "counter" in runtime.graph.render("tree"),
+    "memory/driver": lambda: len(group.memory().slots) == 1,
+    "pausing/driver": pause,
+    "weights/comparing": lambda: colocate.compare_weights is not None,
+    "profiling/driver": lambda: colocate.profile is not None,
+}}
+armed = []
+
+def hook(event, args):
+    if event == "exec" and armed and getattr(args[0], "co_filename", "").endswith(armed[0]):
+        armed.clear()
+        signal.raise_signal(signal.SIGUSR1)
+
+sys.addaudithook(hook)
+with colocate.connect() as runtime, runtime.reserve() as pool:
+    roles = {{"counter": colocate.role(Counter), "other": colocate.role(Counter).on(background=True)}}
+    group = pool.spawn(roles)
+    counter = group["counter"]
+    for name, use in USES.items():
+        inside = []
+        signal.signal(signal.SIGUSR1, lambda *_: inside.append(use()))
+        armed[:] = [f"features/{{name}}.py"]
+        print(name, use(), inside, use())
+"""
+
+
+def run(code: str, *args: str, **env: str) -> list[str]:
+    """Return the lines that a program prints."""
+    done = subprocess.run(
+        [sys.executable, "-c", code, *args], capture_output=True, text=True, timeout=120, env={**os.environ, **env}
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def test_the_driver_has_no_descriptor_for_a_first_message() -> None:
+    """A child and a stop are told while the driver can open nothing: the group goes on, and terminals come later."""
+    lines = [line for line in run(WITHOUT_DESCRIPTORS) if not line.startswith("[colocate]")]
+    assert lines == ["running", "ready True", "None False", "1 1"]
+
+
+@pytest.mark.parametrize("mode", ["threads", "processes"])
+def test_files_that_are_gone(tmp_path: Path, mode: str) -> None:
+    """Features that nobody has used yet come from memory, in the driver and in its workers."""
+    copy = tmp_path / "copy"
+    shutil.copytree(CORE, copy, ignore=shutil.ignore_patterns("testing"))
+    path = os.pathsep.join(filter(None, [str(copy), os.environ.get("PYTHONPATH")]))
+    lines = run(WITHOUT_FILES, mode, str(tmp_path / "checkpoint"), PYTHONPATH=path)
+    assert lines == ["2 [1, 2] 1", "2 True True"]
+    assert not (copy / "colocate").exists()
+
+
+def test_a_handler_interrupts_a_first_import() -> None:
+    """A signal's handler that uses the feature which the main thread imports just then finds the whole of it."""
+    lines = run(IN_A_HANDLER)
+    assert len(lines) == 7
+    assert [line for line in lines if not line.endswith(" True [True] True")] == []
