@@ -120,7 +120,7 @@ def test_lists_work_without_torch(bare_python: str, tmp_path: Path) -> None:
     assert lines[::4] == ["['A', 'BC', 'DEF'] 6"] * 3
     for line in (line for index, line in enumerate(lines) if index % 4):
         assert line.startswith("ImportError ")
-        assert line.endswith("needs torch, which isn't installed: pip install '.[torch]' in a checkout of colocate")
+        assert "needs torch, which isn't installed: pip install 'torch>=" in line
 
 
 def test_the_pip_line(bare_python: str) -> None:
@@ -134,5 +134,7 @@ for engine in ("ray", "dask"):
     try: colocate.connect(engine)
     except colocate.PluginError as error: print(error.hint)
 """
-    lines = [f"pip install '.[{extra}]' in a checkout of colocate" for extra in ("ppo", "ray", "dask")]
-    assert run(bare_python, code).splitlines() == lines
+    ppo, ray, dask = run(bare_python, code).splitlines()
+    assert "'torch>=" in ppo
+    assert ray.startswith("pip install 'ray>=")
+    assert dask.startswith("pip install 'distributed>=")

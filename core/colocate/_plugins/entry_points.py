@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from importlib.metadata import Distribution, EntryPoint, PackageNotFoundError, distribution, entry_points
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import attrs
 import pluggy
@@ -108,7 +108,7 @@ class PluginGroup:
         try:
             return found[0].function()
         except RAISED as error:
-            raise broken(f"{self._plugin(entry)}:", f"its hook {hook}() raised", error, entry) from error
+            raise_broken(f"{self._plugin(entry)}:", f"its hook {hook}() raised", error, entry)
 
     def _plugin(self, entry: EntryPoint) -> str:
         return f"the {self.noun} {entry.name!r} ({origin(entry)})"
@@ -120,7 +120,7 @@ class PluginGroup:
             what = self._plugin(entry)
             if not _place(error):  # it is the entry point itself that leads nowhere
                 what += f", entry point {entry.name} = {entry.value},"
-            raise broken(what, "can't be imported", error, entry) from error
+            raise_broken(what, "can't be imported", error, entry)
         if self.manager.get_plugin(entry.name) is plugin:
             return plugin
         if self.manager.has_plugin(entry.name):
@@ -189,10 +189,11 @@ def entry_error(entry: EntryPoint, message: str, hint: str | None = None) -> Plu
     return PluginError(message, name=entry.name, distribution=distribution_of(entry)[0], hint=hint)
 
 
-def broken(what: str, how: str, error: BaseException, entry: EntryPoint | None) -> PluginError:
-    """The error for plugin code that raised: whose it is, what it said and where, and what to install.
+def raise_broken(what: str, how: str, error: BaseException, entry: EntryPoint | None) -> NoReturn:
+    """Raise the error for plugin code that raised: whose it is, what it said and where, and what to install.
 
-    What a handler of a signal has raised, which runs between any two steps of the main thread, is raised again.
+    A module that isn't installed has no traceback of its own: the message says all of it. What a handler of a signal
+    has raised, which runs between any two steps of the main thread, is raised again.
     """
     if is_of_handler(error):
         raise error
@@ -201,7 +202,8 @@ def broken(what: str, how: str, error: BaseException, entry: EntryPoint | None) 
     if hint:
         message += f"; install what it needs: {hint}"
     name = entry.name if entry is not None else None
-    return PluginError(message, name=name, distribution=distribution_of(entry)[0], hint=hint)
+    refusal = PluginError(message, name=name, distribution=distribution_of(entry)[0], hint=hint)
+    raise refusal from (None if hint else error)
 
 
 def import_reference(reference: str, what: str, entry: EntryPoint | None) -> Any:
@@ -214,7 +216,7 @@ def import_reference(reference: str, what: str, entry: EntryPoint | None) -> Any
     try:
         found: Any = importlib.import_module(module_name)
     except RAISED as error:
-        raise broken(f"{what}: module {module_name}", "can't be imported", error, entry) from error
+        raise_broken(f"{what}: module {module_name}", "can't be imported", error, entry)
     for name in path.split("."):
         try:
             found = getattr(found, name)

@@ -16,7 +16,6 @@ import attrs
 from colocate._plugins.entry_points import (
     RAISED,
     PluginGroup,
-    broken,
     distribution_of,
     entry_error,
     hookspec,
@@ -24,6 +23,7 @@ from colocate._plugins.entry_points import (
     listed,
     needed_by_extra,
     origin,
+    raise_broken,
     unknown_plugin,
     versions_of,
 )
@@ -243,7 +243,7 @@ class FoundObserver(_Found):
         try:
             return factory(**options)
         except RAISED as error:
-            raise broken(f"{self._what}:", "could not be made", error, self._entry) from error
+            raise_broken(f"{self._what}:", "could not be made", error, self._entry)
 
 
 @attrs.frozen

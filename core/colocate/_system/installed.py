@@ -1,7 +1,7 @@
 """What is installed, as metadata tells, and what installs it, as messages say.
 
-Never colocate by its name, which is another project's on the public index: who has installed it from a checkout is told
-a line for that checkout, and who has a wheel, what an extra consists of.
+Never colocate by its name, which is another project's on the public index: who lacks an extra is told what that
+consists of, which holds for a wheel and for a checkout.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ def version_of(name: str) -> str | None:
 
 
 def pip_line(extra: str | None = None) -> str:
-    """Return what installs colocate, with an extra."""
+    """Return what installs colocate, or what an extra of it consists of."""
+    if extra is not None and (needed := _extra(extra)):
+        return f"pip install {' '.join(map(repr, needed))}"
     if _from_checkout():
         return f"pip install {'.' if extra is None else repr(f'.[{extra}]')} in a checkout of colocate"
-    if extra is None:
-        return "pip install the wheel of colocate again"
-    return f"pip install {' '.join(map(repr, _extra(extra)))}"
+    return "pip install the wheel of colocate again"
 
 
 def same_line() -> str:
@@ -79,5 +79,8 @@ def _from_checkout() -> bool:
 def _extra(name: str) -> list[str]:
     """Return the requirements of an extra of ours. What it names of other extras is among them since the build."""
     wanted = re.compile(rf"extra == ['\"]{re.escape(name)}['\"]")
-    needed = (each.partition(";") for each in distribution("colocate").requires or ())
+    try:
+        needed = [each.partition(";") for each in distribution("colocate").requires or ()]
+    except PackageNotFoundError:  # it only lies on the path
+        return []
     return [requirement.strip() for requirement, _, marker in needed if wanted.search(marker)]

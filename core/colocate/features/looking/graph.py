@@ -36,7 +36,12 @@ class Graph:
         Args:
             memory: Whether workers are asked for the memory of their roles, in bytes, see `ColocatedGroup.memory`;
                 "unmeasured" says of a group why that isn't known.
+
+        Raises:
+            ForkedError: This is a forked child, which no worker answers (`memory`).
         """
+        if memory and self._root.forked:
+            self._root.check()
         deadline = Deadline(LEDGERS_WITHIN_S)
         return _node(self._root, run_deferred(lambda: _measured(self._root, deadline)) if memory else {})
 
@@ -46,6 +51,10 @@ class Graph:
         Args:
             format: "tree", "mermaid" or "json".
             memory: Whether each role says how much memory it holds, and each worker how much it has of its own.
+
+        Raises:
+            ConfigError: There is no such format.
+            ForkedError: This is a forked child, which no worker answers (`memory`).
         """
         if format not in FORMATS:
             raise ConfigError(f"graph.render({format!r}): the formats are {', '.join(FORMATS)}")

@@ -245,12 +245,15 @@ class Debugging(ExecutorCase):
         assert call.result(PATIENCE_S) == [111, 112]
 
     def test_a_job_that_is_to_end(self, runtime: colocate.Runtime, no_leaks: None) -> None:
-        """No rank of this process stops any more: of no group that runs, of any runtime, nor of one that is made then."""
-        with self.connect() as own, own.reserve(1, cpus=0) as its, runtime.reserve(2, cpus=0, groups=2) as pool:
-            other = its.spawn({"stopper": colocate.role(Stopper)}).role("stopper", Stopper)
-            before = pool.spawn({"stopper": colocate.role(Stopper)}).role("stopper", Stopper)
-            calls = [other.step.submit(1, ranks=(0,)), before.step.submit(1)]
-            Terminal("0").close()
+        """No rank of this process stops any more, of any runtime, nor of a group that is made then."""
+        with (
+            colocate.connect(processes=True) as own,
+            own.reserve(1) as its,
+            runtime.reserve(2, cpus=0, groups=2) as pool,
+        ):
+            groups = [each.spawn({"stopper": colocate.role(Stopper)}) for each in (its, pool)]
+            calls = [group.role("stopper", Stopper).step.submit(1, ranks=(0,)) for group in groups]
+            wait_until(lambda: all(group._node.stopped() for group in groups), "both are stopped")
             Driver(own).let_go()
             after = pool.spawn({"stopper": colocate.role(Stopper, stops=True)}).role("stopper", Stopper)
             assert [call.result(PATIENCE_S) for call in calls] == [[111], [111, 112]]

@@ -19,10 +19,11 @@ from colocate._api.slots import Slots
 from colocate._owned.owned import Owned
 from colocate._role.budget import Budget
 from colocate._worker_group.workforce import Worker
-from colocate.errors import RoleStartError
+from colocate.errors import ForkedError, RoleStartError
 from colocate.executor import Exit, OwnProcess, Reservation
 from colocate.testing import leaks
-from colocate.testing.executors._base import ExecutorCase, Spawn, needs, of_executor, smoke
+from colocate.testing.executors._base import ExecutorCase, Spawn, needs, needs_feature, of_executor, smoke
+from colocate.testing.executors.forks import in_a_fork
 from colocate.testing.gate import Gate
 from colocate.testing.probes.faulty import FailsToStart, Faulty
 from colocate.testing.probes.plain import Echo
@@ -67,6 +68,19 @@ def shown(runtime: Runtime) -> set[tuple[str, str]]:
 
 class Graphs(ExecutorCase):
     """`runtime.graph`: runtime, pools, groups, workers, role instances; groups' residents and calls."""
+
+    @needs_feature("memory")
+    def test_memory_in_a_fork(self, pair: ColocatedGroup) -> None:
+        """A forked child can show what it was born with; no worker answers it, and it is told so at once."""
+        graph = pair.owner.owner.graph
+
+        def render() -> list[str]:
+            for format in ("tree", "json"):
+                with pytest.raises(ForkedError, match="forked child"):
+                    graph.render(format, memory=True)
+            return [str(pair.name in graph.render("tree"))]
+
+        assert in_a_fork(render) == ["True"]
 
     def test_graph(self, runtime: Runtime) -> None:
         """The graph shows what lives, under its one owner, with states and the lines that made it; then it is gone."""

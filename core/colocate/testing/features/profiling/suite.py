@@ -221,7 +221,7 @@ class Profiling(ExecutorCase):
         assert timed.hooks() == [0, 0]
 
     def test_an_interrupted_profile(self, two: ColocatedGroup, tmp_path: Path) -> None:
-        """Who is interrupted while ranks write leaves nothing, and no call of a role fails of what a rank can't write."""
+        """Who is interrupted while ranks write leaves nothing, and no call of a role fails of it."""
         timed = two.role("timed", Timed)
         previous = signal.signal(signal.SIGUSR1, _interrupt)
         with Gate() as gate, ThreadPoolExecutor(1) as other:
@@ -247,7 +247,7 @@ class Profiling(ExecutorCase):
         assert profile.trace.exists()
 
     def test_a_rank_that_cant_begin(self, two: ColocatedGroup, tmp_path: Path) -> None:
-        """Another profile goes on in its process, say: the profile is refused with its words, and nothing else fails."""
+        """Another profile goes on in its process: this one is refused with torch's words, and nothing else fails."""
         timed = two.role("timed", Timed)
         timed.profile_itself(True)
         words = r"the profile of worker 1 of group .* can't begin: RuntimeError: "
