@@ -181,8 +181,8 @@ def _refusal(address: str, error: Exception) -> str:
         return f"the Ray cluster at {address} runs other versions than this driver: {words}"
     return (
         f"the Ray cluster at {address} can't be joined: {words} A driver has to run on a machine of the cluster; from "
-        "elsewhere, submit it as a job (`ray job submit -- python driver.py`, which needs pip install 'ray[default]' there "
-        "and in the cluster)"
+        "elsewhere, submit it as a job (`ray job submit -- python driver.py`). That command needs pip install "
+        "'ray[default]', there and in the cluster"
     )
 
 

@@ -319,7 +319,7 @@ def test_unreachable() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"address": "ray://head:10001"}, "ray job submit"),
+        ({"address": "ray://head:10001"}, r"ray job submit .* needs pip install 'ray\[default\]'"),
         ({"address": "auto", "cpus": 2}, "a cluster has its own"),
         ({"address": "local"}, "leave address out for a private Ray"),
         ({"token_file": "token"}, "a private Ray makes its own"),

@@ -28,6 +28,7 @@ import psutil
 
 import colocate_verl
 from colocate import ConfigError
+from colocate.plugins import pip_line
 from colocate_verl.demo import ENVIRONMENT, NAMES
 from colocate_verl.demo.config import RANKS, make, settings
 from colocate_verl.demo.trainers import answers, of_v0, of_v1
@@ -138,7 +139,7 @@ def chosen() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, help="a file for all metrics, as JSON")
     options = parser.parse_args()
     if importlib.util.find_spec("verl") is None:
-        parser.error("verl isn't installed: pip install '.[verl]' in a checkout of colocate")
+        parser.error(f"verl isn't installed: {pip_line('verl')}")
     if options.steps < 2:
         parser.error("--steps: the first step warms up, so give at least 2")
     if options.trainer == "v1" and options.executor not in ("ray", "verl"):
