@@ -405,8 +405,8 @@ def _check_joining(address: str, cpus: float | None, gpus: int | None) -> None:
     if address.startswith("ray://"):
         raise ConfigError(
             f"connect('ray', address={address!r}): Ray Client can't hold workers. Run the driver in the cluster, as a "
-            "job (`ray job submit --address http://HEAD:8265 -- python driver.py`), with address='auto'. That needs pip "
-            "install 'ray[default]', here and in the cluster"
+            "job (`ray job submit --address http://HEAD:8265 -- python driver.py`), with address='auto'. That needs "
+            "pip install 'ray[default]', here and in the cluster"
         )
     if address == "local":  # Ray's own word for a new one
         raise ConfigError(
