@@ -534,6 +534,9 @@ class Link(SimpleNamespace):
         if NAME in told:
             self.world.groups.ended(call, slot, told[NAME])
 
+    def report_unfinished(self, back: Any) -> None:
+        pass
+
     def all_back(self, hold: Any) -> bool:
         """Have groups be dropped, if there are such."""
         return self.world.groups.all_back(hold)

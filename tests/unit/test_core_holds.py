@@ -41,6 +41,9 @@ class Sent:
 
     ended = halted
 
+    def report_unfinished(self, back: Any) -> None:
+        pass
+
     def all_back(self, hold: Any) -> bool:
         return False
 

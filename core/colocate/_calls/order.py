@@ -67,6 +67,7 @@ class Hold:
         number: Its number, by which ranks answer; `lane` is the background role whose it is, "" for the main lane.
         waiting: The slots of ranks that aren't back, or are in a phase that comes before all go on.
         parts: What features keep of it, by their names.
+        back: What ranks have said as they came back, by slot.
         phase: What all ranks do, once they are back, before they go on, and the seconds that this may take.
     """
 
@@ -84,6 +85,7 @@ class Hold:
     failures: list[PendingCall] = attrs.field(factory=list)  # those that don't go on after it
     patient: bool = False  # the cause of what is suspected may come from a rank that is alive
     parts: dict[str, Any] = attrs.field(factory=dict)
+    back: dict[int, from_worker.Held] = attrs.field(factory=dict)
     phase: tuple[str, float] | None = None
 
     def cause(self) -> ColocateError | None:
@@ -336,6 +338,7 @@ class CallOrder:
                 return
             hold.waiting.discard(slot)
             hold.silent.discard(slot)
+            hold.back[slot] = held
             self.link.halted(hold, slot, held.parts, True)
             if not hold.waiting and not self.link.all_back(hold):
                 self._resume(hold)
@@ -476,6 +479,7 @@ class CallOrder:
                 later._fail(error)
         if hold.timer is not None:
             hold.timer.cancel()
+        self.link.report_unfinished(hold.back)
         self._resumed[hold.lane] = hold.number
         del self._holds[hold.lane]
         self.link.send(self.link.live(), to_worker.Resume(hold.number, sorted(hold.withdrawn), hold.lane))

@@ -69,6 +69,10 @@ class Link(Owned, abc.ABC):
         """Return seconds since a time (of time.time()) that no deadline counts: somebody had ranks stand still."""
 
     @abc.abstractmethod
+    def report_unfinished(self, back: Mapping[int, Any]) -> None:
+        """Warn of calls of an earlier driver that only some ranks have finished; `Held` by slot."""
+
+    @abc.abstractmethod
     def halted(self, hold: Any, slot: int, told: Mapping[str, Any], is_back: bool) -> None:
         """Tell features that a rank begins nothing more in a hold (`OfGroup.halted`)."""
 

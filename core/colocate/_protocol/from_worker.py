@@ -92,6 +92,7 @@ class Held(Message):
     begun: int  # the highest call that it has begun
     parts: Mapping[str, Any]  # what features say, by their names (`OfWorker.back`)
     lane: str = ""  # see `Failed`
+    unfinished: Sequence[tuple[int, str]] = ()  # number and label of calls that a driver has left, and this rank too
 
 
 @message

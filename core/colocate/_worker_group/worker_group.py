@@ -396,6 +396,22 @@ class WorkerGroup(Link):
         for name, part in self.parts.items():
             part.halted(hold, slot, told.get(name), is_back)
 
+    def report_unfinished(self, back: Mapping[int, from_worker.Held]) -> None:
+        """Warn of calls of an earlier driver that only some ranks have finished; `Held` by slot."""
+        calls = {(number, label) for held in back.values() for number, label in held.unfinished}
+        for number, label in sorted(calls):
+            role = self.roles.get(label.partition(".")[0])
+            slots = [slot for slot in back if role is None or slot in role.slots]
+            lacking = [slot for slot in slots if any(number == each for each, _ in back[slot].unfinished)]
+            # Of a call that was for some ranks only the others know nothing: they have perhaps begun later ones.
+            if any(back[slot].begun >= number for slot in slots if slot not in lacking):
+                ranks = ", ".join(str(slot if role is None else role.slots.index(slot)) for slot in lacking)
+                text = (
+                    f"group {self.name!r} was left by its driver before all ranks had finished {label}: rank {ranks} "
+                    "had not, others may have. What they hold may differ: restore a checkpoint, or spawn the group anew"
+                )
+                self.services.printer.soon(lambda text=text: _log.warning(text))
+
     def ended(self, call: PendingCall, slot: int, told: Mapping[str, Any]) -> None:
         """Tell features how a call has ended on a rank."""
         for name, plain in told.items():

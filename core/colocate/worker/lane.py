@@ -260,6 +260,11 @@ class Lane:
         self.give_up(0, base)
         self.put(lane_order.Renewed(base))
 
+    def take_unfinished(self) -> list[tuple[int, str]]:
+        """Return number and label of the calls that drivers have left unfinished here, once. On the lane."""
+        calls, self._order.unfinished = self._order.unfinished, []
+        return [(call.seq, call.label) for call in calls if call.seq]
+
     def turn_to(self, lane: SocketLane) -> None:
         """Messages come by another lane from now on."""
         self.put(_Turned(lane))

@@ -106,11 +106,13 @@ class LaneOrder(Generic[C]):
         reported: The last hold in which it was back.
         resting: How many of those that run have stopped at a pause point.
         standing: How many of them only stand still for another lane.
+        unfinished: Calls of a driver that has let go which have failed here, or never begun.
     """
 
     def __init__(self, scope: Scope) -> None:
         """Begin with none. Args: scope: Which drivers' calls count, and whether the worker ends."""
         self.running: dict[int, C] = {}
+        self.unfinished: list[C] = []
         self.resumed = self.reported = self.resting = self.standing = 0
         self._paused: Pause | None = None
         self._told_rest = False
@@ -180,6 +182,7 @@ class LaneOrder(Generic[C]):
         self.running[call.seq] = call
         if self._scope.let_go(call.seq):  # its driver has let go, of which the queue will tell
             del self.running[call.seq]
+            self.unfinished.append(call)
             call.drop()
             return False
         if self._scope.closed is None and self._may_begin(call, overlapping):
@@ -199,6 +202,7 @@ class LaneOrder(Generic[C]):
     def failed(self, call: C) -> None:
         """A call has failed here: this rank stops by itself."""
         if self._scope.let_go(call.seq):  # nobody leads the hold that would follow
+            self.unfinished.append(call)
             return
         # The hold that this failure will lead to is the next one, unless one is under way already.
         self._noted = self._held = max(self._held, self.resumed + 1)
@@ -294,7 +298,9 @@ class LaneOrder(Generic[C]):
         self._places.clear()
         self._held, self._noted = max(self._held, base), max(self._noted, base)
         self.resumed, self.reported = max(self.resumed, base), max(self.reported, base)
-        self._drop(frozenset(call.seq for call in self._waiting if call.seq <= base))
+        left = [call for call in self._waiting if call.seq <= base]
+        self.unfinished += left
+        self._drop(frozenset(call.seq for call in left))
 
     def _drop(self, withdrawn: frozenset[int]) -> None:
         for call in [call for call in self._waiting if call.seq in withdrawn]:

@@ -131,6 +131,35 @@ class Attaching(DetachedCase):
 
     @needs(Detachable)
     @of_executor
+    def test_taken_amid_a_call(self, runtime: Runtime, name: str, caplog: pytest.LogCaptureFixture) -> None:
+        """Who takes it is told of calls that only some ranks have finished, and of no others."""
+        pool, _ = new(runtime)
+        pool.detach(name, ttl=TTL_S)
+        view = counting(runtime.attach(name))
+        with Gate() as gate, Gate() as first, self.connect() as other:
+            waits = view.wait_and_add.submit(gate.address, ranks=(1,))
+            some = view.add.submit(100)
+            nobody = view.wait_and_add.submit(first.address, ranks=(0,))
+            for each in (gate, first):
+                each.wait_for()
+            mine = other.attach(name, own=True)
+            view = counting(mine)
+            first.open()
+            gate.open()
+            assert view.add(0) == [102, 1]
+            for call in (waits, some, nobody):
+                assert isinstance(call.exception(PATIENCE_S), ClosedError)
+            told = [record.getMessage() for record in caplog.records if "left by its driver" in record.getMessage()]
+            assert [text.partition(": ")[2].partition(",")[0] for text in told] == ["rank 1 had not"] * 2
+            assert ["counter.add" in text for text in told] == [True, False]
+            caplog.clear()
+            mine.detach(name, ttl=TTL_S)
+            with runtime.attach(name, own=True) as again:
+                assert counting(again).add(0) == [102, 1]
+            assert "left by its driver" not in caplog.text
+
+    @needs(Detachable)
+    @of_executor
     def test_taken_from_a_stopped_driver(self, scripts: Scripts, runtime: Runtime, name: str) -> None:
         """A driver that was stopped through it all wakes to a ClosedError, and has changed nothing."""
         pool, _ = new(runtime)

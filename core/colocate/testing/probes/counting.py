@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from colocate import Gather, Role, method
@@ -55,8 +56,9 @@ class Counting(Role):
         return self.kept is not None and self.kept() is not None
 
     @method
-    def wait_and_add(self, gate: Address) -> int:
-        pass_gate(gate)
+    def wait_and_add(self, gate: Address, ranks: Sequence[int] = (0, 1)) -> int:
+        if self.ctx.rank in ranks:
+            pass_gate(gate)
         self.count += 1
         return self.count
 

@@ -254,7 +254,7 @@ class WorkerHost(WorkerContext):
 
     def _stopped(self, role: str, number: int, begun: int) -> None:
         """Hear on the lane of a background role that it is back."""
-        self.say(from_worker.Held(number, begun, {}, role))
+        self.say(from_worker.Held(number, begun, {}, role, self.background[role].lane.take_unfinished()))
 
     def frees(self, waits: Callable[[], bool]) -> None:
         """Free the main lane where it waits for other ranks, if it is so that it `waits`."""
@@ -334,7 +334,8 @@ class WorkerHost(WorkerContext):
     # -- on the lane
 
     def _held(self, number: int, begun: int) -> None:
-        self.say(from_worker.Held(number, begun, self.told(lambda part: part.back(number))))
+        parts = self.told(lambda part: part.back(number))
+        self.say(from_worker.Held(number, begun, parts, "", self.lane.take_unfinished()))
 
     # -- on the transfer thread
 
