@@ -221,15 +221,15 @@ class Debugging(ExecutorCase):
 
     def test_a_terminal_that_was_detached_stays(self, spawn: Spawn) -> None:
         """A program that stays after Ctrl-D keeps no terminal from the stops of a group that follows."""
-        for _ in range(2):
-            group = spawn({"stopper": colocate.role(Stopper)}, slots=1)
-            call = group.role("stopper", Stopper).step.submit(1, ranks=(0,))
-            stays = Terminal("0")
-            stays.go(None)
-            assert call.result(PATIENCE_S) == [111]
-            assert stays.wait() == ""
-            group.close()
-        stays.close()
+        with contextlib.ExitStack() as terminals:
+            for _ in range(2):
+                group = spawn({"stopper": colocate.role(Stopper)}, slots=1)
+                call = group.role("stopper", Stopper).step.submit(1, ranks=(0,))
+                stays = terminals.enter_context(Terminal("0"))
+                stays.go(None)
+                assert call.result(PATIENCE_S) == [111]
+                assert stays.wait() == ""
+                group.close()
 
     def test_a_terminal_that_is_left_while_it_reads(self, stoppers: ColocatedGroup) -> None:
         """`colocate debug` ends when Ctrl-D is typed, though one of its threads waits for what the driver says."""
