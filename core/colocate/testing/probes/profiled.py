@@ -86,15 +86,18 @@ class Timed(Role):
             Session.written = late  # type: ignore[method-assign, assignment]
 
     @method
-    def profile_itself(self, begins: bool) -> None:
-        """Begin, or end, a profile of its own, on its second rank."""
-        if self.ctx.rank != 1:
-            return
-        if begins:
-            self.own = torch.profiler.profile()
-            self.own.start()
-        else:
-            self.own.stop()
+    def refuse_next(self) -> None:
+        """Have this worker's next profile not begin, on its second rank, as where another one of torch's goes on."""
+        from colocate.features.profiling.worker import Session
+
+        begin = Session.begin
+
+        def refuse(session: Session) -> None:
+            Session.begin = begin  # type: ignore[method-assign]
+            raise RuntimeError("another one goes on")
+
+        if self.ctx.rank == 1:
+            Session.begin = refuse  # type: ignore[method-assign]
 
     @method
     def hooks(self) -> int:

@@ -247,13 +247,13 @@ class Profiling(ExecutorCase):
         assert profile.trace.exists()
 
     def test_a_rank_that_cant_begin(self, two: ColocatedGroup, tmp_path: Path) -> None:
-        """Another profile goes on in its process: this one is refused with torch's words, and nothing else fails."""
+        """Another profile goes on in its process, say: this one is refused with its words, and nothing else fails."""
         timed = two.role("timed", Timed)
-        timed.profile_itself(True)
-        words = r"the profile of worker 1 of group .* can't begin: RuntimeError: "
+        timed.refuse_next()
+        words = r"the profile of worker 1 of group .* can't begin: RuntimeError: another one goes on"
         with pytest.raises(ColocateError, match=words), colocate.profile(two):
             raise AssertionError
-        timed.profile_itself(False)
+        assert timed.hooks() == [0, 0]
         assert list(tmp_path.iterdir()) == []
         with colocate.profile(two) as profile:
             timed.multiply()
