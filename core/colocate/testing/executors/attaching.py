@@ -136,6 +136,7 @@ class Attaching(DetachedCase):
         pool, _ = new(runtime)
         pool.detach(name, ttl=TTL_S)
         view = counting(runtime.attach(name))
+        view.add(0)  # before the first call of a driver all ranks wake the role together
         with Gate() as gate, Gate() as first, self.connect() as other:
             waits = view.wait_and_add.submit(gate.address, ranks=(1,))
             some = view.add.submit(100)
