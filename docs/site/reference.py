@@ -66,8 +66,8 @@ def _members(thing: griffe.Object, names: tuple[str, ...] | None) -> Iterator[tu
             raise LookupError(f"docs/reference/ names what {thing.path} hasn't: {', '.join(missing)}")
         yield from ((name, _target(thing.all_members[name])) for name in names)
         return
-    own = [name for name, member in thing.members.items() if not member.is_alias or name in (thing.exports or ())]
-    for name in (*own, *(thing.inherited_members if thing.is_class else ())):
+    direct = [name for name, member in thing.members.items() if not member.is_alias or name in (thing.exports or ())]
+    for name in (*direct, *(thing.inherited_members if thing.is_class else ())):
         try:
             member = _target(thing.all_members[name])
         except griffe.AliasResolutionError:  # of a package that isn't ours
@@ -136,11 +136,11 @@ def main() -> int:
     stale = []
     for page in sorted(REFERENCE.glob("*.md")):
         text = page.read_text(encoding="utf-8")
-        made = MARKER.sub(lambda found: f"{found[1]}\n\n{_written(api, found[2], found[3])}\n\n{found[4]}", text)
-        if made != text:
+        content = MARKER.sub(lambda match: f"{match[1]}\n\n{_written(api, match[2], match[3])}\n\n{match[4]}", text)
+        if content != text:
             stale.append(page.name)
             if "--check" not in sys.argv:
-                page.write_text(made, encoding="utf-8")
+                page.write_text(content, encoding="utf-8")
     if stale and "--check" in sys.argv:
         print(
             f"docs/reference/ isn't what the code says: {', '.join(stale)}. `make reference` writes it", file=sys.stderr

@@ -46,8 +46,8 @@ def sharer() -> Iterator[subprocess.Popen[str]]:
 
 
 @pytest.fixture
-def own(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> dict[str, Callable[[], str]]:
-    """What colocate's own commands show in the container of the page, where no other test is at work."""
+def played(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> dict[str, Callable[[], str]]:
+    """The output of colocate's commands in the container of the page, in which no other test is at work."""
     host = psutil.virtual_memory()._replace(total=256 * GIB, available=200 * GIB)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: host)
     monkeypatch.setattr("colocate_run.cli.doctor.free_memory", lambda: 5 * GIB // 2)
@@ -65,7 +65,7 @@ def own(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_the_commands_of_the_page(
-    colocate: CommandLine, sharer: subprocess.Popen[str], own: dict[str, Callable[[], str]]
+    colocate: CommandLine, sharer: subprocess.Popen[str], played: dict[str, Callable[[], str]]
 ) -> None:
     """The commands show limits, kills and files as the page does; in a control group of v1, by its table's names."""
     page = PAGE.read_text(encoding="utf-8")
@@ -75,8 +75,8 @@ def test_the_commands_of_the_page(
     assert [each.text.split()[0] for each in commands] == ["colocate", "cat", "grep", "df", "ls", "colocate"]
     for each in commands:
         assert each.shown is not None
-        if each.text in own:
-            assert matches(each.shown, found := own[each.text]()), f"{each.text} shows\n{found}"
+        if each.text in played:
+            assert matches(each.shown, output := played[each.text]()), f"{each.text} shows\n{output}"
             continue
         _, environment = colocate.command()
         typed = shlex.split(_of_this_machine(each.text, rows))
