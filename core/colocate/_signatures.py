@@ -305,7 +305,7 @@ def _key(key: str, annotation: Any, place: Place, wrong: list[Problem]) -> Any:
 
 
 def _typed_dict(value: Any, kind: Any, place: Place, wrong: list[Problem]) -> Any:
-    hints = _evaluated(kind.__annotations__, vars(sys.modules.get(kind.__module__, builtins)), include_extras=True)
+    hints = _evaluated(kind.__annotations__, vars(sys.modules.get(kind.__module__, builtins)))
     parameters = {}
     for name in kind.__annotations__:
         needed = name in kind.__required_keys__ and get_origin(hints.get(name)) is not NotRequired  # which may be text
@@ -467,12 +467,12 @@ def _hints(target: Callable[..., Any], parameters: Mapping[str, inspect.Paramete
     return _evaluated({name: each for name, each in given.items() if each is not inspect.Parameter.empty}, names)
 
 
-def _evaluated(annotations: Mapping[str, Any], names: dict[str, Any], include_extras: bool = False) -> dict[str, Any]:
+def _evaluated(annotations: Mapping[str, Any], names: dict[str, Any]) -> dict[str, Any]:
     found = {}
     for name, annotation in annotations.items():
         holder = types.SimpleNamespace(__annotations__={name: annotation})
         with suppress(Exception):  # annotations are code: they may raise anything
-            found[name] = get_type_hints(holder, globalns=names, include_extras=include_extras)[name]
+            found[name] = get_type_hints(holder, globalns=names, include_extras=True)[name]
     return found
 
 

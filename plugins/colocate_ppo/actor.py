@@ -2,26 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
 import torch
 from torch import Tensor
 
-from colocate import Concat, ConfigError, First, Reduce, Role, Scatter, method, needs
+from colocate import Concat, ConfigError, First, Reduce, Role, Scatter, checks, method, needs
+from colocate.signatures import brief
 from colocate_ppo import checkpoint, maths
 from colocate_ppo.forward import INFERENCE, response_log_probs, response_logits
 from colocate_ppo.generation import generate
 from colocate_ppo.learner import Learner
 from colocate_ppo.model import Weights, ends_of, pretrained_model, scratch_model, small_llama
+from colocate_ppo.options import BOUND, COUNT, POSITIVE, Limit, beyond_limits, refuse
 from colocate_ppo.parallel import drawing, minibatches, per_rank, total
 from colocate_ppo.rollout import Estimates, Rollout, join, widen
 from colocate_ppo.spread import Dtype, Layout, Parallel, SpreadModel
-from colocate_ppo.task import Problems
+from colocate_ppo.task import Problems, question_text
 from colocate_ppo.tokenizer import character_tokenizer, pretrained_tokenizer
 
+_LIMITS: Mapping[str, Limit] = {
+    "layers": COUNT,
+    "hidden": COUNT,
+    "heads": COUNT,
+    "feed_forward": COUNT,
+    "lr": POSITIVE,
+    "warm_up_lr": POSITIVE,
+    "max_grad_norm": BOUND,
+    "threads": COUNT,
+}
 
+
+def _wrong(options: Mapping[str, Any], *_: object) -> Iterator[tuple[str, str]]:
+    """Yield the options that make no actor, and why."""
+    wrong = [*beyond_limits(options, _LIMITS)]
+    yield from wrong
+    hidden, heads = options["hidden"], options["heads"]
+    if not wrong and options["model"] is None and hidden % (2 * heads):
+        yield "hidden", f"must be an even multiple of `heads` ({heads}), not {hidden}"
+
+
+@checks(_wrong)
 @needs("process_group")
 class Actor(Role):
     """The policy and its tokenizer.
@@ -45,6 +69,7 @@ class Actor(Role):
         parallel: How the ranks share the model: "none", "ddp" or "fsdp2"; see `Layout`.
         dtype: In what it computes, also where an engine generates by its model. Weights are float32.
         gradient_checkpointing: Compute layers anew in the backward pass, which takes less memory and more time.
+        skip_nonfinite: Leave out an update whose loss or gradient isn't finite, and count it, in place of an error.
     """
 
     def __init__(
@@ -64,7 +89,9 @@ class Actor(Role):
         parallel: Parallel = "none",
         dtype: Dtype = "float32",
         gradient_checkpointing: bool = False,
+        skip_nonfinite: bool = False,
     ) -> None:
+        refuse(f"role {self.ctx.role!r}", _wrong({**locals()}))
         if threads is not None:
             torch.set_num_threads(threads)
         if model is None:
@@ -76,9 +103,15 @@ class Actor(Role):
             self.tokenizer = pretrained_tokenizer(model, ends_of(made), stop, template_options)
         self.config = made.config
         made.generation_config.eos_token_id = [*self.tokenizer.ends]  # An engine that has this model ends there, too.
+        self.has_learned = model is not None
         self.model = SpreadModel(self.ctx, made, Layout(parallel, dtype, gradient_checkpointing))
-        self.learner = Learner(self.ctx, self.model, max_grad_norm)
+        self.learner = Learner(self.ctx, self.model, max_grad_norm, skip_nonfinite)
         self.lr, self.warm_up_lr = lr, warm_up_lr
+
+    @method(collect=First(), awake=())
+    def is_pretrained(self) -> bool:
+        """Return whether the model was trained before: it came from a folder or the hub."""
+        return self.has_learned
 
     def renew(self) -> None:
         """Go on after a failed call, with new process groups."""
@@ -116,7 +149,7 @@ class Actor(Role):
         call = self.learner.call("warm_up", number)
         if not call.done:
             self._imitate(problems, self.warm_up_lr * lr_scale)
-        return call.means()["loss"]
+        return call.means("policy", self.ctx.world_size)["loss"]
 
     def _imitate(self, problems: Problems, lr: float) -> None:
         problems = self._asked(problems)
@@ -200,7 +233,7 @@ class Actor(Role):
 
         Returns:
             Means over the minibatches, as sums of the ranks' parts: `policy_loss`, `entropy`, `clip_fraction`,
-            `policy_grad_norm`.
+            `policy_grad_norm`; and `policy_skipped`, how many were left out, if any.
         """
         call = self.learner.call("update", number)
         counts = per_rank(self.ctx, len(log_probs))
@@ -219,9 +252,7 @@ class Actor(Role):
                 entropy=entropy,
                 clip_fraction=maths.token_mean(clipped.float(), mask, count),
             )
-        means = call.means()
-        means["policy_grad_norm"] = means.pop("grad_norm")
-        return means
+        return call.means("policy", self.ctx.world_size)
 
     def save(self, directory: str) -> None:
         """Write what `restore` needs into a folder."""
@@ -232,9 +263,26 @@ class Actor(Role):
         checkpoint.restore(self.ctx, directory, self.model, self.learner)
 
     def _asked(self, problems: Problems) -> Problems:
-        """Return problems with the prompt of each question, made where a problem has none yet."""
+        """Return problems with the prompt of each question, made where a problem has none yet.
+
+        Raises:
+            ConfigError: A question leaves no room for an answer.
+        """
         pairs = zip(problems.prompts, problems.questions, strict=True)
-        return attrs.evolve(problems, prompts=[prompt or self.tokenizer.prompt(question) for prompt, question in pairs])
+        prompts = [prompt or self.tokenizer.prompt(question) for prompt, question in pairs]
+        asked = attrs.evolve(problems, prompts=prompts)
+        room = getattr(self.config.get_text_config(), "max_position_embeddings", None) or math.inf
+        if (full := next((row for row, prompt in enumerate(prompts) if len(prompt) >= room), None)) is not None:
+            raise ConfigError(
+                f"{named_question(asked, full)} fills all the room of the model, which takes {room}: give shorter "
+                "questions (`task`, `task_options`), or a `model` that takes more"
+            )
+        return asked
+
+
+def named_question(asked: Problems, row: int) -> str:
+    """Return a question and its length for an error."""
+    return f"the question {brief(repr(question_text(asked.questions[row])))} of {len(asked.prompts[row])} tokens"
 
 
 def actors_weights(roles: Mapping[str, object]) -> Weights:

@@ -8,8 +8,11 @@ from __future__ import annotations
 import warnings
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+
 from colocate import ConfigError, Context
 from colocate_ppo.learner import Learner
+from colocate_ppo.parallel import per_rank
 from colocate_ppo.spread import SpreadModel
 
 if TYPE_CHECKING:
@@ -30,9 +33,18 @@ def save(ctx: Context, directory: str, model: SpreadModel, learner: Learner | No
         directory: An existing folder of the role's own, that all ranks can write to.
         model: The model.
         learner: What trains it.
+
+    Raises:
+        FloatingPointError: A weight isn't finite: the last checkpoint stays. All ranks raise.
     """
     from colocate.torch import save_state
 
+    bad = [name for name, parameter in model.module.named_parameters() if not _is_finite(parameter)]
+    if any(per_rank(ctx, len(bad))):
+        where = f"{bad[0]} and {len(bad) - 1} more" if bad else "those of another rank"
+        raise FloatingPointError(
+            f"role {ctx.role!r} writes no checkpoint: weights aren't finite ({where}); the last checkpoint is as it was"
+        )
     state: dict[str, Any] = {_MODEL: model.module.state_dict()}
     if learner is not None and (moments := learner.state()):
         state[_MOMENTS] = moments
@@ -96,3 +108,9 @@ def _written(ctx: Context, directory: str) -> Metadata:
 
 def _ranks(ctx: Context) -> dict[str, Any]:
     return {"no_dist": True} if ctx.world_size == 1 else {"process_group": ctx.process_group()}
+
+
+def _is_finite(parameter: Tensor) -> bool:
+    """Return whether all numbers of a parameter are finite, in this rank's part of it."""
+    local: Tensor = getattr(parameter, "to_local", lambda: parameter)()  # which DTensors have
+    return bool(local.isfinite().all())

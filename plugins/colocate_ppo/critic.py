@@ -7,17 +7,21 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from colocate import Concat, Reduce, Role, Scatter, method, needs
+from colocate import Concat, Reduce, Role, Scatter, checks, method, needs
 from colocate_ppo import checkpoint, maths
 from colocate_ppo.actor import actors_weights
 from colocate_ppo.forward import INFERENCE, response_values
 from colocate_ppo.learner import Learner
 from colocate_ppo.model import ValueModel, Weights, value_model_from
+from colocate_ppo.options import BOUND, POSITIVE, Limit, beyond_limits, refuse
 from colocate_ppo.parallel import minibatches, per_rank, total
 from colocate_ppo.rollout import Estimates, Rollout
 from colocate_ppo.spread import Dtype, Layout, Parallel, SpreadModel, loaded
 
+_LIMITS: Mapping[str, Limit] = {"lr": POSITIVE, "max_grad_norm": BOUND}
 
+
+@checks(lambda options, *_: beyond_limits(options, _LIMITS))
 @needs("process_group")
 class Critic(Role):
     """The value model: the actor's backbone with one output. `load` gives it its model.
@@ -28,6 +32,7 @@ class Critic(Role):
         parallel: How the ranks share the model: "none", "ddp" or "fsdp2"; see `Layout`.
         dtype: In what it computes. Weights are float32.
         gradient_checkpointing: Compute layers anew in the backward pass, which takes less memory and more time.
+        skip_nonfinite: Leave out an update whose loss or gradient isn't finite, and count it, in place of an error.
     """
 
     def __init__(
@@ -37,9 +42,11 @@ class Critic(Role):
         parallel: Parallel = "none",
         dtype: Dtype = "float32",
         gradient_checkpointing: bool = False,
+        skip_nonfinite: bool = False,
     ) -> None:
+        refuse(f"role {self.ctx.role!r}", beyond_limits({**locals()}, _LIMITS))
         self.lr = lr
-        self.max_grad_norm = max_grad_norm
+        self.max_grad_norm, self.skip_nonfinite = max_grad_norm, skip_nonfinite
         self.layout = Layout(parallel, dtype, gradient_checkpointing)
         self.loaded: Learner | None = None
 
@@ -132,7 +139,8 @@ class Critic(Role):
             number: That of the step: after a failure a second call with it goes on with the minibatch that failed.
 
         Returns:
-            Means over the minibatches, as sums of the ranks' parts: `value_loss`, `value_grad_norm`.
+            Means over the minibatches, as sums of the ranks' parts: `value_loss`, `value_grad_norm`; and
+            `value_skipped`, how many were left out, if any.
         """
         call = self.learner.call("update", number)
         counts = per_rank(self.ctx, len(values))
@@ -142,9 +150,7 @@ class Critic(Role):
             losses = maths.value_loss(now, values[rows], estimates["returns"][rows], clip)
             loss = maths.token_mean(losses, mask, total(self.ctx)(mask.sum()))
             self.learner.step(loss, self.lr, value_loss=loss)
-        means = call.means()
-        means["value_grad_norm"] = means.pop("grad_norm")
-        return means
+        return call.means("value", self.ctx.world_size)
 
     def save(self, directory: str) -> None:
         """Write what `restore` needs into a folder."""
@@ -157,4 +163,4 @@ class Critic(Role):
 
     def _adopt(self, model: ValueModel) -> None:
         spread = SpreadModel(self.ctx, model.to(self.ctx.device), self.layout)
-        self.loaded = Learner(self.ctx, spread, self.max_grad_norm)
+        self.loaded = Learner(self.ctx, spread, self.max_grad_norm, self.skip_nonfinite)

@@ -35,6 +35,9 @@ def generate(
 
     Returns:
         The responses `[B, R]`, padded on the right after their end token.
+
+    Raises:
+        FloatingPointError: The model's logits are no numbers.
     """
     inputs, attention = prompts.tokens, prompts.mask
     responses = inputs.new_full((len(inputs), max_new_tokens), pad)
@@ -64,6 +67,14 @@ def generate(
 
 
 def _choose(logits: Tensor, temperature: float, generator: torch.Generator | None) -> Tensor:
+    if generator is not None:
+        logits = logits / temperature
+    # Checked before the draw, which would end a GPU's process.
+    if not logits.logsumexp(dim=-1).isfinite().all():
+        raise FloatingPointError(
+            "the model's logits are no numbers, so no token can be drawn: its weights, or what it computes in its "
+            "dtype, aren't finite"
+        )
     if generator is None:
         return logits.argmax(dim=-1)
-    return torch.multinomial((logits / temperature).softmax(dim=-1), 1, generator=generator).squeeze(-1)
+    return torch.multinomial(logits.softmax(dim=-1), 1, generator=generator).squeeze(-1)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from colocate import Concat, ConfigError, OnRank, Reduce, Scatter, method
 from colocate_ppo import maths
-from colocate_ppo.actor import Actor
+from colocate_ppo.actor import Actor, named_question
 from colocate_ppo.forward import INFERENCE, response_logits
 from colocate_ppo.parallel import even_minibatches, how_many, per_rank, total
 from colocate_ppo.rollout import Rollout, join, widen
@@ -69,8 +69,11 @@ class GroupActor(Actor):
         """
         asked = self._asked(problems).repeated(len(responses[0]))
         flat = [each for group in responses for each in group]
-        if not all(each.token_ids for each in flat):
-            raise ConfigError("a question fills all the room that the engine has: raise max_length of its role")
+        if (full := next((row for row, each in enumerate(flat) if not each.token_ids), None)) is not None:
+            raise ConfigError(
+                f"{named_question(asked, full)} fills all the room that the engine has: raise max_length of its role "
+                "(max_model_len of vLLM), up to what the model takes, or give shorter questions"
+            )
         prompts = self.tokenizer.padded(asked.prompts, self.ctx.device, side="left")
         prompts = widen(prompts, max(per_rank(self.ctx, prompts.tokens.shape[1])), self.tokenizer.pad)
         tokens = torch.full((len(flat), max_new_tokens), self.tokenizer.pad)
@@ -144,7 +147,8 @@ class GroupActor(Actor):
 
         Returns:
             Means over the minibatches, as sums of the ranks' parts: `policy_loss`, `entropy`, `clip_fraction`,
-            `informative` (the fraction of tokens with another advantage than 0), `policy_grad_norm`; of an engine also
+            `informative` (the fraction of tokens with another advantage than 0), `policy_grad_norm`, and
+            `policy_skipped` (how many were left out, if any); of an engine also
             `engine_gap` (how far log-probabilities of engine and trainer are apart), `engine_weight` (the mean weight)
             and `engine_truncated` (the fraction of tokens whose weight was truncated).
         """
@@ -178,6 +182,4 @@ class GroupActor(Actor):
             loss = maths.token_mean(losses, mask, count)
             parts = {name: maths.token_mean(values, mask, count) for name, values in told.items()}
             self.learner.step(loss, self.lr * lr_scale, policy_loss=loss, **parts)
-        means = call.means()
-        means["policy_grad_norm"] = means.pop("grad_norm")
-        return means
+        return call.means("policy", self.ctx.world_size)

@@ -13,14 +13,16 @@ from colocate.texts import did_you_mean
 from colocate_ppo.critic import Critic
 from colocate_ppo.group_actor import GroupActor
 from colocate_ppo.maths import Baseline, KlEstimator
+from colocate_ppo.options import AMOUNT, BOUND, Limit, refuse
 from colocate_ppo.recovery import OnStepFailure
 from colocate_ppo.reference import Reference
 from colocate_ppo.reward import Reward
 from colocate_ppo.task import Problems, Task
 from colocate_ppo.team import Players
-from colocate_ppo.training import Training, actor_scale, classes_of, group_of, refuse, wrong_options
+from colocate_ppo.training import Training, actor_scale, classes_of, group_of, wrong_options
 
 _ACTOR = "actor"
+_LIMITS: Mapping[str, Limit] = {"importance_cap": BOUND, "check_weights": AMOUNT}
 
 
 @attrs.frozen(eq=False)
@@ -95,7 +97,7 @@ def train(
     task: str = "spell_backward",
     task_options: Mapping[str, Any] | None = None,
     max_new_tokens: int | None = None,
-    warm_up_steps: int = 500,
+    warm_up_steps: int | None = None,
     warm_up_batch: int = 64,
     warm_up_ramp: int = 20,
     flawed: float = 0.7,
@@ -119,6 +121,7 @@ def train(
     checkpoint_waits: bool = True,
     on_step_failure: OnStepFailure = "retry",
     step_retries: int = 3,
+    same_rows: bool = True,
 ) -> None:
     """Train an actor with GRPO on a task, in a group with the roles `actor` and `reward`.
 
@@ -136,7 +139,8 @@ def train(
             mappings with a `question` and an `answer`. A tenth of them, by question, is held out for evaluation.
         task_options: Options of the dataset, or arguments of the function.
         max_new_tokens: The longest answer; None for two more than the longest right one has characters.
-        warm_up_steps: Steps of supervised learning before GRPO.
+        warm_up_steps: Steps of supervised learning before GRPO; None for 500, and for none where the actor
+            has a `model`, which learned to answer before.
         warm_up_batch: Demonstrations in each of them.
         warm_up_ramp: Steps until the warm-up's learning rate is reached; from there it falls linearly to 0.
         flawed: The fraction of demonstrations that are wrong on purpose, so that GRPO has something to find.
@@ -166,22 +170,12 @@ def train(
             back to its last checkpoint. "fail": it ends. When ranks are left with different weights, so that the group
             can't go on, it goes back to the checkpoint if the group has `on_failure: restart`.
         step_retries: How often the same part is done again, or the same checkpoint is gone back to.
+        same_rows: Whether a run that is resumed must have the task's rows that it had, in their order. Otherwise it
+            goes on with other ones, at the same position.
     """
+    options = {**locals()}
     workers = group_of(run, group, "grpo.train")
-    _refuse(
-        workers,
-        batch=batch,
-        minibatch=minibatch,
-        epochs=epochs,
-        warm_up_batch=warm_up_batch,
-        eval_problems=eval_problems,
-        rollout=rollout,
-        rollout_sleeps=rollout_sleeps,
-        staleness=staleness,
-        check_weights=check_weights,
-        samples=samples,
-        kl_coefficient=kl_coefficient,
-    )
+    _refuse(workers, **options)
     team = GroupTeam.of(workers, rollout, kl_coefficient > 0)
     actor, reward, reference, engine = team.actor, team.reward, team.reference, team.rollout
     training = Training(
@@ -202,6 +196,7 @@ def train(
         checkpoint_waits=checkpoint_waits,
         on_step_failure=on_step_failure,
         step_retries=step_retries,
+        same_rows=same_rows,
         job="grpo.train",
     )
     part, longest = training.part, training.longest
@@ -258,9 +253,9 @@ def train(
                     responses = responses or generate(now)
                     answered = actor.read.keep(now.problems, responses.ref, longest)
                 scores = reward.score.keep(answered.ref)
+                summary = reward.summary.submit(answered.ref, scores.ref)
                 if shuffle_rewards:
                     scores = reward.shuffle.keep(scores.ref, number)
-                summary = reward.summary.submit(answered.ref, scores.ref)
                 lengths = actor.lengths.submit(answered.ref) if several else None
                 advantages = actor.advantages.keep(scores.ref, samples, baseline)
                 log_probs = actor.log_probs.keep(answered.ref, temperature)
@@ -353,7 +348,7 @@ def _wrong(
 ) -> Iterator[tuple[str, str]]:
     """Yield the options that don't fit each other, or the group, and why."""
     rollout, staleness, samples = options["rollout"], options["staleness"], options["samples"]
-    yield from wrong_options(options, place, classes, {"actor": GroupActor, "reward": Reward})
+    yield from wrong_options(options, _LIMITS, place, classes, {"actor": GroupActor, "reward": Reward})
     if samples < 2:
         yield "samples", f"must be 2 or more, as answers are compared, not {samples}"
     there = f"in the group {place!r}, which has {', '.join(classes)}"
@@ -361,9 +356,7 @@ def _wrong(
         yield "kl_coefficient", f"above 0 needs a role 'reference' (`reference: ppo.reference`) {there}"
     if options["rollout_sleeps"] and rollout == _ACTOR:
         yield "rollout_sleeps", "is for a role that only generates; `rollout` is the actor"
-    if options["check_weights"] < 0:
-        yield "check_weights", f"must be 0 or more, not {options['check_weights']}"
-    elif options["check_weights"] and rollout == _ACTOR:
+    if options["check_weights"] > 0 and rollout == _ACTOR:
         yield "check_weights", "is for a role that only generates; `rollout` is the actor"
     if staleness not in (0, 1):
         yield "staleness", f"must be 0 or 1, not {staleness}"

@@ -9,14 +9,22 @@ from colocate import RoleSpec, Run, checks, wait
 from colocate_ppo.actor import Actor
 from colocate_ppo.critic import Critic
 from colocate_ppo.maths import KlEstimator
+from colocate_ppo.options import AMOUNT, BOUND, SHARE, Limit, refuse
 from colocate_ppo.recovery import OnStepFailure
 from colocate_ppo.reference import Reference
 from colocate_ppo.reward import Reward
 from colocate_ppo.task import Problems
 from colocate_ppo.team import Team
-from colocate_ppo.training import Training, actor_scale, classes_of, group_of, refuse, wrong_options
+from colocate_ppo.training import Training, actor_scale, classes_of, group_of, wrong_options
 
 _ROLES: Mapping[str, type] = {"actor": Actor, "critic": Critic, "reference": Reference, "reward": Reward}
+_LIMITS: Mapping[str, Limit] = {
+    "gamma": SHARE,
+    "lam": SHARE,
+    "value_clip": BOUND,
+    "entropy_coefficient": AMOUNT,
+    "critic_only_steps": AMOUNT,
+}
 
 
 def _checked(
@@ -25,7 +33,7 @@ def _checked(
     """Return what is wrong with options in a config."""
     if len(named := [name for name in groups if options["group"] in (None, name)]) != 1:
         return [("group", f"must name the group to train in; the config has {', '.join(groups) or 'none'}")]
-    return wrong_options(options, named[0], classes_of(groups[named[0]]), _ROLES)
+    return wrong_options(options, _LIMITS, named[0], classes_of(groups[named[0]]), _ROLES)
 
 
 @checks(_checked)
@@ -36,7 +44,7 @@ def train(
     task: str = "spell_backward",
     task_options: Mapping[str, Any] | None = None,
     max_new_tokens: int | None = None,
-    warm_up_steps: int = 500,
+    warm_up_steps: int | None = None,
     warm_up_batch: int = 64,
     warm_up_ramp: int = 20,
     flawed: float = 0.7,
@@ -62,6 +70,7 @@ def train(
     checkpoint_waits: bool = True,
     on_step_failure: OnStepFailure = "retry",
     step_retries: int = 3,
+    same_rows: bool = True,
 ) -> None:
     """Train an actor with PPO on a task, in a group with this plugin's four roles.
 
@@ -72,7 +81,8 @@ def train(
             mappings with a `question` and an `answer`. A tenth of them, by question, is held out for evaluation.
         task_options: Options of the dataset, or arguments of the function.
         max_new_tokens: The longest answer; None for two more than the longest right one has characters.
-        warm_up_steps: Steps of supervised learning before PPO.
+        warm_up_steps: Steps of supervised learning before PPO; None for 500, and for none where the actor
+            has a `model`, which learned to answer before.
         warm_up_batch: Demonstrations in each of them.
         warm_up_ramp: Steps until the warm-up's learning rate is reached; from there it falls linearly to 0.
         flawed: The fraction of demonstrations that are wrong on purpose, so that PPO has something to find.
@@ -103,12 +113,13 @@ def train(
             back to its last checkpoint. "fail": it ends. When ranks are left with different weights, so that the group
             can't go on, it goes back to the checkpoint if the group has `on_failure: restart`.
         step_retries: How often the same part is done again, or the same checkpoint is gone back to.
+        same_rows: Whether a run that is resumed must have the task's rows that it had, in their order. Otherwise it
+            goes on with other ones, at the same position.
     """
+    options = {**locals()}
     workers = group_of(run, group, "ppo.train")
-    options = {"batch": batch, "minibatch": minibatch, "epochs": epochs}
-    options |= {"warm_up_batch": warm_up_batch, "eval_problems": eval_problems}
     classes = {name: info.cls for name, info in workers.roles.items()}
-    refuse("ppo.train", wrong_options(options, workers.name, classes, _ROLES))
+    refuse("ppo.train", wrong_options(options, _LIMITS, workers.name, classes, _ROLES))
     team = Team.of(workers)
     actor, critic, reference, reward = team.actor, team.critic, team.reference, team.reward
     training = Training(
@@ -129,6 +140,7 @@ def train(
         checkpoint_waits=checkpoint_waits,
         on_step_failure=on_step_failure,
         step_retries=step_retries,
+        same_rows=same_rows,
         job="ppo.train",
     )
     part, longest = training.part, training.longest
@@ -142,9 +154,9 @@ def train(
             with team.pipeline():
                 rollout = actor.generate.keep(asked, longest, temperature, number=number)
                 scores = reward.score.keep(rollout.ref)
+                summary = reward.summary.submit(rollout.ref, scores.ref)
                 if shuffle_rewards:
                     scores = reward.shuffle.keep(scores.ref, number)
-                summary = reward.summary.submit(rollout.ref, scores.ref)
                 log_probs = actor.log_probs.keep(rollout.ref, temperature)
                 reference_log_probs = reference.log_probs.keep(rollout.ref, temperature)
                 kl = reference.kl.submit(rollout.ref, log_probs.ref, reference_log_probs.ref, kl_estimator)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import attrs
@@ -21,18 +22,31 @@ class Call:
     Attributes:
         name: What is called.
         number: What its caller calls it; None: nobody does it again.
-        done: How many of its updates have been made.
-        sums: What these have given, added up.
+        done: How many of its updates have been made, or left out.
+        skipped: How many of these were left out.
+        sums: What the others have given, added up.
     """
 
     name: str = ""
     number: int | None = None
     done: int = 0
+    skipped: int = 0
     sums: dict[str, float] = attrs.field(factory=dict)
 
-    def means(self) -> dict[str, float]:
-        """Return what an update has given, on average."""
-        return {name: value / self.done for name, value in self.sums.items()}
+    def means(self, kind: str, ranks: int) -> dict[str, float]:
+        """Return the averages of the updates: this rank's parts, whose sum over the ranks is the average.
+
+        Args:
+            kind: Begins the names of `grad_norm` and of `skipped`, which is there if an update was left out.
+            ranks: How many ranks there are.
+
+        Returns:
+            By name; numbers that aren't any where all updates were left out.
+        """
+        made = self.done - self.skipped
+        means = {name: value / made if made else math.nan for name, value in self.sums.items()}
+        means[f"{kind}_grad_norm"] = means.pop("grad_norm")
+        return means | {f"{kind}_skipped": self.skipped / ranks} if self.skipped else means
 
 
 class Learner:
@@ -42,15 +56,16 @@ class Learner:
         ctx: The role's context.
         model: The model.
         max_norm: The norm to which gradients are clipped.
+        skip_nonfinite: Leave out an update whose loss or gradient isn't finite, and count it, in place of an error.
 
     Attributes:
         model: The model.
     """
 
-    def __init__(self, ctx: Context, model: SpreadModel, max_norm: float = 1.0) -> None:
+    def __init__(self, ctx: Context, model: SpreadModel, max_norm: float = 1.0, skip_nonfinite: bool = False) -> None:
         self._ctx = ctx
         self.model = model
-        self._max_norm = max_norm
+        self._max_norm, self._skip_nonfinite = max_norm, skip_nonfinite
         self._named = dict(model.module.named_parameters())
         self._optimizer = torch.optim.AdamW(self._named.values(), weight_decay=0.0)
         self._call = Call()
@@ -66,27 +81,47 @@ class Learner:
         return self._call
 
     def step(self, minimised: Tensor, lr: float, **given: Tensor) -> None:
-        """Make one update.
+        """Make one update, unless the loss or the gradient isn't finite: one of these would spoil all weights.
 
         Args:
             minimised: The loss: this rank's part of a sum over the ranks.
             lr: Learning rate.
             **given: More numbers of this rank to be added up in the call, beside `grad_norm`: this rank's part of the
                 norm of the gradient before clipping.
+
+        Raises:
+            FloatingPointError: The loss or the gradient isn't finite, and `skip_nonfinite` is off. All ranks raise.
         """
         self._optimizer.zero_grad(set_to_none=True)
-        gradients = self._gradients(minimised)
+        # A bad loss of one rank makes the norm bad on all of them: ranks decide alike without another message.
+        finite = torch.where(minimised.detach().isfinite(), 1.0, torch.nan)
+        gradients = self._gradients(minimised * finite)
         norm = whole(get_total_norm(gradients))
         clip_grads_with_norm_(self._named.values(), self._max_norm, norm)
         for group in self._optimizer.param_groups:
             group["lr"] = lr
         numbers = {name: value.item() for name, value in given.items()}
         numbers["grad_norm"] = norm.item() / self._ctx.world_size
+        skipped = not math.isfinite(numbers["grad_norm"])
+        if skipped and not self._skip_nonfinite:
+            raise self._bad_update(minimised.item(), norm.item())
         # From here on nothing raises but the update itself: what is counted has been made.
-        self._optimizer.step()
+        if not skipped:
+            self._optimizer.step()
         self._call.done += 1
+        self._call.skipped += skipped
         for name, number in numbers.items():
-            self._call.sums[name] = self._call.sums.get(name, 0.0) + number
+            self._call.sums[name] = self._call.sums.get(name, 0.0) + (0.0 if skipped else number)
+
+    def _bad_update(self, loss: float, norm: float) -> FloatingPointError:
+        call, role = self._call, self._ctx.role
+        step = "" if call.number is None else f" of step {call.number}"
+        return FloatingPointError(
+            f"role {role!r} makes no update: in `{call.name}`{step}, minibatch {call.done}, the gradient's norm is "
+            f"{norm}, with a loss of {loss} on this rank. The weights are as before. Look for scores, "
+            "log-probabilities or learning rates that are too large; `skip_nonfinite: true` of the role leaves such "
+            "updates out and counts them"
+        )
 
     def renew(self) -> None:
         """Go on after a failed call, with new process groups. All ranks call it."""

@@ -5,7 +5,9 @@ A task is one of reasoning-gym's, or a function of the user's that gives problem
 
 from __future__ import annotations
 
+import contextlib
 import difflib
+import hashlib
 import importlib
 import itertools
 import json
@@ -25,6 +27,8 @@ from colocate.signatures import brief
 _ITEMS = 1 << 30
 _HELD_OUT_SEED = 1 << 60
 _HELD_OUT_PART = 10
+# So many rows go into a digest, evenly spread: those of a generator are known by a few.
+_DIGESTED, _DIGESTED_ITEMS = 1 << 16, 4
 
 
 Question: TypeAlias = str | Sequence[Mapping[str, Any]] | Sequence[int]
@@ -153,11 +157,12 @@ class Task:
 
     def _own_dataset(self) -> Any:
         module, _, name = self.name.partition(":")
-        try:
-            function = getattr(importlib.import_module(module), name)
-        except (ImportError, AttributeError) as error:
-            raise ConfigError(f"task {self.name!r} can't be imported: {error}") from error
-        found = function(**self.options)
+        with _seeded(self.seed):
+            try:
+                function = getattr(importlib.import_module(module), name)
+            except (ImportError, AttributeError) as error:
+                raise ConfigError(f"task {self.name!r} can't be imported: {error}") from error
+            found = function(**self.options)
         size = len(found) if hasattr(found, "__len__") else 0
         if not size or not {"question", "answer"} <= set(found[0]):
             raise ConfigError(
@@ -165,6 +170,25 @@ class Task:
                 f"at least one; it gave {type(found).__name__} of {size}"
             )
         return found
+
+    def describe_rows(self) -> dict[str, Any]:
+        """Describe the training stream, to tell after a resume whether it is the same.
+
+        Returns:
+            `task`, `options`, `seed` and `count`; `contents`, a digest of the rows in any order, and `order`, one of
+            the rows as they come.
+        """
+        size = len(self._training)
+        looks = min(size, _DIGESTED if ":" in self.name else _DIGESTED_ITEMS)
+        rows = [_digest(self._training[look * size // looks]) for look in range(looks)]
+        return {
+            "task": self.name,
+            "options": repr(sorted(self.options.items())),
+            "seed": self.seed,
+            "count": size,
+            "contents": hashlib.blake2b(b"".join(sorted(rows)), digest_size=8).hexdigest(),
+            "order": hashlib.blake2b(b"".join(rows), digest_size=8).hexdigest(),
+        }
 
     def draw(self, count: int) -> Problems:
         """The next problems of the training stream."""
@@ -210,6 +234,41 @@ class Task:
         return Problems.of(found)
 
 
+@contextlib.contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """A block in which the generators of Python, NumPy and torch that are everybody's begin at a seed.
+
+    Rows that a task shuffles come in the same order after a resume.
+    """
+    import numpy as np
+    import torch
+
+    state, numpy_state = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            random.seed(seed)
+            np.random.seed(seed % (1 << 32))
+            torch.random.default_generator.manual_seed(seed)
+            yield
+    finally:
+        random.setstate(state)
+        np.random.set_state(numpy_state)
+
+
+def difference_of_rows(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
+    """Return how the rows of a task differ from those before, as `Task.describe_rows` has both; None if they don't."""
+    if all(now[name] == before[name] for name in ("count", "contents", "order")):
+        return None
+    if now["count"] != before["count"]:
+        text = f"there were {before['count']:,} rows, and are {now['count']:,}"
+    elif now["contents"] == before["contents"]:
+        text = "the rows come in another order (a generator that shuffles them needs a fixed seed)"
+    else:
+        text = "rows have other contents"
+    named = [name for name in ("task", "options", "seed") if now[name] != before[name]]
+    return "; ".join([text, *(f"`{name}` was {before[name]}, and is {now[name]}" for name in named)])
+
+
 def is_held_out(question: Question) -> bool:
     """Whether a question belongs to the tenth that is kept for evaluation; the same on every machine."""
     return zlib.crc32(question_text(question).encode()) % _HELD_OUT_PART == 0
@@ -218,6 +277,19 @@ def is_held_out(question: Question) -> bool:
 def question_text(question: Question) -> str:
     """Return a question as one text, to compare and to show: messages and token ids as JSON."""
     return question if isinstance(question, str) else json.dumps(question, ensure_ascii=False, default=str)
+
+
+def _digest(entry: Mapping[str, Any]) -> bytes:
+    text = json.dumps(dict(entry), default=_stable_text, skipkeys=True)
+    return hashlib.blake2b(text.encode(), digest_size=8).digest()
+
+
+def _stable_text(value: Any) -> Any:
+    """Return for JSON what is equal in any process: no address, and no order that depends on a process's hashes."""
+    if isinstance(value, set | frozenset):
+        return sorted(map(repr, value))
+    text = repr(value)
+    return type(value).__qualname__ if " at 0x" in text else text
 
 
 def _problem(entry: Mapping[str, Any]) -> Problem:

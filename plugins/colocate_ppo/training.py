@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import attrs
 
 from colocate import ColocatedGroup, ConfigError, RoleError, RoleSpec, Run
+from colocate_ppo.options import AMOUNT, BOUND, COUNT, POSITIVE, SHARE, Limit, beyond_limits
 from colocate_ppo.recovery import OnStepFailure, Recovery
-from colocate_ppo.task import Problems, Task, question_text
+from colocate_ppo.task import Problems, Task, difference_of_rows, question_text
 from colocate_ppo.team import Players
 
 T = TypeVar("T")
@@ -19,6 +20,27 @@ T = TypeVar("T")
 _SHOWN = 8
 _PROGRESS = "progress.json"
 _ANSWERS = "answers to held-out problems"
+_WARM_UP_STEPS = 500
+_LIMITS: Mapping[str, Limit] = {
+    "max_new_tokens": COUNT,
+    "warm_up_steps": AMOUNT,
+    "warm_up_batch": COUNT,
+    "warm_up_ramp": AMOUNT,
+    "flawed": SHARE,
+    "steps": AMOUNT,
+    "batch": COUNT,
+    "minibatch": COUNT,
+    "epochs": COUNT,
+    "temperature": POSITIVE,
+    "clip": BOUND,
+    "kl_coefficient": AMOUNT,
+    "actor_ramp": AMOUNT,
+    "actor_decay": SHARE,
+    "eval_every": AMOUNT,
+    "eval_problems": COUNT,
+    "checkpoint_every": AMOUNT,
+    "step_retries": AMOUNT,
+}
 
 
 @attrs.define
@@ -30,12 +52,14 @@ class Progress:
         step: Steps done after these.
         position: Where the task's training stream goes on.
         before: Answers to the shown problems between warm-up and the first step.
+        rows: What the task's rows are (`Task.describe_rows`).
     """
 
     warmed: int = 0
     step: int = 0
     position: int = 0
     before: list[str] = attrs.field(factory=list)
+    rows: dict[str, Any] = attrs.field(factory=dict)
 
     def write(self, path: Path) -> None:
         """Keep it in a file."""
@@ -57,7 +81,7 @@ class Training:
         task: The name of a reasoning-gym dataset.
         task_options: Its options.
         max_new_tokens: The longest answer; None for two more than the longest right one has characters.
-        warm_up_steps: Steps of supervised learning.
+        warm_up_steps: Steps of supervised learning; None for 500, and for none if the actor's model has been trained.
         warm_up_batch: Demonstrations in each of them.
         warm_up_ramp: Steps until the warm-up's learning rate is reached.
         flawed: The fraction of demonstrations that are wrong on purpose.
@@ -68,6 +92,7 @@ class Training:
         checkpoint_waits: Whether the next step begins when a checkpoint is written.
         on_step_failure: What becomes of a step in which a role has raised.
         step_retries: How often the same part is done again.
+        same_rows: Whether a run that goes on must have the rows that it had.
         job: The job's name, for errors.
 
     Attributes:
@@ -87,7 +112,7 @@ class Training:
         task: str,
         task_options: Mapping[str, Any] | None,
         max_new_tokens: int | None,
-        warm_up_steps: int,
+        warm_up_steps: int | None,
         warm_up_batch: int,
         warm_up_ramp: int,
         flawed: float,
@@ -98,6 +123,7 @@ class Training:
         checkpoint_waits: bool,
         on_step_failure: OnStepFailure,
         step_retries: int,
+        same_rows: bool,
         job: str,
     ) -> None:
         self._run, self._workers, self.team = run, workers, team
@@ -105,10 +131,13 @@ class Training:
         self._held_out = self.problems.held_out(eval_problems)
         self._shown = self._held_out[:_SHOWN]
         self.longest = max_new_tokens or max(map(len, self._held_out.answers)) + 2
+        if warm_up_steps is None:
+            warm_up_steps = 0 if team.actor.is_pretrained() else _WARM_UP_STEPS
         self._warm_up = warm_up_steps, warm_up_batch, warm_up_ramp, flawed
         self._steps, self._eval_every, self._checkpoint_every = steps, eval_every, checkpoint_every
         self._checkpoint_waits = checkpoint_waits
         self.begins_at: int | None = None
+        self._rows, self._same_rows, self._job = self.problems.describe_rows(), same_rows, job
         self.progress, self._recovery = Progress(), Recovery(on_step_failure, step_retries, job)
 
     def part(self, name: str, do: Callable[[], T]) -> T:
@@ -178,6 +207,13 @@ class Training:
     def _go_on(self) -> None:
         assert self._run.resumed is not None
         self.progress.read(self._run.resumed / _PROGRESS)
+        before = self.progress.rows  # none in a checkpoint of an earlier version
+        if self._same_rows and before and (difference := difference_of_rows(before, self._rows)) is not None:
+            raise ConfigError(
+                f"{self._job}: the run can't go on after step {self.progress.step}, as task {self.problems.name!r} "
+                f"gives other rows than before: {difference}. Give the same rows, begin a new run (without --resume), "
+                "or set `same_rows: false` to go on with these at the same position"
+            )
         self.problems.position = self.progress.position
         self._tell_progress()
 
@@ -189,6 +225,7 @@ class Training:
 
     def _checkpoint(self) -> None:
         progress = self.progress
+        progress.rows = self._rows
         progress.position = self.problems.position if self.begins_at is None else self.begins_at
 
         def write() -> None:
@@ -215,35 +252,28 @@ def group_of(run: Run, name: str | None, job: str) -> ColocatedGroup:
 
 
 def wrong_options(
-    options: Mapping[str, Any], place: str, classes: Mapping[str, type | None], wanted: Mapping[str, type]
+    options: Mapping[str, Any],
+    limits: Mapping[str, Limit],
+    place: str,
+    classes: Mapping[str, type | None],
+    wanted: Mapping[str, type],
 ) -> Iterator[tuple[str, str]]:
     """Yield what is wrong with the options of a job of this plugin, and with the roles of its group.
 
     Args:
         options: The job's.
+        limits: Of the options that only this job has.
         place: The group's name.
         classes: Of its roles; None for one that isn't known.
         wanted: The roles that the job needs, and of which class each is.
     """
-    for name in ("batch", "minibatch", "epochs", "warm_up_batch", "eval_problems"):
-        if options[name] < 1:
-            yield name, f"must be 1 or more, not {options[name]}"
+    yield from beyond_limits(options, {**_LIMITS, **limits})
     for role, cls in wanted.items():
         if role not in classes:
             yield "group", f"needs a role {role!r}; {place!r} has {', '.join(classes)}"
         elif (found := classes[role]) is not None and not issubclass(found, cls):
             names = [f"{each.__module__}:{each.__qualname__}" for each in (found, cls)]
             yield "group", f"has {role!r} of {names[0]} in {place!r}, where a subclass of {names[1]} is needed"
-
-
-def refuse(job: str, wrong: Iterable[tuple[str, str]]) -> None:
-    """Refuse options of a job.
-
-    Raises:
-        ConfigError: The first of them that is wrong.
-    """
-    for option, said in wrong:
-        raise ConfigError(f"{job}: option `{option}` {said}")
 
 
 def classes_of(roles: Mapping[str, RoleSpec[Any]]) -> dict[str, type | None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, Protocol
@@ -17,6 +18,9 @@ Finish = Literal["stop", "length", "aborted"]
 """Why a response has ended."""
 
 
+_ENDLESS = sys.float_info.max  # infinity is no number to draw tokens by
+
+
 def _ids(value: Any) -> tuple[int, ...]:
     return tuple(map(operator.index, value))
 
@@ -29,13 +33,10 @@ def _number(least: float, most: float, whole: bool = False) -> Callable[[Any, at
         fits = isinstance(value, kinds) and not isinstance(value, bool) and (least <= value <= most)
         if not fits:
             kind = "a whole number" if whole else "a number"
-            upper = "" if most == float("inf") else f" to {most:g}"
+            upper = f" to {most:g}" if most < _ENDLESS else "" if whole else ", finite"
             raise ConfigError(f"Sampling({field.name}={value!r}): {kind} from {least:g}{upper}")
 
     return check
-
-
-_ENDLESS = float("inf")
 
 
 @attrs.frozen

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -134,10 +135,21 @@ class EngineRole(Role):
                 yield places[row.index], tuple(sorted(found.pop(row.index), key=lambda each: each.sample))
 
     def _rows(self, prompts: Sequence[Prompt], sampling: Sampling, stop: Callable[[], bool]) -> Iterator[Row]:
-        """The engine's rows, of which nothing is left in it however this ends."""
+        """The engine's rows, of which nothing is left in it however this ends.
+
+        Raises:
+            FloatingPointError: A log-probability is no number.
+        """
         engine = self._engine
         try:
-            yield from engine.rows(prompts, sampling, stop)
+            for row in engine.rows(prompts, sampling, stop):
+                if not math.isfinite(sum(row.log_probs)):
+                    raise FloatingPointError(
+                        f"the engine has drawn a token of prompt {row.index}, sample {row.sample}, whose "
+                        "log-probability is no number, as its logits are none: the weights that it has, or what it "
+                        "computes in its dtype, aren't finite"
+                    )
+                yield row
         except BaseException:
             engine.abort()
             raise

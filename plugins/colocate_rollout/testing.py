@@ -465,6 +465,21 @@ class ModelSuite(EngineSuite):
                 begin += count
         role.load_weights(weights_of(models[1]), 1)
 
+    def test_weights_that_are_no_numbers(self, role: EngineRole, rows: Mapping[tuple[int, int], Row]) -> None:
+        """No row is drawn from logits that are none; with whole weights the engine goes on."""
+        import torch
+
+        for temperature, bad in ((1.0, math.nan), (0.0, math.nan), (1.0, math.inf)):
+            spoiled = made(self.options["model"])
+            with torch.no_grad():
+                spoiled.lm_head.weight.fill_(bad)
+            role.load_weights(weights_of(spoiled), 2)
+            sampling = Sampling(max_tokens=16, temperature=temperature)
+            with pytest.raises(FloatingPointError, match="whose log-probability is no number"):
+                by_number(role._rows(prompts(), sampling, _NEVER))
+        role.load_weights(weights_of(made(self.options["model"])), 1)
+        assert_alike(by_number(role._engine.rows(prompts(), self.sampling, _NEVER)), rows)
+
     def test_other_weights(self, role: EngineRole, rows: Mapping[tuple[int, int], Row]) -> None:
         """Weights of another model are refused before anything is written."""
         other = copy.deepcopy(made(self.options["model"]))

@@ -11,7 +11,8 @@ import contextlib
 import random
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import attrs
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor
 
 import colocate
 from colocate import ConfigError, Context, Weights, hookimpl
+from colocate.signatures import Checked, amount_problem
 from colocate_rollout.contract import Finish, Prompt, Row, Sampling
 from colocate_rollout.lent import check_adapters, computes_together, is_sharded, whole
 from colocate_rollout.models import (
@@ -39,6 +41,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from colocate.torch import NamedWeights
+
+Count = Annotated[int, Checked(partial(amount_problem, whole=True, least=1))]
 
 
 @hookimpl
@@ -69,14 +73,11 @@ class TransformersEngine:
         model: str | Mapping[str, Any] | None = None,
         role: str | None = None,
         dtype: Literal["float32", "bfloat16", "float16"] = "float32",
-        max_rows: int = 64,
-        max_length: int | None = None,
-        max_batch_tokens: int = 4096,
+        max_rows: Count = 64,
+        max_length: Count | None = None,
+        max_batch_tokens: Count = 4096,
     ) -> None:
         given_once("transformers", model, role)
-        for name, value in (("max_rows", max_rows), ("max_length", max_length), ("max_batch_tokens", max_batch_tokens)):
-            if value is not None and value < 1:
-                raise ConfigError(f"{name}={value}: at least 1")
         self._missing: str | None = None  # why its weights can't be used
         kind: str = dtype
         if role is not None and ctx.background:  # that one may be amid a call when this one generates

@@ -36,7 +36,7 @@ def test_roles_with_options_and_methods_and_jobs(colocate: CommandLine) -> None:
     )
     assert " ".join(lines[at + 3].split()) == "layers int 2 Layers of the small Llama."
     assert any(line.startswith("job ppo.train: Train an actor with PPO") for line in lines)
-    assert any(line.split()[:3] == ["warm_up_steps", "int", "500"] for line in lines)
+    assert any(line.split()[:3] == ["steps", "int", "100"] for line in lines)
 
 
 def test_options_that_are_inherited_are_described(colocate: CommandLine) -> None:

@@ -21,6 +21,7 @@ NOT_RUN: dict[tuple[str, str], int] = {
     ("README.md", "installs; tests/docs/test_first_hour.py does, in a fresh environment"): 2,
     ("README.md", "trains for about a minute; tests/docs/test_first_hour.py does"): 1,
     ("README.md", "trains for about a minute; the test test_the_commands_of_the_demo checks it"): 2,
+    ("README.md", "trains for a minute; the test test_it_learns does"): 1,
     ("README.md", "trains for half a minute; the page of each command runs it"): 1,
     ("configuration.md", "needs variables of Slurm's"): 1,
     ("dask.md", "needs a cluster"): 4,

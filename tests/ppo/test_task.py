@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import json
+import random
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
+from tests.ppo import test_grpo, test_job
 
 import colocate
-from colocate_ppo.task import Task, is_held_out
+from colocate_ppo.task import Task, difference_of_rows, is_held_out
+
+ROOT = Path(__file__).parents[2]
 
 SHORT = {"min_word_len": 3, "max_word_len": 4}
 
@@ -99,3 +110,104 @@ def test_a_task_of_ones_own() -> None:
 def test_what_is_refused(make: Callable[[], object], told: str) -> None:
     with pytest.raises(colocate.ConfigError, match=told):
         make()
+
+
+ROWS: list[dict[str, Any]] = [
+    {"question": f"{number}: ", "answer": "aeiou", "tests": {"b", "a"}} for number in range(100)
+]
+
+
+def own_rows(kind: str = "same") -> list[dict[str, Any]]:
+    """Rows as they were, or others."""
+    rows = [dict(row) for row in ROWS]
+    if kind == "shuffled":
+        random.Random().shuffle(rows)
+    elif kind == "random":
+        random.shuffle(rows)
+    elif kind == "numpy":
+        np.random.shuffle(rows)
+    elif kind == "torch":
+        rows = [rows[place] for place in torch.randperm(len(rows)).tolist()]
+    elif kind == "fewer":
+        del rows[-1]
+    elif kind == "changed":
+        rows[50]["answer"] = "a"
+    elif kind == "column":
+        rows[50]["tests"] = {"c"}
+    elif kind == "object":
+        rows = [row | {"image": object()} for row in rows]
+    return rows
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("same", None),
+        (
+            "shuffled",
+            "the rows come in another order (a generator that shuffles them needs a fixed seed)",
+        ),
+        ("fewer", "there were 100 rows, and are 99"),
+        ("changed", "rows have other contents; `options` was [], and is [('kind', 'changed')]"),
+        ("column", "rows have other contents"),
+    ],
+)
+def test_rows_that_differ(kind: str, words: str | None) -> None:
+    """A task's rows are told from those before by what differs."""
+    before = json.loads(json.dumps(Task(f"{__name__}:own_rows").describe_rows()))
+    now = Task(f"{__name__}:own_rows", {"kind": kind}).describe_rows()
+    difference = difference_of_rows(before, now)
+    assert difference is words or (words is not None and str(difference).startswith(words))
+
+
+@pytest.mark.parametrize("kind", ["random", "numpy", "torch"])
+def test_shuffled_rows(kind: str) -> None:
+    """A function that shuffles by what is everybody's gives the order of the run's seed, and disturbs nobody's."""
+    name, options = f"{__name__}:own_rows", {"kind": kind}
+    random.seed(1), np.random.seed(1), torch.manual_seed(1)
+    drawn = random.random(), np.random.random(), torch.rand(1)
+    random.seed(1), np.random.seed(1), torch.manual_seed(1)
+    before = Task(name, options).describe_rows()
+    assert (random.random(), np.random.random(), torch.rand(1)) == drawn
+    assert Task(name, options).describe_rows() == before
+    assert before["contents"] == Task(name).describe_rows()["contents"]
+    assert len({Task(name, options, seed).describe_rows()["order"] for seed in range(3)} | {"in order"}) == 4
+
+
+def test_rows_of_another_process() -> None:
+    """Sets, and objects that have an address, are the same there."""
+    code = f"import json; from {__name__} import *; "
+    code += f"print(json.dumps(Task('{__name__}:own_rows', {{'kind': 'object'}}).describe_rows()))"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT).stdout
+    assert json.loads(found) == Task(f"{__name__}:own_rows", {"kind": "object"}).describe_rows()
+
+
+def test_generated_rows() -> None:
+    """Options and the seed make other rows."""
+    before = Task("spell_backward").describe_rows()
+    assert difference_of_rows(before, Task("spell_backward").describe_rows()) is None
+    options = {"min_word_len": 9}
+    assert "`options` was [], and is [('min_word_len', 9)]" in str(
+        difference_of_rows(before, Task("spell_backward", options).describe_rows())
+    )
+    assert "`seed` was 0, and is 1" in str(difference_of_rows(before, Task("spell_backward", seed=1).describe_rows()))
+
+
+@pytest.mark.parametrize("job", ["ppo", "grpo"])
+def test_a_resumed_run_has_its_rows(job: str, tmp_path: Path) -> None:
+    """Others are refused before anything is learned from them, unless that is wanted."""
+
+    def go(kind: str, **how: Any) -> test_job.Recorder:
+        changes = [f"+job.with.task={__name__}:own_rows", f"job.with.task_options={{kind: {kind}}}"]
+        changes += ["job.with.eval_problems=1", f"+job.with.same_rows={how.pop('same_rows', True)}"]
+        changes += ["groups.policy.roles.reward=tests.ppo.judged:Lengths"]
+        if job == "ppo":
+            return test_job.run("ppo-small.yaml", [*test_job.TINY, *changes], tmp_path, **how)
+        return test_grpo.run([*test_grpo.TINY, *changes], tmp_path, **how)
+
+    first = go("shuffled", stop_after=9)
+    with pytest.raises(colocate.ConfigError, match=rf"^{job}.train: the run can.t go on after step .* another order"):
+        go("shuffled", resumed=first.resumed)
+    assert go("shuffled", resumed=first.resumed, same_rows=False).rows[0]["step"] == first.rows[-1]["step"] + 1
+    first = go("same", stop_after=9)
+    assert go("same", resumed=first.resumed).rows[0]["step"] == first.rows[-1]["step"] + 1
