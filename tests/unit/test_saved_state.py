@@ -45,6 +45,30 @@ def test_a_copy_has_nothing_of_the_state() -> None:
     assert not np.array_equal(again[0], tied.detach())
 
 
+def test_views_of_one_memory() -> None:
+    """Each view has its own values in the copy, though torch computes some of these as they are read."""
+    whole = torch.polar(torch.ones(4), torch.arange(4.0))
+    state = {
+        "whole": whole,
+        "conjugate": whole.conj(),
+        "negative": whole.conj().imag,
+        "imaginary": whole.imag,
+        "expanded": whole[1:2].expand(4),
+        "conjugates expanded": whole[1:2].conj().expand(4),
+        "windows": whole.unfold(0, 2, 1),
+        "conjugate windows": whole.conj().unfold(0, 2, 1),
+        "zeros": torch._efficientzerotensor(4),
+        "bits": torch.view_as_real(whole).view(torch.int32),
+    }
+    copied = host_copy({**state, "again": whole, "conjugate again": whole.conj()})
+    values = {name: each.resolve_conj().resolve_neg().clone() for name, each in state.items()}
+    whole.zero_()
+    for name, value in values.items():
+        assert torch.equal(copied[name].resolve_conj().resolve_neg(), value), name
+    assert copied["again"] is copied["whole"]
+    assert copied["conjugate again"] is copied["conjugate"]
+
+
 def leaves(value: Any) -> list[Any]:
     """The tensors and arrays in a value, as arrays."""
     if isinstance(value, dict):

@@ -111,7 +111,7 @@ class Context:
         meshes: This rank's place in each named mesh; an unnamed one has the key "".
         slots: Indices of the slots that have the role, by its ranks: those are its ranks in torch's default group.
         weights_version: How often the role has got weights by `colocate.sync_weights`; 0 for those of its constructor.
-        calls_before: The last call of before the checkpoint that the role goes on from; rows draw other numbers then.
+        calls_before: The last call of before the checkpoint that the role goes on from.
     """
 
     rank: int
@@ -163,13 +163,15 @@ class Context:
         After a call that has failed on any rank it is where it was before, unless the role has begun another one since:
         the call that is made again draws the same numbers.
 
-        A row of a method with `rows=` has one of its own, seeded by seed, group, role, call and row: equal on whatever
-        rank it runs, and beside whatever others.
+        A row of a method with `rows=` has one of its own, seeded by seed, group, role, method, how many calls of that
+        came before, and row: equal on whatever rank it runs, and beside whatever others. After a restart or a restore
+        it draws what it had drawn.
         """
         call = running_call.get()
         if isinstance(call, RowState):
             if call.generator is None:
-                seed = derive_seed(self._seed_of_rows, str(self.calls_before + call.seq), None, call.row)
+                method, number = call.place or ("", 0)
+                seed = derive_seed(self._seed_of_rows, f"{method}\0{number}", None, call.row)
                 call.generator = need_torch("ctx.generator").Generator(device=self._device).manual_seed(seed)
             return cast("torch.Generator", call.generator)
         if self._generator is None:
@@ -249,7 +251,7 @@ class Context:
         """A number derived from seed, group, role, method and how often that was called: another one in each call.
 
         It is the same on all ranks, if all of them get each of these calls; and after a restart or a restore it is as
-        if there had been none. A row's is its call's, of which ranks may have had some only: by the group's order.
+        if there had been none. A row's is its call's, also where ranks have had some of these calls only.
         """
         call = self._call
         number = self.calls_before + call.seq

@@ -56,8 +56,18 @@ class OfGroup:
     def renewed(self) -> None:
         """Hear that the group is rebuilt: its workers are new ones."""
 
-    def restored(self) -> None:
-        """Hear that its roles were restored from a checkpoint."""
+    def saved(self) -> Any:
+        """Return, as JSON has it, what a checkpoint is to have of this feature; None for nothing.
+
+        Asked as the calls that take the roles' states are sent. The order's lock is held.
+        """
+        return None
+
+    def restored(self, saved: Any) -> None:
+        """Hear that its roles were restored from a checkpoint, and what `saved` had returned, or None.
+
+        Asked of all halves that are there, and of those of which the checkpoint has something.
+        """
 
     def failed(self, error: ColocateError) -> None:
         """Hear that its workers are ended, as it has failed or is closed: nobody waits for their answers any more."""

@@ -6,7 +6,7 @@ import contextlib
 import os
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import attrs
 
@@ -14,6 +14,7 @@ from colocate._role.role import RoleInfo
 from colocate._system.files import json_of
 from colocate._values.dispatch import Broadcast
 from colocate.errors import ConfigError, Mistake
+from colocate.features import FEATURES
 from colocate.features.checkpoints.contents import changed_sizes, refusal
 from colocate.features.checkpoints.share import OWN, RECORD, hook, identity_of, read, takes_ranks
 
@@ -27,6 +28,7 @@ class Checkpoint:
     folder: Path  # where it is (absolute)
     tag: Tag  # what its writer called it
     identity: str  # which one it is: another one may have taken its place in the folder
+    parts: dict[str, Any] = attrs.field(factory=dict)  # what features have saved of the group, by their names
 
     @classmethod
     def read(cls, folder: Path, roles: Mapping[str, RoleInfo]) -> Checkpoint:
@@ -40,6 +42,7 @@ class Checkpoint:
             place, record = read(folder)
             saved, tag = {name: entry["ranks"] for name, entry in record["roles"].items()}, record["tag"]
             identity = identity_of(record)
+            parts = {str(name): saved for name, saved in record.get("parts", {}).items() if name in FEATURES}
             files = {name: (int(size), str(digest)) for name, (size, digest) in record.get("files", {}).items()}
         except OSError:
             raise ConfigError(
@@ -81,7 +84,7 @@ class Checkpoint:
                 if identity_of(read(folder)[1]) != identity:  # another one has taken its place just now
                     return cls.read(folder, roles)
             raise ConfigError(refusal(folder, wrong))
-        return cls(folder, tag, identity)
+        return cls(folder, tag, identity, parts)
 
 
 def found_in(folder: Path) -> dict[str, Path]:

@@ -18,6 +18,7 @@ from colocate._calls.records import CheckpointRecord
 from colocate._protocol import to_worker
 from colocate._protocol.message import Message
 from colocate._role.role import RoleInfo
+from colocate._signals.deferred import run_deferred
 from colocate._system.deadline import Deadline
 from colocate._system.files import atomic_folder, nobody_renames
 from colocate._system.limits import AFTER_FORCE_S
@@ -25,7 +26,7 @@ from colocate._system.numbers import FOREVER_S, shown
 from colocate._system.threads import Thread
 from colocate._values.dispatch import plan
 from colocate._version import __version__
-from colocate._views.sending import everyone, ready, refuse_inside, start
+from colocate._views.sending import Messages, everyone, ready, refuse_inside, send_with
 from colocate._worker_group.hooks import OfGroup
 from colocate._worker_group.worker_group import WorkerGroup
 from colocate._worker_group.workforce import Worker
@@ -77,6 +78,8 @@ class CheckpointsOfGroup(OfGroup):
         elif found is not None and group.may_resize:
             Checkpoint.read(found.folder, group.roles)  # says so where roles can't be restored from that
         self.began_from(found)
+        for name, saved in () if found is None else found.parts.items():
+            group.part(name).restored(saved)
         return None if found is None else (str(found.folder), found.identity)
 
     def source(self) -> str | None:
@@ -292,7 +295,13 @@ def _begun(worker_group: WorkerGroup, folder: Path, tag: Tag, wait: bool) -> Ite
             began = time.time()
             for name in saved:
                 (part / name).mkdir()
-            is_left = any(_submit(worker_group, part, wait=wait).result())
+
+            def save_parts() -> None:
+                for name, half in worker_group.parts.items():
+                    if (told := half.saved()) is not None:
+                        found.parts[name] = told
+
+            is_left = any(_submit(worker_group, part, then=save_parts, wait=wait).result())
             taken = time.time()
             worker_group.residents.raise_untold()
 
@@ -312,6 +321,7 @@ def _begun(worker_group: WorkerGroup, folder: Path, tag: Tag, wait: bool) -> Ite
                         name: {"class": info.cls.__qualname__, "ranks": len(info.slots)} for name, info in saved.items()
                     },
                     "stood in": [name for name, info in worker_group.roles.items() if info.stands_in],
+                    "parts": found.parts,
                     "files": files,
                     "colocate": __version__,
                 }
@@ -394,8 +404,8 @@ def restore(worker_group: WorkerGroup, folder: Path) -> Tag:
                     f"group {worker_group.name!r} was restarted while {found.tag!r} was restored: that is void"
                 )
             checkpoints_of(worker_group).began_from(found)
-            for part in worker_group.parts.values():
-                part.restored()
+            for name in {*worker_group.parts, *found.parts}:
+                worker_group.part(name).restored(found.parts.get(name))
     worker_group.home.changed()
     return found.tag
 
@@ -428,11 +438,19 @@ def _committing(
         checkpoints_of(worker_group).committed(checkpoint)
 
 
-def _submit(worker_group: WorkerGroup, folder: Path, what: str = CHECKPOINT, **more: Any) -> PendingCall:
+def _submit(
+    worker_group: WorkerGroup,
+    folder: Path,
+    what: str = CHECKPOINT,
+    then: Callable[[], object] = lambda: None,
+    **more: Any,
+) -> PendingCall:
     role, spec = everyone(worker_group), CheckpointsOfWorker.calls[what]
     planned = plan(spec.dispatch, {"directory": str(folder), **more}, role.ranks)
     call = PendingCall(what, "", what, role.slots)
-    return start(ready(worker_group, call, role, spec, planned, [], FOREVER_S))  # large ones take long
+    draft = ready(worker_group, call, role, spec, planned, [], FOREVER_S)  # large ones take long
+    run_deferred(lambda: send_with(Messages((draft,)), then, False), waits_s=None)
+    return call
 
 
 def resize(worker_group: WorkerGroup, timeout: float | None) -> int:

@@ -100,7 +100,8 @@ class _Copies:
     """Copies of the values of one state, each once."""
 
     def __init__(self) -> None:
-        self._done: dict[Any, Any] = {}
+        # With the source: nothing else gets its address as long as it is there.
+        self._done: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}
         self._devices: set[torch.device] = set()
 
     def of(self, value: Any) -> Any:
@@ -124,17 +125,17 @@ class _Copies:
             made: torch.Tensor = type(tensor).__tensor_unflatten__(inner, kept, tensor.size(), tensor.stride())  # type: ignore[attr-defined]
             return made
         tensor = tensor.detach()
-        if tensor.layout is not torch.strided:
+        if tensor.layout is not torch.strided or tensor.is_quantized:
             return tensor.to("cpu", copy=True)
-        key = tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+        lazy = tensor.is_conj(), tensor.is_neg()
+        key = tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), lazy
         if key not in self._done or not tensor.numel():
             on_host = tensor.device.type == "cpu"
             target = torch.empty_like(tensor, device="cpu", pin_memory=not on_host)
-            self._done[key] = target.copy_(tensor, non_blocking=not on_host)
+            self._done[key] = tensor, target.copy_(tensor, non_blocking=not on_host)
             if not on_host:
                 self._devices.add(tensor.device)
-        found: torch.Tensor = self._done[key]
-        return found
+        return self._done[key][1]
 
     def wait(self) -> None:
         """Wait until they are there."""

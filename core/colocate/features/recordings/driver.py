@@ -128,9 +128,9 @@ class RecordingsOfGroup(OfGroup):
             for role, folder in [*self.recorded.items()]:
                 mark_end(folder, "its group was restarted")
                 self.over(role)
-        self.restored()
+        self.restored(None)
 
-    def restored(self) -> None:
+    def restored(self, saved: Any) -> None:
         """Compare calls that come after a checkpoint, which may come again."""
         for joining in self.joining.values():  # after the calls that are over
             self._worker_group.services.timers.soon(joining.begin_anew)

@@ -343,13 +343,24 @@ class GivenRows(RowsCall):
         *args: Any,
         flow: Flow,
         bodies: MutableMapping[int, Any],
+        take_number: Callable[[], int],
     ) -> None:
-        """Args: bodies: The rows, packed, by index; those that have ended are taken out."""
+        """Make it.
+
+        Args:
+            args: As of any.
+            flow: Which rank gets which row.
+            bodies: The rows, packed, by index; those that have ended are taken out.
+            take_number: Returns the call's number among those of its method. Called once, as the call begins.
+        """
         super().__init__(*args)
         self._flow = flow
         self._packed = bodies
+        self._take_number = take_number
+        self._number = 0
 
     def _begin(self) -> None:
+        self._number = self._take_number()
         self._give()
 
     def row_ended(self, slot: int, told: RowEnded, body: Any) -> None:
@@ -385,7 +396,7 @@ class GivenRows(RowsCall):
         while given := self._flow.give():
             for slot, row in given:
                 try:
-                    self.group.send([slot], Row(self.seq, row), self._packed[row])
+                    self.group.send([slot], Row(self.seq, row, self._number), self._packed[row])
                 except Exception as error:  # no descriptor is left, say
                     self._flow.ended(row)
                     words = f"{self.label}, row {row}: it can't be sent: {error_text(error)}"
@@ -471,6 +482,34 @@ def _look_for_end(ref: weakref.ref[RowsCall]) -> None:
         call.order.stacks.ask(call.missing(), call.fail_if_left)
 
 
+class CallNumbers:
+    """How many calls of methods with `rows=` a group has had: rows draw their numbers by that.
+
+    A checkpoint has the counts, so that what goes on from there draws the same. With the order's lock held.
+    """
+
+    def __init__(self) -> None:
+        self._counts: dict[str, int] = {}
+
+    def take(self, label: str, known: int | None) -> int:
+        """Return the number of a call of a method; the one that is known, where a call goes on after a restart."""
+        number = self._counts.get(label, 0) if known is None else known
+        self.raise_to({label: number + 1})
+        return number
+
+    def raise_to(self, counts: Mapping[str, int]) -> None:
+        """Count at least so many calls."""
+        self._counts |= {label: max(count, self._counts.get(label, 0)) for label, count in counts.items()}
+
+    def counts(self) -> dict[str, int]:
+        """Return the counts, by the labels of methods."""
+        return dict(self._counts)
+
+    def reset(self, counts: Mapping[str, int]) -> None:
+        """Begin again with these counts."""
+        self._counts = dict(counts)
+
+
 @attrs.frozen
 class RowOptions:
     """With what such a method is called; see `RowCall.options`."""
@@ -498,6 +537,7 @@ class Asked:
     keys: Mapping[int, Hashable] | None = None
     tries: dict[int, int] = attrs.field(factory=dict)
     at: Any = None  # the line that has asked
+    number: int | None = None  # that of the call among those of its method; of the first one, before a restart
 
     def begin(
         self,
@@ -527,7 +567,7 @@ class Asked:
         if spec.rows is not None:
             ahead = _OUT * spec.concurrency * len(targets) if is_ahead else None
             flow = Flow(rows, targets, spec.concurrency, ahead, self.keys, self.tries)
-            call = GivenRows(*where, self.count, flow=flow, bodies=self.bodies)
+            call = GivenRows(*where, self.count, flow=flow, bodies=self.bodies, take_number=self._take_number)
             planned = attrs.evolve(planned, valid=[len(rows)] * len(targets))  # which of them a rank gets isn't known
         else:
             places: dict[int, Sequence[int]] = {}
@@ -548,3 +588,9 @@ class Asked:
         messages = Messages((draft,))
         run_deferred(lambda: send_with(messages, call.begin, is_again), call.withdraw, waits_s=None)
         return call
+
+    def _take_number(self) -> int:
+        """Return the number of the call: a new one, unless it goes on after a restart. With the order's lock."""
+        numbers: CallNumbers = self.worker_group.part("rows").numbers  # type: ignore[attr-defined]
+        self.number = numbers.take(self.label, self.number)
+        return self.number

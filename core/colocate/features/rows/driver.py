@@ -7,6 +7,7 @@ from typing import Any
 
 import attrs
 
+from colocate._calls.order import Hold
 from colocate._kept.handles import Consumer, Reference
 from colocate._protocol.message import Message
 from colocate._role.call import Call, OnDriver, Resident
@@ -23,7 +24,7 @@ from colocate._worker_group.hooks import OfGroup
 from colocate._worker_group.worker_group import WorkerGroup
 from colocate._worker_group.workforce import Worker
 from colocate.errors import ConfigError
-from colocate.features.rows.calls import Asked, RowOptions, RowsCall
+from colocate.features.rows.calls import Asked, CallNumbers, RowOptions, RowsCall
 from colocate.features.rows.messages import RowEnded
 from colocate.features.rows.row_stream import OnError, RowStream, check_row_options, no_keep
 from colocate.features.rows.stream import Stream
@@ -35,15 +36,33 @@ class RowsOfGroup(OfGroup):
     Attributes:
         listeners: Told of each row that is taken: its call, the slot on which it has ended, and its index there. With
             the order's lock held.
+        numbers: Those of its calls.
     """
 
     def __init__(self, worker_group: WorkerGroup) -> None:
         self._worker_group = worker_group
+        self.numbers = CallNumbers()
         self.listeners: tuple[Callable[[RowsCall, int, int], object], ...] = ()
 
     def view_call(self, role: RoleInfo, spec: MethodSpec) -> RowsViewCall:
         """Return such a method of a role, as its view has it."""
         return (_YieldsViewCall if spec.yields else RowsViewCall)(self._worker_group, role, spec)
+
+    def renewed(self) -> None:
+        """Count calls from the beginning: the roles are as constructed, until `restored`."""
+        self.numbers.reset({})
+
+    def saved(self) -> dict[str, int]:
+        """Return how many calls methods have had."""
+        return self.numbers.counts()
+
+    def restored(self, saved: dict[str, int] | None) -> None:
+        """Count calls from those on that a checkpoint has."""
+        self.numbers.reset(saved or {})
+
+    def halted(self, hold: Hold, slot: int, plain: Any, is_back: bool) -> None:
+        """Count calls of a driver before this one, which a rank knows."""
+        self.numbers.raise_to(plain or {})
 
     def heard(self, worker: Worker, message: Message, body: Any) -> None:
         """Hear that a rank has ended a row of a call that goes on."""

@@ -17,6 +17,7 @@ class Row(Message):
 
     seq: int  # the call
     row: int  # its index in what the driver was given
+    number: int  # how many calls of the method came before this one, also before a restart or a restore
 
 
 @message

@@ -33,6 +33,7 @@ class RowQueue:
     Attributes:
         lane: That lane.
         rows: Those that are to begin: index and body of each.
+        number: That of the call among those of its method, once a row has come.
         credit: How many may be told of those that a method yields.
         no_more: Whether no other rows will come.
         withdrawn: Whether nobody waits for any.
@@ -48,6 +49,7 @@ class RowQueue:
         self.lane = lane
         self.rows: deque[tuple[int, Any]] = deque()
         self.credit = AHEAD
+        self.number = 0
         self.no_more = self.withdrawn = self.stopped = self.has_begun = False
         self.ended: str | None = None
         self.running: dict[RowState, asyncio.Task[None]] = {}
@@ -63,6 +65,7 @@ class RowQueue:
         """Take what the driver says."""
         match message:
             case Row():
+                self.number = message.number
                 self.rows.append((message.row, body))
             case NoMoreRows():
                 self.withdrawn = self.withdrawn or message.withdrawn

@@ -64,7 +64,6 @@ class StandaloneRows(StandaloneCall):
                 taken = awaited(_taken(items, yielded)) if spec.is_async else [yielded.take(item) for item in items]
                 yielded.check_end()
                 return [(index, ordinary(value)) for index, value in taken]
-            ctx.calls_before += 1
             rows = each_row(arguments.pop(spec.rows), spec.rows)
             ended: list[tuple[int, Any]] = awaited(self._played(rows, spec.rows, arguments))
             return ended
@@ -87,6 +86,7 @@ class StandaloneRows(StandaloneCall):
         assert call is not None
         for tries in range(self._retry + 1):
             state = RowState(0, row=index, of=call)
+            state.place = call.place
             token = running_call.set(state)
             try:
                 return ordinary(await self._spec.call(self._instance, arguments))

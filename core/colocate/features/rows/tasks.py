@@ -65,7 +65,7 @@ class RowTasks:
     # -- rows that the driver gives
 
     async def _play(self, work: RowsWork, role: RoleInstance, arguments: dict[str, Any]) -> None:
-        row_queue = _queue_of(work)
+        row_queue, spec = _queue_of(work), work.spec
         try:
             while True:
                 row_queue.check()
@@ -73,6 +73,7 @@ class RowTasks:
                 while row_queue.rows and not (keeps or row_queue.withdrawn or row_queue.stopped):
                     row, body = row_queue.rows.popleft()
                     state = RowState(work.seq, row=row, of=work)
+                    state.place = spec.name, row_queue.number
                     task = asyncio.ensure_future(self._row(work, role, arguments, state, body))
                     row_queue.running[state] = task
                     work.active_tasks += 1

@@ -50,6 +50,16 @@ class RowsOfWorker(OfWorker):
                 row_queue.lane.cancel(message.seq, message.seq)
             row_queue.lane.do(row_queue.wake)
 
+    def back(self, hold: int) -> dict[str, int]:
+        """Return how many calls methods have had here, for a driver that doesn't know."""
+        roles = self._worker_context.roles.values()
+        return {
+            f"{role.name}.{name}": count
+            for role in roles
+            for name, count in role.ctx._calls.items()
+            if (spec := role.methods.get(name)) is not None and spec.rows is not None
+        }
+
     def unwanted(self, seq: int) -> None:
         """Have a call wait no longer."""
         if (row_queue := self._row_queues.get(seq)) is not None:

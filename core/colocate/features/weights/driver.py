@@ -93,7 +93,7 @@ class WeightsOfGroup(OfGroup):
         """Know no longer what sources give: the ranks are new ones."""
         self.described.clear()
 
-    def restored(self) -> None:
+    def restored(self, saved: Any) -> None:
         """Have all that was synced be stale."""
         self.stale |= dict.fromkeys(self.synced, "the group was restored from a checkpoint since")
 

@@ -55,7 +55,14 @@ class NamedWeights:
         for name, tensor in found.items():
             name = unwrapped(name)
             called = name if names is None else names(name)
-            if called is not None and isinstance(tensor, torch.Tensor | Part):
+            if called is not None:
+                if _is_extra(name) or not isinstance(tensor, torch.Tensor | Part):
+                    raise ConfigError(
+                        f"named_weights: {type(module).__name__} has {name!r} in its state, which is no weight "
+                        f"({type(tensor).__name__}), and a sync brings weights only: keep it in a buffer. Where the "
+                        f"target needs no such state, leave it out: names=lambda name: None if name == {name!r} else "
+                        "name"
+                    )
                 if called in self._tensors:
                     raise ConfigError(f"named_weights(names=...): two weights are called {called!r}, one is {name!r}")
                 self._tensors[called] = tensor
@@ -92,6 +99,11 @@ class NamedWeights:
             if each.layer is not layer:
                 layer, made = each.layer, each.layer.whole()
             yield name, made.pop(each.name).detach()
+
+
+def _is_extra(name: str) -> bool:
+    """Whether a name in a state is that of `get_extra_state`; a tensor of that name is no weight either."""
+    return name.rpartition(".")[2] == "_extra_state"
 
 
 def _goes_with(tensor: torch.Tensor, other: torch.Tensor, room: int) -> bool:
@@ -156,7 +168,8 @@ def named_weights(
             saves them.
 
     Raises:
-        ConfigError: It is sharded by FSDP1; its adapters can't be merged, are disabled, or make two weights of one
+        ConfigError: It is sharded by FSDP1; its state has something else than weights (`get_extra_state`), which
+            `names` doesn't leave out; its adapters can't be merged, are disabled, or make two weights of one
             that is tied; or adapters are asked of a model that has none.
     """
     return NamedWeights(module, names, adapters)
@@ -176,9 +189,8 @@ def load_weights(module: nn.Module, weights: Weights) -> None:
     Raises:
         ConfigError: They don't fit; nothing was written.
     """
-    own = {
-        name: tensor for name, tensor in module.state_dict(keep_vars=True).items() if isinstance(tensor, torch.Tensor)
-    }
+    state = module.state_dict(keep_vars=True)
+    own = {name: each for name, each in state.items() if isinstance(each, torch.Tensor) and not _is_extra(name)}
     if sharded := [name for name, tensor in own.items() if is_on_mesh(tensor)]:
         weights.mismatch = ConfigError(
             f"{type(module).__name__} is sharded ({sharded[0]} and {len(sharded) - 1} more) and takes no whole "

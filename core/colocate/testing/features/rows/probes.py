@@ -180,6 +180,22 @@ class Playing(Role):
         return first, torch.rand((), generator=self.ctx.generator, device=self.ctx.device).item()
 
     @method(rows="row", concurrency=PLACES)
+    async def seeds(self, row: int) -> tuple[int, int]:
+        """Return the seed of the row's call, and the row."""
+        return self.ctx.call_seed, row
+
+    @method(rows="mark")
+    async def draws_and_dies(self, mark: Path | None) -> tuple[Path | None, float]:
+        """Return a random number. Given a file that isn't there, the worker writes the number there, and dies."""
+        import torch
+
+        number = torch.rand((), generator=self.ctx.generator, device=self.ctx.device).item()
+        if mark is not None and not mark.exists():
+            mark.write_text(str(number))
+            os.kill(os.getpid(), signal.SIGKILL)
+        return mark, number
+
+    @method(rows="row", concurrency=PLACES)
     async def begins(self, row: str) -> str:
         """Begins what has to be ended with the row, which fails, or not."""
         state = running_call.get()

@@ -597,6 +597,74 @@ class Streams(RowsCase):
         assert not set(drawn(group)) & {*alone, *again}
         group.close()
 
+    @needs_feature("checkpoints")
+    def test_draws_after_a_restore(self, spawn: Spawn, tmp_path: Path) -> None:
+        """Rows draw what they had drawn, in the same group and in another one, whatever other calls come between."""
+        pytest.importorskip("torch")
+        roles = {"playing": colocate.role(Playing), "other": colocate.role(Playing)}
+
+        def drawn(group: ColocatedGroup) -> list[Any]:
+            playing, other = group.role("playing", Playing), group.role("other", Playing)
+            first = playing.draw([1, 2, 3])
+            streamed = sorted(playing.draw.options(ranks=[1]).stream([1, 2]))
+            return [first, streamed, other.draw([1, 2]), playing.draw([1]), playing.seeds([1, 2])]
+
+        group = spawn(roles, slots=2, name="drawing")
+        drawn(group)
+        group.checkpoint(tmp_path / "one")
+        wanted = drawn(group)
+        for others in range(3):
+            for _ in range(others):
+                group.role("other", Playing).play([1, 2])
+                group.role("playing", Playing).logged()
+            group.restore(tmp_path / "one")
+            for _ in range(others):
+                group.role("other", Playing).play([1, 2])
+                group.role("playing", Playing).logged()
+            assert drawn(group) == wanted
+        group.checkpoint(tmp_path / "two")
+        wanted = drawn(group)
+        group.close()
+        group = spawn(roles, slots=2, name="drawing", restore=tmp_path / "two")
+        assert drawn(group) == wanted
+        group.close()
+
+    @needs(OwnProcess)
+    @needs_feature("checkpoints")
+    @pytest.mark.parametrize("saved", [False, True])
+    def test_draws_after_a_restart(self, spawn: Spawn, tmp_path: Path, saved: bool) -> None:
+        """Rows draw what they had drawn since the checkpoint, or since the roles were constructed."""
+        pytest.importorskip("torch")
+        group = spawn({"playing": colocate.role(Playing)}, slots=2, on_failure="restart")
+        playing = group.role("playing", Playing)
+        playing.draw([1])
+        if saved:
+            group.checkpoint(tmp_path / "saved")
+        wanted = [playing.draw([1, 2, 3]), playing.draw([1, 2, 3])]
+        with pytest.raises(GroupRestarted):
+            playing.die([None, tmp_path / "mark"])
+        group.wait_ready(PATIENCE_S)
+        if not saved:
+            playing.draw([1])
+        assert [playing.draw([1, 2, 3]), playing.draw([1, 2, 3])] == wanted
+
+    @needs(OwnProcess)
+    def test_draws_of_a_stream_that_outlives_a_restart(self, spawn: Spawn, tmp_path: Path) -> None:
+        """Rows that begin anew draw what they had drawn; what is called then, other numbers."""
+        pytest.importorskip("torch")
+        group = spawn({"playing": colocate.role(Playing)}, slots=1, on_failure="restart")
+        playing = group.role("playing", Playing)
+        before = playing.draw([1])
+        playing.draws_and_dies([None])
+        (_, drawn), *_ = playing.draws_and_dies.options(retry=1)([tmp_path / "mark"])
+        assert (tmp_path / "mark").read_text() == str(drawn)
+        with pytest.raises(GroupRestarted):
+            playing.draw([1])
+        group.wait_ready(PATIENCE_S)
+        assert playing.draw([1]) == before
+        (_, other), *_ = playing.draws_and_dies([None])
+        assert other != drawn
+
     def test_values_of_rows(self, streaming: ColocatedGroup) -> None:
         """Rows are items of lists, also of those in mappings; residents go to all rows, or are fetched."""
         torch, playing = pytest.importorskip("torch"), streaming["playing"]

@@ -340,6 +340,40 @@ class Unsaved(Taker):
         return colocate.torch.named_weights(self.net)
 
 
+def _scaled(as_tensor: bool) -> torch.nn.Module:
+    """Return a layer with a scale that is no weight, as quantised ones have it."""
+
+    class Scaled(torch.nn.Linear):
+        scale = 1.0
+
+        def get_extra_state(self) -> Any:
+            return torch.tensor(self.scale) if as_tensor else {"scale": self.scale}
+
+        def set_extra_state(self, state: Any) -> None:
+            self.scale = float(state) if as_tensor else state["scale"]
+
+    layer = Scaled(4, 4)
+    for parameter in layer.parameters():  # the same on all ranks
+        parameter.data.fill_(0.5)
+    return layer
+
+
+class Scaling(Role):
+    """Has a module with extra state, as source and as target."""
+
+    def __init__(self, as_tensor: bool = False, left_out: bool = False) -> None:
+        self.net, self._left_out = torch.nn.Sequential(_scaled(as_tensor)), left_out
+
+    @method(awake=("weights",))
+    def named_weights(self) -> Any:
+        names = {"0.weight": "0.weight", "0.bias": "0.bias"}.get if self._left_out else None
+        return colocate.torch.named_weights(self.net, names)
+
+    @method(awake=("weights",))
+    def load_weights(self, weights: Weights, version: int) -> None:
+        colocate.torch.load_weights(self.net, weights)
+
+
 class Declared(Role):
     """Says that it needs less of its memory than it does."""
 

@@ -35,6 +35,7 @@ from colocate.testing.features.weights.probes import (
     Giver,
     Halves,
     Plain,
+    Scaling,
     Sharer,
     Swapper,
     Taker,
@@ -247,6 +248,23 @@ class WeightSyncs(ExecutorCase):
         assert taker.look() == before
         with pytest.raises(ConfigError, match=r"giver has no weight 'wieght'"):
             colocate.sync_weights(giver, taker, names={"wieght": "weight"})
+
+    @pytest.mark.parametrize("as_tensor", [False, True])
+    def test_extra_state_of_a_module(self, spawn: Spawn, as_tensor: bool) -> None:
+        """State that isn't a weight is refused by its name, checked or not; left out by name, the weights come."""
+        for left_out in (False, True):
+            declared = colocate.role(Scaling, as_tensor=as_tensor, left_out=left_out)
+            group = spawn({"source": declared, "target": colocate.role(Scaling, as_tensor=as_tensor, left_out=True)})
+            source, target = group.role("source", Scaling), group.role("target", Scaling)
+            for check in (False, True):
+                if left_out:
+                    colocate.sync_weights(source, target, check=check)
+                else:
+                    with pytest.raises(ColocateError, match=r"has '0\._extra_state' in its state, which is no weight"):
+                        colocate.sync_weights(source, target, check=check)
+            if left_out:
+                assert_same_weights(source, target)
+            group.close()
 
     def test_a_target_that_takes_too_little(self, spawn: Spawn) -> None:
         """Before anything is sent it is said which parameters the method has to have."""
