@@ -110,7 +110,7 @@ class Actor(Role):
 
     @method(collect=First(), awake=())
     def is_pretrained(self) -> bool:
-        """Return whether the model was trained before: it came from a folder or the hub."""
+        """Return whether the weights were loaded from a folder or the hub."""
         return self.has_learned
 
     def renew(self) -> None:
@@ -281,7 +281,7 @@ class Actor(Role):
 
 
 def named_question(asked: Problems, row: int) -> str:
-    """Return a question and its length for an error."""
+    """Describe a question for an error, with its length in tokens."""
     return f"the question {brief(repr(question_text(asked.questions[row])))} of {len(asked.prompts[row])} tokens"
 
 

@@ -111,6 +111,6 @@ def _ranks(ctx: Context) -> dict[str, Any]:
 
 
 def _is_finite(parameter: Tensor) -> bool:
-    """Return whether all numbers of a parameter are finite, in this rank's part of it."""
+    """Return whether all elements of the local part of a parameter are finite."""
     local: Tensor = getattr(parameter, "to_local", lambda: parameter)()  # which DTensors have
     return bool(local.isfinite().all())

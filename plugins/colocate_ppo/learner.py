@@ -34,7 +34,7 @@ class Call:
     sums: dict[str, float] = attrs.field(factory=dict)
 
     def means(self, kind: str, ranks: int) -> dict[str, float]:
-        """Return the averages of the updates: this rank's parts, whose sum over the ranks is the average.
+        """Return the average of each number over the updates, as parts that add up over the ranks.
 
         Args:
             kind: Begins the names of `grad_norm` and of `skipped`, which is there if an update was left out.
@@ -93,7 +93,7 @@ class Learner:
             FloatingPointError: The loss or the gradient isn't finite, and `skip_nonfinite` is off. All ranks raise.
         """
         self._optimizer.zero_grad(set_to_none=True)
-        # A bad loss of one rank makes the norm bad on all of them: ranks decide alike without another message.
+        # A bad loss on one rank spoils the norm on every rank, so that all decide alike without another message.
         finite = torch.where(minimised.detach().isfinite(), 1.0, torch.nan)
         gradients = self._gradients(minimised * finite)
         norm = whole(get_total_norm(gradients))

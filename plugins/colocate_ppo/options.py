@@ -1,4 +1,4 @@
-"""Limits of numbers among options: beyond them a run would go on and learn nothing, so they are refused by name."""
+"""Limits of numeric options: a run with numbers beyond these limits would go on and learn nothing."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Limit:
     above: bool = False
 
     def problem(self, value: Any) -> str | None:
-        """Return what is wrong with a number, in words; None when nothing is, or it is no number."""
+        """Return the problem of a number as text; None for a good one, and for values of other kinds."""
         if not isinstance(value, int | float):
             return None
         fits = self.least < value if self.above else self.least <= value
@@ -44,7 +44,7 @@ BOUND = Limit("above 0 (.inf for no bound)", above=True, most=math.inf)
 
 
 def beyond_limits(options: Mapping[str, Any], limits: Mapping[str, Limit]) -> Iterator[tuple[str, str]]:
-    """Yield the options whose numbers are beyond their limits, and why."""
+    """Yield each option beyond its limit, with the problem."""
     for name, limit in limits.items():
         if (problem := limit.problem(options[name])) is not None:
             yield name, problem

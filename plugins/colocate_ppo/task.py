@@ -256,7 +256,7 @@ def _seeded(seed: int) -> Iterator[None]:
 
 
 def difference_of_rows(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
-    """Return how the rows of a task differ from those before, as `Task.describe_rows` has both; None if they don't."""
+    """Compare two descriptions of rows (`Task.describe_rows`); return the difference as text, or None."""
     if all(now[name] == before[name] for name in ("count", "contents", "order")):
         return None
     if now["count"] != before["count"]:
@@ -285,7 +285,7 @@ def _digest(entry: Mapping[str, Any]) -> bytes:
 
 
 def _stable_text(value: Any) -> Any:
-    """Return for JSON what is equal in any process: no address, and no order that depends on a process's hashes."""
+    """Convert a value to JSON that is equal in every process: without addresses, and with sets sorted."""
     if isinstance(value, set | frozenset):
         return sorted(map(repr, value))
     text = repr(value)
