@@ -248,7 +248,7 @@ def _seeded(seed: int) -> Iterator[None]:
         with torch.random.fork_rng(devices=[]):
             random.seed(seed)
             np.random.seed(seed % (1 << 32))
-            torch.random.default_generator.manual_seed(seed)
+            torch.default_generator.manual_seed(seed)
             yield
     finally:
         random.setstate(state)
