@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import time
 from datetime import datetime
@@ -11,7 +12,6 @@ from datetime import datetime
 from colocate.errors import ConfigError
 
 _ANSWERS_WITHIN_S = 10.0
-_NOTED_WITHIN_S = 0.5
 
 
 def ends_at() -> float | None:
@@ -45,12 +45,8 @@ def ask_end(signalled: float) -> tuple[float | None, str | None]:
     Args:
         signalled: When SIGTERM came, in seconds of `time.time()`.
     """
-    command = ["squeue", "--noheader", f"--jobs={os.environ['SLURM_JOB_ID']}", "--format=%T %e"]
     try:
-        state, end = _ask(*command).split()
-        if state == "RUNNING":  # perhaps not any more: Slurm signals a job's steps before it notes that the job ends
-            time.sleep(_NOTED_WITHIN_S)
-            state, end = _ask(*command).split()
+        state, end = _ask("squeue", "--noheader", f"--jobs={os.environ['SLURM_JOB_ID']}", "--format=%T %e").split()
         if state == "RUNNING":
             ends = datetime.fromisoformat(end).timestamp()
             return ends, _said("Slurm's time limit is" if ends == ends_at() else "Slurm ends this job", ends)
@@ -61,7 +57,12 @@ def ask_end(signalled: float) -> tuple[float | None, str | None]:
 
 
 def _ask(*command: str) -> str:
-    return subprocess.run(command, capture_output=True, text=True, timeout=_ANSWERS_WITHIN_S, check=True).stdout
+    # Slurm sends SIGTERM to all processes of a job, and again. The command inherits this mask, and outlives that.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=_ANSWERS_WITHIN_S, check=True).stdout
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _said(what: str, at: float) -> str:
