@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     from colocate.features.looking.audit import Audit
     from colocate.features.memory.tables import GroupMemory, RoleMemory, SlotMemory
     from colocate.features.profiling.driver import Profile, profile
+    from colocate.features.recordings.differences import FirstDifference
     from colocate.features.recordings.driver import ComparedMethod, Recorder, comparison
     from colocate.features.recordings.given import Compare, Replay
     from colocate.features.recordings.reading import (
@@ -102,6 +103,7 @@ _HOMES = {
     "features.devices.driver": "DeviceSample",
     "features.kinds.registered": "register_batch",
     "features.looking.audit": "Audit",
+    "features.recordings.differences": "FirstDifference",
     "features.recordings.driver": "ComparedMethod Recorder comparison",
     "features.recordings.given": "Compare Replay",
     "features.recordings.reading": "RecordedCall RecordedError RecordedRole RecordedRow Recording load_recording",
@@ -157,6 +159,7 @@ __all__ = [
     "DispatchError",
     "FetchRecord",
     "First",
+    "FirstDifference",
     "ForkedError",
     "Gather",
     "GroupMemory",

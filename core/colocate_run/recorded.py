@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator, Mapping
+import logging
+from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -15,12 +16,15 @@ from colocate_run.config.schema import Config
 from colocate_run.folder import RunFolder, finite
 
 if TYPE_CHECKING:
+    from colocate import FirstDifference
     from colocate.connecting import Runtime
     from colocate.driver import ColocatedGroup
     from colocate.plugins import RoleSpec
     from colocate_run.run import Run
 
 _FOLDER = "recording"
+_INPUTS = ":inputs"
+_log = logging.getLogger("colocate")
 
 
 def roles_called(config: Config, name: str) -> list[tuple[str, str]]:
@@ -32,13 +36,17 @@ def roles_called(config: Config, name: str) -> list[tuple[str, str]]:
 def mistakes(config: Config) -> Iterator[tuple[tuple[str | int, ...], str, str | None]]:
     """Yield what is wrong: where, in words, and the nearest name."""
     named = [
-        *((("record", index), name) for index, name in enumerate(config.record)),
+        *((("record", index), name.removesuffix(_INPUTS)) for index, name in enumerate(config.record)),
         *(((key, name), name) for key in ("replay", "compare") for name in getattr(config, key)),
     ]
     names = [role for entry in config.groups.values() for role in entry.roles]
     for place, name in named:
         if not roles_called(config, name):
-            yield place, f"there is no role {name!r}: there are {', '.join(dict.fromkeys(names))}", nearest(name, names)
+            yield (
+                place,
+                f"there is no role {name!r}: there are {', '.join(dict.fromkeys(names))}",
+                nearest(name, names),
+            )
     for key in ("replay", "compare"):
         for name, folder in getattr(config, key).items():
             from colocate.driver import load_recording
@@ -81,21 +89,26 @@ class RecordedRoles:
     Attributes:
         record: Those that are recorded, by group and name.
         limit: How much of that is written at most.
+        inputs: Those of which is recorded, too, what they are given.
         compare: The folders of runs with which others are compared.
         differs: Whether one gave something else in the end, or wasn't called.
     """
 
     record: tuple[tuple[str, str], ...] = ()
     limit: int | str | None = None
+    inputs: Collection[tuple[str, str]] = ()
     compare: Mapping[tuple[str, str], str] = attrs.field(factory=dict)
     differs: bool = attrs.field(default=False, init=False)
 
     @classmethod
     def of(cls, config: Config) -> RecordedRoles:
         """Return those of a config."""
-        record = dict.fromkeys(each for name in config.record for each in roles_called(config, name))
+        names = [name.removesuffix(_INPUTS) for name in config.record]
+        record = dict.fromkeys(each for name in names for each in roles_called(config, name))
         compare = {each: folder for name, folder in config.compare.items() for each in roles_called(config, name)}
-        return cls(tuple(record), config.record_limit, compare)
+        with_inputs = [name.removesuffix(_INPUTS) for name in config.record if name.endswith(_INPUTS)]
+        inputs = {each for name in with_inputs for each in roles_called(config, name)}
+        return cls(tuple(record), config.record_limit, inputs, compare)
 
     @contextlib.contextmanager
     def recording(
@@ -104,8 +117,10 @@ class RecordedRoles:
         """Record them while the block runs; in the end the run has tables of what was compared."""
         with contextlib.ExitStack() as stack:
             if self.record:
-                views = [groups[group].role(role) for group, role in self.record]
-                stack.enter_context(runtime.record(views, folder.free(_FOLDER, ""), limit=self.limit))
+                views = {(group, role): groups[group].role(role) for group, role in self.record}
+                inputs = [views[each] for each in self.inputs]
+                place = folder.free(_FOLDER, "")
+                stack.enter_context(runtime.record(views.values(), place, limit=self.limit, inputs=inputs))
             yield
             self._compared(groups, folder, run)
 
@@ -113,11 +128,18 @@ class RecordedRoles:
         from colocate.driver import comparison
 
         whole: dict[str, Any] = {}
+        origins: list[tuple[str, FirstDifference]] = []
         for (group, role), before in self.compare.items():
-            rows = [attrs.asdict(each) for each in comparison(groups[group].role(role))]
+            methods = comparison(groups[group].role(role))
+            origins += [(group, each.origin) for each in methods if each.origin is not None]
+            rows = [attrs.asdict(each) for each in methods]
             whole[f"{group}.{role}"] = rows
-            shown = [{key: value for key, value in row.items() if key != "first"} for row in rows]
+            shown = [{key: value for key, value in row.items() if key not in ("first", "origin")} for row in rows]
             run._tables[f"{role} compared with {before}"] = [{**row, **_rounded(row)} for row in shown]
+        if origins:
+            is_one = len({group for group, _ in origins}) == 1  # one order of calls
+            _, origin = min(origins, key=lambda each: each[1].seq if is_one else each[1].begun)
+            _log.warning("begin here: %s", origin.words)
         if whole:
             folder.write("comparison.json", json.dumps(finite(whole), indent=2, allow_nan=False))
             differs = any(row["differ"] or row["missing"] for rows in whole.values() for row in rows)

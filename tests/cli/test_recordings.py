@@ -8,6 +8,9 @@ from typing import Any
 import pytest
 from tests.cli.conftest import CommandLine
 
+from colocate import load_recording
+from colocate.errors import ConfigError
+
 ROOT = Path(__file__).parents[2]
 SECRET = "--set", "groups.players.roles.judge.with.secret=cccc"  # which is found in step 6; that of the file in step 2
 
@@ -66,11 +69,13 @@ def test_a_run_that_differs(words: CommandLine) -> None:
     assert done.returncode == 1
     assert "judge.score, call 0: its value[" in done.stderr
     assert "its arguments were the same" in done.stderr
+    assert "begin here: judge.score, call 0: it was given the same" in done.stderr
     assert "judge compared with runs/words" in done.stdout
     told = (words.folder / "runs" / "words-4" / "comparison.json").read_text()
     (score,) = json.loads(told, parse_constant=pytest.fail)["players.judge"]
     assert (score["calls"], score["arguments"], score["missing"], score["left"]) == (4, 0, 0, 8)
     assert score["differ"] > 0
+    assert score["origin"]["words"] == "judge.score, call 0: it was given the same"
     assert score["relative"] is None  # from 0, which JSON has no number for
 
 
@@ -95,6 +100,29 @@ def test_another_number_of_ranks(words: CommandLine, slots: str) -> None:
     done = words("run", "words.yaml", "--compare", "judge=runs/words", *options[2:])
     assert done.returncode == 1
     assert "judge.score, call 0: its value[" in done.stderr
+
+
+def test_what_a_role_was_given(words: CommandLine) -> None:
+    """It is kept of the roles that say so."""
+    assert words("run", "words.yaml", "--record", "guesser,players.judge:inputs", *SECRET).returncode == 0
+    recording = load_recording(words.folder / "runs" / "words-2")
+    score, guess = recording["judge"]["score"][0], recording["guesser"]["guess"][0]
+    given = [each for rank in score.ranks for values in score.inputs(rank).values() for each in values]
+    assert given == guess.joined()
+    with pytest.raises(ConfigError, match="what it was given isn't recorded"):
+        guess.inputs()
+    done = words("run", "words.yaml", "--record", "jugde:inputs")
+    assert "record[0]: there is no role 'jugde': there are guesser, judge" in done.stderr
+
+
+def test_the_call_to_begin_with(words: CommandLine) -> None:
+    """Of all compared roles, the one that differs first: of one that was given something else, its parameter."""
+    both = ["--compare", "guesser=runs/words", "--compare", "judge=runs/words"]
+    done = words("run", "words.yaml", *both)
+    assert done.stderr.count("begin here: ") == 1
+    assert "begin here: judge.score, call 0: it was given the same" in done.stderr
+    done = words("run", "words.yaml", "--compare", "guesser=runs/words")
+    assert "begin here: guesser.learn, call 0, parameter scores: it was given something else" in done.stderr
 
 
 def test_it_begins_with_a_step(words: CommandLine) -> None:

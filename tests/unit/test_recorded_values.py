@@ -234,6 +234,12 @@ def _same(one: Any, other: Any) -> bool:
         POINT,
         np.zeros(3, "S0"),
         {("a", 1): {(Pair(1, 2), Colour.RED)}},
+        [*range(100)],
+        (*range(2**40, 2**40 + 100),),
+        [float("inf"), -0.0] * 50,
+        [True] * 100,
+        [1, 2.0] * 50,
+        [2**64] * 100,
     ],
     ids=lambda value: type(value).__name__,
 )

@@ -136,7 +136,7 @@ class Pool(Held[Slots], node=Slots, by="runtime.reserve"):
 
         Args:
             roles: The roles by name, as `colocate.role(...)` declares them; constructed in this order.
-            name: Name of the group, unique in the runtime.
+            name: Name of the group, unique in the runtime: letters, digits, '-', '_' and '.', as files are called so.
             mesh: Mesh of the roles that live on all slots and name none of their own.
             on_failure: What happens when the group fails: "fail", or "restart": it is rebuilt in its pool, from its
                 last `group.checkpoint(...)`; see `group.wait_ready`.

@@ -188,7 +188,9 @@ class Runtime(Held[Connection], node=Connection, by="colocate.connect"):
         self.observe(trace)
         return trace
 
-    def record(self, views: Any, folder: str | os.PathLike[str], *, limit: str | int | None = None) -> Recorder:
+    def record(
+        self, views: Any, folder: str | os.PathLike[str], *, limit: str | int | None = None, inputs: Any = ()
+    ) -> Recorder:
         """Write what the calls of roles give into a folder, from now on: to look at, to replay, to compare with.
 
         Each rank writes its own part, beside its calls: values as they are when a call ends, rows with their order,
@@ -199,6 +201,7 @@ class Runtime(Held[Connection], node=Connection, by="colocate.connect"):
             views: A view, as `group.role(name)` gives it, or several.
             folder: Where to; none that is there, or one with recordings of other roles.
             limit: How much is written at most, as "20GiB": the recording ends there with a warning.
+            inputs: Of `views` the one, or those, whose calls' arguments are written, too: as each rank gets them.
 
         Returns:
             What records them; a context manager that ends it.
@@ -206,7 +209,8 @@ class Runtime(Held[Connection], node=Connection, by="colocate.connect"):
         Raises:
             ConfigError: What is given is no view of this runtime, or the role is recorded already, also there.
         """
-        found: Recorder = features.module("recordings.driver").record(views, folder, limit, self._node.services)
+        module = features.module("recordings.driver")
+        found: Recorder = module.record(views, folder, limit, inputs, self._node.services)
         return found
 
     def reserve(
@@ -248,7 +252,7 @@ class Runtime(Held[Connection], node=Connection, by="colocate.connect"):
                 before that (`LD_*`, `PYTHON*`, `OMP_*`, `CUDA_*` ...) a worker is no fork but gets an interpreter of
                 its own.
             detachable: Whether the pool may be given to the cluster later.
-            name: Name of the pool.
+            name: Name of the pool: letters, digits, '-', '_' and '.'.
             groups: How many groups may share each slot at a time: each has a worker there, on the same devices.
             regrow_timeout: Seconds that a restart (`on_failure="restart"`) waits for slots in the place of lost ones,
                 also for what can't fit before a machine has come; `math.inf` waits for ever.

@@ -6,16 +6,19 @@ that override what it asks (`WorkerContext.part`): where there are none, that co
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import FrameType, MappingProxyType
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from colocate._protocol.message import Message
 from colocate._role.context import Context, RowState
 from colocate._role.method_spec import MethodSpec
 from colocate.worker.lane import Work
 from colocate.worker.serving.role_instance import RoleInstance
+
+if TYPE_CHECKING:
+    import torch
 
 NO_SIZES: Mapping[str, Mapping[str, int]] = MappingProxyType({})
 NO_BYTES: Mapping[str, int] = MappingProxyType({})
@@ -85,6 +88,12 @@ class OfWorker:
 
         Asked of all halves that are there, and of those of which the checkpoint has something: else `told` is None.
         """
+
+    def arriving(
+        self, role: RoleInstance, weights: Iterator[tuple[str, torch.Tensor]]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Wrap the iterator of a sync's weights before `load_weights` consumes them."""
+        return weights
 
     def awake(self, role: RoleInstance, why: str) -> AbstractContextManager[object]:
         """Return a block in which all memory of a role is there; what it holds may change."""

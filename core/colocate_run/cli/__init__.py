@@ -123,7 +123,9 @@ def run(
     ] = False,
     record: Annotated[
         list[str] | None,
-        typer.Option("--record", metavar="ROLE[,ROLE]", help="Keep what the calls of these roles give."),
+        typer.Option(
+            "--record", metavar="ROLE[:inputs][,ROLE]", help="Keep what the calls of these roles give (and are given)."
+        ),
     ] = None,
     record_limit: Annotated[
         str | None, typer.Option("--record-limit", metavar="SIZE", help="How much of it at most, as 20GiB.")

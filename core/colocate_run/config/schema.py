@@ -202,13 +202,13 @@ class Config:
         call_timeout: Seconds after which a call is given up that names no deadline of its own; null for never.
         executor: What runs the workers.
         pools: Slots to reserve, by name, in this order.
-        groups: Groups to spawn, by name, in this order.
+        groups: Groups to spawn, by name, in this order. Names of pools and groups are as that of the run.
         job: What `colocate run` runs; null for a config that is only launched.
         plugins: Which plugins may be used.
         observe: Who is told of the run, as in `[tensorboard, {use: mlflow, with: {experiment: sums}}]`.
         trace: Whether the run's folder gets a `trace.json` for Perfetto; see `Runtime.trace`.
         record: The roles of which is kept what their calls give, in `recording` of the run's folder: names, or
-            `group.role`.
+            `group.role`; with `:inputs` behind it what they are given, too.
         record_limit: How much of it is written at most, in bytes or as "20GiB".
         replay: Recordings that answer the calls of roles, which aren't constructed: folders of runs, by role.
         replay_from: With which step of these, and of those under `compare`, to begin.

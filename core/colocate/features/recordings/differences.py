@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import attrs
@@ -29,6 +30,8 @@ class Difference:
         total: How many there are.
         absolute: The largest absolute difference of numbers.
         relative: The largest one relative to what was recorded.
+        size: How large the largest difference is: of a number the absolute or the relative one, whichever is smaller,
+            and infinity of anything else.
         first: Where it differs first, and how; None where it doesn't.
     """
 
@@ -37,6 +40,7 @@ class Difference:
     total: int = 0
     absolute: float = 0.0
     relative: float = 0.0
+    size: float = 0.0
     first: str | None = None
 
     def add(self, was: Any, now: Any, path: str = "") -> None:
@@ -78,10 +82,11 @@ class Difference:
             else:
                 self.add(before[name], after[name], path + name)
 
-    def _part(self, is_same: bool, path: str, words: str) -> None:
+    def _part(self, is_same: bool, path: str, words: str, size: float = math.inf) -> None:
         self.total += 1
         if not is_same:
             self.count += 1
+            self.size = max(self.size, size)
             if self.first is None:
                 self.first = f"its value{path} was {words}"
 
@@ -97,7 +102,7 @@ class Difference:
         away, relative = (math.inf if each != each else each for each in (away, relative))
         self.absolute, self.relative = max(self.absolute, away), max(self.relative, relative)
         is_near = away <= self.tolerance or relative <= self.tolerance
-        self._part(is_near, path, f"{was!r}, and is {now!r}")
+        self._part(is_near, path, f"{was!r}, and is {now!r}", min(away, relative))
 
     def _tensors(self, torch: Any, was: Any, now: Any, path: str) -> None:
         if was.is_nested and now.is_nested:
@@ -125,11 +130,11 @@ class Difference:
         self.total += was.size
         other = was != now
         if was.dtype.kind in "fcmM":
-            other &= (was == was) | (now == now)  # NaN and NaT are as they were
+            other &= (was == was) | (now == now)  # a NaN or NaT equals another one
         if not bool(other.any()):
             return
         before, after = was[other], now[other]
-        far = numpy.ones(before.shape, bool)
+        far, sizes = numpy.ones(before.shape, bool), numpy.full(before.shape, math.inf)
         if was.dtype.kind in "biufc":
             # Whole numbers of 64 bits aren't all floats: which differ is known, how far is told as nearly as can be.
             wide = complex if was.dtype.kind == "c" else float
@@ -137,6 +142,7 @@ class Difference:
             with numpy.errstate(all="ignore"):
                 away = abs(to - from_)
                 relative = numpy.where(from_ != 0, away / abs(from_), math.inf)
+            sizes = numpy.fmin(away, relative)
             if self.tolerance:
                 far = ~((away <= self.tolerance) | (relative <= self.tolerance))
             self.absolute = max(self.absolute, _largest(away))
@@ -144,6 +150,7 @@ class Difference:
         if not bool(far.any()):
             return
         self.count += int(far.sum())
+        self.size = max(self.size, _largest(sizes[far]))
         if self.first is None:
             at = int(far.argmax())
             index = [int(each[at]) for each in other.nonzero()] if other.ndim else []
@@ -151,7 +158,7 @@ class Difference:
 
 
 def _item(value: Any) -> str:
-    """Return a number or text of NumPy's as Python writes it; a date, or a number that Python lacks, as NumPy does."""
+    """Format a NumPy scalar like a Python value; dates and long doubles keep NumPy's format."""
     return str(value) if value.dtype.kind in "mM" or value.dtype.char in "gG" else repr(value.item())
 
 
@@ -174,6 +181,21 @@ def _apart(was: Any, now: Any) -> str:
     return f"{words}, from place {begin} on" if begin else words
 
 
+@attrs.frozen
+class FirstDifference:
+    """The call in which something differs first, and where to look for the cause.
+
+    Attributes:
+        seq: Its number in the order of its group.
+        begun: When it began, in seconds of time.time().
+        words: "role.method, call 3", and the parameter, or its weights, if these differ; with what that says.
+    """
+
+    seq: int
+    begun: float
+    words: str
+
+
 @attrs.define
 class Compared:
     """What came of comparing a method, on a rank or of all; the fields are those of `ComparedMethod`."""
@@ -188,8 +210,15 @@ class Compared:
     missing: int = 0
     left: int = 0
     first: str | None = None
+    origin: FirstDifference | None = None
 
-    def add(self, difference: Difference, label: str, cause: str) -> str | None:
+    @classmethod
+    def saved(cls, plain: Mapping[str, Any]) -> Compared:
+        """Build an instance from the dict of `attrs.asdict`."""
+        origin = plain["origin"]
+        return cls(**{**plain, "origin": None if origin is None else FirstDifference(**origin)})
+
+    def add(self, difference: Difference, label: str, cause: Cause, seq: int, begun: float) -> str | None:
         """Take what came of comparing a call, or a row; return it in words, None where nothing differs."""
         self.numbers += difference.total
         self.absolute = max(self.absolute, difference.absolute)
@@ -198,10 +227,12 @@ class Compared:
             return None
         self.differ += 1
         self.different += difference.count
+        if self.origin is None or seq < self.origin.seq:
+            self.origin = FirstDifference(seq, begun, cause.origin(label))
         words = f"{label}: {difference.first}; {difference.count} of {difference.total} differ"
         if difference.absolute:
             words += f", by {difference.absolute:.3g} at most, relatively {difference.relative:.3g}"
-        return self._told(f"{words} ({cause})")
+        return self._told(f"{words} ({cause.words})")
 
     def lack(self, label: str, why: str) -> str:
         """Take that a call, or a row, can't be compared; return why, in words."""
@@ -213,17 +244,63 @@ class Compared:
         return words
 
 
+@attrs.frozen
+class Cause:
+    """The inputs of a differing call that differ from the recorded ones.
+
+    Attributes:
+        where: Where its arguments differ first, in words; None where they don't.
+        weights: The call before which a sync has brought other weights; None where none has.
+        besides: What isn't known of its arguments, or of its generator, in words.
+    """
+
+    where: str | None
+    weights: str | None = None
+    besides: str = ""
+
+    @property
+    def words(self) -> str:
+        """Return the text in parentheses behind a difference."""
+        if self.where is not None:
+            words = f"its arguments differ, too: {self.where}"
+        else:
+            words = f"its arguments were the same{self.besides if self.weights is None else ''}"
+        return words if self.weights is None else f"{words}; its weights differ since the sync before {self.weights}"
+
+    def origin(self, label: str) -> str:
+        """Return where to begin to look."""
+        if self.where is not None:
+            name = re.match(r"\w*", self.where)
+            assert name is not None
+            return f"{label}, parameter {name[0]}: it was given something else"
+        if self.weights is not None:
+            return f"{label}, its weights: the sync before {self.weights}, has brought others"
+        return f"{label}: it was given the same{self.besides}"
+
+
+class Teller:
+    """Tells the first difference, and each one that is ten times as large as the last one that was told."""
+
+    def __init__(self, tell: Callable[[str], object]) -> None:
+        self._tell = tell
+        self._size: float | None = None
+
+    def add(self, words: str | None, size: float = 0.0) -> None:
+        """Report a difference of a size, if no other one as large was reported; None is no difference."""
+        if words is not None and (self._size is None or size > _GROWS * self._size):
+            self._size = size
+            self._tell(words)
+
+
+_GROWS = 10
+
+
 def with_left(methods: dict[str, Compared], calls: Iterable[tuple[str, int]]) -> dict[str, Compared]:
     """Return what came of methods, with the calls that were recorded and haven't come."""
     counts = Counter(method for method, _ in calls)
     for method in (*methods, *counts):
         methods.setdefault(method, Compared()).left = counts[method]
     return methods
-
-
-def cause_of(where: str | None, besides: str = "") -> str:
-    """Return whether arguments were the same, or where they differ first, as what a difference may come of."""
-    return f"its arguments were the same{besides}" if where is None else f"its arguments differ, too: {where}"
 
 
 def _largest(numbers: Any) -> float:

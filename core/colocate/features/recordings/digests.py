@@ -31,7 +31,7 @@ def digest_of(arguments: Mapping[str, Any]) -> Digest:
             leaves = [*_leaves(value, "")]
         except RecursionError:
             leaves = [("", "what leads to itself")]
-        except Exception:  # of code of its class's own: the call is none the worse
+        except Exception:  # raised by user code; the call goes on
             leaves = [("", f"a {type(value).__qualname__} that can't be looked into")]
         if rest := leaves[_SINGLY:]:
             leaves = [*leaves[:_SINGLY], (rest[0][0], f"{_REST}#{_hash(repr(rest).encode())}")]

@@ -10,6 +10,7 @@ from typing import Any
 import attrs
 
 from colocate.errors import SerializationError
+from colocate.features.recordings.differences import Raised
 from colocate.features.recordings.files import damaged, opened
 from colocate.features.recordings.values import START, Find, Start, digest_of_bytes, head_of, unpacked
 
@@ -26,7 +27,7 @@ class Document:
     length: int
     nbytes: int  # with its head
     entries: Mapping[str, Any]
-    digest: str = ""  # of what comes after its head
+    digest: str = ""  # of the bytes after the head
     data: bytearray | None = None  # of one in memory
 
     @classmethod
@@ -120,14 +121,14 @@ _REQUIRED: Mapping[str, Any] = {
 }
 _FURTHER: Mapping[str, Any] = {
     **dict.fromkeys(("row", "rows", "valid", "padded"), int),
-    **dict.fromkeys(("missing", "drew"), str),
-    **dict.fromkeys(("cut", "defaults"), bool),
+    **dict.fromkeys(("missing", "drew", "weights"), str),
+    **dict.fromkeys(("cut", "defaults", "inputs"), bool),
     "error": dict,
 }
 
 
 def _check(about: Mapping[str, Any]) -> None:
-    """Raise a ValueError if a document doesn't tell of itself what each one tells."""
+    """Raise a ValueError unless the metadata of a document has all keys, of the right types."""
     kinds = {**{name: _FURTHER[name] for name in about.keys() & _FURTHER}, **_REQUIRED}
     wrong = next((name for name, kind in kinds.items() if not isinstance(about.get(name), kind)), None)
     if wrong is not None:
@@ -149,6 +150,7 @@ class RankCall:
         method: The method.
         number: Which of its calls it was, from 0, counted from where the recording begins.
         place: Which of all calls of the role, on this rank.
+        inputs: What it was given, if that is recorded, and what each of its rows was.
         rows: Of one whose rows end one by one these, in the order in which they have ended.
         end: Its value, or error, or that its rows are all; None of one that hasn't ended.
     """
@@ -156,6 +158,7 @@ class RankCall:
     method: str
     number: int
     place: int
+    inputs: list[Document] = attrs.field(factory=list)
     rows: list[Document] = attrs.field(factory=list)
     end: Document | None = None
 
@@ -171,7 +174,9 @@ class RankCall:
 
     def add(self, document: Document) -> None:
         """Take one of its documents."""
-        if "row" in document.about:
+        if "inputs" in document.about:
+            self.inputs.append(document)
+        elif "row" in document.about:
             self.rows.append(document)
         else:
             self.end = document
@@ -179,12 +184,12 @@ class RankCall:
     @property
     def about(self) -> Mapping[str, Any]:
         """Return what is told of the call."""
-        return self.end.about if self.end is not None else self.rows[-1].about
+        return self.end.about if self.end is not None else [*self.inputs, *self.rows][-1].about
 
     @property
     def nbytes(self) -> int:
         """Return the bytes that the call has in files."""
-        return sum(each.nbytes for each in (*self.rows, *([] if self.end is None else [self.end])))
+        return sum(each.nbytes for each in (*self.inputs, *self.rows, *([] if self.end is None else [self.end])))
 
 
 class RankCalls:
@@ -253,3 +258,11 @@ def in_order(
     last = len(came or ())
     turns = [(places.get((rank, each.about["row"])) or [last]).pop() for rank, each in by_time]
     return [row for _, row in sorted(zip(turns, by_time, strict=True), key=lambda pair: pair[0])]
+
+
+def recorded_value(document: Document, find: Find) -> Any:
+    """Return the value of a document, or a `Raised` for a recorded error."""
+    if (error := document.about.get("error")) is not None:
+        return Raised(f"{error['class'].partition(':')[2]}: {error['text']}")
+    value = document.value(find)
+    return value[0] if document.about.get("defaults") else value

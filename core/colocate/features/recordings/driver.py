@@ -8,7 +8,7 @@ import logging
 import os
 import secrets
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -29,11 +29,12 @@ from colocate._worker_group.hooks import OfGroup
 from colocate._worker_group.worker_group import WorkerGroup
 from colocate._worker_group.workforce import Worker
 from colocate.errors import ColocateError, ConfigError
-from colocate.features.recordings.differences import Compared
+from colocate.features.recordings.differences import Compared, FirstDifference
 from colocate.features.recordings.files import STEPS, RoleFolder, RowOrder, lines_of, mark_end, to_line
 from colocate.features.recordings.given import Compare, Replay
 from colocate.features.recordings.joining import Joining
 from colocate.features.recordings.messages import COMPARISON, RECORDING, Gave, Noticed, Played, Recorded
+from colocate.features.recordings.whole import described
 from colocate.features.recordings.worker import RecordingsOfWorker
 
 _log = logging.getLogger("colocate")
@@ -197,17 +198,14 @@ class Recorder:
             self._end()
 
 
-def record(views: Any, folder: str | os.PathLike[str], limit: str | int | None, services: Any) -> Recorder:
+def record(views: Any, folder: str | os.PathLike[str], limit: str | int | None, inputs: Any, services: Any) -> Recorder:
     """See `Runtime.record`."""
     refuse_to_wait("runtime.record")
     most = None if limit is None else parse_bytes(limit, "runtime.record(limit)")
     place = Path(os.path.abspath(folder))
     groups: dict[str, tuple[WorkerGroup, list[RoleInfo]]] = {}
-    for view in views if isinstance(views, Iterable) and not isinstance(views, str) else [views]:
-        found = getattr(view, "__dict__", {}).get("_colocate_view")
-        if found is None:
-            raise ConfigError(f"runtime.record({view!r}): it takes views, as group.role(name) gives them")
-        worker_group, role = cast("tuple[WorkerGroup, RoleInfo]", found)
+    with_inputs = {(worker_group.name, role.name) for worker_group, role in _viewed(inputs)}
+    for worker_group, role in _viewed(views):
         if worker_group.services is not services:
             raise ConfigError(f"runtime.record: role {role.name!r} is of another runtime")
         if (where := of_group(worker_group).recorded.get(role.name)) is not None:
@@ -215,6 +213,8 @@ def record(views: Any, folder: str | os.PathLike[str], limit: str | int | None, 
         groups.setdefault(worker_group.name, (worker_group, []))[1].append(role)
     if not groups:
         raise ConfigError("runtime.record: name at least one view")
+    if others := with_inputs - {(name, role.name) for name, (_, roles) in groups.items() for role in roles}:
+        raise ConfigError(f"runtime.record(inputs): role {min(others)[1]!r} isn't among the roles that are recorded")
     for worker_group, _ in groups.values():
         if (recorder := recording(worker_group)) is not None:
             recorder.refuse_call("runtime.record")
@@ -224,7 +224,7 @@ def record(views: Any, folder: str | os.PathLike[str], limit: str | int | None, 
     made: list[Path] = []
     try:
         recorded = {
-            name: [_begin(place, worker_group, role, most, made) for role in roles]
+            name: [_begin(place, worker_group, role, made, most, (name, role.name) in with_inputs) for role in roles]
             for name, (worker_group, roles) in groups.items()
         }
         for name, (worker_group, _) in groups.items():
@@ -232,7 +232,7 @@ def record(views: Any, folder: str | os.PathLike[str], limit: str | int | None, 
             # Calls that were received before a rank has got ready for them would have another way there.
             _tell(worker_group, [attrs.evolve(each, begins=False) for each in recorded[name]])
             _tell(worker_group, recorded[name])
-    except Exception:  # all of them, or none
+    except Exception:  # all roles are recorded, or none
         whole.close()
         for path in made:
             shutil.rmtree(path, ignore_errors=True)
@@ -248,7 +248,17 @@ def of_group(worker_group: WorkerGroup) -> RecordingsOfGroup:
     return cast("RecordingsOfGroup", worker_group.part("recordings"))
 
 
-def _begin(place: Path, worker_group: WorkerGroup, role: RoleInfo, limit: int | None, made: list[Path]) -> Recorded:
+def _viewed(views: Any) -> Iterator[tuple[WorkerGroup, RoleInfo]]:
+    for view in views if isinstance(views, Iterable) and not isinstance(views, str) else [views]:
+        found = getattr(view, "__dict__", {}).get("_colocate_view")
+        if found is None:
+            raise ConfigError(f"runtime.record({view!r}): it takes views, as group.role(name) gives them")
+        yield cast("tuple[WorkerGroup, RoleInfo]", found)
+
+
+def _begin(
+    place: Path, worker_group: WorkerGroup, role: RoleInfo, made: list[Path], limit: int | None, inputs: bool
+) -> Recorded:
     path = place / f"{worker_group.name}.{role.name}"
     cls = f"{role.cls.__module__}:{role.cls.__qualname__}"
     RoleFolder(
@@ -258,11 +268,11 @@ def _begin(place: Path, worker_group: WorkerGroup, role: RoleInfo, limit: int | 
         cls,
         len(role.slots),
         worker_group.services.seed,
-        [*role.methods],
+        {name: described(spec) for name, spec in role.methods.items()},
         _meshes(role),
     ).begin()
     made.append(path)
-    return Recorded(role.name, str(path), limit, begins=True)
+    return Recorded(role.name, str(path), limit, inputs, begins=True)
 
 
 def _tell(worker_group: WorkerGroup, recorded: Sequence[Recorded]) -> None:
@@ -340,6 +350,8 @@ class ComparedMethod:
         missing: How many weren't recorded, or can't be compared over another number of ranks.
         left: How many calls were recorded, and haven't come.
         first: The first difference, or why one can't be compared, in words; None where there is none.
+        origin: The call that differs first, and which parameter of it, if its arguments do; None where none does. Of
+            all compared roles of a group, the one whose `seq` is the least is where to begin to look.
     """
 
     method: str
@@ -353,6 +365,7 @@ class ComparedMethod:
     missing: int
     left: int
     first: str | None
+    origin: FirstDifference | None
 
 
 def comparison(view: Any) -> list[ComparedMethod]:
@@ -385,4 +398,6 @@ def _joined(method: str, ranks: Sequence[Compared]) -> ComparedMethod:
     most = {name: max(getattr(each, name) for each in ranks) for name in ("absolute", "relative")}
     more = {name: sum(getattr(each, name) for each in ranks) for name in ("arguments", "missing", "left")}
     first = next((each.first for each in ranks if each.first), None)
-    return ComparedMethod(method, **sums, **most, **more, first=first)
+    origins = [each.origin for each in ranks if each.origin is not None]
+    origin = min(origins, key=lambda each: each.seq, default=None)
+    return ComparedMethod(method, **sums, **most, **more, first=first, origin=origin)

@@ -63,7 +63,7 @@ def opened(path: Path) -> BufferedReader:
 
 
 def to_line(told: Mapping[str, Any]) -> str:
-    """Return a line of JSON with its own digest."""
+    """Return a line of JSON with a digest of the other keys."""
     return json.dumps({**told, "digest": digest_of_bytes(json.dumps(told).encode())}) + "\n"
 
 
@@ -81,7 +81,7 @@ def lines_of(file: Path, check: Callable[[dict[str, Any]], object]) -> list[dict
         with opened(file) as lines:
             found, at = list[dict[str, Any]](), 0
             for line in lines:
-                if line.endswith(b"\n") or (b'"digest"' in line and line[-2:-1] == b"}"):  # else it is torn
+                if line.endswith(b"\n") or (b'"digest"' in line and line[-2:-1] == b"}"):  # else the line is torn
                     found.append(_from_line(line, file, at, check))
                 at += len(line)
             return found
@@ -139,7 +139,7 @@ class RoleFolder:
         cls: Its class, as "module:Class".
         ranks: How many it had.
         seed: The runtime's.
-        methods: Those that it has.
+        methods: What is told of those that it has, by name.
         meshes: The sizes of their axes, by name.
     """
 
@@ -149,7 +149,7 @@ class RoleFolder:
     cls: str
     ranks: int
     seed: int
-    methods: Sequence[str]
+    methods: Mapping[str, Mapping[str, Any]]
     meshes: Mapping[str, Mapping[str, int]]
 
     def begin(self) -> None:
@@ -198,6 +198,9 @@ class RoleFolder:
         return cls.read(found[named[0]])
 
 
+_TOLD = {"collect", "rows", "ends_in_rows"}  # of a method
+
+
 def _check_role(told: Mapping[str, Any]) -> None:
     if told["format"] != FORMAT:
         when = "an earlier" if told["format"] < FORMAT else "a later"
@@ -205,8 +208,12 @@ def _check_role(told: Mapping[str, Any]) -> None:
             f"it was recorded by {when} version of colocate, in format {told['format']}; this one reads format "
             f"{FORMAT}: record it anew, or read it with that version"
         )
-    kinds = {"group": str, "role": str, "cls": str, "ranks": int, "seed": int, "methods": list, "meshes": dict}
+    kinds = {"group": str, "role": str, "cls": str, "ranks": int, "seed": int, "methods": dict, "meshes": dict}
     wrong = next((name for name, kind in kinds.items() if not isinstance(told[name], kind)), None)
+    if wrong is None and not all(type(size) is int for shape in told["meshes"].values() for size in shape.values()):
+        wrong = "meshes"
+    if wrong is None and not all(len(each["collect"]) == 2 and {*each} == _TOLD for each in told["methods"].values()):
+        wrong = "methods"
     if wrong is not None or not 0 < told["ranks"] <= _MOST_RANKS or told.keys() != {"format", *kinds}:
         raise ValueError(f"{wrong or 'ranks'} is {told.get(wrong or 'ranks')!r:.60}")
 

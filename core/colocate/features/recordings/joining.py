@@ -7,129 +7,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
-import attrs
-
 from colocate._calls.pending import PendingCall
-from colocate._role.method_spec import MethodSpec
 from colocate._role.role import RoleInfo
 from colocate._system.jobs import JobThread, error_text, report_exception
 from colocate._values.collect import Gather
-from colocate._values.dispatch import Broadcast, OnRank, PerRank, Scatter
-from colocate._values.mesh import Mesh, Ranks
-from colocate.features.recordings.differences import Compared, Difference, Raised, cause_of, with_left
-from colocate.features.recordings.digests import Digest, first_difference
-from colocate.features.recordings.documents import Document, RankCall, RankCalls
+from colocate._values.mesh import Mesh
+from colocate.features.recordings.differences import Cause, Compared, Difference, Teller, with_left
+from colocate.features.recordings.digests import first_difference
+from colocate.features.recordings.documents import Document, RankCall, RankCalls, recorded_value
 from colocate.features.recordings.files import RoleFolder, RowOrder, as_ended
 from colocate.features.recordings.messages import Played
-from colocate.features.recordings.playing import find_for, recorded_value
-from colocate.features.recordings.values import Find
-
-
-class CannotJoin(Exception):
-    """What the caller gets of a call isn't known, or is no matter of the call alone; says why."""
-
-
-@attrs.frozen
-class Whole:
-    """A call on all of its ranks.
-
-    Attributes:
-        parts: What each rank gave, by rank.
-        world_size: How many ranks the role has.
-        meshes: Theirs.
-        partition: Which rows each rank had, where these were chosen.
-        spec: The method.
-        find: Finds the classes of values.
-    """
-
-    parts: Mapping[int, RankCall]
-    world_size: int
-    meshes: Mapping[str, Mesh]
-    partition: Sequence[Sequence[int]] | None
-    spec: MethodSpec
-    find: Find
-
-    @property
-    def raised(self) -> Document | None:
-        """Return the first error, which is the caller's."""
-        raised = [part.raised for part in self.parts.values()]
-        return min(filter(None, raised), key=_ended, default=None)
-
-    @property
-    def error(self) -> Any:
-        """Return class and text of that."""
-        return Raised("none") if self.raised is None else recorded_value(self.raised, self.find)
-
-    @property
-    def is_usual(self) -> bool:
-        """Whether it went to the ranks to which calls of its method go that name none."""
-        targets = self.spec.dispatch.targets(Ranks(self.world_size, self.meshes))
-        return self.parts.keys() == {*(range(self.world_size) if targets is None else targets)}
-
-    @property
-    def ranks(self) -> Ranks:
-        """Return its ranks as a collect sees them."""
-        rows, padded = self._counts("valid"), self._counts("padded")
-        if len(self.parts) == self.world_size:
-            return Ranks(self.world_size, self.meshes, rows, padded, partition=self.partition)
-        return Ranks(self.world_size, self.meshes, rows, padded, sorted(self.parts))
-
-    def _counts(self, name: str) -> Sequence[int | None] | None:
-        counts = [self.parts[rank].about.get(name) for rank in sorted(self.parts)]
-        return counts if any(each is not None for each in counts) else None
-
-    def arguments(self) -> tuple[Digest, Sequence[str]]:
-        """Return what is remembered of the arguments that are the same on all ranks, and which others there are."""
-        dispatch = self.spec.dispatch
-        digest: Digest = next(part for part in self.parts.values() if part.end is not None).about["digest"]
-        split: Sequence[str] = () if isinstance(dispatch, Broadcast | OnRank) else [*digest]
-        if isinstance(dispatch, Scatter | PerRank):
-            split = [name for name in digest if name in dispatch.parameters]
-        return {name: each for name, each in digest.items() if name not in split}, split
-
-    def results(self, sources: Sequence[int]) -> Mapping[int, Any]:
-        """Return what some ranks gave.
-
-        Raises:
-            CannotJoin: It wasn't recorded.
-        """
-        found = {}
-        for rank in sources:
-            end = self.parts[rank].end
-            assert end is not None
-            if "missing" in end.about:
-                raise CannotJoin(f"what rank {rank} gave wasn't recorded: {end.about['missing']}")
-            found[rank] = recorded_value(end, self.find)
-        return found
-
-    def value(self) -> Any:
-        """Return what the caller gets."""
-        ranks, collect = self.ranks, self.spec.collect
-        results = self.results(collect.sources(ranks))
-        return collect.join([results.get(rank) for rank in sorted(self.parts)], ranks)
-
-    def rows(self) -> dict[int, Document]:
-        """Return what came of each row, by its index in what the caller gave."""
-        if self.spec.rows is not None:
-            ended = sorted((row for part in self.parts.values() for row in part.rows), key=_ended)
-            return {row.about["row"]: row for row in ended}  # one that was tried again has ended last
-        ranks = self.ranks
-        sources = self.spec.collect.sources(ranks)
-        own: Sequence[Sequence[int]]
-        if ranks.partition is not None:
-            own = ranks.pick(ranks.partition, sources)
-        else:
-            ends = accumulate([count or 0 for count in ranks.pick(ranks.rows or (), sources)], initial=0)
-            own = [range(*each) for each in pairwise(ends)]
-        return {
-            numbers[row.about["row"]]: row
-            for rank, numbers in zip(sources, own, strict=True)
-            for row in self.parts[rank].rows
-        }
+from colocate.features.recordings.playing import find_for
+from colocate.features.recordings.whole import CannotJoin, Whole
 
 
 class Joining:
@@ -140,13 +32,14 @@ class Joining:
     """
 
     def __init__(self, role: RoleInfo, played: Played, tell: Callable[[str], object]) -> None:
-        self._role, self._played, self._tell = role, played, tell
+        self._role, self._played = role, played
+        self._teller = Teller(lambda words: tell(f"role {role.name!r}: differs from {played.folder}: {words}"))
+        self._weights: str | None = None  # label of the first call since the weights differ
         self._folder = RoleFolder.read(Path(played.folder))
         self._meshes = {name: Mesh(shape) for name, shape in self._folder.meshes.items()}
         self._find = find_for(role.methods)
         self._told: dict[int, list[tuple[int, Any]]] = {}  # rank and document, by call
         self._thread = JobThread(f"colocate-comparison-{role.name}", lambda error: report_exception())
-        self._is_told = False
         self._next: dict[str, int] = {}  # the number of each method's next call
         self.methods: dict[str, Compared] = {}
         self._begin()
@@ -210,7 +103,7 @@ class Joining:
             self._compare(compared, label, self._before(call, number, now), now)
         except Exception as error:  # of a collect, or a class, of users', among others
             why = str(error) if isinstance(error, CannotJoin) else f"it can't be joined: {error_text(error)}"
-            self._differs(compared.lack(label, why))
+            self._teller.add(compared.lack(label, why))
 
     def _before(self, call: PendingCall, number: int, now: Whole) -> Whole:
         """Return a call as it was recorded.
@@ -241,18 +134,23 @@ class Joining:
         (arguments, split), (was, _) = now.arguments(), before.arguments()
         where = first_difference(was, arguments)
         compared.arguments += where is not None
-        cause = cause_of(where, f", but for what is split, and isn't compared: {', '.join(split)}" if split else "")
+        if before.weights in ("", now.weights):
+            self._weights = None
+        elif self._weights is None:
+            self._weights = label
+        besides = f", but for what is split, and isn't compared: {', '.join(split)}" if split else ""
+        cause = Cause(where, self._weights, besides)
         difference = Difference(self._played.tolerance)
         if before.raised is not None or now.raised is not None:
             difference.add(before.error, now.error, " (the error)")
         elif now.spec.feature == "rows":
-            self._compare_rows(compared, label, before.rows(), now.rows(), cause)
+            self._compare_rows(compared, label, before.rows(), now.rows(), cause, now.began)
             return
         elif isinstance(now.spec.collect, Gather):
             self._compare_items(difference, before, now)
         else:
             difference.add(before.value(), now.value())
-        self._differs(compared.add(difference, label, cause))
+        self._teller.add(compared.add(difference, label, cause, *now.began), difference.size)
 
     def _compare_items(self, difference: Difference, before: Whole, now: Whole) -> None:
         was, has = ([*each.results(sorted(each.parts)).values()] for each in (before, now))
@@ -268,34 +166,30 @@ class Joining:
             difference.add(was[0], each, f"[{index}]")
 
     def _compare_rows(
-        self, compared: Compared, label: str, was: Mapping[int, Document], has: Mapping[int, Document], cause: str
+        self,
+        compared: Compared,
+        label: str,
+        was: Mapping[int, Document],
+        has: Mapping[int, Document],
+        cause: Cause,
+        began: tuple[int, float],
     ) -> None:
         for index in sorted({*was, *has}):
             row, one, other = f"{label}, row {index}", was.get(index), has.get(index)
             if one is None:
-                self._differs(compared.lack(row, "it wasn't recorded"))
+                self._teller.add(compared.lack(row, "it wasn't recorded"))
                 continue
             if other is None:
-                self._differs(compared.lack(row, "it was recorded, and hasn't ended here"))
+                self._teller.add(compared.lack(row, "it was recorded, and hasn't ended here"))
                 continue
             if other.about["digest"]:
                 where = first_difference(one.about["digest"], other.about["digest"])
                 compared.arguments += where is not None
-                cause = cause_of(where)
+                cause = Cause(where, self._weights)
             difference = Difference(self._played.tolerance)
             difference.add(self._row(one), self._row(other))
-            self._differs(compared.add(difference, row, cause))
+            self._teller.add(compared.add(difference, row, cause, *began), difference.size)
 
     def _row(self, row: Document) -> Any:
         value = recorded_value(row, self._find)
         return value if row.about["digest"] or "error" in row.about else value[1]  # of a method that yields
-
-    def _differs(self, words: str | None) -> None:
-        if words is not None and not self._is_told:
-            self._is_told = True
-            self._tell(f"role {self._role.name!r}: differs from {self._played.folder}: {words}")
-
-
-def _ended(row: Document) -> float:
-    ended: float = row.about["ended"]
-    return ended

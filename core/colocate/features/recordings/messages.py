@@ -18,12 +18,14 @@ class Recorded:
         role: The role.
         folder: Its folder; None where nothing is any more.
         limit: Bytes of the whole recording; None for any number.
+        inputs: Whether what they are given is recorded, too.
         begins: Whether its calls are recorded from here on. Before that all ranks get ready.
     """
 
     role: str
     folder: str | None
     limit: int | None = None
+    inputs: bool = False
     begins: bool = False
 
 

@@ -13,9 +13,9 @@ from colocate._role.context import running_call
 from colocate._system.jobs import error_text, message_of
 from colocate._system.limits import CAUSE_WITHIN_S
 from colocate.errors import ReplayError
-from colocate.features.recordings.differences import Compared, Difference, Raised, cause_of, with_left
+from colocate.features.recordings.differences import Cause, Compared, Difference, Raised, Teller, with_left
 from colocate.features.recordings.digests import Digest, first_difference
-from colocate.features.recordings.documents import Document, RankCall, RankCalls, in_order
+from colocate.features.recordings.documents import Document, RankCall, RankCalls, in_order, recorded_value
 from colocate.features.recordings.files import RowOrder, as_ended
 from colocate.features.recordings.messages import Played
 from colocate.features.recordings.taps import Player, Seen, Tap, have_defaults
@@ -38,7 +38,7 @@ class ReplayedRole:
 
 
 def find_for(methods: Mapping[str, Any]) -> Find:
-    """Return a function that finds classes of a role's values: of imported modules, and those that its code knows."""
+    """Return a function that finds classes in imported modules and in the globals of role code."""
     return finder(names=[getattr(spec.function, "__globals__", {}) for spec in methods.values()])
 
 
@@ -257,7 +257,8 @@ class Comparing(Tap):
     def __init__(self, found: Found) -> None:
         self._found = found
         self.methods: dict[str, Compared] = {}
-        self._is_told = False
+        self._teller = Teller(lambda words: found.tell(f"differs from {found.played.folder}: {words}"))
+        self._weights: str | None = None  # label of the first call since the weights differ
 
     def table(self) -> dict[str, Compared]:
         """Return what came of it, with what hasn't come."""
@@ -287,7 +288,7 @@ class Comparing(Tap):
             self._compare(seen, value, row, digest)
         except Exception as error:  # of a damaged recording, or a class of users': the call is none the worse
             compared = self.methods.setdefault(seen.method, Compared())
-            self._tell(compared.lack(self._label(seen, row), f"it can't be compared: {error_text(error)}"))
+            self._teller.add(compared.lack(self._label(seen, row), f"it can't be compared: {error_text(error)}"))
         finally:
             if row is None:
                 self._found.over(seen)
@@ -301,7 +302,8 @@ class Comparing(Tap):
         if call is None and self._found.has_failed(seen):
             return
         if document is None or "missing" in document.about:
-            self._tell(compared.lack(label, f"it wasn't recorded{as_ended(Path(self._found.played.folder))}"))
+            why = f"it wasn't recorded{as_ended(Path(self._found.played.folder))}"
+            self._teller.add(compared.lack(label, why))
             return
         recorded = document.about["digest"]
         where = first_difference(recorded, seen.digest if row is None else digest or recorded)
@@ -313,15 +315,14 @@ class Comparing(Tap):
             difference.add(document.about[name], {"rows": seen.rows, **seen.had}[name], " (the number of its rows)")
         else:
             difference.add(recorded_value(document, self._found.find), value)
-        cause = cause_of(where)
-        if row is None and (drew := document.about.get("drew")) is not None and drew != seen.drew:
-            cause += "; its generator stands elsewhere"
-        self._tell(compared.add(difference, label, cause))
-
-    def _tell(self, words: str | None) -> None:
-        if words is not None and not self._is_told:
-            self._is_told = True
-            self._found.tell(f"differs from {self._found.played.folder}: {words}")
+        about = document.about if call is None else call.about
+        if about.get("weights", seen.weights) == seen.weights:
+            self._weights = None
+        elif self._weights is None:
+            self._weights = self._found.label(seen)
+        moved = row is None and about.get("drew") not in (None, seen.drew)
+        cause = Cause(where, self._weights, "; its generator stands elsewhere" if moved else "")
+        self._teller.add(compared.add(difference, label, cause, seen.seq, seen.begun), difference.size)
 
     def _label(self, seen: Seen, row: int | None) -> str:
         return self._found.label(seen) + ("" if row is None else f", row {row}")
@@ -332,11 +333,3 @@ class Comparing(Tap):
             calls = [calls.get(call.method, call.number) for calls in self._found.others.values()]
             rows = [each for other in calls if other is not None for each in other.rows]
         return next((each for each in rows if each.about["row"] == row), None)
-
-
-def recorded_value(document: Document, find: Find) -> Any:
-    """Return the value of a document, or what stands for its error."""
-    if (error := document.about.get("error")) is not None:
-        return Raised(f"{error['class'].partition(':')[2]}: {error['text']}")
-    value = document.value(find)
-    return value[0] if document.about.get("defaults") else value

@@ -11,11 +11,13 @@ from typing import Any
 import attrs
 
 from colocate._system.nearest import did_you_mean
-from colocate.errors import ConfigError, SerializationError
+from colocate._values.mesh import Mesh
+from colocate.errors import ColocateError, ConfigError, DispatchError, SerializationError
 from colocate.features.recordings.digests import Digest
 from colocate.features.recordings.documents import Document, RankCall, RankCalls, in_order
 from colocate.features.recordings.files import ROLE, RoleFolder, RowOrder, folder_of, why_ended
 from colocate.features.recordings.values import Find, finder
+from colocate.features.recordings.whole import CannotJoin, Whole, method_of
 
 
 def load_recording(folder: str | os.PathLike[str], *, packages: Collection[str] = ()) -> Recording:
@@ -60,17 +62,19 @@ class RecordedRow:
     """A row of a call that has ended.
 
     Attributes:
-        index: Its index in what the rank had got; of a method that the driver gives rows, in what that had.
+        index: Its index in what the caller gave, or got; None where that isn't known: of a rank whose rows the caller
+            doesn't get, or where an earlier rank's part isn't there.
         rank: The rank on which it ended.
         ended: When, in seconds of time.time().
         error: What it has raised; None for nothing.
     """
 
-    index: int
+    index: int | None
     rank: int
     ended: float
     error: RecordedError | None
     _document: Document = attrs.field(repr=False)
+    _inputs: Document | None = attrs.field(repr=False)
     _find: Find = attrs.field(repr=False)
 
     @property
@@ -78,6 +82,12 @@ class RecordedRow:
         """Return the row's value. Errors: as of `RecordedCall.value`."""
         value = _value(self._document, self._find, self.error)
         return value if self._document.about["digest"] else value[1]  # of a method that yields
+
+    @property
+    def inputs(self) -> Any:
+        """Return the recorded argument of the row. Errors: as of `RecordedCall.inputs`."""
+        (value,) = _inputs(self._inputs, self._find).values()
+        return value
 
 
 @attrs.frozen
@@ -106,13 +116,10 @@ class RecordedCall:
     nbytes: int
     error: RecordedError | None
     _by_rank: Mapping[int, RankCall] = attrs.field(repr=False)
-    _find: Find = attrs.field(repr=False)
-    _came: Sequence[tuple[int, int]] | None = attrs.field(repr=False)
+    _role: RecordedRole = attrs.field(repr=False)
 
     @classmethod
-    def of(
-        cls, by_rank: Mapping[int, RankCall], find: Find, came: Mapping[int, Sequence[tuple[int, int]]]
-    ) -> RecordedCall:
+    def of(cls, by_rank: Mapping[int, RankCall], role: RecordedRole) -> RecordedCall:
         """Return the call of which ranks have recorded something."""
         first = next(iter(by_rank.values()))
         abouts = [each.about for each in by_rank.values()]
@@ -129,9 +136,40 @@ class RecordedCall:
             sum(each.nbytes for each in by_rank.values()),
             next(filter(None, errors), None),
             by_rank,
-            find,
-            came.get(first.about["seq"]),
+            role,
         )
+
+    def joined(self) -> Any:
+        """Return the value that the caller got: of all ranks, in the caller's order, joined by the method's collect.
+
+        Raises:
+            ConfigError: It got none, or what ranks gave isn't all there, or the collect is a class of yours: see
+                `values`.
+            SerializationError: As of `value`.
+        """
+        whole = self._whole()
+        if whole.raised is not None:
+            raise SerializationError(f"it has raised {whole.error}")
+        try:
+            if not whole.spec.ends_in_rows:
+                return whole.value()
+            rows = {row.index: row for row in self.rows if row.index is not None}
+            count = max((part.about.get("valid", 0) for part in self._by_rank.values()), default=0)
+            count = count if whole.spec.rows is not None else sum(map(len, whole.places().values()))
+            if missing := [index for index in range(count) if index not in rows]:
+                raise CannotJoin(f"row {missing[0]} isn't there")
+            return [rows[index].value for index in range(count)]
+        except (CannotJoin, DispatchError, KeyError) as error:
+            why = error.message if isinstance(error, ColocateError) else str(error)
+            raise ConfigError(f"call {self.number} of {self.method} can't be joined: {why}; see its values") from error
+
+    def _whole(self) -> Whole:
+        try:
+            spec = method_of(self._role._methods[self.method])
+        except CannotJoin as error:
+            raise ConfigError(f"call {self.number} of {self.method} can't be joined: {error}; see its values") from None
+        partition = self._role._partitions.get(self.seq)
+        return Whole(self._by_rank, self._role.ranks, self._role._meshes, partition, spec, self._role._find)
 
     def value(self, rank: int = 0) -> Any:
         """Return what a rank gave.
@@ -143,7 +181,17 @@ class RecordedCall:
         end = self._of(rank).end
         if end is None or "rows" in end.about:
             raise ConfigError(f"call {self.number} of {self.method} has no value of rank {rank}: see its rows")
-        return _value(end, self._find, RecordedError.of(end.about))
+        return _value(end, self._role._find, RecordedError.of(end.about))
+
+    def inputs(self, rank: int = 0) -> dict[str, Any]:
+        """Return the recorded arguments of a rank by parameter; arguments of single rows are in `rows`.
+
+        Raises:
+            ConfigError: It isn't recorded: name the role in `runtime.record(inputs=...)`, or `--record role:inputs`.
+            SerializationError: As of `value`.
+        """
+        given = (each for each in self._of(rank).inputs if "row" not in each.about)
+        return _inputs(next(given, None), self._role._find)
 
     def values(self) -> list[Any]:
         """Return what each of its ranks gave. Errors: as of `value`."""
@@ -164,9 +212,25 @@ class RecordedCall:
     def rows(self) -> list[RecordedRow]:
         """Return the rows of a call whose rows end one by one, in the order in which the driver has got them."""
         rows = [(rank, each) for rank, call in self._by_rank.items() for each in call.rows]
+        if not rows:
+            return []
+        try:
+            whole = self._whole()
+            places = None if whole.spec.rows is not None else whole.places()
+        except ConfigError:  # the order of the rows is unknown
+            places = {}
+        find = self._role._find
         return [
-            RecordedRow(each.about["row"], rank, each.about["ended"], RecordedError.of(each.about), each, self._find)
-            for rank, each in in_order(rows, self._came)
+            RecordedRow(
+                row := each.about["row"] if places is None else _index(places.get(rank, ()), each.about["row"]),
+                rank,
+                each.about["ended"],
+                RecordedError.of(each.about),
+                each,
+                next((given for given in self._by_rank[rank].inputs if given.about.get("row", -1) == row), None),
+                find,
+            )
+            for rank, each in in_order(rows, self._role._came.get(self.seq))
         ]
 
     def _of(self, rank: int) -> RankCall:
@@ -199,6 +263,9 @@ class RecordedRole:
     _parts: Sequence[RankCalls] = attrs.field(repr=False)
     _find: Find = attrs.field(repr=False)
     _came: Mapping[int, Sequence[tuple[int, int]]] = attrs.field(repr=False)
+    _partitions: Mapping[int, Sequence[Sequence[int]]] = attrs.field(repr=False)
+    _methods: Mapping[str, Mapping[str, Any]] = attrs.field(repr=False)
+    _meshes: Mapping[str, Mesh] = attrs.field(repr=False)
 
     @classmethod
     def of(cls, folder: RoleFolder, find: Find) -> RecordedRole:
@@ -206,10 +273,21 @@ class RecordedRole:
         parts = [RankCalls(folder.path, rank) for rank in range(folder.ranks)]
         for part in parts:
             part.all()
-        came = RowOrder.read(folder.path)
-        torn = [rank for rank, part in enumerate(parts) if part.files.is_torn]
-        ended = why_ended(folder.path)
-        return cls(folder.role, folder.group, folder.cls, folder.ranks, folder.seed, torn, ended, parts, find, came)
+        return cls(
+            folder.role,
+            folder.group,
+            folder.cls,
+            folder.ranks,
+            folder.seed,
+            [rank for rank, part in enumerate(parts) if part.files.is_torn],
+            why_ended(folder.path),
+            parts,
+            find,
+            RowOrder.read(folder.path),
+            RowOrder.read(folder.path, "partition"),
+            folder.methods,
+            {name: Mesh(shape) for name, shape in folder.meshes.items()},
+        )
 
     @cached_property
     def calls(self) -> list[RecordedCall]:
@@ -218,7 +296,7 @@ class RecordedRole:
         for rank, part in enumerate(self._parts):
             for call in part.found.values():
                 found.setdefault(call.about["seq"], {})[rank] = call
-        return [RecordedCall.of(found[seq], self._find, self._came) for seq in sorted(found)]
+        return [RecordedCall.of(found[seq], self) for seq in sorted(found)]
 
     def __getitem__(self, method: str) -> list[RecordedCall]:
         """Return the calls of a method, in order."""
@@ -275,3 +353,16 @@ def _value(document: Document, find: Find, error: RecordedError | None) -> Any:
         raise SerializationError(f"it wasn't recorded: {why}")
     value = document.value(find)
     return value[0] if document.about.get("defaults") else value
+
+
+def _inputs(document: Document | None, find: Find) -> dict[str, Any]:
+    if document is None:
+        raise ConfigError(
+            "what it was given isn't recorded: name the role in runtime.record(inputs=...), or `--record role:inputs`"
+        )
+    found: dict[str, Any] = _value(document, find, None)
+    return found
+
+
+def _index(own: Sequence[int], row: int) -> int | None:
+    return own[row] if row < len(own) else None

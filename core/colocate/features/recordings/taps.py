@@ -44,6 +44,7 @@ class Seen:
         drew: Where its role's generator stood afterwards; "" where it has none.
         cut: Whether what it yields was read to no end.
         defaults: The states of the process's default generators, if the call has changed them for all of the process.
+        weights: A digest of the weights that the last sync has brought; "" where none has since somebody looks.
         had: Its rows: how many aren't padding (`valid`), and where padding is taken out, how many there are (`padded`).
     """
 
@@ -57,11 +58,15 @@ class Seen:
     drew: str = ""
     defaults: Any = None
     cut: bool = False
+    weights: str = ""
     had: Mapping[str, int] = attrs.field(factory=dict)
 
 
 class Tap(abc.ABC):
     """Sees the calls of a role on a rank; on its lane."""
+
+    def got(self, seen: Seen, arguments: Mapping[str, Any], row: int | None = None) -> None:  # noqa: B027
+        """Handle the arguments of a call, or of a row, before the method runs. The default does nothing."""
 
     @abc.abstractmethod
     def gave(self, seen: Seen, value: Any) -> None:
@@ -115,6 +120,7 @@ class Tapped:
         taps: Who sees what they give.
         player: Who answers them; None for the role itself.
         before: How many calls of each method came before those that count.
+        weights: A digest of the weights that the last sync has brought.
     """
 
     def __init__(self, context: WorkerContext, role: RoleInstance) -> None:
@@ -123,6 +129,7 @@ class Tapped:
         self.taps: tuple[Tap, ...] = ()
         self.player: Player | None = None
         self.before: dict[str, int] = {}
+        self.weights = ""
         self._places = 0
         self._under_way: dict[int, Seen] = {}
         routed = {name: self._routed(spec) for name, spec in role.methods.items()}
@@ -135,6 +142,15 @@ class Tapped:
     def counted(self, method: str) -> int:
         """Return how many calls of a method there were so far, with those that were withdrawn."""
         return self._role.ctx._calls.get(method, 0) - self.before.get(method, 0)
+
+    def weigh(self, weights: Iterator[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+        """Yield the weights of a sync, and store a digest after the last weight."""
+        digest = hashlib.blake2b(digest_size=8)
+        for pair in weights:
+            digest.update(f"{pair[0]} {digest_of({'': pair[1]})[''][0][1]};".encode())
+            yield pair
+            del pair  # a reference here would look like a tensor that the target keeps
+        self.weights = digest.hexdigest()
 
     def _routed(self, spec: MethodSpec) -> MethodSpec:
         function = spec.function if spec.feature is None else self._in_rows(spec)
@@ -185,10 +201,14 @@ class Tapped:
             digest = {**digest, spec.rows: [["", f"{work.valid_rows} rows"]]}
         seen = Seen(method, count - self.before.get(method, 0), place, work.seq, digest, time.time())
         had = {"valid": work.valid_rows, "padded": work.rows}
+        seen.weights = self.weights
         seen.had = {name: count for name, count in had.items() if count is not None}
         if self._context.in_process and not spec.is_async:
             seen.defaults = _defaults()
         self._under_way[work.seq] = seen
+        given = {name: value for name, value in arguments.items() if name != spec.rows}
+        for tap in self.taps if known is None else ():
+            tap.got(seen, given)
         return seen
 
     @calls_role_code
@@ -250,7 +270,10 @@ class Tapped:
             state = running_call.get()
             if not isinstance(state, RowState) or (seen := self._under_way.get(state.seq)) is None:
                 return await spec.function(instance, *args, **kwargs)
-            digest = digest_of({parameter: spec.bind((instance, *args)[1:], kwargs).get(parameter)})
+            given = {parameter: spec.bind((instance, *args)[1:], kwargs).get(parameter)}
+            digest = digest_of(given)
+            for tap in self.taps:
+                tap.got(seen, given, state.row)
             try:
                 if self.player is not None:
                     value = self.player.row(seen, state.row, digest)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,21 +60,24 @@ class DocumentTap(Tap):
             return
         about = {"method": seen.method, "call": seen.number, "place": seen.place, "seq": seen.seq}
         about |= {"begun": round(seen.begun, 6), "ended": round(time.time(), 6)}
-        if "row" not in more:
+        if "row" not in more or "inputs" in more:
             about["digest"] = seen.digest
+        if "row" not in more and "inputs" not in more:
             about |= seen.had
             about |= {"drew": seen.drew} if seen.drew else {}
+            about |= {"weights": seen.weights} if seen.weights else {}
         about |= more
-        if seen.defaults is not None and "row" not in more:
+        if seen.defaults is not None and not {"row", "inputs"} & more.keys():
             about["defaults"], value = True, (value, seen.defaults)
         try:
             pieces, length = packed(value, about)
         except NotRecorded as error:
             if strict:
                 raise
-            if seen.method not in self._told:
-                self._told.add(seen.method)
-                self._tell(f"what {seen.method} gives isn't recorded: {error}")
+            what = f"what {seen.method} {'is given' if 'inputs' in more else 'gives'} isn't recorded"
+            if what not in self._told:
+                self._told.add(what)
+                self._tell(f"{what}: {error}")
             pieces, length = packed(None, {**about, "missing": str(error)})
         self._take(seen, pieces, length)
 
@@ -87,11 +90,17 @@ class RecordingTap(DocumentTap):
         has_begun: Whether there is something.
     """
 
-    def __init__(self, folder: str, rank: int, limit: int | None, tell: Callable[[str], object]) -> None:
+    def __init__(self, folder: str, rank: int, limit: int | None, inputs: bool, tell: Callable[[str], object]) -> None:
         super().__init__(tell)
         self.folder = Path(folder)
+        self._inputs = inputs
         self._writer = Writer(self.folder, rank, limit, tell)
         self.has_begun = False
+
+    def got(self, seen: Seen, arguments: Mapping[str, Any], row: int | None = None) -> None:
+        """Write the arguments of a call or a row, if the recording has inputs."""
+        if self._inputs:
+            self._add(seen, dict(arguments), inputs=True, **({} if row is None else {"row": row}))
 
     def close(self, within_s: float | None = None) -> None:
         """Write what is left."""

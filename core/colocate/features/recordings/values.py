@@ -1,4 +1,4 @@
-"""Values as safetensors documents, and back: tensors and arrays as they are, the rest as JSON, which names no code.
+"""Encode values as safetensors documents: tensors and arrays as raw bytes, other values as JSON without code.
 
 A document is what `safetensors.torch.load` reads. Its entry "value" is JSON: numbers, texts, true, false and null stand
 for themselves, and any other value is a list [KIND, CONTENT]. Kinds are a closed list. A value that is there twice has
@@ -12,6 +12,7 @@ isn't recorded and isn't read.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import decimal
@@ -24,6 +25,7 @@ import pathlib
 import sys
 import types
 import uuid
+from array import array
 from collections import Counter, OrderedDict, UserDict, defaultdict, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from importlib import import_module
@@ -154,7 +156,7 @@ _MAKERS = {kind.__name__: make for kind, (_, make) in _PARTS.items()}
 
 @by_type
 def record_kind(kind: type) -> str | None:
-    """Return as what values of a class are recorded by their attributes; None for classes that aren't records."""
+    """Return the kind of record that a class is; None for classes of other values."""
     found = None
     if structure_of(kind) is not None:
         found = "leaves"
@@ -166,7 +168,7 @@ def record_kind(kind: type) -> str | None:
         found = "error"
     elif dataclasses.is_dataclass(kind) or attrs.has(kind) or issubclass(kind, UserDict):
         found = "record"
-    # Whoever writes a recording chooses the attributes: a class's own code mustn't run on them.
+    # A recording may set any attributes: a `__del__` would run on attributes of an attacker.
     return None if hasattr(kind, "__del__") else found
 
 
@@ -186,7 +188,7 @@ def named_parts(value: Any) -> dict[str, Any] | None:
 
 
 def is_named(value: Any) -> bool:
-    """Return whether a value's `repr` names all of it: dates, paths, enums, and the types and devices of tensors."""
+    """Return whether `repr` identifies a value: dates, paths, enums, dtypes and devices."""
     torch, numpy = imported("torch"), imported("numpy")
     named = [enum.Enum, *_PARTS, *([] if numpy is None else [numpy.dtype])]
     named += [] if torch is None else [torch.dtype, torch.device, torch.layout, torch.memory_format]
@@ -198,16 +200,16 @@ def is_named(value: Any) -> bool:
 
 @attrs.frozen
 class _Leaf:
-    dtype: str  # as torch calls it
+    dtype: str  # the name of the dtype in torch
     shape: tuple[int, ...]
     data: Any
-    width: int  # it lies at a multiple of that
+    width: int  # alignment in bytes
 
 
 class _Encoder:
     def __init__(self) -> None:
         self.leaves: list[_Leaf] = []
-        self._known: dict[int, tuple[Any, list[Any]]] = {}  # by id, with the value, which keeps its id
+        self._known: dict[int, tuple[Any, list[Any]]] = {}  # value and node by id; the reference keeps the id valid
         self._numbers = 0
 
     def encode(self, value: Any) -> Any:
@@ -232,6 +234,8 @@ class _Encoder:
         return parts if SCALARS.issuperset(map(type, parts)) else [self.encode(each) for each in parts]
 
     def _node(self, kind: type, value: Any) -> list[Any]:
+        if kind in (list, tuple) and len(value) >= _MANY and (node := self._of_numbers(kind, value)) is not None:
+            return node
         if kind in _PARTS:
             return [kind.__name__, self._all(_PARTS[kind][0](value))]
         if kind in (bytes, bytearray):
@@ -276,6 +280,17 @@ class _Encoder:
         self.leaves.append(_Leaf(dtype, shape, data, width))
         return len(self.leaves) - 1
 
+    def _of_numbers(self, kind: type, value: Sequence[Any]) -> list[Any] | None:
+        """Store a long list of ints or floats as raw bytes, which are smaller than JSON; None for other lists."""
+        kinds = {*map(type, value)}
+        for code, dtype in _CODES.items() if kinds <= {int} or kinds <= {float} else ():
+            if kinds == {float if code == "d" else int}:
+                with contextlib.suppress(OverflowError):
+                    data = array(code, value)
+                    number = self._add(dtype, (len(data),), data.tobytes(), data.itemsize)
+                    return ["numbers", [number, code, kind.__name__]]
+        return None
+
     def _of_array(self, numpy: Any, kind: type, value: Any) -> list[Any]:
         array = numpy.asarray(value)
         if isinstance(value, numpy.ndarray) and kind is not numpy.ndarray:
@@ -300,6 +315,8 @@ class _Encoder:
         return ["tensor", [number, dtype, [*tensor.shape], tensor.device.type != "cpu"]]
 
 
+_MANY = 32  # the least length of a list that is stored as raw bytes
+_CODES = {"i": "int32", "q": "int64", "d": "float64"}
 _recorded = (
     ": tensors, arrays, numbers, texts, lists, dicts and sets of these are, and records (dataclasses, classes of "
     "attrs, named tuples, enums, exceptions, TensorDicts, types with leaves= of register_batch) without __del__"
@@ -307,7 +324,7 @@ _recorded = (
 
 
 def _base_of(kind: type) -> Any:
-    """Return the type of C whose `__new__` makes a record of a class."""
+    """Return the builtin base type for creating a record without user code."""
     base = next(each for each in (OrderedDict, dict, object) if issubclass(kind, each))
     try:
         base.__new__(kind)
@@ -323,7 +340,7 @@ def _attributes(value: Any) -> dict[str, Any]:
     for name in _slots(kind):
         try:
             found[name] = _slot(kind, name).__get__(value)
-        except AttributeError:  # nothing is in it
+        except AttributeError:  # an empty slot
             continue
     return found
 
@@ -344,7 +361,7 @@ _HEAP_TYPE = 1 << 9  # of a class that Python code has defined
 
 
 def _checked(keys: Collection[Any]) -> Collection[Any]:
-    """Return keys, or a set's members; refuse one whose class would run code of its own to be hashed."""
+    """Return keys or set members; refuse a key with a user-defined `__hash__` or `__eq__`."""
     if SCALARS.issuperset(map(type, keys)):
         return keys
     for key in keys:
@@ -404,7 +421,7 @@ def packed(value: Any, about: Mapping[str, Any]) -> tuple[list[Any], int]:
         raise
     except RecursionError:
         raise NotRecorded("it has too many lists and mappings inside each other") from None
-    except Exception as error:  # a class of users' says how its values are opened
+    except Exception as error:  # raised by the leaves= of register_batch
         raise NotRecorded(f"it can't be taken apart: {error_text(error)}") from error
     leaves = {str(number): leaf for number, leaf in enumerate(encoder.leaves)}
     leaves[_VALUE] = _Leaf("uint8", (len(text),), text, 1)
@@ -438,7 +455,7 @@ def digest_of_bytes(*pieces: Any) -> str:
 
 
 def seal(pieces: Sequence[Any]) -> list[Any]:
-    """Return a document's pieces with its length and digests in its head."""
+    """Return the pieces of a document with length and digests filled into the head."""
     head, *body = pieces
     told = f"{sum(map(len, body)):016x}{digest_of_bytes(head[START:])}{digest_of_bytes(*body)}".encode()
     start = head[: START - _SEAL] + told
@@ -447,7 +464,7 @@ def seal(pieces: Sequence[Any]) -> list[Any]:
 
 @attrs.frozen
 class Start:
-    """What a document's beginning tells: the lengths of head and body, and their digests."""
+    """The first bytes of a document, decoded: lengths and digests of head and body."""
 
     head: int
     body: int
@@ -474,7 +491,7 @@ class Start:
 
 
 def head_of(data: bytes) -> tuple[dict[str, Any], dict[str, Any], int]:
-    """Return what a document tells of itself, its entries, and its body's length, given its head's JSON.
+    """Parse the JSON head of a document; return metadata, entries, and the length of the body.
 
     Raises:
         ValueError: It is none.
@@ -497,6 +514,7 @@ class _Decoder:
         self._special: Mapping[str, Callable[[Any], Any]] = {
             "bytes": lambda number: bytes(self.part(number)),
             "bytearray": lambda number: bytearray(self.part(number)),
+            "numbers": lambda content: self._numbers(*content),
             "tensor": lambda content: self._tensor(*content),
             "jagged": lambda content: _jagged(*self._all(content)),
             "array": lambda content: self._array(*content),
@@ -554,6 +572,11 @@ class _Decoder:
                 base.__setitem__(made, key, value)
         _set_attributes(made, self.value(attributes))
         return made
+
+    def _numbers(self, number: int, code: str, kind: str) -> Any:
+        found = array(code)
+        found.frombytes(self.part(number))
+        return _MAKERS[kind](found.tolist())
 
     def _tensor(self, number: int, dtype: str, shape: Sequence[int], on_device: bool) -> Any:
         torch = _torch()
@@ -616,7 +639,7 @@ def _member(kind: Any, name: str | int) -> Any:
 
 
 def made_error(kind: type[BaseException], args: Sequence[Any], attributes: Mapping[str, Any]) -> BaseException:
-    """Make an error of a class by its builtin base: none of the class's own code runs."""
+    """Create an exception by the builtin base class, without user code."""
     base: Any = next(each for each in kind.__mro__ if not each.__flags__ & _HEAP_TYPE)
     made: BaseException = base.__new__(kind, *args)
     base.__init__(made, *args)
@@ -681,7 +704,7 @@ def finder(packages: Collection[str] = (), names: Sequence[Mapping[str, Any]] = 
 
 
 def _names_of_module(module: Any) -> Mapping[str, Any]:
-    """Return a module's names, without the code that a lazy module runs when it is asked."""
+    """Return the `__dict__` of a module without triggering a lazy import."""
     try:
         found: Mapping[str, Any] = object.__getattribute__(module, "__dict__")
     except AttributeError:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -96,7 +96,12 @@ class RecordingsOfWorker(OfWorker):
             return
         tapped.before = saved["before"]
         if (found := self._comparing(name)) is not None:
-            found.methods |= {called: Compared(**each) for called, each in saved["compared"].items()}
+            found.methods |= {called: Compared.saved(each) for called, each in saved["compared"].items()}
+
+    def arriving(self, role: RoleInstance, weights: Iterator[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+        """Digest arriving weights of a recorded or compared role."""
+        tapped = self._tapped.get(str(role.name))
+        return tapped.weigh(weights) if tapped is not None and tapped.taps else weights
 
     # -- calls
 
@@ -129,7 +134,8 @@ class RecordingsOfWorker(OfWorker):
                 self._end(tapped, FOREVER_S)
             elif each.begins:
                 tell = partial(self.tell, role)
-                tapped.taps = (*tapped.taps, RecordingTap(each.folder, role.ctx.rank, each.limit, tell))
+                tap = RecordingTap(each.folder, role.ctx.rank, each.limit, each.inputs, tell)
+                tapped.taps = (*tapped.taps, tap)
                 tapped.counts_from_here()
                 self.finished = self._finished  # type: ignore[method-assign]
                 self._worker_context.list_hooks()

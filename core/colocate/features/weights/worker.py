@@ -195,9 +195,14 @@ class WeightsOfWorker(OfWorker):
                 deque(given, maxlen=0)
                 return None
             received = target.parts["weights"] = received_by(target) or Received()
-            weights = Weights(plan.giver, given if check is None else check.arriving(given), specs, plan.shares)
+            arriving: Iterator[tuple[str, torch.Tensor]] = given if check is None else check.arriving(given)
+            for part in self._worker_context.parts.values():
+                arriving = part.arriving(target, arriving)
+            weights = Weights(plan.giver, arriving, specs, plan.shares)
             try:
                 shared = self._load(source, target, weights, received, plan)
+                if arriving is not given:  # a digest needs all weights, also after `Weights.skip`
+                    deque(arriving, maxlen=0)
                 self._tell_over(plan)
                 self._worker_context.ran(target.name, f"the sync of {plan.giver} to {plan.taker}")
                 checked = None

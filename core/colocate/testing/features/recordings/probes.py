@@ -182,6 +182,47 @@ class Critic(Role):
         return found + torch.rand(1, generator=own)
 
 
+class Giver(Role):
+    """Has weights that each call changes."""
+
+    def __init__(self, bias: float = 0.0) -> None:
+        self._weights = torch.ones(3)
+        self._bias = bias
+
+    @method(collect=First())
+    def learn(self) -> float:
+        """Change the weights; what comes back doesn't show by how much."""
+        self._weights = self._weights + 1 + self._bias
+        return 1.0
+
+    def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Give them."""
+        yield "weights", self._weights
+
+
+class Taker(Role):
+    """Answers by weights that it has from another role."""
+
+    def __init__(self, bias: float = 0.0) -> None:
+        self._weights = torch.zeros(3)
+        self._bias = bias
+
+    def load_weights(self, weights: Any, version: int) -> None:
+        """Take weights, or none where the role that has them is here."""
+        for _, tensor in weights:
+            self._weights.copy_(tensor)
+
+    @method(dispatch=Scatter("batch"), collect=Concat())
+    def answer(self, batch: torch.Tensor) -> torch.Tensor:
+        """Return rows."""
+        return batch * self._weights.sum() + self._bias
+
+    @method(rows="row", concurrency=2)
+    async def play(self, row: float) -> float:
+        """End a row."""
+        return row * float(self._weights.sum())
+
+
 class Steady(Role):
     """Gives what doesn't depend on the number of its ranks, or says so; with a bias, other numbers in one row."""
 

@@ -23,7 +23,15 @@ from colocate.testing.probes.lasting import Lasting
 from colocate.testing.waiting import PATIENCE_S, wait_until
 
 torch = pytest.importorskip("torch")
-from colocate.testing.features.recordings.probes import Answer, Critic, Kept, Player, Steady  # noqa: E402
+from colocate.testing.features.recordings.probes import (  # noqa: E402
+    Answer,
+    Critic,
+    Giver,
+    Kept,
+    Player,
+    Steady,
+    Taker,
+)
 
 
 def _equal(one: Any, other: Any) -> bool:
@@ -113,6 +121,7 @@ class Recordings(ExecutorCase):
         assert {row.index: row.error.text for row in played.rows if row.error} == {1: "out of luck: this row"}
         first, second = recorded["produce"]
         assert [(row.index, row.value) for row in first.rows if row.rank == 0] == [(1, 20), (0, 10)]
+        assert [(row.index, row.value) for row in first.rows if row.rank == 1] == [(2, 30)]
         assert sorted(row.value for row in second.rows) == [5, 6]
         with pytest.raises(ConfigError, match="has no value of rank 0: see its rows"):
             first.value()
@@ -170,6 +179,81 @@ class Recordings(ExecutorCase):
         file.write_bytes(bytes([data[0] ^ 1]) + data[1:])
         with pytest.raises(SerializationError, match=re.escape(f"{file} is damaged at byte 0: ")):
             colocate.load_recording(tmp_path / "it")["player"]
+
+    def test_what_calls_were_given(self, player: ColocatedGroup, tmp_path: Path) -> None:
+        """Of a role whose inputs are recorded, each rank's arguments are there as they were when the call began."""
+        role, critic, runtime = player.role("player", Player), player.role("critic", Critic), player.owner.owner
+        prompts = torch.arange(5.0)
+        with runtime.record([role, critic], tmp_path / "it", inputs=role):
+            kept = role.generate.keep(prompts, temperature=2.0)
+            critic.value(kept.ref)
+            role.answer("yes")
+            with pytest.raises(RoleError):
+                role.lucky(0)
+            prompts += 1
+        recording = colocate.load_recording(tmp_path / "it")
+        generate, answer, lucky = recording["player"].calls
+        given = [generate.inputs(rank) for rank in generate.ranks]
+        assert _equal(torch.cat([each["prompts"] for each in given]), torch.arange(5.0))
+        assert [each["temperature"] for each in given] == [2.0, 2.0]
+        assert (answer.inputs(1), lucky.inputs(0)) == ({"text": "yes"}, {"rank": 0})
+        with pytest.raises(ConfigError, match="what it was given isn't recorded: name the role in runtime"):
+            recording["critic"]["value"][0].inputs()
+        with pytest.raises(ConfigError, match="role 'critic' isn't among the roles that are recorded"):
+            runtime.record(role, tmp_path / "other", inputs=[critic])
+
+    @needs_feature("rows")
+    def test_rows_and_what_they_were_given(self, player: ColocatedGroup, tmp_path: Path) -> None:
+        """Each row has an index that is one of the caller's, whichever rank had it, and what it was given."""
+        role, runtime = player.role("player", Player), player.owner.owner
+        with runtime.record(role, tmp_path / "it", inputs=role):
+            assert role.play(["a", "b", "c"]) == ["a", "b", "c"]
+            assert role.produce([10, 20, 30]) == [10, 20, 30]
+            assert role.produce_async.keep([1, 2]).fetch() == [1, 2]
+        recorded = colocate.load_recording(tmp_path / "it")["player"]
+        (play,), (produce,), (produce_async,) = (recorded[name] for name in ("play", "produce", "produce_async"))
+        assert {(row.index, row.inputs, row.value) for row in play.rows} == {
+            (0, "a", "a"),
+            (1, "b", "b"),
+            (2, "c", "c"),
+        }
+        assert {(row.index, row.value) for row in produce.rows} == {(0, 10), (1, 20), (2, 30)}
+        assert [call.joined() for call in (play, produce, produce_async)] == [["a", "b", "c"], [10, 20, 30], [1, 2]]
+        assert [produce.inputs(rank) for rank in (0, 1)] == [{"rows": [10, 20]}, {"rows": [30]}]
+
+    def test_what_callers_got(self, player: ColocatedGroup, tmp_path: Path) -> None:
+        """The ranks' values are joined as the method says, whether they were fetched or not."""
+        role, runtime = player.role("player", Player), player.owner.owner
+        with runtime.record(role, tmp_path / "it"):
+            gave = role.generate(torch.arange(5.0))
+            kept = role.generate.keep(torch.arange(3.0))
+            numbers = role.later(3)
+            gave_kept = kept.fetch()
+            with pytest.raises(RoleError):
+                role.lucky(1)
+            role.foreign.keep()
+        first, second, later, lucky, foreign = colocate.load_recording(tmp_path / "it")["player"].calls
+        for call, value in ((first, gave), (second, gave_kept)):
+            assert _equal(call.joined()["ids"], value["ids"])
+            assert call.joined()["text"] == value["text"]
+        assert later.joined() == numbers
+        with pytest.raises(SerializationError, match="it has raised OutOfLuckError: out of luck: rank 1"):
+            lucky.joined()
+        with pytest.raises(ConfigError, match="call 0 of foreign can't be joined: what rank 0 gave wasn't recorded"):
+            foreign.joined()
+
+    @needs_feature("balance")
+    def test_what_callers_got_in_their_order(self, spawn: Spawn, tmp_path: Path) -> None:
+        """Rows whose ranks were chosen stand where the caller's stood."""
+        group = spawn({"steady": colocate.role(Steady)}, name="group")
+        steady, batch = group.role("steady", Steady), torch.arange(9.0)
+        with group.owner.owner.record(steady, tmp_path / "it"):
+            gave = steady.balanced(batch, [8, 1, 1, 1, 4, 1, 1, 1, 1])
+            mean = steady.mean(batch)
+            whole = steady.whole(batch)
+        balanced, averaged, summed = colocate.load_recording(tmp_path / "it")["steady"].calls
+        assert _equal(balanced.joined(), gave)
+        assert (averaged.joined(), summed.joined()) == (mean, whole)
 
     def test_the_limit(self, player: ColocatedGroup, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         """A recording that is large enough ends with a warning; the calls go on, and what there is can be read."""
@@ -585,6 +669,68 @@ class Comparisons(ExecutorCase):
         (table,) = colocate.comparison(group["player"])
         assert (table.calls, table.differ, table.missing) == (2 * slots, 0, slots)
         assert re.search(r"buffer, call 1: it can't be .*is damaged at byte \d+: ", table.first or "")
+
+    @needs_feature("weights")
+    @pytest.mark.parametrize("slots", [2, 1])
+    def test_weights_that_differ(
+        self, spawn: Spawn, tmp_path: Path, caplog: pytest.LogCaptureFixture, slots: int
+    ) -> None:
+        """A role with another one's weights isn't said to have been given the same, where these differ."""
+
+        def do(group: ColocatedGroup) -> None:
+            giver, taker = group.role("giver", Giver), group.role("taker", Taker)
+            for _ in range(2):
+                colocate.sync_weights(giver, taker)
+                taker.answer(torch.arange(4.0))
+                giver.learn()
+
+        roles = {"giver": colocate.role(Giver), "taker": colocate.role(Taker)}
+        group = spawn(roles, name="group")
+        with group.owner.owner.record([group["giver"], group["taker"]], tmp_path / "it"):
+            do(group)
+        group.owner.close()
+
+        def compared(giver: float, taker: float) -> Any:
+            roles = {"giver": colocate.role(Giver, giver), "taker": colocate.role(Taker, taker)}
+            on = {name: role.on(compare=tmp_path / "it") for name, role in roles.items()}
+            group = spawn(on, slots=slots, name="group")
+            do(group)
+            (learn,), (answer,) = (colocate.comparison(group[name]) for name in ("giver", "taker"))
+            group.owner.close()
+            return learn, answer
+
+        learn, answer = compared(0.0, 0.0)
+        assert (learn.first, answer.first, learn.origin, answer.origin) == (None, None, None, None)
+        learn, answer = compared(0.5, 0.0)
+        assert (learn.first, answer.differ) == (None, slots)
+        assert answer.first.startswith("taker.answer, call 1: its value[")
+        assert "its weights differ since the sync before taker.answer, call 1" in answer.first
+        words = "taker.answer, call 1, its weights: the sync before taker.answer, call 1, has brought others"
+        assert answer.origin.words == words
+        _, answer = compared(0.0, 0.5)
+        assert "weights differ" not in answer.first
+        assert answer.origin.words.startswith("taker.answer, call 0: it was given the same")
+
+    def test_a_difference_that_grows(self, spawn: Spawn, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+        """The first one is told, and again when it is ten times as large; the origin is the call that differs first."""
+
+        def do(group: ColocatedGroup, biases: Sequence[float]) -> None:
+            for bias in biases:
+                group.role("player", Player).give("missing", bias)
+
+        group = spawn({"player": colocate.role(Player)}, slots=1, name="group")
+        with group.owner.owner.record(group["player"], tmp_path / "it"):
+            do(group, [0.0] * 6)
+        group.owner.close()
+        group = spawn({"player": colocate.role(Player).on(compare=tmp_path / "it")}, slots=1, name="group")
+        do(group, [0.0, 1e-7, 5e-7, 1e-4, 2e-4, 0.25])
+        (give,) = colocate.comparison(group["player"])
+        assert (give.differ, give.arguments) == (5, 5)
+        wait_until(lambda: "call 5: its value" in caplog.text, "the largest one is told")
+        told = re.findall(r"player\.give, call (\d): its value", caplog.text)
+        assert told == ["1", "3", "5"]
+        assert give.origin is not None
+        assert give.origin.words == "player.give, call 1, parameter bias: it was given something else"
 
     def test_calls_that_havent_come(self, spawn: Spawn, recorded: Path) -> None:
         """A run that ends early, or doesn't call a role at all, isn't taken for one that is the same."""

@@ -1,0 +1,181 @@
+"""Join the recorded results of all ranks into the value of the caller."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import attrs
+
+from colocate._role.method_spec import MethodSpec
+from colocate._values.collect import Collect, Concat, First, Gather, Reduce
+from colocate._values.dispatch import Broadcast, OnRank, PerRank, Scatter
+from colocate._values.mesh import Mesh, Ranks
+from colocate.features.recordings.differences import Raised
+from colocate.features.recordings.digests import Digest
+from colocate.features.recordings.documents import Document, RankCall, recorded_value
+from colocate.features.recordings.values import Find
+
+
+class CannotJoin(Exception):
+    """The value of the caller is unknown, or depends on the number of ranks; the message says why."""
+
+
+@attrs.frozen
+class Whole:
+    """A recorded call with the results of all ranks.
+
+    Attributes:
+        parts: What each rank gave, by rank.
+        world_size: How many ranks the role has.
+        meshes: Theirs.
+        partition: Which rows each rank had, where these were chosen.
+        spec: The method, or what a recording tells of it.
+        find: Finds the classes of values.
+    """
+
+    parts: Mapping[int, RankCall]
+    world_size: int
+    meshes: Mapping[str, Mesh]
+    partition: Sequence[Sequence[int]] | None
+    spec: Any
+    find: Find
+
+    @property
+    def raised(self) -> Document | None:
+        """Return the first error, which is the caller's."""
+        raised = [part.raised for part in self.parts.values()]
+        return min(filter(None, raised), key=_ended, default=None)
+
+    @property
+    def error(self) -> Any:
+        """Return class and text of the first error."""
+        return Raised("none") if self.raised is None else recorded_value(self.raised, self.find)
+
+    @property
+    def weights(self) -> str:
+        """Return a digest of the weights of the ranks; "" if unknown."""
+        return next((part.about["weights"] for part in self.parts.values() if "weights" in part.about), "")
+
+    @property
+    def began(self) -> tuple[int, float]:
+        """Return the sequence number of the call, and the start time of the first rank."""
+        abouts = [part.about for part in self.parts.values()]
+        return abouts[0]["seq"], min(about["begun"] for about in abouts)
+
+    @property
+    def is_usual(self) -> bool:
+        """Whether the call went to the default ranks of the method."""
+        targets = self.spec.dispatch.targets(Ranks(self.world_size, self.meshes))
+        return self.parts.keys() == {*(range(self.world_size) if targets is None else targets)}
+
+    @property
+    def ranks(self) -> Ranks:
+        """Return the ranks for `Collect.join`."""
+        rows, padded = self._counts("valid"), self._counts("padded")
+        if len(self.parts) == self.world_size:
+            return Ranks(self.world_size, self.meshes, rows, padded, partition=self.partition)
+        return Ranks(self.world_size, self.meshes, rows, padded, sorted(self.parts))
+
+    def _counts(self, name: str) -> Sequence[int | None] | None:
+        counts = [self.parts[rank].about.get(name) for rank in sorted(self.parts)]
+        return counts if any(each is not None for each in counts) else None
+
+    def arguments(self) -> tuple[Digest, Sequence[str]]:
+        """Return the digests of the arguments that all ranks share, and the names of the split arguments."""
+        dispatch = self.spec.dispatch
+        digest: Digest = next(part for part in self.parts.values() if part.end is not None).about["digest"]
+        split: Sequence[str] = () if isinstance(dispatch, Broadcast | OnRank) else [*digest]
+        if isinstance(dispatch, Scatter | PerRank):
+            split = [name for name in digest if name in dispatch.parameters]
+        return {name: each for name, each in digest.items() if name not in split}, split
+
+    def results(self, sources: Sequence[int]) -> Mapping[int, Any]:
+        """Return the results of ranks.
+
+        Raises:
+            CannotJoin: It wasn't recorded.
+        """
+        found = {}
+        for rank in sources:
+            end = self.parts[rank].end if rank in self.parts else None
+            if end is None:
+                raise CannotJoin(f"what rank {rank} gave isn't there")
+            if "missing" in end.about:
+                raise CannotJoin(f"what rank {rank} gave wasn't recorded: {end.about['missing']}")
+            found[rank] = recorded_value(end, self.find)
+        return found
+
+    def value(self) -> Any:
+        """Return the joined value of the caller."""
+        ranks, collect = self.ranks, self.spec.collect
+        results = self.results(collect.sources(ranks))
+        return collect.join([results.get(rank) for rank in sorted(self.parts)], ranks)
+
+    def places(self) -> dict[int, Sequence[int]]:
+        """Return the row indices of each rank in the batch of the caller; ranks with copies are left out."""
+        found: dict[int, Sequence[int]] = {}
+        begin = 0
+        for rank in self.spec.collect.sources(Ranks(self.world_size, self.meshes)):
+            if self.partition is not None:
+                found[rank] = self.partition[rank]
+            elif rank in self.parts and (count := self.parts[rank].about.get("valid")) is not None:
+                found[rank] = range(begin, begin := begin + count)
+            else:  # the offset of the next rank is unknown
+                break
+        return found
+
+    def rows(self) -> dict[int, Document]:
+        """Return the documents of rows by index in the batch of the caller."""
+        if self.spec.rows is not None:
+            ended = sorted((row for part in self.parts.values() for row in part.rows), key=_ended)
+            return {row.about["row"]: row for row in ended}  # one that was tried again has ended last
+        return {
+            numbers[row.about["row"]]: row
+            for rank, numbers in self.places().items()
+            if rank in self.parts
+            for row in self.parts[rank].rows
+        }
+
+
+@attrs.frozen
+class RecordedMethod:
+    """The recorded properties of a method.
+
+    Attributes:
+        collect: How its results are joined.
+        rows: The parameter whose rows it is given one by one.
+        ends_in_rows: Whether its rows end one by one.
+    """
+
+    collect: Collect
+    rows: str | None
+    ends_in_rows: bool
+
+
+_COLLECTS = {kind.__name__: kind for kind in (Concat, First, Gather, Reduce)}
+
+
+def described(spec: MethodSpec) -> dict[str, Any]:
+    """Return the properties of a method that a recording stores, as plain data."""
+    known = type(spec.collect) in _COLLECTS.values()
+    collect = [type(spec.collect).__name__, attrs.asdict(spec.collect)] if known else [str(spec.collect), None]
+    return {"collect": collect, "rows": spec.rows, "ends_in_rows": spec.feature == "rows"}
+
+
+def method_of(plain: Mapping[str, Any]) -> RecordedMethod:
+    """Build the recorded properties of a method from plain data.
+
+    Raises:
+        CannotJoin: Its collect is a user's.
+        Exception: Somebody else has written it.
+    """
+    name, options = plain["collect"]
+    if options is None:
+        raise CannotJoin(f"its collect is {name}")
+    return RecordedMethod(_COLLECTS[name](**options), plain["rows"], plain["ends_in_rows"])
+
+
+def _ended(row: Document) -> float:
+    ended: float = row.about["ended"]
+    return ended
