@@ -195,6 +195,7 @@ class Session:
             with stem.with_name(f"{stem.name}.part").open("w", encoding="utf-8") as target:
                 count = self.sampler.convert(target, rank)
             return Profiled({}, (), True, count, 0)
+        stem.parent.stat()  # where it is gone nobody waits for this, and torch would print an error of its own
         raw, part = stem.with_name(f"{stem.name}.raw.json"), stem.with_name(f"{stem.name}.part")
         self._profile.export_chrome_trace(str(raw))
         with part.open("w", encoding="utf-8") as target:
