@@ -236,8 +236,8 @@ class Profiling(ExecutorCase):
                 with pytest.raises(InterruptedError), colocate.profile(two):
                     pass
             finally:
+                interrupted.result()  # before: a signal that comes later would end this process
                 signal.signal(signal.SIGUSR1, previous)
-            interrupted.result()
             call = timed.multiply.submit()
             gate.open()
             call.result(PATIENCE_S)
