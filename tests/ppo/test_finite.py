@@ -66,7 +66,7 @@ def executor(request: pytest.FixtureRequest) -> Iterator[dict[str, Any]]:
     if request.param in ("threads", "processes"):
         yield {"use": "local", "with": {"processes": request.param == "processes"}}
         return
-    pytest.importorskip({"dask": "distributed"}.get(request.param, request.param))
+    pytest.importorskip("distributed" if request.param == "dask" else "ray")
     with cluster(request.param) as options:
         yield {"use": request.param, "with": options}
 
