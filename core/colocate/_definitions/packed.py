@@ -49,7 +49,8 @@ class Packed(NamedTuple):
 
     def copy(self) -> Packed:
         """Return the same in memory of its own, as after a transport."""
-        return Packed(bytes(self.data), tuple(memoryview(bytearray(buffer)) for buffer in self.buffers), self.needs)
+        buffers = tuple(memoryview(bytearray(buffer)) for buffer in self.buffers)
+        return Packed(bytes(self.data), buffers, self.needs, self.has_trained)
 
 
 class InArea(Packed):
@@ -89,6 +90,11 @@ class _Lacking(tuple[Any, ...]):
 
 def _raise(number: int | None, text: str) -> NoReturn:
     raise OSError(number, text) if number is not None else OSError(text)
+
+
+def owned(body: Any) -> Any:
+    """Copy the buffers of a packed body; a body that is passed by reference comes back unchanged."""
+    return body.copy() if isinstance(body, Packed) and body.buffers else body
 
 
 def packed_bytes(body: Any) -> int:

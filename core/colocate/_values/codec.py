@@ -8,7 +8,7 @@ from typing import Any
 import attrs
 
 from colocate import wire
-from colocate._definitions.packed import Plain
+from colocate._definitions.packed import Plain, owned
 from colocate._values.leaving import handed_over
 from colocate._values.nesting import no_end
 from colocate._values.plain import is_plain
@@ -69,11 +69,15 @@ def _holds_nothing(value: Any) -> bool:
     return is_plain(value) or issubclass(type(value), Plain)  # which stands for a resident
 
 
-def _owned(body: Any, device: str | None) -> Any:
-    # In one process the buffers of a packed value are still the sender's memory.
-    return wire.unpack(wire.Packed(body.data, tuple(memoryview(bytearray(b)) for b in body.buffers)), device)
+def _pack_copy(value: Any) -> Any:
+    # In one process the buffers of a packed value are the sender's memory, and the sender may write to this next.
+    return owned(wire.pack(value))
+
+
+def _unpack_copy(body: Any, device: str | None) -> Any:
+    return wire.unpack(body.copy(), device)  # ranks share no memory
 
 
 BY_VALUE = Codec("value", wire.pack, wire.unpack)
 BY_REFERENCE = Codec("reference", lambda value: value, _handed_over)
-STRICT = Codec("strict", wire.pack, _owned)
+STRICT = Codec("strict", _pack_copy, _unpack_copy)

@@ -26,7 +26,7 @@ from colocate._system.imported import imported
 from colocate._system.jobs import error_text
 from colocate._values.kinds import is_collection
 from colocate._values.leaves import map_leaves
-from colocate._values.plain import are_plain
+from colocate._values.plain import are_plain, is_plain
 from colocate.errors import DispatchError
 
 _PLAIN = (int, float, str, type(None))
@@ -290,6 +290,21 @@ def ordinary(value: Any, is_lent: Callable[[Any], bool] = lambda tensor: False) 
 def handed_over(value: Any) -> Any:
     """Return an argument as a method gets it within one process: ordinary, but parameters stay parameters."""
     return _Ordinary(lambda tensor: False, keeps_leaves=True).value(value)
+
+
+def copy_of(value: Any) -> Any:
+    """Copy a value with its containers, tensors and arrays, before its maker writes to the same memory.
+
+    Tensors come out detached from autograd, each with memory for its own elements alone. A model's parameters stay
+    parameters.
+    """
+    if is_plain(value):
+        return [*value] if type(value) is list else value
+    torch = imported("torch")
+    parts = [] if torch is None else [item for item in memories(value) if isinstance(item, torch.Tensor)]
+    # `copy.deepcopy` alone copies the whole storage of a view, and refuses tensors of an autograd graph.
+    clones = {id(item): item.detach().clone() for item in parts if not is_trained(item)}
+    return copy.deepcopy(value, clones)
 
 
 class _Ordinary:

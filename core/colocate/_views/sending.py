@@ -20,7 +20,7 @@ from colocate._calls.pending import PendingCall, Unsent, held_open
 from colocate._calls.records import Ended
 from colocate._definitions.bundles import refuse_apart
 from colocate._definitions.codec import pack
-from colocate._definitions.packed import Packed, packed_bytes
+from colocate._definitions.packed import Packed, owned, packed_bytes
 from colocate._kept.handles import KeptResident, Reference
 from colocate._kept.residents import Kept, Pin
 from colocate._protocol import to_worker
@@ -272,7 +272,9 @@ class _Soon:
 def _send_soon(draft: Draft) -> None:
     """Send a call that was made where the framework is at work, when that is over."""
     worker_group, kept = draft.worker_group, draft.kept
-    messages = Messages((draft,))  # now: what the arguments are may change
+    bodies = {id(body): owned(body) for body in draft.bodies}
+    draft.bodies = [bodies[id(body)] for body in draft.bodies]  # now: the caller may write to the arguments
+    messages = Messages((draft,))
     draft.lend()
     if kept is not None:
         draft.pin = worker_group.residents.pin(kept)  # until it has been sent, the workers mustn't be told to forget it

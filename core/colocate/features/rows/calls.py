@@ -21,7 +21,7 @@ import attrs
 from colocate._calls.failures import failure_error
 from colocate._calls.order import CallOrder, Stacks
 from colocate._calls.pending import Link, PendingCall, result_of
-from colocate._definitions.packed import packed_bytes
+from colocate._definitions.packed import owned, packed_bytes
 from colocate._kept.handles import Consumer, Reference
 from colocate._role.method_spec import MethodSpec
 from colocate._role.role import RoleInfo
@@ -363,6 +363,18 @@ class GivenRows(RowsCall):
         self._number = self._take_number()
         self._give()
 
+    def copy_rows(self) -> None:
+        """Copy the rows that may be sent later: from then on the caller may write to the memory that they share.
+
+        A row that was sent is in its message already, so that it is copied only if it may begin anew. This takes the
+        order's lock for each row alone: a copy may take long.
+        """
+        for row, body in list(self._packed.items()):
+            if self._flow.tries.get(row, 1) and (copy := owned(body)) is not body:
+                with self._lock:
+                    if row in self._packed:
+                        self._packed[row] = copy
+
     def row_ended(self, slot: int, told: RowEnded, body: Any) -> None:
         """Take what has come of a row, and give out others."""
         row, failure = told.row, told.failure
@@ -538,6 +550,8 @@ class Asked:
     tries: dict[int, int] = attrs.field(factory=dict)
     at: Any = None  # the line that has asked
     number: int | None = None  # that of the call among those of its method; of the first one, before a restart
+    shared: Any = None  # the other arguments, packed, and the residents in them: for a call after a restart
+    shared_uses: Sequence[Reference] = ()
 
     def begin(
         self,
@@ -556,7 +570,10 @@ class Asked:
         """
         worker_group, role, spec = self.worker_group, self.role, self.spec
         uses: list[Reference] = []
-        arguments = with_references(dict(self.arguments), worker_group, self.consumer, self.label, uses)
+        if is_again:  # the arguments as they were: the caller may have written to them since then
+            arguments, uses = {}, [use.bound(self.consumer) for use in self.shared_uses]
+        else:
+            arguments = with_references(dict(self.arguments), worker_group, self.consumer, self.label, uses)
         planned = plan(spec.dispatch, arguments, role.ranks, self.options.ranks)
         targets: Sequence[int] = role.slots
         if not isinstance(planned.targets, range):
@@ -581,12 +598,21 @@ class Asked:
             call = YieldedRows(*where, self.count, places=places, is_ahead=is_ahead, is_cancelled=is_cancelled)
             call.partition = planned.partition
         prepare(call)
-        draft = ready(worker_group, call, role, spec, planned, uses, self.options.timeout)
+        packed = [self.shared] * len(targets) if is_again else None
+        draft = ready(worker_group, call, role, spec, planned, uses, self.options.timeout, packed)
+        if spec.rows is not None and worker_group.restarts.limit and not is_again:
+            self.shared, self.shared_uses = owned(draft.bodies[0]), uses
         self.at = call.at = self.at or call.at
         if worker_group.services.observers and not worker_group.services.executor.in_process:
             call.sent += sum(packed_bytes(self.bodies[row]) for row in rows) if spec.rows is not None else 0
         messages = Messages((draft,))
-        run_deferred(lambda: send_with(messages, call.begin, is_again), call.withdraw, waits_s=None)
+
+        def send_and_copy() -> None:
+            send_with(messages, call.begin, is_again)
+            if isinstance(call, GivenRows) and not is_again:
+                call.copy_rows()
+
+        run_deferred(send_and_copy, call.withdraw, waits_s=None)
         return call
 
     def _take_number(self) -> int:

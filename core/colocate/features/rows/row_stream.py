@@ -12,9 +12,11 @@ from typing import Any, Generic, Literal, NoReturn, Self, TypeAlias, TypeVar
 from colocate._role.call import OnDriver
 from colocate._role.context import RowState
 from colocate._role.method_spec import MethodSpec
+from colocate._system.jobs import error_text
 from colocate._system.numbers import amount_problem, plural
 from colocate._system.tracebacks import told
-from colocate.errors import ConfigError, DispatchError
+from colocate._values.leaving import copy_of
+from colocate.errors import ConfigError, DispatchError, SerializationError
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -117,6 +119,15 @@ class Yielded:
         self._seen.add(index)
         return index, value
 
+    def take_copy(self, item: Any) -> tuple[int, Any]:
+        """Take an item with a copy of its value: the method goes on, and may write to the same buffer.
+
+        Raises:
+            SerializationError: The value can't be copied.
+        """
+        index, value = self.take(item)
+        return index, copied(value, f"{self._label}, row {index}")
+
     def check_end(self) -> None:
         """Raise a `DispatchError` unless all have come."""
         if self.left:
@@ -128,6 +139,21 @@ class Yielded:
     def _says(self) -> str:
         got = plural(self._rows, "row")
         return f"{self._label} yields (index, value) once for each of the {got} that it has got, and has yielded"
+
+
+def copied(value: Any, what: str) -> Any:
+    """Copy the value of a row while its call goes on.
+
+    Raises:
+        SerializationError: It can't be copied.
+    """
+    try:
+        return copy_of(value)
+    except Exception as error:  # of classes of users
+        raise SerializationError(
+            f"{what}: its value can't be copied ({error_text(error)}), as the values of rows are while the call goes "
+            "on: make it of plain data, arrays and tensors"
+        ) from error
 
 
 def _short(item: Any) -> str:

@@ -14,7 +14,7 @@ from colocate._role.context import CallState, RowState, running_call
 from colocate._values.batch import each_row
 from colocate._values.leaving import ordinary
 from colocate.errors import ClosedError
-from colocate.features.rows.row_stream import OnError, RowStream, Yielded, check_row_options, end_row, no_keep
+from colocate.features.rows.row_stream import OnError, RowStream, Yielded, check_row_options, copied, end_row, no_keep
 from colocate.features.standalone.calls import StandaloneCall
 
 
@@ -61,7 +61,7 @@ class StandaloneRows(StandaloneCall):
             ctx.count(ctx._call, spec.name)
             if spec.rows is None:
                 items, yielded = spec.call(self._instance, arguments), Yielded(spec.name, planned.valid[0] or 0)
-                taken = awaited(_taken(items, yielded)) if spec.is_async else [yielded.take(item) for item in items]
+                taken = awaited(_taken(items, yielded)) if spec.is_async else [*map(yielded.take_copy, items)]
                 yielded.check_end()
                 return [(index, ordinary(value)) for index, value in taken]
             rows = each_row(arguments.pop(spec.rows), spec.rows)
@@ -89,7 +89,9 @@ class StandaloneRows(StandaloneCall):
             state.place = call.place
             token = running_call.set(state)
             try:
-                return ordinary(await self._spec.call(self._instance, arguments))
+                return copied(
+                    ordinary(await self._spec.call(self._instance, arguments)), f"{self._spec.name}, row {index}"
+                )
             except Exception as error:
                 if tries == self._retry:
                     if self._on_error == "raise":
@@ -102,7 +104,7 @@ class StandaloneRows(StandaloneCall):
 
 
 async def _taken(items: AsyncIterator[Any], yielded: Yielded) -> list[tuple[int, Any]]:
-    return [yielded.take(item) async for item in items]
+    return [yielded.take_copy(item) async for item in items]
 
 
 class _LocalRows(RowStream[Any]):

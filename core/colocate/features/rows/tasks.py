@@ -243,7 +243,7 @@ def _queue_of(work: RowsWork) -> RowQueue:
 def _all(work: RowsWork, spec: MethodSpec, instance: object, arguments: dict[str, Any]) -> list[Any]:
     """Return all that a method yields, in the order of its rows."""
     yielded = Yielded(work.label, work.valid_rows or 0)
-    found = dict(map(yielded.take, spec.call(instance, arguments)))
+    found = dict(map(yielded.take_copy, spec.call(instance, arguments)))
     yielded.check_end()
     return [found[row] for row in sorted(found)]
 
@@ -251,6 +251,6 @@ def _all(work: RowsWork, spec: MethodSpec, instance: object, arguments: dict[str
 @calls_role_code
 async def _all_async(work: RowsWork, spec: MethodSpec, instance: object, arguments: dict[str, Any]) -> list[Any]:
     yielded = Yielded(work.label, work.valid_rows or 0)
-    found = dict([yielded.take(item) async for item in spec.call(instance, arguments)])
+    found = dict([yielded.take_copy(item) async for item in spec.call(instance, arguments)])
     yielded.check_end()
     return [found[row] for row in sorted(found)]

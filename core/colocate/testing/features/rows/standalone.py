@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
 import colocate
 from colocate import Role, Scatter, method
-from colocate.errors import ConfigError, DispatchError
+from colocate.errors import ConfigError, DispatchError, SerializationError
 from colocate.testing.executors._base import ExecutorCase, needs_feature
+from colocate.testing.features.rows.buffers import Buffering, total
 
 
 class Playing(Role):
@@ -94,6 +96,26 @@ class StandaloneRows(ExecutorCase):
             playing.play.keep([1])
         with pytest.raises(AttributeError, match=r"Playing.plain has no stream: its value comes at once"):
             playing.plain.stream()  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue]
+
+    @needs_feature("standalone")
+    def test_rows_of_one_buffer(self) -> None:
+        """Each row has its own values, though all have run when the first is read."""
+        pytest.importorskip("torch")
+        batch, buffering = [*range(6)], Buffering()
+        one = total(buffering.fill([1])[0])
+        for fill in (buffering.fill, buffering.fill_later, buffering.fill_row):
+            for found in (fill(batch), fill.submit(batch).result(), dict(fill.stream(batch)).values()):
+                assert [*map(total, found)] == [one * number for number in batch]
+        assert [*map(total, buffering.fill.keep(batch).fetch())] == [one * number for number in batch]
+
+        class Odd(Role):
+            @method(dispatch=Scatter("rows"))
+            def locks(self, rows: list[int]) -> Iterator[tuple[int, object]]:
+                for index in range(len(rows)):
+                    yield index, threading.Lock()
+
+        with pytest.raises(SerializationError, match=r"locks, row 0: its value can't be copied \("):
+            Odd().locks([1])
 
     @needs_feature("standalone")
     def test_rows_draw_by_themselves(self) -> None:

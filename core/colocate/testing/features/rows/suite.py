@@ -31,6 +31,7 @@ from colocate.errors import (
 from colocate.executor import OwnProcess
 from colocate.features.rows.messages import AHEAD
 from colocate.testing.executors._base import Spawn, needs, needs_feature, of_executor
+from colocate.testing.features.rows.buffers import Buffers
 from colocate.testing.features.rows.probes import MANY, PLACES, Playing, StartsAgain, Yielding
 from colocate.testing.features.rows.reading import OUT, Reading, RowsCase
 from colocate.testing.features.rows.standalone import StandaloneRows
@@ -710,4 +711,4 @@ class Streams(RowsCase):
                 playing.play.submit([1], stream)  # type: ignore[arg-type]
 
 
-AREAS = [Streams, Reading, StandaloneRows]
+AREAS = [Streams, Reading, Buffers, StandaloneRows]
