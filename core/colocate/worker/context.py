@@ -5,8 +5,9 @@ from __future__ import annotations
 import abc
 import operator
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, suppress
 from functools import partial
 from typing import Any
 
@@ -28,6 +29,8 @@ from colocate.worker.hooks import OfWorker
 from colocate.worker.lane import Lane
 from colocate.worker.serving.definitions import Definitions
 from colocate.worker.serving.role_instance import RoleInstance
+
+_CAUSE_EVERY_S = 0.01  # how often features are asked whether the cause of a failure is known
 
 
 class WorkerContext(Worker):
@@ -51,6 +54,7 @@ class WorkerContext(Worker):
     reaches: tuple[Callable[..., None], ...] = ()
     ends: tuple[Callable[..., None], ...] = ()
     rans: tuple[Callable[..., None], ...] = ()
+    awaits: tuple[Callable[..., bool], ...] = ()
     blames: tuple[Callable[..., BaseException], ...] = ()
     finishes: tuple[Callable[..., Any], ...] = ()
 
@@ -85,7 +89,7 @@ class WorkerContext(Worker):
         self.enters, self.leaves = self._own("enters"), self._own("leaves")
         self.begins, self.reaches = self._own("begins"), self._own("reached")
         self.ends, self.blames, self.rans = self._own("ended"), self._own("blamed"), self._own("ran")
-        self.finishes = self._own("finished")
+        self.awaits, self.finishes = self._own("awaits_cause"), self._own("finished")
 
     def _own(self, name: str) -> tuple[Callable[..., Any], ...]:
         """Return a method of all halves that override it."""
@@ -99,6 +103,23 @@ class WorkerContext(Worker):
         for blames in self.blames:
             error = blames(error, role, row)
         return error
+
+    def wait_for_cause(self, error: BaseException, role: str | None) -> None:
+        """Wait until `blamed` can tell the cause of a failure, where nothing else can run meanwhile."""
+        start = time.monotonic()
+        while any(awaits(error, role, None, time.monotonic() - start, True) for awaits in self.awaits):
+            time.sleep(_CAUSE_EVERY_S)
+
+    async def await_cause(self, error: BaseException, role: str | None, row: RowState | None = None) -> None:
+        """Wait likewise in an event loop, where other calls and rows go on. A cancellation ends the wait."""
+        if not self.awaits:
+            return
+        import asyncio  # the caller has it
+
+        start = time.monotonic()
+        with suppress(asyncio.CancelledError):
+            while any(awaits(error, role, row, time.monotonic() - start, False) for awaits in self.awaits):
+                await asyncio.sleep(_CAUSE_EVERY_S)
 
     def told(self, says: Callable[[OfWorker], Any]) -> dict[str, Any]:
         """Return what features say to their halves in the driver, by their names."""

@@ -165,6 +165,20 @@ class OfWorker:
         """Return what is the cause of a failure in role code: the error itself, or another one."""
         return error
 
+    def awaits_cause(
+        self, error: BaseException, role: str | None, row: RowState | None, waited_s: float, is_alone: bool
+    ) -> bool:
+        """Return whether news that `blamed` needs may still come, after so many seconds.
+
+        Args:
+            error: As of `blamed`, and the next two.
+            role: The role's name.
+            row: The row.
+            waited_s: For how long this has been asked.
+            is_alone: Whether nothing else runs, or can begin, meanwhile.
+        """
+        return False
+
     def is_bereft(self, role: RoleInstance) -> bool:
         """Return whether other rows of a role will fail here as one has failed just now."""
         return False

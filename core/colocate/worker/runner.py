@@ -87,6 +87,7 @@ class Runner:
                 worker_context.device.end(f"{build.name}.__init__", before)
                 worker_context.ran(build.name, f"the constructor of role {build.name!r}")
             except BaseException as error:
+                worker_context.wait_for_cause(error, build.name)
                 self._failed(0, None, build.name, error)
                 return False
             role = worker_context.roles[build.name]
@@ -161,6 +162,7 @@ class Runner:
         except BaseException as error:  # whatever role code raises is the caller's to see, SystemExit included
             worker_context.left(call.seq)
             worker_context.peers.given_back(work.seq, work.label)
+            worker_context.wait_for_cause(error, role.name)
             self._failed(call.seq, call.keep, role.name, error, work)
             work.forget()
             return False
@@ -226,6 +228,7 @@ class Runner:
         except BaseException as error:
             self._worker_context.left(call.seq)
             self._worker_context.peers.given_back(work.seq, work.label)
+            await self._worker_context.await_cause(error, role.name)
             self._failed(call.seq, call.keep, role.name, error, work)
             return False
         finally:

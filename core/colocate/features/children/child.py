@@ -352,15 +352,19 @@ class Child:
 
     def _settle(self, within: float, signs: bool = False) -> None:
         """Wait for the news of its end, so many seconds at most, if there are signs of it."""
-        poll = select.poll()
-        with contextlib.suppress(OSError, ValueError):  # closed just now
-            if self._itself >= 0:
-                poll.register(self._itself, select.POLLIN)
-            if self.connection is not None:
-                poll.register(self.connection.fileno(), 0)
-            signs = signs or bool(poll.poll(0))
-        if self.alive and signs:
+        if self.alive and (signs or self._is_ending):
             self._ended.wait(max(0.0, within))
+
+    @property
+    def _is_ending(self) -> bool:
+        """Whether the process or the connection of the child has ended, though the news of its end hasn't come."""
+        poll = select.poll()
+        if self._itself >= 0:
+            poll.register(self._itself, select.POLLIN)
+        if self.connection is not None:
+            with contextlib.suppress(OSError):  # closed here
+                poll.register(self.connection.fileno(), 0)
+        return bool(poll.poll(0))
 
     @property
     def _top(self) -> int:

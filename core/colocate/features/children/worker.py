@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from colocate._protocol import to_worker
 from colocate._role.context import Context, RowState, current, running_call
-from colocate._system.limits import CHILD_TOLD_WITHIN_S, TOLD_AGAIN_AFTER_S
+from colocate._system.limits import CHILD_SUSPECTED_S, CHILD_TOLD_WITHIN_S, TOLD_AGAIN_AFTER_S
 from colocate._system.numbers import seconds
 from colocate._system.room import private_bytes
 from colocate._version import __version__
@@ -269,24 +269,40 @@ class ChildrenOfWorker(OfWorker):
             role: The role's name; None for a function, which may have to do with any.
             row: The row of a call that has failed, where it is one alone.
         """
-        if not self._all or isinstance(error, ColocateError):
+        if (
+            not self.dead
+            or isinstance(error, ColocateError)
+            or (role is None and not _causes(error, OSError, EOFError))
+        ):
             return error
-        hosted = self._worker_context.roles.get(role)
-        used = {role} if hosted is None else _used(hosted.ctx)
-        broken = _is_of_a_connection(error)
-        if role is None and not broken:
-            return error
-        until = time.monotonic() + CHILD_TOLD_WITHIN_S
-        for child in [each for each in list(self._all.values()) if role is None or each._parent.role in used]:
-            if child._row not in (None, row):
-                continue
-            if broken:
-                child._settle(until - time.monotonic(), signs=True)
+        for child in self._used_by(role, row):
             if child in self.dead:
                 found = child._error()
                 found.__cause__ = error
                 return found.with_traceback(error.__traceback__)
         return error
+
+    def awaits_cause(
+        self, error: BaseException, role: str | None, row: RowState | None, waited_s: float, is_alone: bool
+    ) -> bool:
+        """Return whether the end of a child that a failure may come from is still to be told.
+
+        A broken connection is heard of before the end that broke it. Unless the call is alone, a child without any
+        sign of its end isn't suspected for long: the row that waits keeps a place from others.
+        """
+        if not self._all or waited_s >= CHILD_TOLD_WITHIN_S or isinstance(error, ColocateError):
+            return False
+        if not _causes(error, OSError, EOFError):
+            return False
+        is_suspect = (is_alone or waited_s < CHILD_SUSPECTED_S) and _causes(error, ConnectionError, EOFError)
+        return any(child.alive and (is_suspect or child._is_ending) for child in self._used_by(role, row))
+
+    def _used_by(self, role: str | None, row: RowState | None) -> list[Child]:
+        """Return the children that code of a role, or of one row of it, has to do with; a function with all."""
+        hosted = self._worker_context.roles.get(role)
+        used = {role} if hosted is None else _used(hosted.ctx)
+        children = [child for child in list(self._all.values()) if child._row in (None, row)]
+        return [child for child in children if role is None or child._parent.role in used]
 
     def nbytes(self) -> dict[str, dict[str, int]]:
         """Return the memory that children have for themselves, by role and name."""
@@ -405,10 +421,11 @@ def _used(ctx: Context) -> set[str | None]:
     return {ctx.role, *ctx._asked, *ctx._borrowed}
 
 
-def _is_of_a_connection(error: BaseException | None) -> bool:
+def _causes(error: BaseException | None, *kinds: type[BaseException]) -> bool:
+    """Return whether an error, or an error in its chain, is of some kind."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
-        if isinstance(error, OSError | EOFError):
+        if isinstance(error, kinds):
             return True
         seen.add(id(error))
         error = error.__cause__ or error.__context__

@@ -116,6 +116,7 @@ class RowTasks:
                     raise state.raised from None
             self._tell(work, state.row, result, state.turn)
         except BaseException as error:  # whatever role code raises is the row's
+            await worker_context.await_cause(error, role.name, state)
             self._tell_failure(work, role, state, error)
 
     def _tell_failure(self, work: RowsWork, role: RoleInstance, state: RowState, error: BaseException) -> None:

@@ -10,6 +10,7 @@ import queue
 import re
 import signal
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -171,6 +172,39 @@ class Playing(Role):
     def seen(self) -> list[int]:
         """The children that it has had."""
         return self.pids
+
+
+class Patient(Role):
+    """Has a child that lives, and fails of other things."""
+
+    def __init__(self) -> None:
+        self.child = self.ctx.start(serve, name="server")
+        self.is_watched, self.raised_at = False, 0.0
+
+    @method(rows="what", concurrency=2)
+    async def play(self, what: str) -> float:
+        """See `act`."""
+        return await self._act(what)
+
+    @method(collect=First(), concurrency=2)
+    async def act(self, what: str) -> float:
+        """Fail, or tell how long the event loop stood still after somebody beside this has failed."""
+        return await self._act(what)
+
+    async def _act(self, what: str) -> float:
+        if what == "watch":
+            self.is_watched, self.raised_at = True, 0.0
+            while not self.raised_at:
+                await asyncio.sleep(0.001)
+            return time.monotonic() - self.raised_at
+        while not self.is_watched and what != "dies":
+            await asyncio.sleep(0.001)
+        self.is_watched, self.raised_at = False, time.monotonic()
+        if what == "timeout":
+            await asyncio.wait_for(asyncio.Event().wait(), 0)
+        if what == "dies":
+            os.kill(self.child.pid, signal.SIGKILL)
+        raise FileNotFoundError(what) if what == "file" else ConnectionResetError(what)
 
 
 class Served(Role):

@@ -20,6 +20,7 @@ import pytest
 
 import colocate
 from colocate import ColocatedGroup, features
+from colocate._system.limits import CHILD_TOLD_WITHIN_S
 from colocate.errors import (
     ChildDied,
     ConfigError,
@@ -33,7 +34,7 @@ from colocate.errors import (
 from colocate.executor import OwnProcess
 from colocate.testing.executors._base import Spawn, needs, needs_feature, of_executor
 from colocate.testing.executors.drivers import Scripted, Scripts
-from colocate.testing.features.children.probes import Engines, Given, Playing, Recorded, Served, Starter, User
+from colocate.testing.features.children.probes import Engines, Given, Patient, Playing, Recorded, Served, Starter, User
 from colocate.testing.gate import Gate
 from colocate.testing.probes.limited import Limited
 from colocate.testing.probes.plain import number
@@ -431,6 +432,22 @@ class Children(Scripted):
             served.play(["a"])
         served.begin()
         assert served.play(["a"]) == [0]
+
+    @needs_feature("rows")
+    @pytest.mark.parametrize("what", ["timeout", "file", "connection"])
+    def test_failures_of_rows_that_no_child_has_to_do_with(self, spawn: Spawn, what: str) -> None:
+        """Rows and calls that run beside such a row, or call, go on: nobody waits for a child's end on their loop."""
+        patient = spawn({"patient": colocate.role(Patient)}, slots=1).role("patient", Patient)
+        stood, error = patient.play.options(on_error="return")(["watch", what])
+        assert isinstance(stood, float)
+        assert stood < CHILD_TOLD_WITHIN_S / 2
+        assert isinstance(error, RoleError)
+        assert isinstance(error.__cause__, OSError)
+        watches, fails = patient.act.submit("watch"), patient.act.submit(what)
+        assert isinstance(fails.exception(PATIENCE_S), RoleError)
+        assert watches.result(PATIENCE_S) < CHILD_TOLD_WITHIN_S / 2
+        with pytest.raises(ChildDied):  # though the broken connection is heard of first
+            patient.play(["dies"])
 
     @needs_feature("rows")
     def test_children_of_rows(self, spawn: Spawn) -> None:

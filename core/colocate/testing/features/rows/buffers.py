@@ -13,7 +13,7 @@ import pytest
 import colocate
 from colocate import Concat, First, Role, RoleSpec, Runtime, Scatter, method
 from colocate.executor import OwnProcess
-from colocate.testing.executors._base import Shared, Spawn, needs
+from colocate.testing.executors._base import Shared, Spawn, needs, of_executor
 from colocate.testing.features.rows.reading import OUT, RowsCase
 from colocate.testing.gate import Address, Gate, pass_gate_async
 from colocate.testing.waiting import PATIENCE_S
@@ -110,6 +110,7 @@ class Buffers(RowsCase):
         """The view of the role."""
         return shared_buffering.get().role("buffering", Buffering)
 
+    @of_executor
     @pytest.mark.parametrize("kind", ["array", "tensor", "mapping"])
     @pytest.mark.parametrize("how", ["", "raise"])
     def test_rows_are_taken_when_the_call_is_written(self, buffering: Buffering, kind: str, how: str) -> None:
@@ -142,6 +143,7 @@ class Buffers(RowsCase):
             gate.open()
             assert [value for _, value in sorted(stream)] == expected
 
+    @of_executor
     def test_values_of_one_buffer(self, buffering: Buffering) -> None:
         """Each row has its own values, called, submitted, streamed and kept; so has each call."""
         batch = [*range(12)]
