@@ -449,8 +449,12 @@ class Residents:
         deadline = Deadline(self.link.services.call_timeout if timeout is None else timeout)
         self.check(kept)
         kept.call._check_unsent()
-        kept.used = True
-        kept.call._wait(deadline.left)
+        was_used, kept.used = kept.used, True
+        try:
+            kept.call._wait(deadline.left)
+        except BaseException:  # the caller has given up, and was told nothing
+            kept.used = was_used
+            raise
         self.check(kept)
         return deadline
 

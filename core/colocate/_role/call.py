@@ -5,9 +5,10 @@ from __future__ import annotations
 import _thread
 import abc
 import copy
+import logging
 import weakref
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
 from functools import partial
 from types import TracebackType
 from typing import Any, ClassVar, Generic, NoReturn, Self, TypeAlias, TypeVar
@@ -18,12 +19,14 @@ from colocate._signals.arrivals import Arrivals
 from colocate._signals.deferred import SLICE_S, Flag, on_main
 from colocate._signals.in_framework import refuse_to_wait
 from colocate._system.deadline import Deadline
+from colocate._system.jobs import message_of
 from colocate._system.numbers import limit
 from colocate._system.tracebacks import is_of_handler
 from colocate._values.leaves import map_leaves
 from colocate._values.nesting import no_end, refuse_hidden
 from colocate.errors import ColocateError
 
+_log = logging.getLogger("colocate")
 C = TypeVar("C")
 C_co = TypeVar("C_co", covariant=True)
 T_co = TypeVar("T_co", covariant=True)
@@ -111,8 +114,11 @@ class Underway(Flag):
         self._wait(limit(timeout, "exception(timeout)"))
         return self._failure()
 
-    def _failure(self) -> BaseException | None:
-        """Return what it failed with, when it is done; collects the value first, which may be what fails."""
+    def peek_error(self) -> BaseException | None:
+        """Return the error of a finished call, and don't mark the error as reported: for the framework's callbacks.
+
+        The value is collected first, which may fail.
+        """
         if self._error is None:
             if self._outcomes:
                 pass
@@ -122,12 +128,15 @@ class Underway(Flag):
                 with self._collecting:
                     self._collect()
             _, self._error, self._trace = self._outcomes[0]
-            if self._error is None:
-                return None
-        cause: BaseException | None = self._error
+        return self._error
+
+    def _failure(self) -> BaseException | None:
+        """Return the error of a finished call, and mark the error as reported."""
+        cause = error = self.peek_error()
+        if error is None:
+            return None
         while cause is not None:  # looked at now: what prints it may not be Python code
             cause = cause.__cause__
-        error = self._error
         if not isinstance(error, ColocateError):
             return error
         error._told = True
@@ -257,21 +266,23 @@ class Call(OnDriver, Generic[C_co]):
             TimeoutError: It isn't done yet; the call goes on.
             ColocateError: What went wrong with the call.
         """
-        self._underway.handle = None
-        if not self.done():
-            refuse_to_wait(self.label)
+        self._wait(None if timeout is None else limit(timeout, "result(timeout)"))
         try:
-            value: C_co = self._underway.result(timeout)
+            value: C_co = self._underway.result()
         finally:
             del self  # as there
         return value
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Wait, and return the error instead of raising it; None when there is none."""
-        self._underway.handle = None
-        if not self.done():
-            refuse_to_wait(self.label)
-        return self._underway.exception(timeout)
+        self._wait(limit(timeout, "exception(timeout)"))
+        return self._underway.exception()
+
+    def _wait(self, timeout: float | None) -> None:
+        with _OutcomeWait(self):
+            if not self.done():
+                refuse_to_wait(self.label)
+            self._underway._wait(timeout)
 
     def add_done_callback(self, callback: Callable[[Call[C_co]], object]) -> None:
         """Run `callback(call)` once it is done, on the runtime's dispatcher thread.
@@ -291,15 +302,37 @@ class Call(OnDriver, Generic[C_co]):
 
     def __await__(self) -> Generator[Any, None, C_co]:
         underway = self._underway
-        underway.handle = None
-        underway._check_wait(awaits=True)
-        ended: Arrivals[Underway] = Arrivals()
-        underway._then(lambda _: ended.end())
-        yield from ended.wait_async().__await__()
+        with _OutcomeWait(self):
+            underway._check_wait(awaits=True)
+            ended: Arrivals[Underway] = Arrivals()
+            underway._then(lambda _: ended.end())
+            yield from ended.wait_async().__await__()
         try:
             return self.result()
         finally:
             del self, underway  # as there
+
+
+class _OutcomeWait:
+    """A block that waits for calls. A call that isn't done at its end counts as unasked: its failure is logged."""
+
+    __slots__ = ("_calls",)
+
+    def __init__(self, *calls: Call[Any]) -> None:
+        self._calls = [call for call in calls if call._underway.handle is not None]
+
+    def __enter__(self) -> None:
+        for call in self._calls:
+            call._underway.handle = None
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.mark_unasked({call for call in self._calls if kind is not None or not call.done()})
+
+    def mark_unasked(self, unasked: Collection[Call[Any]]) -> None:
+        """Mark the calls of the block whose outcome nobody received."""
+        for call in self._calls:
+            if call in unasked:
+                call._underway._given(call)
 
 
 def ended(label: str, value: Any = None, error: BaseException | None = None) -> Call[Any]:
@@ -307,9 +340,15 @@ def ended(label: str, value: Any = None, error: BaseException | None = None) -> 
     underway = Underway(label)
     if error is None:
         underway._settle(value)
-    else:
-        underway._fail(error)
-    return Call(underway)
+        return Call(underway)
+    underway._fail(error)
+    call: Call[Any] = Call(underway)
+    underway.handle = weakref.ref(call, partial(_log_unasked, label, error))
+    return call
+
+
+def _log_unasked(label: str, error: BaseException, _: object) -> None:
+    _log.error("%s has failed, and nobody has asked about it: %s", label, message_of(error))
 
 
 def wait(calls: Iterable[Call[C]], timeout: float | None = None) -> tuple[set[Call[C]], set[Call[C]]]:
@@ -325,11 +364,12 @@ def wait(calls: Iterable[Call[C]], timeout: float | None = None) -> tuple[set[Ca
     timeout = limit(timeout, "wait(timeout)")
     everything = _only_calls(calls, "wait()")
     deadline = Deadline(timeout)
-    for call in everything:
-        try:
-            call._underway._wait(deadline.left)
-        except TimeoutError:
-            break
+    with _OutcomeWait(*everything):
+        for call in everything:
+            try:
+                call._underway._wait(deadline.left)
+            except TimeoutError:
+                break
     return {c for c in everything if c.done()}, {c for c in everything if not c.done()}
 
 
@@ -351,8 +391,6 @@ def _only_calls(calls: Iterable[Call[C]], what: str) -> list[Call[C]]:
     for call in everything:
         if not isinstance(call, Call):
             raise TypeError(f"{what} takes calls, as submit() gives them, not {call!r}; a resident has a wait() itself")
-    for call in everything:
-        call._underway.handle = None
     return everything
 
 
@@ -363,6 +401,8 @@ class _Completed(Iterator[Call[C]]):
         self._pending = set(calls)
         self._arrivals: Arrivals[Call[C]] = Arrivals()
         self._timeout, self._deadline = timeout, Deadline(timeout)
+        self._wait = _OutcomeWait(*self._pending)
+        self._wait.__enter__()
         for call in self._pending:
             call._underway._check_wait()
             call._underway._then(partial(_arrived, self._arrivals, call))
@@ -382,6 +422,9 @@ class _Completed(Iterator[Call[C]]):
         except BaseException:
             self._arrivals.come.extendleft(mine)  # first; see `Arrivals`
             raise
+
+    def __del__(self) -> None:
+        self._wait.mark_unasked(self._pending)
 
 
 def _arrived(arrivals: Arrivals[Call[C]], call: Call[C], underway: Underway) -> None:

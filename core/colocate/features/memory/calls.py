@@ -172,7 +172,7 @@ def note(sleepers: Sleepers, marks: Mapping[Mark, Slept], call: PendingCall) -> 
 
     That what it says can't be read here is for whoever reads the call that it goes before.
     """
-    if call.exception() is None and all(outcome.refusal is None for outcome in _outcomes(call)):
+    if call.peek_error() is None and all(outcome.refusal is None for outcome in _outcomes(call)):
         sleepers.woken(dict(marks))
 
 

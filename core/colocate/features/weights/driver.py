@@ -414,7 +414,7 @@ def _send_both(gives: Draft, takes: Draft) -> None:
 
 
 def _fail_too(other: Draft, call: PendingCall) -> None:
-    error = call.exception()
+    error = call.peek_error()
     if isinstance(error, ColocateError) and not other.call.done():
         other.worker_group.order.break_off(other.call, copy.copy(error))
 
@@ -430,7 +430,7 @@ def _dtype(dtype: torch.dtype | str | None) -> str | None:
 
 def _note(worker_group: WorkerGroup, source: str, other: WorkerGroup, target: str, call: PendingCall) -> None:
     """Note how often a role has got weights, for a group that is rebuilt, and for who looks; and what ranks know."""
-    error = call.exception()
+    error = call.peek_error()
     if error is None:
         found: WeightSync = call.result()
         weights_of(worker_group).described.add(source)

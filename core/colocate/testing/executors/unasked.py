@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gc
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -30,6 +32,17 @@ def _refused(call: Call[Any]) -> None:
         call.result()
 
 
+async def _awaited_too_short(call: Call[Any]) -> None:
+    await asyncio.wait_for(call, 0.01)
+
+
+GIVES_UP: dict[str, Callable[[Call[Any]], object]] = {
+    "result": lambda call: call.result(0.01),
+    "exception": lambda call: call.exception(0.01),
+    "await": lambda call: asyncio.run(_awaited_too_short(call)),
+    "wait": lambda call: colocate.wait([call], 0.01),
+    "as_completed": lambda call: list(colocate.as_completed([call], 0.01)),
+}
 ASKS: dict[str, Callable[[Call[Any]], object]] = {
     "result": _refused,
     "exception": lambda call: call.exception(),
@@ -105,6 +118,37 @@ class UnaskedFailures(ExecutorCase):
         wait_until(lambda: "SystemExit" in caplog.text, "what comes afterwards is logged")
         assert "a plain one" not in caplog.text
 
+    @pytest.mark.parametrize("give_up", [*GIVES_UP])
+    def test_who_has_given_up_waiting(self, spawn: Spawn, caplog: pytest.LogCaptureFixture, give_up: str) -> None:
+        """A failure that comes afterwards is logged, as nobody was told; one that somebody asks for later isn't."""
+        faulty = spawn({"faulty": colocate.role(Faulty)}, slots=1).role("faulty", Faulty)
+        for asks in (True, False):
+            with Gate() as gate:
+                waits, call = faulty.wait.submit(gate.address), faulty.fail.submit()
+                with contextlib.suppress(TimeoutError):
+                    GIVES_UP[give_up](call)
+                assert not call.done()
+            waits.result(PATIENCE_S)
+            wait_until(call.done, "it has failed")
+            if asks:
+                assert call.exception() is not None
+            del call
+        gc.collect()  # asyncio's exceptions keep the call in a cycle
+        wait_until(lambda: "a plain one" in caplog.text, "the failure is logged")
+        (record,) = (each for each in caplog.records if "nobody has asked" in each.getMessage())
+        assert record.getMessage().startswith("faulty.fail of group ")
+
+    @needs_feature("standalone")
+    def test_of_an_object_outside_any_worker(self, caplog: pytest.LogCaptureFixture) -> None:
+        """What it has failed with is logged there, too, when the call is dropped."""
+        faulty = Faulty()
+        assert isinstance(faulty.fail.submit().exception(), ValueError)
+        assert not caplog.text
+        faulty.fail.submit()
+        (record,) = caplog.records
+        assert record.getMessage().startswith("Faulty.fail has failed, and nobody has asked about it: ")
+        assert "a plain one" in record.getMessage()
+
     def test_calls_that_a_close_has_ended(self, spawn: Spawn, caplog: pytest.LogCaptureFixture) -> None:
         """Such calls are told together, as they will never run."""
         group = spawn({"faulty": colocate.role(Faulty), "log": colocate.role(Log)}, slots=1)
@@ -115,7 +159,8 @@ class UnaskedFailures(ExecutorCase):
             here = caller()
             asked, _ = [faulty.fine.submit() for _ in range(2)], [faulty.fine.submit() for _ in range(3)]
             gate.wait_for()
-            colocate.wait(asked, 0)
+            for call in asked:
+                call.add_done_callback(lambda call: None)
         group.close()
         wait_until(lambda: "faulty.fine" in caplog.text, "it is logged")
         (record,) = (each for each in caplog.records if "faulty.fine" in each.getMessage())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,19 @@ class TakesNoVersion(colocate.Role):
         """A role has a method."""
 
 
+class GivesNone(colocate.Role):
+    """A source whose weights can't be had."""
+
+    def named_weights(self) -> Iterator[tuple[str, object]]:
+        """Raise."""
+        raise ValueError("none to be had")
+        yield
+
+    @colocate.method
+    def nothing(self) -> None:
+        """A role has a method."""
+
+
 class WeightSyncs(ExecutorCase):
     """A role's weights in another one."""
 
@@ -86,6 +100,23 @@ class WeightSyncs(ExecutorCase):
             assert taker.look() == [(sums, version) for sums, _ in giver.look()]
             giver.step()
         wait_until(lambda: "role 'taker' has weights version 2, " in str(both.memory()), "the table says it")
+
+    def test_a_submitted_failure_of_a_sync_is_logged(self, spawn: Spawn, caplog: pytest.LogCaptureFixture) -> None:
+        """Each time when nobody has asked about it, also of a sync between two groups."""
+        pytest.importorskip("torch")
+        takers = {"taker": colocate.role(Taker, seed=1)}
+        source = spawn({"giver": colocate.role(GivesNone), **takers}, slots=1)
+        giver = source.role("giver", GivesNone)
+        for group in (source, spawn(takers, slots=1)):
+            for _ in range(3):
+                sync = colocate.sync_weights.submit(giver, group.role("taker", Taker))
+                wait_until(sync.done, "it has failed")
+                assert "none to be had" not in caplog.text
+                del sync
+                wait_until(lambda: "none to be had" in caplog.text, "it is logged")
+                (record,) = (each for each in caplog.records if "nobody has asked" in each.getMessage())
+                assert record.getMessage().startswith("the sync of giver to taker of group ")
+                caplog.clear()
 
     def test_a_sync_takes_its_place_in_the_order(self, both: ColocatedGroup) -> None:
         """What was sent before it trains first, and what is sent after it has the weights."""
