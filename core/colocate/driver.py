@@ -127,6 +127,22 @@ class Driver:
         """Tell an observer nothing more."""
         self._services.observers.remove(observer)
 
+    def take_weights_behind(self) -> dict[str, int]:
+        """Return how many updates of their sources rows of roles were behind since this was asked last.
+
+        As a metric: "weights_behind", or "weights_behind/<group>.<role>" where several roles have such rows.
+        """
+        parts = {name: group.parts.get("weights") for name, group in self._node.worker_groups.items()}
+        found = {
+            f"{name}.{role}": count
+            for name, part in parts.items()
+            if part is not None
+            for role, count in cast("Any", part).take_behind().items()
+        }
+        if len(found) == 1:
+            return dict(zip(["weights_behind"], found.values(), strict=True))
+        return {f"weights_behind/{name}": count for name, count in found.items()}
+
     def watch_devices(self) -> Callable[[], None]:
         """Have observers told of the GPUs of all groups, each second; returns what ends that."""
         if "devices" not in features.FEATURES:

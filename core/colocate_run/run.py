@@ -130,12 +130,13 @@ class Run:
         now = time.time()
         row: dict[str, Any] = {"step": step, "time": round(now, 3)}
         row |= {name: _number(name, value) for name, value in scalars.items()}
+        row = {**row, **Driver(self.runtime).take_weights_behind(), **row}
         seconds, self._seconds = self._seconds, {}
         if seconds:
             row["seconds"] = {phase: round(spent, 6) for phase, spent in seconds.items()}
         self._folder.append(row)
         self._metrics.append(row)
-        self._screen.logged(row)
+        self._screen.logged({name: value for name, value in row.items() if value or "weights_behind" not in name})
         for trace in self._traces():
             trace.step(step)
         if self._observers:

@@ -220,7 +220,7 @@ def train(
     def sync() -> None:
         nonlocal syncs
         check = check_weights > 0 and syncs % check_weights == 0
-        part("sync", lambda: sync_weights(actor, engine, check=check))
+        part("sync", lambda: sync_weights(actor, engine, check=check, staleness=staleness))
         syncs += 1
 
     def step() -> dict[str, float]:

@@ -214,6 +214,9 @@ def _gpu(found: Mapping[str, Any]) -> str:
 def rows(told: Mapping[str, Any]) -> Iterator[dict[str, str]]:
     """A row for each role of each slot; what the slot itself does is in its first one."""
     gpus = any("gpu" in slot for group in told["groups"] for slot in group["slots"])
+    behind = any(
+        "weights_behind" in role for group in told["groups"] for slot in group["slots"] for role in slot["roles"]
+    )
     idles = any(slot.get("idle") for group in told["groups"] for slot in group["slots"])
     for group in told["groups"]:
         stops = [slot["stopped"] for slot in group["slots"] if "stopped" in slot]
@@ -232,6 +235,7 @@ def rows(told: Mapping[str, Any]) -> Iterator[dict[str, str]]:
                     "holds": "" if role["bytes"] is None else size_text(role["bytes"]),
                     "asleep": size_text(role["asleep"]) if role["asleep"] else "",
                     "busy": f"{role['busy']:.0%}",
+                    **({"behind": str(role.get("weights_behind", ""))} if behind else {}),
                     **({"gpu": _gpu(slot.get("gpu", {})) if first else ""} if gpus else {}),
                     **({"idle for": _idle(slot.get("idle", {}), stops) if first else ""} if idles else {}),
                     "queue": str(slot["queue"]) if first else "",

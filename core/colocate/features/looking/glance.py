@@ -149,6 +149,7 @@ def _group(
     now, running = time.time(), _running(worker_group, recent)  # calls were made while the workers looked
     slots = []
     stopped = worker_group.stopped()
+    behind = getattr(worker_group.parts.get("weights"), "last_behind", {})
     for worker in worker_group.workforce.workers:
         call, since = running.get(worker.slot, (None, now))
         roles = [
@@ -157,6 +158,7 @@ def _group(
                 "rank": (rank := info.slots.index(worker.slot)),
                 "busy": round(shares.get((worker_group.name, name, rank), 0.0), 4),
                 **_held(held.get(worker.slot), name),
+                **({"weights_behind": behind[name]} if name in behind else {}),
             }
             for name, info in worker_group.roles.items()
             if worker.slot in info.slots

@@ -8,6 +8,7 @@ import inspect
 import logging
 import threading
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -26,7 +27,7 @@ from colocate._role.role import RoleInfo
 from colocate._signals.deferred import run_deferred
 from colocate._signals.in_framework import in_framework, refuse_to_wait
 from colocate._system.nearest import did_you_mean
-from colocate._system.numbers import FOREVER_S, limit, parse_bytes
+from colocate._system.numbers import FOREVER_S, limit, parse_bytes, plural
 from colocate._values.collect import Gather
 from colocate._values.dispatch import plan
 from colocate._views.sending import Draft, everyone, ready, recording, refuse_inside, send_now, submit
@@ -34,6 +35,7 @@ from colocate._worker_group.hooks import OfGroup
 from colocate._worker_group.worker_group import WorkerGroup
 from colocate.errors import CallCancelled, ColocateError, ConfigError, SleepingError
 from colocate.features.weights.messages import BUCKETS, SYNC, SyncPlan
+from colocate.features.weights.updates import SourceUpdates
 from colocate.features.weights.weights import awake_for
 from colocate.features.weights.worker import WeightsOfWorker
 
@@ -60,6 +62,9 @@ class WeightsOfGroup(OfGroup):
         synced: How often roles have got weights, and when they last did, 0.0 where that isn't known here.
         stale: The roles whose weights are stale as far as is known here, and why.
         described: The roles of which all ranks know what weights they give.
+        updates: Those of the source of each role since the last sync.
+        behind: How many updates rows of a role were behind, at most, since somebody has asked; by role.
+        last_behind: How many the last rows were.
     """
 
     def __init__(self, worker_group: WorkerGroup) -> None:
@@ -68,6 +73,46 @@ class WeightsOfGroup(OfGroup):
         self.synced: dict[str, tuple[int, float]] = {}
         self.stale: dict[str, str] = {}
         self.described: set[str] = set()
+        self.updates: dict[str, SourceUpdates] = {}
+        self.behind: dict[str, int] = {}
+        self.last_behind: dict[str, int] = {}
+        self._given: dict[str, list[weakref.ref[SourceUpdates]]] = {}  # those that updates of a role count for
+        self._warned: set[str] = set()
+
+    def ended(self, call: PendingCall, slot: int, plain: Any) -> None:
+        """Note a sync, an update of a source, or rows of a target."""
+        what, at = plain
+        if what == "sync":
+            sync: StartedSync | None = call.parts.get("weights")
+            if sync is None:
+                return
+            if sync.source is not None and slot == self._worker_group.roles[sync.source].slots[0]:
+                own = [ref for ref in self._given.get(sync.source, ()) if ref() is not None]
+                self._given[sync.source] = [*own, weakref.ref(sync.updates)]
+            if sync.target is not None:
+                self.updates[sync.target] = sync.updates
+        elif what == "update" and slot == self._worker_group.roles[call.role].slots[0]:
+            for ref in self._given.get(call.role, ()):
+                if (updates := ref()) is not None:
+                    updates.times.append(at)
+        elif what == "rows" and (known := self.updates.get(call.role)) is not None:
+            count = known.count(at)
+            self.last_behind[call.role] = count
+            self.behind[call.role] = max(count, self.behind.get(call.role, 0))
+            if count > known.staleness and call.role not in self._warned:
+                self._warned.add(call.role)
+                words = (
+                    f"rows of {call.label} (group {self._worker_group.name!r}) come of weights that are "
+                    f"{plural(count, 'update')} of {known.source} behind, and {known.staleness} may be: call "
+                    "colocate.sync_weights after each update, or say sync_weights(staleness=...). The metric "
+                    "weights_behind has it for all steps"
+                )
+                self._worker_group.services.printer.soon(lambda: _log.warning("%s", words))
+
+    def take_behind(self) -> dict[str, int]:
+        """Return `behind`, which begins again."""
+        behind, self.behind = self.behind, {}
+        return behind
 
     def builds(self) -> Mapping[str, tuple[int, str]]:
         """Return how often roles have got weights that they need again, and why."""
@@ -126,6 +171,15 @@ class WeightsOfGroup(OfGroup):
         self.synced.update(kept)
 
 
+@attrs.frozen
+class StartedSync:
+    """A sync that was sent, as its call in a group knows it."""
+
+    updates: SourceUpdates
+    source: str | None  # the role, where it is of this group
+    target: str | None  # likewise
+
+
 def weights_of(worker_group: WorkerGroup) -> WeightsOfGroup:
     """Return what is known of the weights of a group's roles."""
     return cast("WeightsOfGroup", worker_group.part("weights"))
@@ -164,6 +218,7 @@ def sync_weights(
     bucket: str | int = "256MiB",
     finite: bool = False,
     check: bool = False,
+    staleness: int = 0,
     timeout: float | None = None,
 ) -> WeightSync:
     """Bring the weights of a role to another one, and wait until all of its ranks have them.
@@ -192,6 +247,9 @@ def sync_weights(
         check: Whether the bits of what the target has then are compared with what was to arrive, converted to the
             target's dtypes. The target has a method `named_weights` for that, too, which gives what it has under the
             names under which it takes it. Each rank digests its tensors where they lie. Without it, nothing is.
+        staleness: How many updates of the source rows of the target may be behind until the next sync; beyond that a
+            warning is logged, once. An update is a call in which an optimizer of torch's has made a step. A run's
+            metric `weights_behind` has the number.
         timeout: Seconds until it is given up; None for never.
 
     Returns:
@@ -215,15 +273,19 @@ def sync_weights(
         refuse_inside(label, each.name)
     given = _planned(worker_group, giver, other, taker, names, dtype, bucket, finite, check)
     seconds = FOREVER_S if limited is None else limited
+    updates = SourceUpdates(f"{worker_group.name}.{giver.name}", staleness)
     found = _draft(other, label, given if worker_group is other else attrs.evolve(given, serves={}), seconds)
     if _waits.get():
         found.call.refuse_in_vain()
     if not given.idle:
         found.call._then(partial(_note, worker_group, giver.name, other, taker.name))
     if worker_group is other:
+        found.call.parts = {"weights": StartedSync(updates, giver.name, taker.name)}
         submit(found)
     else:
+        found.call.parts = {"weights": StartedSync(updates, None, taker.name)}
         gives = _draft(worker_group, label, attrs.evolve(given, source=giver.name, target=None, takes={}), seconds)
+        gives.call.parts = {"weights": StartedSync(updates, giver.name, None)}
         if _waits.get():
             gives.call.refuse_in_vain()
         _send_both(gives, found)

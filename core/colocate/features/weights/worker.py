@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, cast
 from colocate._protocol import questions
 from colocate._protocol.consequence import Consequence, Poisoned
 from colocate._protocol.uses import Source, Taking
-from colocate._role.context import Context, RowState, reset_current, running_call, set_current
+from colocate._role.context import CallState, Context, RowState, reset_current, running_call, set_current
 from colocate._role.method import RoleMethod, method
 from colocate._system.jobs import error_text
 from colocate._system.limits import CAUSE_WITHIN_S
@@ -32,6 +32,7 @@ from colocate._values.leaving import Watch, version
 from colocate._values.mesh import Ranks
 from colocate.errors import ColocateError, ConfigError, RoleError, SleepingError, WeightsDifferError
 from colocate.features.weights.messages import BUCKETS, DIGESTS, SYNC, Digest, Synced, SyncPlan, Wanted
+from colocate.features.weights.updates import steps_of
 from colocate.features.weights.weights import (
     Received,
     Weights,
@@ -48,6 +49,7 @@ from colocate.worker.base import beside
 from colocate.worker.context import WorkerContext
 from colocate.worker.holdings import Objects, WeakStorage, held_by
 from colocate.worker.hooks import OfWorker
+from colocate.worker.lane import Work
 from colocate.worker.serving.failure import LOOKING
 from colocate.worker.serving.role_instance import RoleInstance
 from colocate.worker.serving.signal_handlers import calls_role_code
@@ -91,6 +93,8 @@ class WeightsOfWorker(OfWorker):
         self._over: deque[tuple[int, list[WeakStorage]]] = deque()  # what was taken and isn't told to be over
         self._buffered: list[WeakStorage] = []  # what was taken, and was there when it was told to be over
         self._sent: Mapping[str, Digest] | None = None  # what another worker says that it has offered
+        self._steps: dict[str, int] = {}  # of the optimizers of sources that are looked at, by role
+        self._synced: CallState | None = None  # the last sync
 
     # -- hooks
 
@@ -110,6 +114,18 @@ class WeightsOfWorker(OfWorker):
     def reached(self, asking: Context, role: RoleInstance, tags: Collection[str]) -> None:
         """Refuse to hand out a role with stale weights."""
         self.begins(role, tags, f"what asks for role {role.name!r} in its worker")
+
+    def finished(self, work: Work, role: RoleInstance) -> Mapping[str, Any] | None:
+        """Return what tells how far rows are behind: a sync, an update of a source, or when rows of a target began."""
+        if work is self._synced:
+            return {"weights": ("sync", 0.0)}
+        if role.name in self._steps:
+            steps, self._steps[role.name] = self._steps[role.name], steps_of(role.ctx)
+            if steps != self._steps[role.name]:
+                return {"weights": ("update", time.time())}
+        if work.valid_rows is not None and received_by(role) is not None:
+            return {"weights": ("rows", work.began)}
+        return None
 
     def told(self, role: RoleInstance) -> tuple[int, str | None] | None:
         """Return the version of a role's weights, and why they can't be used if so."""
@@ -167,6 +183,9 @@ class WeightsOfWorker(OfWorker):
         start, slot = time.time(), self._worker_context.boot.slot
         if plan.idle:
             return None if target is None else _idle(target)
+        self._synced = running_call.get()
+        if source is not None and source.name is not None:
+            self._steps[source.name] = steps_of(source.ctx)
         self._told = self._sent = None
         self._over.clear()  # of one that has failed
         needs = [(source, "named_weights"), (target, "load_weights"), (target if plan.check else None, "named_weights")]

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
 import colocate
-from colocate import Role, Weights, method
+from colocate import Concat, Role, Scatter, Weights, method
 from colocate.testing.gate import Address, pass_gate
 from colocate.testing.probes import optional
 
@@ -338,6 +338,42 @@ class Unsaved(Taker):
 
     def named_weights(self) -> Any:
         return colocate.torch.named_weights(self.net)
+
+
+class Learner(Role):
+    """Learns by an optimizer, and generates rows: a source, or a target."""
+
+    def __init__(self) -> None:
+        self.net = torch.nn.Linear(2, 2)
+        for parameter in self.net.parameters():
+            parameter.data.fill_(0.5)
+        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1)
+
+    @method
+    def update(self, steps: int = 1) -> None:
+        for _ in range(steps):
+            self.net(torch.ones(1, 2)).sum().backward()
+            self.optimizer.step()
+
+    @method
+    def look(self) -> int:
+        return self.ctx.weights_version
+
+    @method(dispatch=Scatter("rows"), collect=Concat())
+    def generate(self, rows: list[int]) -> list[int]:
+        return rows
+
+    @method(rows="row")
+    async def play(self, row: int) -> int:
+        return row
+
+    @method(awake=("weights",))
+    def named_weights(self) -> Any:
+        return colocate.torch.named_weights(self.net)
+
+    @method(awake=("weights",))
+    def load_weights(self, weights: Weights, version: int) -> None:
+        colocate.torch.load_weights(self.net, weights)
 
 
 def _scaled(as_tensor: bool) -> torch.nn.Module:

@@ -12,6 +12,7 @@ import pytest
 
 import colocate
 from colocate import ColocatedGroup
+from colocate.driver import Driver
 from colocate.errors import (
     CallTimeout,
     ColocateError,
@@ -35,6 +36,7 @@ from colocate.testing.features.weights.probes import (
     Fault,
     Giver,
     Halves,
+    Learner,
     Plain,
     Scaling,
     Sharer,
@@ -296,6 +298,45 @@ class WeightSyncs(ExecutorCase):
             if left_out:
                 assert_same_weights(source, target)
             group.close()
+
+    @pytest.mark.parametrize("method", ["generate", "play"])
+    @pytest.mark.parametrize("is_one", [True, False])
+    @needs_feature("rows")
+    def test_a_forgotten_sync(
+        self, spawn: Spawn, runtime: colocate.Runtime, caplog: pytest.LogCaptureFixture, method: str, is_one: bool
+    ) -> None:
+        """Rows tell how many updates of their source came since the sync; one warning beyond what is allowed."""
+        if is_one:
+            group = other = spawn({"source": colocate.role(Learner), "target": colocate.role(Learner)})
+        else:
+            group, other = spawn({"source": colocate.role(Learner)}), spawn({"target": colocate.role(Learner)})
+        source, target = group.role("source", Learner), other.role("target", Learner)
+
+        def behind() -> int | None:
+            getattr(target, method)([1, 2, 3])
+            return Driver(runtime).take_weights_behind().get("weights_behind")
+
+        source.update()
+        assert behind() is None  # from nobody yet
+        colocate.sync_weights(source, target, staleness=1)
+        assert behind() == 0
+        source.look()
+        assert behind() == 0
+        source.update(3)
+        target.look()
+        assert Driver(runtime).take_weights_behind() == {}
+        assert behind() == 1
+        colocate.sync_weights(source, target, staleness=1)
+        assert behind() == 0
+        words = "come of weights that are 2 updates"
+        assert words not in caplog.text
+        source.update()
+        source.update()
+        assert behind() == 2
+        source.update()
+        assert behind() == 3
+        wait_until(lambda: words in caplog.text, "a warning")
+        assert caplog.text.count("come of weights that are") == 1
 
     def test_a_target_that_takes_too_little(self, spawn: Spawn) -> None:
         """Before anything is sent it is said which parameters the method has to have."""

@@ -1,0 +1,50 @@
+"""How many updates of its source have come since a role got its weights: a sync that was forgotten shows there.
+
+An update is a call in which an optimizer of torch's has made a step.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import attrs
+
+from colocate._role.context import Context, current
+from colocate._system.imported import imported
+
+_steps: WeakKeyDictionary[Context, int] = WeakKeyDictionary()
+_hooks: list[Any] = []  # the one of this process
+
+
+@attrs.define(eq=False)
+class SourceUpdates:
+    """The updates of a source since a sync, on the driver.
+
+    Attributes:
+        source: What errors call the source.
+        staleness: How many updates rows may be behind without a warning.
+        times: When each has ended, in seconds of time.time().
+    """
+
+    source: str
+    staleness: int
+    times: list[float] = attrs.field(factory=list, init=False)
+
+    def count(self, began: float) -> int:
+        """Return how many of them rows are behind that began at a time."""
+        return sum(time <= began for time in self.times)
+
+
+def steps_of(ctx: Context) -> int:
+    """Return how many steps the optimizers of a role have made since this was first asked in its process."""
+    if not _hooks and imported("torch") is not None:
+        from torch.optim.optimizer import register_optimizer_step_post_hook
+
+        _hooks.append(register_optimizer_step_post_hook(_count))
+    return _steps.get(ctx, 0)
+
+
+def _count(*args: Any) -> None:
+    if (ctx := current()) is not None:
+        _steps[ctx] = _steps.get(ctx, 0) + 1
