@@ -36,7 +36,7 @@ def rollout(actor: Actor) -> Rollout:
     return actor.generate(problems, max_new_tokens=3)
 
 
-@pytest.mark.parametrize("score", BAD, ids=repr)
+@pytest.mark.parametrize("score", BAD, ids=lambda score: repr(score)[:20])
 def test_a_score_that_is_no_number(monkeypatch: pytest.MonkeyPatch, rollout: Rollout, score: Any) -> None:
     """The error names role, row and answer."""
     monkeypatch.setattr(Judged, "score_of_second", score)
