@@ -30,7 +30,7 @@ from collections import Counter, OrderedDict, UserDict, defaultdict, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from importlib import import_module
 from itertools import chain
-from typing import Any
+from typing import Any, cast
 
 import attrs
 
@@ -634,8 +634,8 @@ def _tensordict(batch_size: Sequence[int], items: Mapping[str, Any]) -> Any:
 def _member(kind: Any, name: str | int) -> Any:
     if not issubclass(kind, enum.Flag):
         return kind._member_map_[name]
-    known = kind._value2member_map_.get(name)
-    return enum.Flag._missing_.__func__(kind, int(name)) if known is None else known  # type: ignore[attr-defined]
+    known, missing = kind._value2member_map_.get(name), cast("Any", enum.Flag._missing_)
+    return missing.__func__(kind, int(name)) if known is None else known
 
 
 def made_error(kind: type[BaseException], args: Sequence[Any], attributes: Mapping[str, Any]) -> BaseException:

@@ -153,14 +153,15 @@ class RecordedMethod:
     ends_in_rows: bool
 
 
-_COLLECTS = {kind.__name__: kind for kind in (Concat, First, Gather, Reduce)}
+_COLLECTS: Mapping[str, Any] = {kind.__name__: kind for kind in (Concat, First, Gather, Reduce)}
 
 
 def described(spec: MethodSpec) -> dict[str, Any]:
     """Return the properties of a method that a recording stores, as plain data."""
-    known = type(spec.collect) in _COLLECTS.values()
-    collect = [type(spec.collect).__name__, attrs.asdict(spec.collect)] if known else [str(spec.collect), None]
-    return {"collect": collect, "rows": spec.rows, "ends_in_rows": spec.feature == "rows"}
+    collect: Any = spec.collect
+    is_known = type(collect) in _COLLECTS.values()
+    plain = [type(collect).__name__, attrs.asdict(collect)] if is_known else [str(collect), None]
+    return {"collect": plain, "rows": spec.rows, "ends_in_rows": spec.feature == "rows"}
 
 
 def method_of(plain: Mapping[str, Any]) -> RecordedMethod:
