@@ -159,8 +159,8 @@ _COLLECTS: Mapping[str, Any] = {kind.__name__: kind for kind in (Concat, First, 
 def described(spec: MethodSpec) -> dict[str, Any]:
     """Return the properties of a method that a recording stores, as plain data."""
     collect: Any = spec.collect
-    is_known = type(collect) in _COLLECTS.values()
-    plain = [type(collect).__name__, attrs.asdict(collect)] if is_known else [str(collect), None]
+    kind = type(collect)
+    plain = [kind.__qualname__, attrs.asdict(collect) if kind in _COLLECTS.values() else None]
     return {"collect": plain, "rows": spec.rows, "ends_in_rows": spec.feature == "rows"}
 
 
@@ -173,7 +173,7 @@ def method_of(plain: Mapping[str, Any]) -> RecordedMethod:
     """
     name, options = plain["collect"]
     if options is None:
-        raise CannotJoin(f"its collect is {name}")
+        raise CannotJoin(f"its collect, {name}, is a class of yours")
     return RecordedMethod(_COLLECTS[name](**options), plain["rows"], plain["ends_in_rows"])
 
 
