@@ -276,7 +276,8 @@ class Driver:
 def _let_all_go() -> None:
     for connection in list(live.values()):
         for worker_group in list(connection.worker_groups.values()):
-            if (part := worker_group.parts.get("debugging")) is not None:
+            part: Any = worker_group.parts.get("debugging")
+            if part is not None:
                 part.let_go()
 
 

@@ -7,6 +7,7 @@ import copy
 import logging
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import attrs
@@ -410,7 +411,7 @@ class WorkerGroup(Link):
                     f"group {self.name!r} was left by its driver before all ranks had finished {label}: rank {ranks} "
                     "had not, others may have. What they hold may differ: restore a checkpoint, or spawn the group anew"
                 )
-                self.services.printer.soon(lambda text=text: _log.warning(text))
+                self.services.printer.soon(partial(_log.warning, text))
 
     def ended(self, call: PendingCall, slot: int, told: Mapping[str, Any]) -> None:
         """Tell features how a call has ended on a rank."""

@@ -155,9 +155,13 @@ class Startup(ExecutorCase):
             with group.owner.owner.record([role], tmp_path / f"recording-{role.step()}"):
                 role.step()
 
+        def pause() -> None:
+            group.pause("beside")
+            group.resume("beside")
+
         uses: dict[str, Callable[[], object]] = {
             "rows": lambda: role.double([1, 2]),
-            "a pause": lambda: (group.pause("beside"), group.resume("beside")),
+            "a pause": pause,
             "a checkpoint": lambda: group.checkpoint(tmp_path / "checkpoint"),
             "the memory": group.memory,
             "a recording": record,

@@ -97,7 +97,7 @@ class Timed(Role):
             raise RuntimeError("another one goes on")
 
         if self.ctx.rank == 1:
-            Session.begin = refuse  # type: ignore[method-assign]
+            Session.begin = refuse  # type: ignore[method-assign, assignment]
 
     @method
     def hooks(self) -> int:

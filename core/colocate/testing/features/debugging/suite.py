@@ -202,7 +202,8 @@ class Debugging(ExecutorCase):
 
         def stop_both() -> tuple[colocate.Call[Any], colocate.Call[Any]]:
             calls = stopper.step.submit(1, ranks=(0,)), beside.step.submit(2, ranks=(0,))
-            wait_until(lambda: len(group._node.part("debugging")._stops) == 2, "both are stopped")
+            part: Any = group._node.part("debugging")
+            wait_until(lambda: len(part._stops) == 2, "both are stopped")
             return calls
 
         first, second = stop_both()
