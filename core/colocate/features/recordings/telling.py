@@ -100,7 +100,8 @@ class RecordingTap(DocumentTap):
     def got(self, seen: Seen, arguments: Mapping[str, Any], row: int | None = None) -> None:
         """Write the arguments of a call or a row, if the recording has inputs."""
         if self._inputs:
-            self._add(seen, dict(arguments), inputs=True, **({} if row is None else {"row": row}))
+            where: dict[str, Any] = {} if row is None else {"row": row}
+            self._add(seen, dict(arguments), inputs=True, **where)
 
     def close(self, within_s: float | None = None) -> None:
         """Write what is left."""

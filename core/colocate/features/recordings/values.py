@@ -82,7 +82,7 @@ def _from_pairs(kind: Callable[[], Any]) -> Callable[[Sequence[Any]], Any]:
     return make
 
 
-def _from_items(kind: Callable[[Sequence[Any]], Any]) -> Callable[[Sequence[Any]], Any]:
+def _from_items(kind: Callable[[Collection[Any]], Any]) -> Callable[[Sequence[Any]], Any]:
     return lambda parts: kind(_checked(parts))
 
 
@@ -107,6 +107,10 @@ def _default_parts(value: Any) -> list[Any]:
     if factory is not None and factory not in _FACTORIES.values():
         raise NotRecorded(f"a defaultdict of {factory!r} isn't recorded")
     return [factory and factory.__name__, *_pairs(value)]
+
+
+def _path_maker(kind: Callable[..., Any]) -> Callable[[Sequence[Any]], Any]:
+    return lambda parts: kind(*parts)
 
 
 _PARTS: Mapping[type, tuple[Callable[[Any], Sequence[Any]], Callable[[Sequence[Any]], Any]]] = {
@@ -146,7 +150,7 @@ _PARTS: Mapping[type, tuple[Callable[[Any], Sequence[Any]], Callable[[Sequence[A
     ),
     uuid.UUID: (lambda value: (value.hex,), lambda parts: uuid.UUID(*parts)),
     **{
-        kind: (lambda value: (str(value),), lambda parts, kind=kind: kind(*parts))
+        kind: (lambda value: (str(value),), _path_maker(kind))
         for kind in (pathlib.PosixPath, pathlib.PurePosixPath, pathlib.PureWindowsPath)
     },
 }
@@ -365,7 +369,7 @@ def _checked(keys: Collection[Any]) -> Collection[Any]:
     if SCALARS.issuperset(map(type, keys)):
         return keys
     for key in keys:
-        kind = type(key)
+        kind: Any = type(key)
         if isinstance(key, tuple) and kind.__hash__ is tuple.__hash__ and kind.__eq__ is tuple.__eq__:
             _checked(key)
         elif kind not in _PARTS:

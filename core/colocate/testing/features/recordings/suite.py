@@ -116,7 +116,8 @@ class Recordings(ExecutorCase):
             assert role.produce.keep([5, 6]).fetch() == [5, 6]
         recorded = colocate.load_recording(tmp_path / "it")["player"]
         (played,) = recorded["play"]
-        assert sorted(row.index for row in played.rows) == sorted(order) == [0, 1, 2]
+        assert {row.index for row in played.rows} == {*order} == {0, 1, 2}
+        assert len(played.rows) == 3
         assert {row.index: row.value for row in played.rows if row.error is None} == {0: "a", 2: "c"}
         assert {row.index: row.error.text for row in played.rows if row.error} == {1: "out of luck: this row"}
         first, second = recorded["produce"]
@@ -684,14 +685,17 @@ class Comparisons(ExecutorCase):
                 taker.answer(torch.arange(4.0))
                 giver.learn()
 
-        roles = {"giver": colocate.role(Giver), "taker": colocate.role(Taker)}
+        roles: dict[str, RoleSpec[Any]] = {"giver": colocate.role(Giver), "taker": colocate.role(Taker)}
         group = spawn(roles, name="group")
         with group.owner.owner.record([group["giver"], group["taker"]], tmp_path / "it"):
             do(group)
         group.owner.close()
 
         def compared(giver: float, taker: float) -> Any:
-            roles = {"giver": colocate.role(Giver, giver), "taker": colocate.role(Taker, taker)}
+            roles: dict[str, RoleSpec[Any]] = {
+                "giver": colocate.role(Giver, giver),
+                "taker": colocate.role(Taker, taker),
+            }
             on = {name: role.on(compare=tmp_path / "it") for name, role in roles.items()}
             group = spawn(on, slots=slots, name="group")
             do(group)
