@@ -101,7 +101,7 @@ AROUND = {
         "plugin",
     ],
     "plugins/colocate_ppo": [
-        "maths spread task",
+        "maths options spread task",
         "tokenizer",
         "learner model parallel recovery rollout",
         "checkpoint forward",

@@ -65,6 +65,7 @@ if TYPE_CHECKING:
     from colocate.features.looking.idle import idle as idle
     from colocate.features.memory.tables import GroupMemory as GroupMemory
     from colocate.features.memory.tables import SlotMemory as SlotMemory
+    from colocate.features.recordings.differences import FirstDifference as FirstDifference
     from colocate.features.recordings.driver import comparison as comparison
     from colocate.features.recordings.given import Compare as Compare
     from colocate.features.recordings.given import Replay as Replay
@@ -75,6 +76,7 @@ _OF_FEATURES = {
     "CheckpointsOfGroup": "checkpoints.driver",
     "Compare": "recordings.given",
     "DeviceSample": "devices.driver",
+    "FirstDifference": "recordings.differences",
     "GroupMemory": "memory.tables",
     "Idling": "looking.idle",
     "Recent": "looking.glance",

@@ -16,9 +16,8 @@ from colocate_run.config.schema import Config
 from colocate_run.folder import RunFolder, finite
 
 if TYPE_CHECKING:
-    from colocate import FirstDifference
     from colocate.connecting import Runtime
-    from colocate.driver import ColocatedGroup
+    from colocate.driver import ColocatedGroup, FirstDifference
     from colocate.plugins import RoleSpec
     from colocate_run.run import Run
 

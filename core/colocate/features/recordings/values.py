@@ -460,10 +460,10 @@ def digest_of_bytes(*pieces: Any) -> str:
 
 def seal(pieces: Sequence[Any]) -> list[Any]:
     """Return the pieces of a document with length and digests filled into the head."""
-    head, *body = pieces
-    told = f"{sum(map(len, body)):016x}{digest_of_bytes(head[START:])}{digest_of_bytes(*body)}".encode()
-    start = head[: START - _SEAL] + told
-    return [start + digest_of_bytes(start).encode() + head[START:], *body]
+    first, *body = pieces
+    digests = f"{sum(map(len, body)):016x}{digest_of_bytes(first[START:])}{digest_of_bytes(*body)}".encode()
+    start = first[: START - _SEAL] + digests
+    return [start + digest_of_bytes(start).encode() + first[START:], *body]
 
 
 @attrs.frozen
