@@ -130,7 +130,7 @@ class Driver:
         self._services.observers.remove(observer)
 
     def take_weights_behind(self) -> dict[str, int]:
-        """Return how many updates of their sources rows of roles were behind since this was asked last.
+        """Return by how many source updates rows were behind since the last call of this method.
 
         As a metric: "weights_behind", or "weights_behind/<group>.<role>" where several roles have such rows.
         """
@@ -225,9 +225,9 @@ class Driver:
         return list(features.module("looking.glance").stacks(self._node))
 
     def let_go(self) -> None:
-        """Let ranks go on that are stopped in a debugger, and none stop again while this runtime lives.
+        """Resume the ranks that are stopped in a debugger, and prevent further stops while this runtime lives.
 
-        That holds for all groups of this process, later ones too: a job waits for any of them. A signal's handler may
+        This covers all groups of this process, later ones too: a job waits for each of these. A signal's handler may
         call this.
         """
         self._services.is_ending = True

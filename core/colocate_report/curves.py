@@ -144,7 +144,7 @@ def curves(series: Sequence[Series]) -> Curves:
 
 
 def rank_metric(name: str) -> int:
-    """Return how much a metric says of a run, by its name: 0 for the most, as a held-out accuracy, 9 for no more."""
+    """Rank a metric by name, from 0 (tells most of a run: a held-out accuracy) to 9 (tells least)."""
     parts = set(name.lower().replace("/", "_").split("_"))
     held_out = bool(parts & {"eval", "val", "validation", "test"})
     if parts & {"accuracy", "success", "acc"}:

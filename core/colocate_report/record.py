@@ -144,7 +144,7 @@ def told_restarts(record: RunRecord) -> list[str]:
 
 
 def timed_phases(record: RunRecord) -> dict[str, float]:
-    """Return the seconds of a run by phase: its start-up, the job's phases, and the untimed rest."""
+    """Return the seconds of a run by phase: the start-up, the job's phases, and the untimed rest."""
     phases = {"(start-up)": record.start_up, **record.phases} if record.start_up else dict(record.phases)
     rest = record.seconds - sum(phases.values())
     if phases and rest >= 0.005 * record.seconds:  # less is 0 %

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import attrs
 
 _NOTHING = 1e-300  # a range below this can't be divided into ticks: numbers so small have no digits left
-_CONSTANT = 1e-4  # values that differ by less than this part of them are drawn as nearly constant
+_CONSTANT = 1e-4  # a range below this part of the largest value is drawn as nearly constant
 
 
 @attrs.frozen

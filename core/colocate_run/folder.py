@@ -133,7 +133,7 @@ class RunFolder:
         return sorted((int(match[1]), path) for name, path in folders.items() if (match := _STEP.fullmatch(name)))
 
     def tidy(self) -> None:
-        """Remove what a killed driver has left of checkpoints. Only the driver that has the folder's lock may."""
+        """Clean up unfinished checkpoints of a killed driver. Only for the driver that holds the folder's lock."""
         if (folder := self.path / "checkpoints").is_dir():
             run_deferred(lambda: tidy(folder, _STEP.pattern, is_alone=True))
 

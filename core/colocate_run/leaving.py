@@ -45,7 +45,7 @@ class Notices:
         self._signals.put(None)
 
     def on_signal(self) -> None:
-        """Ask the batch system when it ends the job, and say so. Called in a signal's handler, which doesn't wait."""
+        """Ask the batch system for the job's end on another thread, which logs the answer. Safe in a signal handler."""
         if is_asked():
             self._signals.put(time.time())
 

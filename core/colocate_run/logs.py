@@ -63,11 +63,11 @@ class EqualLines:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        # By group, role and text: when it came first, and how often each slot has printed it.
+        # By group, role and text: the time of the first such line, and the number of such lines by slot.
         self._recent: dict[tuple[str, str, str], tuple[float, Counter[int]]] = {}
 
     def is_repeated(self, group: str, slot: int, label: str | None, text: str) -> bool:
-        """Note a line, and return whether an equal line of another rank has been shown in its place."""
+        """Record a line; return whether an equal line of another rank was shown instead."""
         key = group, (label or "").rpartition(" ")[0], _CLOCK.sub("", text)
         now = time.monotonic()
         with self._lock:

@@ -38,7 +38,7 @@ Stage: TypeAlias = Callable[[str, str], AbstractContextManager[object]]
 
 
 PLAIN_WIDTH = 160  # a file or a pipe has no width of its own, and 80 columns would break tables
-STEP_WIDTH = 100  # of a step's line in a log: what has no room there is in metrics.jsonl
+STEP_WIDTH = 100  # columns of a step's line in a log; metrics.jsonl has the numbers that don't fit
 
 
 class Unread(SystemExit):
@@ -341,7 +341,7 @@ def _numbers(scalars: Mapping[str, Any]) -> str:
 
 
 def _step_line(step: str, scalars: Mapping[str, Any], seconds: Mapping[str, float]) -> str:
-    """Return a step's line: as many of its numbers as there is room for, those that say most of the run first."""
+    """Format a step's line with as many numbers as fit, the most telling metrics first."""
     parts = [f"{name} {text_of(scalars[name])}" for name in sorted(scalars, key=rank_metric)]
     parts += [f"{phase} {spent:.2f}s" for phase, spent in seconds.items()]
     line = "  ".join([step, *parts])

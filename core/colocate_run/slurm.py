@@ -1,4 +1,4 @@
-"""What Slurm says of the job in which a run is: when it ends, and how many tasks srun has made of one."""
+"""Slurm's facts about the job of a run: the end time, and the number of tasks that srun has started."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def ends_at() -> float | None:
 
 
 def time_limit() -> str | None:
-    """Return in words how long this job has after SIGTERM, as the environment says; None if it doesn't."""
+    """Describe the job's time after SIGTERM in words, by the environment; None if the environment has no limit."""
     if (ends := ends_at()) is not None:
         return _said("Slurm's time limit is", ends)
     grace = os.environ.get("COLOCATE_GRACE_S", "")
@@ -36,11 +36,11 @@ def is_asked() -> bool:
 
 
 def ask_end(signalled: float) -> tuple[float | None, str | None]:
-    """Ask Slurm when it ends this job, which has got SIGTERM: a time, and a sentence about the time.
+    """Ask Slurm for the end of this job after SIGTERM; return the time, and a sentence about the time.
 
-    A job that Slurm is ending (preempted, cancelled, requeued) has `KillWait` seconds from SIGTERM to SIGKILL. Another
-    one has until its end, which a preemption with `GraceTime` sets earlier. Without an answer the time limit of the
-    environment counts.
+    A job that Slurm is ending (preempted, cancelled, requeued) has `KillWait` seconds from SIGTERM to SIGKILL. A
+    running job has until the end time, which a preemption with `GraceTime` sets earlier. Without an answer the time
+    limit of the environment counts.
 
     Args:
         signalled: When SIGTERM came, in seconds of `time.time()`.

@@ -157,14 +157,14 @@ class Store:
             raise ColocateError(f"{', '.join(wrong[:3])} isn't there as it was put")
 
     def _put_list(self, path: str, text: bytes) -> None:
-        """Write a list in one step, as stores of objects write all of theirs."""
+        """Write a list in one step: local files by a rename, object stores write all objects in one step."""
         part = f"{path}.part" if getattr(self._files, "local_file", False) else path
         self._files.pipe_file(part, text)
         if part != path:
             self._files.mv(part, path)
 
     def _lists(self, run: str) -> dict[str, tuple[int, int]]:
-        """Return what is complete in the folder of a run, the newest last: the step of each, and its number there."""
+        """Return step and number of each complete checkpoint of a run, by name; the newest comes last."""
         matches = [match for name in self._names(run) if (match := _LIST.fullmatch(name))]
         found = {match[1]: (int(match[2]), int(match[3] or 1)) for match in matches}
         return dict(sorted(found.items(), key=lambda item: item[1]))

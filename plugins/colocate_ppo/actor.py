@@ -281,7 +281,7 @@ class Actor(Role):
 
 
 def named_question(asked: Problems, row: int) -> str:
-    """Describe a question for an error, with its length in tokens."""
+    """Describe a question for an error text, with the length in tokens."""
     return f"the question {brief(repr(question_text(asked.questions[row])))} of {len(asked.prompts[row])} tokens"
 
 

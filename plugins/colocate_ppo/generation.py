@@ -22,14 +22,14 @@ def generate(
     temperature: float = 1.0,
     generator: torch.Generator | None = None,
 ) -> Padded:
-    """Continue each prompt until a token that ends it or `max_new_tokens`.
+    """Continue each prompt until a token of `ends` or `max_new_tokens`.
 
     Args:
         model: A causal language model.
         prompts: `[B, P]`, padded on the left.
         max_new_tokens: R; the result has this width however early all answers end.
         ends: The tokens that end an answer.
-        pad: The token put after it.
+        pad: The token after an answer's end.
         temperature: Divides the logits before sampling.
         generator: The source of randomness, on the model's device; None takes the likeliest token each time.
 

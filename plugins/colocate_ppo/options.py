@@ -44,7 +44,7 @@ BOUND = Limit("above 0 (.inf for no bound)", above=True, most=math.inf)
 
 
 def beyond_limits(options: Mapping[str, Any], limits: Mapping[str, Limit]) -> Iterator[tuple[str, str]]:
-    """Yield each option beyond its limit, with the problem."""
+    """Yield the name and the problem of each option beyond a limit."""
     for name, limit in limits.items():
         if (problem := limit.problem(options[name])) is not None:
             yield name, problem
@@ -54,7 +54,7 @@ def refuse(owner: str, wrong: Iterable[tuple[str, str]]) -> None:
     """Refuse options of a job or a role.
 
     Raises:
-        ConfigError: The first of them that is wrong.
+        ConfigError: There is a wrong option; the first one is named.
     """
     for option, problem in wrong:
         raise ConfigError(f"{owner}: option `{option}` {problem}")

@@ -170,7 +170,7 @@ def _layers(module: nn.Module) -> list[nn.Module]:
 
 
 def _compute_in(module: nn.Module, dtype: torch.dtype) -> None:
-    """Run all forward passes of a module in another dtype than its weights, an engine's passes included."""
+    """Run all forward passes of a module in a dtype other than the weights', an engine's passes included."""
     forward = module.forward
     device = next(module.parameters()).device.type
 

@@ -27,7 +27,7 @@ from colocate.signatures import brief
 _ITEMS = 1 << 30
 _HELD_OUT_SEED = 1 << 60
 _HELD_OUT_PART = 10
-# So many rows go into a digest, evenly spread: those of a generator are known by a few.
+# A digest has at most this many rows, evenly spread: a few rows identify a generated stream.
 _DIGESTED, _DIGESTED_ITEMS = 1 << 16, 4
 
 
@@ -172,7 +172,7 @@ class Task:
         return found
 
     def describe_rows(self) -> dict[str, Any]:
-        """Describe the training stream, to tell after a resume whether it is the same.
+        """Describe the training stream, to detect another stream after a resume.
 
         Returns:
             `task`, `options`, `seed` and `count`; `contents`, a digest of the rows in any order, and `order`, one of

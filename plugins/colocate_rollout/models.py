@@ -148,7 +148,7 @@ def role_of(ctx: Context, name: str, awake: Sequence[str]) -> Iterator[object]:
 
 
 def described_in(ctx: Context, name: str) -> tuple[dict[str, Any], str]:
-    """Return the fields of the config of a role's model, with the tokens that end its responses, and its dtype."""
+    """Return the config fields of a role's model, with the tokens that end responses, and the model's dtype."""
     with role_of(ctx, name, ()) as role:
         module = model_in(role, name)
         dtype = str(next(module.parameters()).dtype).removeprefix("torch.")
@@ -198,11 +198,11 @@ def _without_adapters(value: Any) -> Any:
 
 
 def generation_config(model: str | Mapping[str, Any], config: PreTrainedConfig) -> GenerationConfig:
-    """Return the generation config that transformers gives a model: that of its folder, or one made of its config.
+    """Return a model's generation config as transformers does: from the folder, or made from the model's config.
 
     Args:
         model: The folder, the hub id or the fields of a config.
-        config: What `config_of` says of it.
+        config: The model's config (`config_of`).
     """
     kind: Any = imported().GenerationConfig
     made: GenerationConfig

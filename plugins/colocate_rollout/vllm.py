@@ -141,7 +141,7 @@ class VllmEngine:
     def _described(
         self, model: str | Mapping[str, Any] | None, role: str | None
     ) -> tuple[Any, Any, dict[str, Any] | None, str | None]:
-        """The two configs of the model; its fields, where vLLM is to find these in a folder, and the dtype then."""
+        """Return the model's two configs, and fields and dtype for vLLM if the model isn't a folder or hub id."""
         if role is not None:
             with role_of(self._ctx, role, ()) as other:
                 module = model_in(other, role)

@@ -183,7 +183,7 @@ class Runtime(Held[Connection], node=Connection, by="colocate.connect"):
     ) -> Trace:
         """Write a trace in a time of its own, see `Trace`."""
         self._node.check()
-        # Beside core: whoever traces nothing needn't have it.
+        # A package beside core: only traces need colocate_report.
         trace: Trace = import_whole("colocate_report.trace").Trace(self, path, ahead or {}, zero, without)
         self.observe(trace)
         return trace

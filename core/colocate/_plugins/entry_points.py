@@ -190,10 +190,10 @@ def entry_error(entry: EntryPoint, message: str, hint: str | None = None) -> Plu
 
 
 def raise_broken(what: str, how: str, error: BaseException, entry: EntryPoint | None) -> NoReturn:
-    """Raise the error for plugin code that raised: whose it is, what it said and where, and what to install.
+    """Raise a PluginError for plugin code that raised, with plugin, cause, place and the packages to install.
 
-    A module that isn't installed has no traceback of its own: the message says all of it. What a handler of a signal
-    has raised, which runs between any two steps of the main thread, is raised again.
+    A module that isn't installed has no useful traceback: the message is complete. An error of a signal handler is
+    raised again: such a handler runs between any two steps of the main thread.
     """
     if is_of_handler(error):
         raise error

@@ -329,7 +329,7 @@ class _OutcomeWait:
         self.mark_unasked({call for call in self._calls if kind is not None or not call.done()})
 
     def mark_unasked(self, unasked: Collection[Call[Any]]) -> None:
-        """Mark the calls of the block whose outcome nobody received."""
+        """Mark the block's calls that are `unasked`: nobody has received their outcomes."""
         for call in self._calls:
             if call in unasked:
                 call._underway._given(call)

@@ -21,7 +21,7 @@ from typing import Any
 
 from colocate._signals.deferred import run_deferred
 
-_OLD, _PART = ".old-", ".part-"  # what names of folders begin with that are replaced, or written
+_OLD, _PART = ".old-", ".part-"  # prefixes of the folders that are replaced or written
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of Linux
 _MOST_JSON = 2**26  # bytes of a file
 _numbers = itertools.count(1)
@@ -94,7 +94,7 @@ def tidy(parent: Path, name: str = ".*", *, is_alone: bool = False) -> None:
         name: A pattern of the names that are tidied.
         is_alone: Whether no process of another machine writes there. Its half folders are removed then, too.
     """
-    import psutil  # from its files, as no module of ours: here that is the call's own error where it fails
+    import psutil  # an import from disk, unlike our own modules: on failure only this call fails
 
     replaced = re.compile(f"{re.escape(_OLD)}(?P<name>{name})")
     written = re.compile(rf"{re.escape(_PART)}{name}-(?P<pid>\d+)-\d+x?(?:@(?P<host>.*))?")

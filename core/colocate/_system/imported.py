@@ -1,4 +1,4 @@
-"""Modules on first use: those that are there already, and those that a signal's handler may want, too."""
+"""Lookup of imported modules, and imports on first use that are safe beside signal handlers."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def imported(name: str) -> Any:
 
 
 def import_whole(name: str) -> Any:
-    """Import a module on its first use, of which a signal's handler never sees a half.
+    """Import a module on first use, without the risk that a signal handler sees the module half-imported.
 
-    A handler that interrupts the main thread amid an import gets the module as it is by then, since a thread doesn't
-    wait for itself. So another thread imports, once there is one: before, nothing is connected that a handler may use.
+    A handler that interrupts an import on the main thread gets the unfinished module: a thread doesn't wait for
+    itself. So another thread imports, once one runs; before, handlers have no connection that they may use.
     """
     if (module := imported(name)) is not None:
         return module

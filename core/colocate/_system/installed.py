@@ -40,7 +40,7 @@ def version_of(name: str) -> str | None:
 
 
 def pip_line(extra: str | None = None) -> str:
-    """Return what installs colocate, or what an extra of it consists of."""
+    """Return the command that installs colocate, or the requirements of an extra."""
     if extra is not None and (needed := _extra(extra)):
         return f"pip install {' '.join(map(repr, needed))}"
     if _from_checkout():
@@ -81,6 +81,6 @@ def _extra(name: str) -> list[str]:
     wanted = re.compile(rf"extra == ['\"]{re.escape(name)}['\"]")
     try:
         needed = [each.partition(";") for each in distribution("colocate").requires or ()]
-    except PackageNotFoundError:  # it only lies on the path
+    except PackageNotFoundError:  # colocate is on the path, but not installed
         return []
     return [requirement.strip() for requirement, _, marker in needed if wanted.search(marker)]

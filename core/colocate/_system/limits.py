@@ -54,7 +54,7 @@ AUDIT_SETTLES_S = 2.0  # what is on its way out is seen by an audit for so long:
 # -- children of roles
 
 CHILD_CODE_WITHIN_S = 0.2  # after a child's end its exit code is there; what it had started may have to end first
-CHILD_SUSPECTED_S = 0.3  # a row with a broken connection waits so long for news of its role's child
+CHILD_SUSPECTED_S = 0.3  # a row with a broken connection waits this long for news of the role's child
 CHILD_TOLD_WITHIN_S = 1.0  # what a child's end has broken is heard of before that end; longer than the above
 CHILD_STACK_WITHIN_S = 2.0  # a child that hangs has printed its stacks
 CHILD_ENDS_WITHIN_S = 15.0  # a child that was killed is gone, with all that it had started

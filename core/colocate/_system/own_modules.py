@@ -38,13 +38,13 @@ def _keep_package(package: str, root: str) -> None:
             stem, suffix = os.path.splitext(file)
             name = ".".join(parent if stem == "__init__" else [*parent, stem])
             if suffix == ".py" and name not in sys.modules:
-                with contextlib.suppress(OSError):  # then it comes from its file, as any module
+                with contextlib.suppress(OSError):  # the module is then imported from disk, as usual
                     _loaders[name] = _Loader(name, os.path.join(folder, file))
         sys.path_importer_cache[folder] = _Finder(folder, (SourceFileLoader, SOURCE_SUFFIXES))
 
 
 class _Loader(SourceFileLoader):
-    """Loads a module from the bytes that its files had."""
+    """Loads a module from bytes that were read earlier."""
 
     def __init__(self, name: str, path: str) -> None:
         super().__init__(name, path)
@@ -54,11 +54,11 @@ class _Loader(SourceFileLoader):
         with contextlib.suppress(OSError):
             self._data[compiled] = super().get_data(compiled)
         times = b"".join(int(self._stats[key]).to_bytes(8, "little")[:4] for key in ("mtime", "size"))
-        if self._data.get(compiled, b"")[4:16] != b"\0\0\0\0" + times:  # as `py_compile` has it: of another source
+        if self._data.get(compiled, b"")[4:16] != b"\0\0\0\0" + times:  # missing, or of another source
             self._data[path] = super().get_data(path)
 
     def path_stats(self, path: Any) -> Any:
-        """Return what Python compares with the header of a compiled module."""
+        """Return the source's time and size, for Python's check that the compiled module is current."""
         return self._stats
 
     def get_data(self, path: Any) -> bytes:

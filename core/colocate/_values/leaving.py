@@ -293,7 +293,7 @@ def handed_over(value: Any) -> Any:
 
 
 def copy_of(value: Any) -> Any:
-    """Copy a value with its containers, tensors and arrays, before its maker writes to the same memory.
+    """Copy a value with all containers, tensors and arrays: the owner may write to the same memory next.
 
     Tensors come out detached from autograd, each with memory for its own elements alone. A model's parameters stay
     parameters.

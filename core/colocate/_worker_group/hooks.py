@@ -57,16 +57,16 @@ class OfGroup:
         """Hear that the group is rebuilt: its workers are new ones."""
 
     def saved(self) -> Any:
-        """Return, as JSON has it, what a checkpoint is to have of this feature; None for nothing.
+        """Return this feature's part of a checkpoint, as JSON data; None for no part.
 
-        Asked as the calls that take the roles' states are sent. The order's lock is held.
+        Called while the calls that take the roles' states are sent, with the order's lock held.
         """
         return None
 
     def restored(self, saved: Any) -> None:
-        """Hear that its roles were restored from a checkpoint, and what `saved` had returned, or None.
+        """Handle a restore of the group's roles from a checkpoint; `saved` is this feature's part, or None.
 
-        Asked of all halves that are there, and of those of which the checkpoint has something.
+        Called for each feature that is loaded or has a part in the checkpoint.
         """
 
     def failed(self, error: ColocateError) -> None:

@@ -404,7 +404,7 @@ class WorkerGroup(Link):
             role = self.roles.get(label.partition(".")[0])
             slots = [slot for slot in back if role is None or slot in role.slots]
             lacking = [slot for slot in slots if any(number == each for each, _ in back[slot].unfinished)]
-            # Of a call that was for some ranks only the others know nothing: they have perhaps begun later ones.
+            # Ranks to which the call wasn't sent don't know the call, and have perhaps begun later calls.
             if any(back[slot].begun >= number for slot in slots if slot not in lacking):
                 ranks = ", ".join(str(slot if role is None else role.slots.index(slot)) for slot in lacking)
                 text = (

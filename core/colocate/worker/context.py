@@ -111,10 +111,10 @@ class WorkerContext(Worker):
             time.sleep(_CAUSE_EVERY_S)
 
     async def await_cause(self, error: BaseException, role: str | None, row: RowState | None = None) -> None:
-        """Wait likewise in an event loop, where other calls and rows go on. A cancellation ends the wait."""
+        """Wait for the cause in an event loop while other calls and rows go on. A cancellation ends the wait."""
         if not self.awaits:
             return
-        import asyncio  # the caller has it
+        import asyncio  # the caller has imported asyncio already
 
         start = time.monotonic()
         with suppress(asyncio.CancelledError):

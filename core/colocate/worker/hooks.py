@@ -92,7 +92,7 @@ class OfWorker:
     def arriving(
         self, role: RoleInstance, weights: Iterator[tuple[str, torch.Tensor]]
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Wrap the iterator of a sync's weights before `load_weights` consumes them."""
+        """Wrap the iterator of a sync's weights for `load_weights`."""
         return weights
 
     def awake(self, role: RoleInstance, why: str) -> AbstractContextManager[object]:
@@ -168,7 +168,7 @@ class OfWorker:
     def awaits_cause(
         self, error: BaseException, role: str | None, row: RowState | None, waited_s: float, is_alone: bool
     ) -> bool:
-        """Return whether news that `blamed` needs may still come, after so many seconds.
+        """Return whether news that `blamed` needs may still come after `waited_s` seconds.
 
         Args:
             error: As of `blamed`, and the next two.

@@ -28,7 +28,7 @@ class Checkpoint:
     folder: Path  # where it is (absolute)
     tag: Tag  # what its writer called it
     identity: str  # which one it is: another one may have taken its place in the folder
-    parts: dict[str, Any] = attrs.field(factory=dict)  # what features have saved of the group, by their names
+    parts: dict[str, Any] = attrs.field(factory=dict)  # parts that features saved for the group, by feature name
 
     @classmethod
     def read(cls, folder: Path, roles: Mapping[str, RoleInfo]) -> Checkpoint:

@@ -44,7 +44,7 @@ def digests_of(folder: Path, names: Iterable[str]) -> dict[str, str]:
 
 def being_written(folder: Path) -> list[str]:
     """Return the files of a folder that this process, or one it has started, has open to write to them."""
-    import psutil  # from its files, as no module of ours: here that is the call's own error where it fails
+    import psutil  # an import from disk, unlike our own modules: on failure only this call fails
 
     found, inside = [], f"{folder.resolve()}{os.sep}"
     me = psutil.Process()

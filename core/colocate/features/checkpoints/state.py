@@ -100,7 +100,7 @@ class _Copies:
     """Copies of the values of one state, each once."""
 
     def __init__(self) -> None:
-        # With the source: nothing else gets its address as long as it is there.
+        # Each copy with the source tensor: the address is in the key, and a living tensor keeps this address.
         self._done: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}
         self._devices: set[torch.device] = set()
 

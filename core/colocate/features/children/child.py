@@ -357,7 +357,7 @@ class Child:
 
     @property
     def _is_ending(self) -> bool:
-        """Whether the process or the connection of the child has ended, though the news of its end hasn't come."""
+        """Return whether the child's process or connection has ended, perhaps before the notification."""
         poll = select.poll()
         if self._itself >= 0:
             poll.register(self._itself, select.POLLIN)

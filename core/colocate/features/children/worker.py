@@ -298,7 +298,7 @@ class ChildrenOfWorker(OfWorker):
         return any(child.alive and (is_suspect or child._is_ending) for child in self._used_by(role, row))
 
     def _used_by(self, role: str | None, row: RowState | None) -> list[Child]:
-        """Return the children that code of a role, or of one row of it, has to do with; a function with all."""
+        """Return the children that role code, or one row's code, may use; a function may use all."""
         hosted = self._worker_context.roles.get(role)
         used = {role} if hosted is None else _used(hosted.ctx)
         children = [child for child in list(self._all.values()) if child._row in (None, row)]
@@ -422,7 +422,7 @@ def _used(ctx: Context) -> set[str | None]:
 
 
 def _causes(error: BaseException | None, *kinds: type[BaseException]) -> bool:
-    """Return whether an error, or an error in its chain, is of some kind."""
+    """Return whether an error or a cause in the chain has one of these types."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         if isinstance(error, kinds):

@@ -189,7 +189,7 @@ class Desk:
         self._jobs.soon(partial(self._leave, group, why))
 
     def close(self) -> None:
-        """End it, when it has done what it was told: no stop is left, and no other desk's terminals come here."""
+        """End the remaining terminals and this thread after all queued jobs; no rank is stopped by then."""
         self._jobs.soon(self._dismiss)
         self._jobs.close()
 
@@ -202,7 +202,7 @@ class Desk:
             stop.announce(f"[colocate] {stop}; its prompt: colocate debug {os.getpid()} --rank {stop.name}")
 
     def _serve(self) -> None:
-        """Give terminals to the stops that have none, each its follower's or the driver's own, and let others come."""
+        """Attach terminals to waiting stops (a follower's, or the driver's own), and accept other terminals."""
         for stop in [each for each in self._stops if each.waits]:
             followers = (each for each in self._terminals if each.follows == (stop.group, stop.slot))
             if (free := next((each for each in followers if each.stop is None and not each.is_gone), None)) is not None:
@@ -265,7 +265,7 @@ class Desk:
             line = told["line"]
             if line is None:
                 stop.let_go()
-                if terminal is not self._own:  # it leaves, also if its program stays
+                if terminal is not self._own:  # the user has left, even if the program at the other end stays
                     stop.terminal = terminal.stop = None
                     self._end_terminal(terminal, f"[colocate] {stop.label} on rank {stop.rank} goes on")
             else:
@@ -302,7 +302,7 @@ class Desk:
     # -- the driver's own terminal
 
     def _serve_own(self) -> None:
-        """Have the driver's terminal, where there is one, take the next stop that has none."""
+        """Attach the driver's terminal, if there is one, to the next stop without a terminal."""
         stop = next((each for each in self._stops if each.waits), None)
         if self._own is not None and self._own.stop is not None:
             return
@@ -334,7 +334,11 @@ class Desk:
     # -- those of `colocate debug`
 
     def _open(self) -> None:
-        """Let terminals come, if they can't, while anything is stopped. Raises OSError when that isn't to be had."""
+        """Open the socket for terminals if a rank is stopped and no socket is open.
+
+        Raises:
+            OSError: No descriptor is free, or the address is taken.
+        """
         if self._listener is not None or not self._stops:
             return
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -355,7 +359,7 @@ class Desk:
             except OSError:
                 if self._listener is not listener:  # it was closed
                     return
-                time.sleep(_AGAIN_S)  # no descriptor is free: who comes waits
+                time.sleep(_AGAIN_S)  # no descriptor is free: new terminals wait
                 continue
             if user_of(sock) in (os.getuid(), 0):
                 self._jobs.soon(partial(self._add, Terminal(sock, "colocate debug")))

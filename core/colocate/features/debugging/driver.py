@@ -71,7 +71,7 @@ class DebuggingOfGroup(OfGroup):
             desk_of(self).begin(stop)
 
     def let_go(self) -> None:
-        """Let all stopped ranks go on, and have none of their workers stop again: the job is to end."""
+        """Resume all stopped ranks, and prevent further stops on these workers: the job is to end."""
         for stop in list(self._stops.values()):
             stop.let_go(0)
 

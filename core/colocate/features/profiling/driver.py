@@ -281,7 +281,7 @@ class _Session:
             _check(self._begun[name].result())
 
     def _make_folder(self) -> None:
-        """Make a folder whose name no other profile has, nor the file of one that is complete."""
+        """Make a folder with an unused name: no other profile's folder or complete trace has this name."""
         for number in itertools.count(1):
             self._folder = self._folder.with_name(f"profile{'' if number == 1 else f'-{number}'}")
             self.profile.trace = self._folder.with_suffix(".json")
@@ -409,7 +409,7 @@ class _Session:
 
 
 def _check(told: list[Any]) -> list[Any]:
-    """Return what workers have answered; raise what one of them couldn't do."""
+    """Return the workers' answers, or raise the first problem that a worker reports."""
     for each in told:
         if isinstance(each, str):
             raise ColocateError(each)

@@ -38,7 +38,7 @@ class Sampler:
         Raises:
             CapabilityError: There is no py-spy here, or it mustn't look.
         """
-        from colocate.keeper.outside import py_spy  # with psutil, which comes from its files: no other part needs it
+        from colocate.keeper.outside import py_spy  # imports psutil from disk; only the sampler needs this
 
         if (program := py_spy()) is None:
             raise CapabilityError("there is no py-spy beside this worker's interpreter, nor on its path: install it")

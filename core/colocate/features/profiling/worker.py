@@ -80,7 +80,7 @@ class ProfilingOfWorker(OfWorker):
     def end(
         self, token: str, folder: str, places: Sequence[Sequence[int]], ahead: Sequence[float], zero: float
     ) -> Profiled | str | None:
-        """End it, write what it has into a folder, and tell the rest, or why it can't; None where it isn't profiled.
+        """End the profile, write the trace into a folder, and return the rest or an error text; None without a profile.
 
         Args:
             token: Of the profile.
@@ -195,7 +195,7 @@ class Session:
             with stem.with_name(f"{stem.name}.part").open("w", encoding="utf-8") as target:
                 count = self.sampler.convert(target, rank)
             return Profiled({}, (), True, count, 0)
-        stem.parent.stat()  # where it is gone nobody waits for this, and torch would print an error of its own
+        stem.parent.stat()  # without the folder nobody waits for the trace: fail before torch prints an error
         raw, part = stem.with_name(f"{stem.name}.raw.json"), stem.with_name(f"{stem.name}.part")
         self._profile.export_chrome_trace(str(raw))
         with part.open("w", encoding="utf-8") as target:

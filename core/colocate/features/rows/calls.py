@@ -364,10 +364,10 @@ class GivenRows(RowsCall):
         self._give()
 
     def copy_rows(self) -> None:
-        """Copy the rows that may be sent later: from then on the caller may write to the memory that they share.
+        """Copy the rows that may be sent later: afterwards the caller may write to the shared memory.
 
-        A row that was sent is in its message already, so that it is copied only if it may begin anew. This takes the
-        order's lock for each row alone: a copy may take long.
+        A row that was sent is in a message already, and is copied only if a retry is possible. The order's lock is
+        taken for each row alone: a copy may take long.
         """
         for row, body in list(self._packed.items()):
             if self._flow.tries.get(row, 1) and (copy := owned(body)) is not body:
@@ -495,22 +495,22 @@ def _look_for_end(ref: weakref.ref[RowsCall]) -> None:
 
 
 class CallNumbers:
-    """How many calls of methods with `rows=` a group has had: rows draw their numbers by that.
+    """Counts a group's calls of methods with `rows=`: rows draw random numbers by these counts.
 
-    A checkpoint has the counts, so that what goes on from there draws the same. With the order's lock held.
+    A checkpoint has the counts: a restored run draws the same numbers. Callers hold the order's lock.
     """
 
     def __init__(self) -> None:
         self._counts: dict[str, int] = {}
 
     def take(self, label: str, known: int | None) -> int:
-        """Return the number of a call of a method; the one that is known, where a call goes on after a restart."""
+        """Return the number of a method's next call; the known number if a call goes on after a restart."""
         number = self._counts.get(label, 0) if known is None else known
         self.raise_to({label: number + 1})
         return number
 
     def raise_to(self, counts: Mapping[str, int]) -> None:
-        """Count at least so many calls."""
+        """Raise counts that are lower than these."""
         self._counts |= {label: max(count, self._counts.get(label, 0)) for label, count in counts.items()}
 
     def counts(self) -> dict[str, int]:
@@ -549,8 +549,8 @@ class Asked:
     keys: Mapping[int, Hashable] | None = None
     tries: dict[int, int] = attrs.field(factory=dict)
     at: Any = None  # the line that has asked
-    number: int | None = None  # that of the call among those of its method; of the first one, before a restart
-    shared: Any = None  # the other arguments, packed, and the residents in them: for a call after a restart
+    number: int | None = None  # the call's number among the method's calls; a restart keeps this number
+    shared: Any = None  # the other arguments, packed, and the residents used there: for a call after a restart
     shared_uses: Sequence[Reference] = ()
 
     def begin(
@@ -570,7 +570,7 @@ class Asked:
         """
         worker_group, role, spec = self.worker_group, self.role, self.spec
         uses: list[Reference] = []
-        if is_again:  # the arguments as they were: the caller may have written to them since then
+        if is_again:  # the packed arguments: the caller may have changed the originals since then
             arguments, uses = {}, [use.bound(self.consumer) for use in self.shared_uses]
         else:
             arguments = with_references(dict(self.arguments), worker_group, self.consumer, self.label, uses)
@@ -616,7 +616,7 @@ class Asked:
         return call
 
     def _take_number(self) -> int:
-        """Return the number of the call: a new one, unless it goes on after a restart. With the order's lock."""
+        """Return the number of the call: a new one, or the known one after a restart. Callers hold the order's lock."""
         numbers: CallNumbers = self.worker_group.part("rows").numbers  # type: ignore[attr-defined]
         self.number = numbers.take(self.label, self.number)
         return self.number

@@ -120,7 +120,7 @@ class Yielded:
         return index, value
 
     def take_copy(self, item: Any) -> tuple[int, Any]:
-        """Take an item with a copy of its value: the method goes on, and may write to the same buffer.
+        """Take an item with a copy of the value: the method goes on, and may write to the same buffer.
 
         Raises:
             SerializationError: The value can't be copied.
@@ -142,10 +142,10 @@ class Yielded:
 
 
 def copied(value: Any, what: str) -> Any:
-    """Copy the value of a row while its call goes on.
+    """Copy the value of a row while the call goes on.
 
     Raises:
-        SerializationError: It can't be copied.
+        SerializationError: The value can't be copied.
     """
     try:
         return copy_of(value)

@@ -76,7 +76,7 @@ class WeightsOfGroup(OfGroup):
         self.updates: dict[str, SourceUpdates] = {}
         self.behind: dict[str, int] = {}
         self.last_behind: dict[str, int] = {}
-        self._given: dict[str, list[weakref.ref[SourceUpdates]]] = {}  # those that updates of a role count for
+        self._given: dict[str, list[weakref.ref[SourceUpdates]]] = {}  # counters of the role's updates, by source role
         self._warned: set[str] = set()
 
     def ended(self, call: PendingCall, slot: int, plain: Any) -> None:
@@ -173,11 +173,11 @@ class WeightsOfGroup(OfGroup):
 
 @attrs.frozen
 class StartedSync:
-    """A sync that was sent, as its call in a group knows it."""
+    """A started sync, as seen by a group's call."""
 
     updates: SourceUpdates
-    source: str | None  # the role, where it is of this group
-    target: str | None  # likewise
+    source: str | None  # the role's name, if the source is in this group
+    target: str | None  # the same for the target
 
 
 def weights_of(worker_group: WorkerGroup) -> WeightsOfGroup:

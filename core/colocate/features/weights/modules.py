@@ -102,7 +102,7 @@ class NamedWeights:
 
 
 def _is_extra(name: str) -> bool:
-    """Whether a name in a state is that of `get_extra_state`; a tensor of that name is no weight either."""
+    """Return whether a name in a state is for `get_extra_state`: never a weight, even with a tensor as value."""
     return name.rpartition(".")[2] == "_extra_state"
 
 

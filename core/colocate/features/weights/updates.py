@@ -1,4 +1,4 @@
-"""How many updates of its source have come since a role got its weights: a sync that was forgotten shows there.
+"""The updates of a source since a role's last sync: a growing count shows a forgotten sync.
 
 An update is a call in which an optimizer of torch's has made a step.
 """
@@ -32,12 +32,12 @@ class SourceUpdates:
     times: list[float] = attrs.field(factory=list, init=False)
 
     def count(self, began: float) -> int:
-        """Return how many of them rows are behind that began at a time."""
+        """Return the number of updates that ended before rows began: the rows are behind by this number."""
         return sum(time <= began for time in self.times)
 
 
 def steps_of(ctx: Context) -> int:
-    """Return how many steps the optimizers of a role have made since this was first asked in its process."""
+    """Return the number of a role's optimizer steps since the first call of this function in the process."""
     if not _hooks and imported("torch") is not None:
         from torch.optim.optimizer import register_optimizer_step_post_hook
 

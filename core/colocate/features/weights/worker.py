@@ -116,7 +116,7 @@ class WeightsOfWorker(OfWorker):
         self.begins(role, tags, f"what asks for role {role.name!r} in its worker")
 
     def finished(self, work: Work, role: RoleInstance) -> Mapping[str, Any] | None:
-        """Return what tells how far rows are behind: a sync, an update of a source, or when rows of a target began."""
+        """Report a sync, an update of a source, or the start of a target's rows: the driver counts updates between."""
         if work is self._synced:
             return {"weights": ("sync", 0.0)}
         if role.name in self._steps:
