@@ -15,8 +15,6 @@ from colocate_ppo.parallel import drawing
 from colocate_ppo.rollout import Rollout
 from colocate_ppo.task import Problem
 
-_LARGEST = torch.finfo(torch.float32).max
-
 
 class Reward(Role):
     """Scores answers with the scorer that reasoning-gym has for their problem.
@@ -90,7 +88,7 @@ class Reward(Role):
 def _is_finite(score: Any) -> bool:
     """Return whether a score is a number that float32 has."""
     try:
-        return bool(abs(score) <= _LARGEST)
+        return bool(abs(score) <= torch.finfo(torch.float32).max)
     except (TypeError, ValueError, RuntimeError):
         return False
 
