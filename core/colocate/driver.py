@@ -134,16 +134,16 @@ class Driver:
 
         As a metric: "weights_behind", or "weights_behind/<group>.<role>" where several roles have such rows.
         """
-        parts = {name: group.parts.get("weights") for name, group in self._node.worker_groups.items()}
-        found = {
-            f"{name}.{role}": count
-            for name, part in parts.items()
-            if part is not None
-            for role, count in cast("Any", part).take_behind().items()
+        parts: dict[str, Any] = {
+            name: part
+            for name, group in self._node.worker_groups.items()
+            if (part := group.parts.get("weights")) is not None
         }
-        if len(found) == 1:
-            return dict(zip(["weights_behind"], found.values(), strict=True))
-        return {f"weights_behind/{name}": count for name, count in found.items()}
+        counts = {f"{name}.{role}": count for name, part in parts.items() for role, count in part.take_behind().items()}
+        # By all targets, not by those with rows since the last call: a metric keeps its name from step to step.
+        if sum(len(part.updates) for part in parts.values()) == 1:
+            return {"weights_behind": max(counts.values())} if counts else {}
+        return {f"weights_behind/{name}": count for name, count in counts.items()}
 
     def watch_devices(self) -> Callable[[], None]:
         """Have observers told of the GPUs of all groups, each second; returns what ends that."""

@@ -159,3 +159,27 @@ def test_a_handler_interrupts_a_first_import() -> None:
     lines = run(IN_A_HANDLER)
     assert len(lines) == 7
     assert [line for line in lines if not line.endswith(" True [True] True")] == []
+
+
+def test_a_package_with_compiled_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A package of a name like ours keeps its modules of all kinds, with compiled ones among these."""
+    import _struct
+    import importlib
+
+    from colocate._system.own_modules import keep_modules
+
+    package = tmp_path / "colocate_compiled"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    suffix = ".py" if _struct.__spec__.origin == "built-in" else "".join(Path(_struct.__file__).suffixes)
+    if suffix == ".py":
+        pytest.skip("this Python has its compiled modules built in")
+    shutil.copy(_struct.__file__, package / f"_struct{suffix}")
+    monkeypatch.syspath_prepend(tmp_path)
+    importlib.import_module("colocate_compiled")
+    keep_modules()
+    try:
+        assert importlib.import_module("colocate_compiled._struct").calcsize("i") == 4
+    finally:
+        for name in ("colocate_compiled", "colocate_compiled._struct"):
+            sys.modules.pop(name, None)

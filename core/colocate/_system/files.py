@@ -197,7 +197,8 @@ def _discard(part: Path) -> None:
     with _naming:
         if not os.path.lexists(part):
             return
-        doomed = part.with_name(part.name.replace("@", "x@"))
+        name, _, host = part.name.rpartition("@")  # the folder's own name may have an @, too
+        doomed = part.with_name(f"{name}x@{host}")
         part.rename(doomed)
     _remove(doomed)
 

@@ -10,7 +10,16 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from importlib.machinery import SOURCE_SUFFIXES, FileFinder, ModuleSpec, SourceFileLoader
+from importlib.machinery import (
+    BYTECODE_SUFFIXES,
+    EXTENSION_SUFFIXES,
+    SOURCE_SUFFIXES,
+    ExtensionFileLoader,
+    FileFinder,
+    ModuleSpec,
+    SourceFileLoader,
+    SourcelessFileLoader,
+)
 from importlib.util import cache_from_source, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
@@ -19,11 +28,17 @@ from typing import Any
 _FOR_TESTS = "testing"
 _packages: set[str] = set()
 _loaders: dict[str, _Loader] = {}
+# As Python's own finders have them: a package named colocate_… may have compiled modules.
+_KINDS = (
+    (ExtensionFileLoader, EXTENSION_SUFFIXES),
+    (SourceFileLoader, SOURCE_SUFFIXES),
+    (SourcelessFileLoader, BYTECODE_SUFFIXES),
+)
 
 
 def keep_modules() -> None:
     """Read the modules of colocate's packages that are imported by now: the others will be imported from memory."""
-    for package in [name for name in sys.modules if "." not in name and name.startswith("colocate")]:
+    for package in [name for name in list(sys.modules) if "." not in name and name.startswith("colocate")]:
         if package not in _packages:
             _packages.add(package)
             for root in getattr(sys.modules[package], "__path__", ()):
@@ -40,7 +55,7 @@ def _keep_package(package: str, root: str) -> None:
             if suffix == ".py" and name not in sys.modules:
                 with contextlib.suppress(OSError):  # the module is then imported from disk, as usual
                     _loaders[name] = _Loader(name, os.path.join(folder, file))
-        sys.path_importer_cache[folder] = _Finder(folder, (SourceFileLoader, SOURCE_SUFFIXES))
+        sys.path_importer_cache[folder] = _Finder(folder, *_KINDS)
 
 
 class _Loader(SourceFileLoader):

@@ -5,6 +5,7 @@ An update is a call in which an optimizer of torch's has made a step.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -33,7 +34,7 @@ class SourceUpdates:
 
     def count(self, began: float) -> int:
         """Return the number of updates that ended before rows began: the rows are behind by this number."""
-        return sum(time <= began for time in self.times)
+        return bisect_right(self.times, began)  # calls of a role end in order
 
 
 def steps_of(ctx: Context) -> int:
