@@ -36,7 +36,7 @@ from colocate import Role, method
 from colocate.errors import ConfigError, SerializationError
 from colocate.features.recordings import files
 from colocate.features.recordings.digests import digest_of, first_difference
-from colocate.features.recordings.documents import RankCalls
+from colocate.features.recordings.documents import RankCalls, RankFiles
 from colocate.features.recordings.files import Writer
 from colocate.features.recordings.values import NotRecorded, finder, head_of, packed, seal, unpacked
 from colocate.testing.waiting import PATIENCE_S
@@ -255,6 +255,32 @@ def test_records_and_what_is_there_twice() -> None:
     assert torch.equal(other, ids)
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        ValueError("x", 1),
+        KeyError("k"),
+        OSError(2, "no", "f"),
+        OSError(2, "no", "f", None, "g"),
+        OSError("no"),
+        ImportError("no", name="n", path="p"),
+        AttributeError("no", name="n", obj=[1]),
+        NameError("no", name="n"),
+        StopIteration(3),
+        SyntaxError("no", ("f", 1, 2, "text", 1, 3)),
+        UnicodeDecodeError("utf8", b"a", 0, 1, "no"),
+        ExceptionGroup("no", [ValueError(1), FileNotFoundError(2, "no", "f")]),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_builtin_exceptions(error: BaseException) -> None:
+    """Also attributes that aren't of `args` come back."""
+    found = _read(_written({"error": error}))["error"]
+    assert (type(found), repr(found), str(found)) == (type(error), repr(error), str(error))
+    names = ("errno", "filename", "filename2", "name", "obj", "path", "value", "lineno", "object", "reason")
+    assert [getattr(found, name, None) for name in names] == [getattr(error, name, None) for name in names]
+
+
 def test_a_parameter_with_a_graph_comes_back_without() -> None:
     found = _read(_written(torch.nn.Parameter(torch.ones(2)) * 2))
     assert not found.requires_grad
@@ -414,6 +440,47 @@ def test_files_turn_over_and_what_is_torn(tmp_path: Path, monkeypatch: pytest.Mo
         files[-1].write_bytes(whole)
         assert len(calls.all()) == 10
         assert not calls.files.is_torn
+
+
+def test_a_file_that_is_torn_amid_a_recording_is_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Entries that are cut off before the last file are told, and not passed over."""
+    monkeypatch.setattr("colocate.features.recordings.files._FILE_BYTES", 2000)
+    writer = Writer(tmp_path, 0, None, pytest.fail)
+    for number in range(10):
+        writer.add(*packed(torch.full((100,), float(number)), {**_ABOUT, "call": number, "place": number}))
+    writer.close()
+    first, *_ = sorted(tmp_path.iterdir())
+    first.write_bytes(first.read_bytes()[:-10])
+    with pytest.raises(SerializationError, match="ends amid an entry, and another file follows"):
+        RankCalls(tmp_path, 0).all()
+
+
+def test_a_file_is_full_as_the_next_one_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Entries that are written while a live reader looks for the next file aren't lost."""
+    whole = [*map(_document, range(3))]
+    path, following = (tmp_path / f"rank-0.000{number}.calls" for number in range(2))
+    path.write_bytes(whole[0])
+    reader = RankFiles(tmp_path, 0)
+    assert [each.about["call"] for each in reader.more()] == [0]
+    exists = Path.exists
+
+    def meanwhile(asked: Path) -> bool:
+        monkeypatch.setattr(Path, "exists", exists)
+        with path.open("ab") as file:
+            file.write(whole[1])
+        following.write_bytes(whole[2])
+        return exists(asked)
+
+    monkeypatch.setattr(Path, "exists", meanwhile)
+    found = list[int]()
+    while documents := reader.more():
+        found += [each.about["call"] for each in documents]
+    assert found == [1, 2]
+
+
+def _document(number: int) -> bytes:
+    pieces, _ = packed(number, {**_ABOUT, "call": number, "place": number})
+    return b"".join(map(bytes, seal(pieces)))
 
 
 def test_a_disk_that_is_full_ends_it_with_a_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

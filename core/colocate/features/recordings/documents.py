@@ -75,6 +75,8 @@ class RankFiles:
         """Return some of those that weren't returned before, and are there."""
         path = self._folder / f"rank-{self._rank}.{self._number:04}.calls"
         found: list[Document] = []
+        # Asked first: a file that another one follows is whole, and isn't written to any more.
+        follows = (self._folder / f"rank-{self._rank}.{self._number + 1:04}.calls").exists()
         try:
             with opened(path) as file:
                 size = file.seek(0, 2)
@@ -86,8 +88,10 @@ class RankFiles:
         if found:
             return found
         self.is_torn = self._at < size
-        if not (self._folder / f"rank-{self._rank}.{self._number + 1:04}.calls").exists():
+        if not follows:
             return []
+        if self.is_torn:
+            raise damaged(path, self._at, "it ends amid an entry, and another file follows")
         self._number, self._at = self._number + 1, 0
         return self.more()
 

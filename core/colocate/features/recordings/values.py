@@ -342,26 +342,34 @@ def _attributes(value: Any) -> dict[str, Any]:
     kind = type(value)
     found = dict(object.__getattribute__(value, "__dict__")) if kind.__dictoffset__ else {}
     for name in _slots(kind):
+        member = _slot(kind, name)
         try:
-            found[name] = _slot(kind, name).__get__(value)
+            part = member.__get__(value)
         except AttributeError:  # an empty slot
             continue
+        if part is not None or member.__objclass__.__flags__ & _HEAP_TYPE:
+            found[name] = part
     return found
 
 
 @by_type
 def _slots(kind: type) -> Collection[str]:
-    bases = [base for base in kind.__mro__ if base.__flags__ & _HEAP_TYPE]
     return {
-        name for base in bases for name, member in vars(base).items() if isinstance(member, types.MemberDescriptorType)
+        name
+        for base in kind.__mro__
+        for name, member in _names_of_class(base).items()
+        if type(member) is types.MemberDescriptorType and (base.__flags__ & _HEAP_TYPE or name in _BESIDES_ARGS)
     }
 
 
 def _slot(kind: type, name: str) -> Any:
-    return next(vars(base)[name] for base in kind.__mro__ if name in vars(base))
+    """Return the slot itself, also where a class hides its name behind a property."""
+    members = (_names_of_class(base).get(name) for base in kind.__mro__)
+    return next(member for member in members if type(member) is types.MemberDescriptorType)
 
 
 _HEAP_TYPE = 1 << 9  # of a class that Python code has defined
+_BESIDES_ARGS = {"filename", "filename2", "name", "name_from", "obj", "path"}  # of builtin exceptions
 
 
 def _checked(keys: Collection[Any]) -> Collection[Any]:
@@ -700,11 +708,14 @@ def finder(packages: Collection[str] = (), names: Sequence[Mapping[str, Any]] = 
             found = place.get(first)
             for each in inner:
                 found = _names_of_class(found).get(each)
-            if _names_of_class(found).get("__module__") == module:
+            if issubclass(type(found), type) and _module_of(found) == module:
                 return found
         return None
 
     return find
+
+
+_module_of = type.__dict__["__module__"].__get__  # a builtin class has no such name of its own
 
 
 def _names_of_module(module: Any) -> Mapping[str, Any]:
