@@ -36,6 +36,7 @@ from colocate import Role, method
 from colocate.errors import ConfigError, SerializationError
 from colocate.features.recordings import files
 from colocate.features.recordings.digests import digest_of, first_difference
+from colocate.features.recordings.differences import Difference
 from colocate.features.recordings.documents import RankCalls, RankFiles
 from colocate.features.recordings.files import Writer
 from colocate.features.recordings.values import NotRecorded, finder, head_of, packed, seal, unpacked
@@ -290,6 +291,36 @@ def test_a_parameter_with_a_graph_comes_back_without() -> None:
 def test_jagged() -> None:
     value = torch.nested.nested_tensor([torch.arange(2), torch.arange(3)], layout=torch.jagged)
     assert [row.tolist() for row in _read(_written(value)).unbind()] == [[0, 1], [0, 1, 2]]
+
+
+def test_a_jagged_tensor_that_is_transposed_is_not_recorded() -> None:
+    value = torch.nested.nested_tensor([torch.ones(2, 6), torch.ones(3, 6)], layout=torch.jagged)
+    with pytest.raises(NotRecorded, match="dimension 2 is ragged"):
+        packed(value.transpose(1, 2), {})
+
+
+def _difference(was: Any, now: Any) -> str | None:
+    found = Difference()
+    found.add(was, now)
+    return found.first
+
+
+def test_jagged_tensors_with_lengths_are_compared_row_by_row() -> None:
+    """A difference of lengths alone is one; values between the rows are none."""
+    offsets, jagged = torch.tensor([0, 2, 6]), torch.nested.nested_tensor_from_jagged
+    between = torch.arange(6.0)
+    between[1] = 9
+    short = jagged(torch.arange(6.0), offsets=offsets, lengths=torch.tensor([1, 2]))
+    assert _difference(short, jagged(torch.arange(6.0), offsets=offsets, lengths=torch.tensor([2, 2]))) is not None
+    assert _difference(short, jagged(torch.arange(6.0), offsets=offsets)) is not None
+    assert _difference(short, jagged(between, offsets=offsets, lengths=torch.tensor([1, 2]))) is None
+
+
+def test_a_set_with_nan_equals_itself_as_it_was_read() -> None:
+    value = {float("nan"), 1.0}
+    assert _difference(value, _read(_written(value))) is None
+    assert _difference(value, {float("nan"), 2.0}) is not None
+    assert _difference(frozenset({1}), frozenset({True})) is None
 
 
 def test_others_read_it() -> None:

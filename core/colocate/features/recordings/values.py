@@ -306,6 +306,8 @@ class _Encoder:
     def _of_tensor(self, torch: Any, tensor: Any) -> list[Any]:
         if tensor.is_nested and str(tensor.layout) == "torch.jagged":
             parts = tensor.detach()
+            if parts._ragged_idx != 1:
+                raise NotRecorded(f"a jagged tensor whose dimension {parts._ragged_idx} is ragged isn't recorded")
             return ["jagged", self._all([parts.values(), parts.offsets(), parts.lengths()])]
         dtype = str(tensor.dtype).removeprefix("torch.")
         plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout == torch.strided
