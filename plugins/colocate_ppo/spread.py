@@ -171,15 +171,18 @@ def _layers(module: nn.Module) -> list[nn.Module]:
 
 def _compute_in(module: nn.Module, dtype: torch.dtype) -> None:
     """Run all forward passes of a module in a dtype other than the weights', an engine's passes included."""
-    forward = module.forward
-    device = next(module.parameters()).device.type
+    _wrap_forward(module, functools.partial(_forward_in, module, dtype))
 
-    @functools.wraps(forward)  # `generate` of transformers looks at the parameters.
-    def cast(*args: Any, **named: Any) -> Any:
-        with torch.autocast(device, dtype):
-            return forward(*args, **named)
 
-    module.forward = cast
+def _forward_in(module: nn.Module, dtype: torch.dtype, /, *args: Any, **named: Any) -> Any:
+    with torch.autocast(next(module.parameters()).device.type, dtype):
+        return type(module).forward(module, *args, **named)
+
+
+def _wrap_forward(module: nn.Module, forward: functools.partial[Any]) -> None:
+    """Give a module another forward pass: a partial, whose module is the copy in a copy of the module."""
+    # With the signature of the module's own: `generate` of transformers looks at the parameters.
+    module.forward = functools.update_wrapper(forward, module.forward, (), ())
 
 
 def _longest(config: Any) -> int | None:
@@ -192,16 +195,16 @@ def _longest(config: Any) -> int | None:
 
 def _compute_again(layer: nn.Module) -> None:
     """Have a layer keep its input only. What transformers has for that works in training mode alone, with dropout."""
+    _wrap_forward(layer, functools.partial(_forward_again, layer))
+
+
+def _forward_again(layer: nn.Module, /, *args: Any, **named: Any) -> Any:
     from torch.utils.checkpoint import checkpoint
 
-    forward = layer.forward
-
-    def remembered(*args: Any, **named: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return forward(*args, **named)
-        return checkpoint(forward, *args, use_reentrant=False, **named)
-
-    layer.forward = remembered
+    forward = type(layer).forward
+    if not torch.is_grad_enabled():
+        return forward(layer, *args, **named)
+    return checkpoint(forward, layer, *args, use_reentrant=False, **named)
 
 
 def _copy_from_first(ctx: Context, module: nn.Module) -> None:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from tests.ppo.chats import own_tokenizer
+from torch import nn
 
 import colocate
 from colocate import ConfigError, First, method
 from colocate_ppo.group_actor import GroupActor
+from colocate_ppo.spread import Dtype
 from colocate_ppo.task import Problem, Problems
 from colocate_rollout.role import EngineRole
 
@@ -63,6 +68,28 @@ def test_dtype(parallel: str, dtype: str) -> None:
             assert learned["policy_grad_norm"] > 0
             assert actor.dtypes() == [f"torch.{dtype}"]
         assert {weight.dtype for weight in actor.weights()["state"].values()} == {torch.float32}
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))])
+def test_copies(copied: Callable[[nn.Module], nn.Module], dtype: Dtype, checkpointing: bool) -> None:
+    """A copy of the module computes with its own weights, in the dtype of the first, with gradients or without."""
+    module: Any = GroupActor(hidden=32, layers=1, dtype=dtype, gradient_checkpointing=checkpointing).model.module
+    ids = torch.arange(4)[None]
+    expected = module(input_ids=ids).logits
+    assert expected.dtype == getattr(torch, dtype)
+    other = copied(module)
+    assert other(input_ids=ids).logits.equal(expected)
+    with torch.no_grad():
+        for parameter in other.model.layers[0].parameters():
+            parameter.zero_()
+    other(input_ids=ids).logits.float().square().sum().backward()
+    assert all(parameter.grad is None for parameter in module.parameters())
+    assert not other(input_ids=ids).logits.equal(expected)
+    with torch.no_grad():
+        assert not other(input_ids=ids).logits.equal(expected)
+        assert module(input_ids=ids).logits.equal(expected)
 
 
 def phi(folder: Path) -> str:
