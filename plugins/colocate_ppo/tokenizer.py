@@ -128,7 +128,11 @@ class Tokenizer:
         """Decode responses, with special tokens and blanks, without the token that ends a response."""
         bodies = [row[:-1] if row and row[-1] in self.ends else row for row in responses.rows]
         options = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
-        return [self.inner.decode(body, **options) for body in bodies]
+        # Behind a letter: decoders of SentencePiece leave out the blank with which a text begins.
+        letter: list[int] = self.inner("a", add_special_tokens=False)["input_ids"]
+        if self.inner.decode(letter, **options) != "a":
+            return [self.inner.decode(body, **options) for body in bodies]
+        return [self.inner.decode([*letter, *body], **options)[1:] for body in bodies]
 
     def padded(self, rows: Sequence[Sequence[int]], device: torch.device, side: Literal["left", "right"]) -> Padded:
         """Pad rows of tokens on one side to the width of the longest."""

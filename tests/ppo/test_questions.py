@@ -10,7 +10,15 @@ from typing import Any
 import attrs
 import pytest
 import torch
-from tests.ppo.chats import ASSISTANT, CHATS, chats, deepseek_tokenizer, make_folder, own_tokenizer
+from tests.ppo.chats import (
+    ASSISTANT,
+    CHATS,
+    chats,
+    deepseek_tokenizer,
+    make_folder,
+    own_tokenizer,
+    sentencepiece_tokenizer,
+)
 
 import colocate
 from colocate import ConfigError
@@ -171,6 +179,17 @@ def test_answers(tmp_path: Path, kind: str, processes: bool) -> None:
         assert rollout["token_ids"] == [[*ids] for pair in zip(ended, open_ended, strict=True) for ids in pair]
         assert rollout["answers"][1::2] == [text or texts[0] for text in texts]
         assert reward.score(rollout)[::2].tolist() == [1.0] * len(texts)
+
+
+@pytest.mark.parametrize("letters", ["abc", "bc"])
+def test_leading_blanks_of_sentencepiece(letters: str) -> None:
+    """The blank that begins an answer isn't lost; where there is no letter "a", texts are decoded plainly."""
+    inner = sentencepiece_tokenizer(letters)
+    tokenizer = Tokenizer.of(inner)
+    bodies = [inner.convert_tokens_to_ids([*tokens]) for tokens in ("▁bc", "b▁c", "▁▁b", "bc", "")]
+    answers = tokenizer.padded([[*body, inner.eos_token_id] for body in bodies], torch.device("cpu"), side="right")
+    begun = "" if letters == "bc" else " "
+    assert tokenizer.texts(answers) == [f"{begun}bc", "b c", f"{begun} b", "bc", ""]
 
 
 def test_sampled_answers(actor: GroupActor, problems: Problems) -> None:
