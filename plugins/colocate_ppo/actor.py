@@ -113,6 +113,11 @@ class Actor(Role):
         """Return whether the weights were loaded from a folder or the hub."""
         return self.has_learned
 
+    @method(collect=First(), awake=())
+    def ends(self) -> list[int]:
+        """Return the tokens that end an answer."""
+        return [*self.tokenizer.ends]
+
     def renew(self) -> None:
         """Go on after a failed call, with new process groups."""
         self.learner.renew()
@@ -238,10 +243,11 @@ class Actor(Role):
         call = self.learner.call("update", number)
         counts = per_rank(self.ctx, len(log_probs))
         for rows in minibatches(counts, self.ctx.rank, minibatch, epochs)[call.done :]:
-            mask, tokens = rollout["mask"][rows], rollout["tokens"][rows]
+            mask, tokens, old = rollout["mask"][rows], rollout["tokens"][rows], log_probs[rows]
             logits = response_logits(self.model, tokens, rollout["attention"][rows], mask.shape[1], temperature)
-            now = maths.token_log_probs(logits, tokens[:, -mask.shape[1] :])
-            losses, clipped = maths.policy_loss(now, log_probs[rows], estimates["advantages"][rows], clip)
+            # Masked before `exp`: an infinite ratio on padding would make the gradient NaN.
+            now = torch.where(mask, maths.token_log_probs(logits, tokens[:, -mask.shape[1] :]), old)
+            losses, clipped = maths.policy_loss(now, old, estimates["advantages"][rows], clip)
             count = total(self.ctx)(mask.sum())
             policy_loss = maths.token_mean(losses, mask, count)
             entropy = maths.token_mean(maths.entropy(logits), mask, count)

@@ -159,7 +159,8 @@ class GroupActor(Actor):
             mask, old = rollout["mask"][rows], log_probs[rows]
             ids = rollout["tokens"][rows]
             logits = response_logits(self.model, ids, rollout["attention"][rows], mask.shape[1], temperature)
-            now = maths.token_log_probs(logits, ids[:, -mask.shape[1] :])
+            # Masked before `exp`: an infinite ratio on padding would make the gradient NaN.
+            now = torch.where(mask, maths.token_log_probs(logits, ids[:, -mask.shape[1] :]), old)
             losses, clipped = maths.policy_loss(now, old, advantages[rows, None], clip)
             informative = (advantages[rows, None] != 0).float().expand_as(old)
             told = {
@@ -176,7 +177,7 @@ class GroupActor(Actor):
                     "engine_weight": weights,
                     "engine_truncated": (weights == importance_cap).float(),
                 }
-            if reference_log_probs is not None:
+            if reference_log_probs is not None and kl_coefficient:
                 losses = losses + kl_coefficient * maths.kl_estimate(now, reference_log_probs[rows], kl_estimator)
             count = total(self.ctx)(mask.sum())
             loss = maths.token_mean(losses, mask, count)

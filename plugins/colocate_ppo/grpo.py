@@ -201,6 +201,7 @@ def train(
     )
     part, longest = training.part, training.longest
     several = inspect(actor).ranks > 1  # only then are rows to be balanced
+    ends = [] if engine is None else actor.ends()  # An engine with a model of its own knows others.
     ahead: _Asked | None = None
     syncs = 0
 
@@ -214,7 +215,7 @@ def train(
     def generate(asked: _Asked) -> Any:
         # Drawn again where the step is done again: equal seeds give equal rows.
         seed = (run.runtime.seed * 1_000_003 + asked.number) % (1 << 62)
-        sampling = {"max_tokens": longest, "temperature": temperature, "seed": seed}
+        sampling = {"max_tokens": longest, "temperature": temperature, "seed": seed, "stop_token_ids": ends}
         return engine.generate.keep(asked.problems.prompts, samples=samples, sampling=sampling)
 
     def sync() -> None:

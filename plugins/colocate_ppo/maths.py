@@ -125,7 +125,8 @@ def token_rewards(scores: Tensor, kl: Tensor, mask: Tensor, kl_coefficient: floa
     Returns:
         `[B, T]`, 0 where the mask is false.
     """
-    rewards = torch.where(mask, -kl_coefficient * kl, 0.0)
+    # Without a penalty there is none of an infinite estimate, either: 0 times it is no number.
+    rewards = torch.where(mask, -kl_coefficient * kl, 0.0) if kl_coefficient else torch.zeros_like(kl)
     last = mask.sum(dim=1, keepdim=True) - 1
     return rewards.scatter_add(1, last, scores.to(rewards.dtype)[:, None])
 

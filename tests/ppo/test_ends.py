@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 import colocate
 from colocate import ConfigError, First, method
 from colocate_ppo.group_actor import GroupActor
+from colocate_ppo.rollout import Rollout
 from colocate_ppo.task import Problem, Problems
 from colocate_ppo.tokenizer import character_tokenizer
 from colocate_rollout.role import EngineRole
@@ -77,6 +79,41 @@ def test_actor_and_engine_end_where_generate_does(tmp_path: Path, case: str, pro
         assert [row[mask].tolist() for row, mask in zip(answers, greedy["mask"], strict=True)] == expected
         rows = rollout.generate(prompts, sampling={"temperature": 0, "max_tokens": LENGTH})
         assert [[*row.token_ids] for (row,) in rows] == expected
+
+
+class Strict(GroupActor):
+    """An actor that refuses answers that go on after their end."""
+
+    @method(dispatch=GroupActor.read.spec.dispatch, collect=GroupActor.read.spec.collect, awake=())
+    def read(self, problems: Problems, responses: Sequence[Sequence[Any]], max_new_tokens: int) -> Rollout:
+        ends = {*self.tokenizer.ends}
+        answers = [row.token_ids for group in responses for row in group]
+        if not any(answer[-1] in ends for answer in answers) or any(ends & {*answer[:-1]} for answer in answers):
+            raise AssertionError(f"answers that don't end by {ends}: {answers}")
+        return super().read(problems, responses, max_new_tokens)
+
+
+@pytest.mark.parametrize("case", ["several", "others", "stop"])
+def test_engine_with_weights_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+    """A job's engine ends answers where the actor does, though the folder of its own model names no end."""
+    monkeypatch.chdir(tmp_path)
+    eos, stop = CASES[case]
+    actor = {"model": make_folder(tmp_path / "actor", eos), "stop": [*stop]}
+    engine = {"engine": "transformers", "model": make_folder(tmp_path / "engine", None)}
+    roles = {
+        "actor": {"use": f"{__name__}:Strict", "with": actor},
+        "rollout": {"use": "rollout.engine", "with": engine},
+        "reward": "ppo.reward",
+    }
+    job = {"rollout": "rollout", "steps": 1, "batch": 4, "samples": 4, "max_new_tokens": LENGTH, "eval_problems": 4}
+    config = {
+        "name": "ends",
+        "pools": {"main": {"slots": 1}},
+        "groups": {"policy": {"pool": "main", "roles": roles}},
+        "job": {"use": "grpo.train", "with": {**job, "on_step_failure": "fail"}},
+    }
+    with colocate.launch(colocate.load_config(config)) as launched:
+        launched.run(quiet=True)
 
 
 def test_demonstrations_end_where_answers_do(tmp_path: Path) -> None:

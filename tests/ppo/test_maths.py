@@ -118,3 +118,12 @@ def test_policy_loss_by_hand(ratio: float, advantage: float, loss: float, clippe
 def test_value_loss_by_hand(value: float, old: float, goal: float, loss: float) -> None:
     found = maths.value_loss(torch.tensor([[value]]), torch.tensor([[old]]), torch.tensor([[goal]]), clip=0.5)
     assert found.item() == pytest.approx(loss)
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_no_penalty_of_an_infinite_kl(estimator: maths.KlEstimator) -> None:
+    """A coefficient of 0 leaves the scores alone, whatever the reference says."""
+    mask = torch.tensor([[True, True, False]])
+    kl = maths.kl_estimate(torch.tensor([[-1.0, -2.0, 0.0]]), torch.tensor([[-math.inf, -2.0, 0.0]]), estimator)
+    assert maths.token_rewards(torch.tensor([1.0]), kl, mask, kl_coefficient=0.0).tolist() == [[0.0, 1.0, 0.0]]
+    assert maths.token_rewards(torch.tensor([1.0]), kl, mask, kl_coefficient=0.1)[0, 0] == -math.inf

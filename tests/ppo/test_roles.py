@@ -17,6 +17,7 @@ from torch import Tensor
 from colocate_ppo import maths
 from colocate_ppo.actor import Actor
 from colocate_ppo.critic import Critic
+from colocate_ppo.group_actor import GroupActor
 from colocate_ppo.model import pretrained_model
 from colocate_ppo.reference import Reference
 from colocate_ppo.reward import Reward
@@ -119,6 +120,31 @@ def test_before_its_first_step_the_actor_is_as_it_was(case: Case) -> None:
     assert metrics["policy_loss"] == pytest.approx(0.0, abs=1e-5)
     assert metrics["clip_fraction"] == 0
     assert parameters(case.actor.model.module).equal(before)
+
+
+def test_padding_has_no_gradient(case: Case) -> None:
+    """Log-probabilities on padding change nothing, however far from those of the policy."""
+    mask = case.rollout["mask"]
+    mask[:, 4:] = False
+    low, high = (torch.where(mask, case.log_probs, far) for far in (-1000.0, 1000.0))
+    plain, padded = (
+        case.actor.update(case.rollout, old, case.estimates, minibatch=12, lr_scale=0.0)
+        for old in (case.log_probs, low)
+    )
+    assert padded == plain
+    actor = GroupActor(layers=2, hidden=32, heads=2, feed_forward=64)
+    actor.load(case.actor.weights())
+    advantages = actor.advantages(torch.arange(12.0), 2)
+    plain, padded = (
+        actor.learn(case.rollout, *given, minibatch=12, kl_coefficient=0.1, lr_scale=0.0)
+        for given in (
+            (case.log_probs, advantages, None, case.log_probs),
+            (low, advantages, None, high),
+        )
+    )
+    assert padded == plain
+    unlikely = torch.full_like(low, -torch.inf)
+    assert actor.learn(case.rollout, low, advantages, None, unlikely, minibatch=12)["policy_grad_norm"] > 0
 
 
 def test_an_entropy_bonus_raises_entropy(case: Case) -> None:
