@@ -35,8 +35,8 @@ import colocate
 from colocate import Role, method
 from colocate.errors import ConfigError, SerializationError
 from colocate.features.recordings import files
-from colocate.features.recordings.digests import digest_of, first_difference
 from colocate.features.recordings.differences import Difference
+from colocate.features.recordings.digests import digest_of, first_difference
 from colocate.features.recordings.documents import RankCalls, RankFiles
 from colocate.features.recordings.files import Writer
 from colocate.features.recordings.values import NotRecorded, finder, head_of, packed, seal, unpacked

@@ -51,7 +51,7 @@ class Difference:
             self._tensors(torch, was, now, path)
         elif type(was) is not type(now) and not ({type(was), type(now)} <= {int, float, bool}):
             self._part(False, path, f"{_kind(was)}, and is {_kind(now)}")
-        elif isinstance(was, arrays):
+        elif numpy is not None and isinstance(was, arrays):
             before, after = numpy.asarray(was), numpy.asarray(now)
             if before.shape != after.shape or before.dtype.newbyteorder("=") != after.dtype.newbyteorder("="):
                 self._part(False, path, f"{_layout(before)}, and is {_layout(after)}")

@@ -66,7 +66,7 @@ def _leaves(value: Any, path: str) -> Iterator[tuple[str, str]]:
     if kind in PLAIN:
         yield path, _short(repr(value), value)
         return
-    is_sequence = isinstance(value, list | tuple | deque)
+    is_sequence = issubclass(kind, list | tuple | deque)
     if is_sequence and len(value) > _SHORT and PLAIN.issuperset(map(type, value)):
         contents = _hash(repr([*value]).encode("utf-8", "backslashreplace"))
         yield path, f"{kind.__name__} of {len(value)}#{contents}"

@@ -331,7 +331,7 @@ _recorded = (
 
 def _base_of(kind: type) -> Any:
     """Return the builtin base type for creating a record without user code."""
-    base = next(each for each in (OrderedDict, dict, object) if issubclass(kind, each))
+    base: Any = next(each for each in (OrderedDict, dict, object) if issubclass(kind, each))
     try:
         base.__new__(kind)
     except TypeError as error:
