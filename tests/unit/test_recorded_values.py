@@ -139,6 +139,51 @@ class Hashes:
         return 1
 
 
+def _code(name: str, result: Any) -> Any:
+    def run(*_: Any) -> Any:
+        RAN.append(name)
+        return result
+
+    return run
+
+
+class HasX:
+    __slots__ = ("x",)
+
+
+@dataclasses.dataclass
+class Calls(HasX):
+    """A record that says of itself all that constructors of others ask for."""
+
+    name: str = ""
+
+    __index__, __len__, __bool__ = _code("__index__", 1), _code("__len__", 1), _code("__bool__", True)
+    __iter__, items, keys = _code("__iter__", iter(())), _code("items", ()), _code("keys", ())
+    replace, __fspath__, __str__ = _code("replace", "0" * 32), _code("__fspath__", "x"), _code("__str__", "x")
+    __getattr__ = _code("__getattr__", None)
+    x = property(_code("x", 1), _code("x", None))
+
+
+@dataclasses.dataclass
+class OwnDict:
+    name: str = ""
+    __dict__ = property(_code("__dict__", {}))
+
+
+class Told(enum.Enum):
+    NAME = "name"
+    __str__ = _code("__str__", "x")
+
+
+class Iterated(collections.namedtuple("Iterated", "first")):
+    __slots__ = ()
+    __iter__ = _code("__iter__", iter(()))
+
+
+class OwnArgsError(Exception):
+    args = property(_code("args", ()), _code("args", None))
+
+
 def _local() -> Any:
     @dataclasses.dataclass
     class Local:
@@ -368,7 +413,27 @@ def _hostile(value: bytes) -> bytes:
 _HERE = __name__
 
 
+CALLS = ["record", [f"{_HERE}:Calls", None, ["dict", []]]]
+NOTHING = ["dict", []]
+
+
 NODES: list[Any] = [
+    *([kind, [CALLS]] for kind in ("range", "complex", "UUID", "PosixPath", "PurePosixPath", "PureWindowsPath")),
+    *([kind, [CALLS]] for kind in ("timedelta", "timezone", "Decimal", "Fraction", "deque", "defaultdict")),
+    *([kind, [CALLS, 1, 1]] for kind in ("date", "datetime", "time")),
+    ["jagged", [CALLS, CALLS, CALLS]],
+    ["TensorDict", [[1], CALLS]],
+    *([["TensorDict", [[], ["dict", ["a", CALLS]]]]] if "tensordict" in sys.modules else []),
+    ["record", [f"{_HERE}:Calls", None, CALLS]],
+    ["record", [f"{_HERE}:Empty", None, ["dict", [["member", [f"{_HERE}:Told", "NAME"]], 1]]]],
+    ["record", [f"{_HERE}:OwnDict", None, ["dict", ["other", 1]]]],
+    ["error", ["builtins:ValueError", CALLS, NOTHING]],
+    ["error", ["builtins:ValueError", ["named", [f"{_HERE}:Iterated", [1]]], NOTHING]],
+    ["error", ["builtins:ValueError", ["tuple", []], CALLS]],
+    ["error", ["builtins:ExceptionGroup", ["tuple", ["x", CALLS]], NOTHING]],
+    ["error", ["builtins:UnicodeDecodeError", ["tuple", ["x", ["bytes", "value"], CALLS, CALLS, "x"]], NOTHING]],
+    ["error", ["builtins:eval", ["tuple", ["1"]], NOTHING]],
+    ["dict", [["slice", [["record", [f"{_HERE}:Hashes", None, ["dict", ["name", "x"]]]], 1, 1]], 1]],
     ["leaves", ["os:system", "touch ran"]],
     ["error", ["os:system", ["tuple", ["touch ran"]], ["dict", []]]],
     ["record", ["subprocess:Popen", None, ["dict", ["args", "touch ran"]]]],
@@ -415,6 +480,24 @@ def test_nothing_runs(value: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         _read(_hostile(value))
     assert not [*tmp_path.iterdir()]
     assert not {*sys.modules} - before
+    assert not RAN
+
+
+@pytest.mark.parametrize(
+    "node",
+    [
+        ["record", [f"{_HERE}:Calls", None, ["dict", ["x", 5]]]],
+        ["error", ["builtins:OSError", ["tuple", [CALLS, CALLS]], NOTHING]],
+        ["error", ["builtins:SyntaxError", ["tuple", ["x", CALLS]], NOTHING]],
+        ["error", [f"{_HERE}:OwnArgsError", ["tuple", [1]], NOTHING]],
+        ["set", [["named", [f"{_HERE}:Iterated", [1]]]]],
+    ],
+    ids=lambda node: str(node[1][0]),
+)
+def test_values_are_made_without_code(node: Any) -> None:
+    """Values that are made all the same run no code of their parts, or of their classes."""
+    RAN.clear()
+    _read(_hostile(json.dumps(node).encode()))
     assert not RAN
 
 

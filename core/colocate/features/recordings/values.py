@@ -99,7 +99,8 @@ _FACTORIES = {kind.__name__: kind for kind in (bool, dict, float, int, list, set
 
 
 def _from_default(parts: Sequence[Any]) -> Any:
-    return _from_pairs(lambda: defaultdict(parts[0] and _FACTORIES[parts[0]]))(parts[1:])
+    (name,) = _plain("name", parts[:1])
+    return _from_pairs(lambda: defaultdict(None if name is None else _FACTORIES[name]))(parts[1:])
 
 
 def _default_parts(value: Any) -> list[Any]:
@@ -156,6 +157,18 @@ _PARTS: Mapping[type, tuple[Callable[[Any], Sequence[Any]], Callable[[Sequence[A
 }
 """How values of a type are taken apart and made."""
 _MAKERS = {kind.__name__: make for kind, (_, make) in _PARTS.items()}
+_OF_ANY = {
+    kind.__name__ for kind in (list, tuple, dict, set, frozenset, slice, deque, OrderedDict, Counter, defaultdict)
+}
+_OF_DATES = {datetime.timedelta, datetime.timezone}
+
+
+def _plain(kind: str, parts: Sequence[Any]) -> Sequence[Any]:
+    """Return the parts of a value; refuse a part whose class has code that a constructor would run."""
+    for part in parts if kind not in _OF_ANY else ():
+        if type(part) not in SCALARS and type(part) not in _OF_DATES:
+            raise NotRecorded(f"a {kind} of a {type(part).__qualname__} isn't recorded")
+    return parts
 
 
 @by_type
@@ -241,7 +254,7 @@ class _Encoder:
         if kind in (list, tuple) and len(value) >= _MANY and (node := self._of_numbers(kind, value)) is not None:
             return node
         if kind in _PARTS:
-            return [kind.__name__, self._all(_PARTS[kind][0](value))]
+            return [kind.__name__, self._all(_plain(kind.__name__, _PARTS[kind][0](value)))]
         if kind in (bytes, bytearray):
             return [kind.__name__, self._add("uint8", (len(value),), bytes(value), 1)]
         torch, numpy, tensordict = imported("torch"), imported("numpy"), imported("tensordict")
@@ -342,7 +355,7 @@ def _base_of(kind: type) -> Any:
 def _attributes(value: Any) -> dict[str, Any]:
     """Return all attributes of an object, also those in slots."""
     kind = type(value)
-    found = dict(object.__getattribute__(value, "__dict__")) if kind.__dictoffset__ else {}
+    found = dict(_dict_of(value)) if kind.__dictoffset__ else {}
     for name in _slots(kind):
         member = _slot(kind, name)
         try:
@@ -351,6 +364,16 @@ def _attributes(value: Any) -> dict[str, Any]:
             continue
         if part is not None or member.__objclass__.__flags__ & _HEAP_TYPE:
             found[name] = part
+    return found
+
+
+def _dict_of(value: Any) -> dict[str, Any]:
+    """Return the `__dict__` of an object; refuse one of which the class says itself how it is found."""
+    kind: type = type(value)
+    names = next(names for base in kind.__mro__ if "__dict__" in (names := _names_of_class(base)))
+    if type(names["__dict__"]) is not types.GetSetDescriptorType:
+        raise NotRecorded(f"{kind.__module__}.{kind.__qualname__} isn't recorded: it has a __dict__ of its own")
+    found: dict[str, Any] = names["__dict__"].__get__(value)
     return found
 
 
@@ -381,7 +404,9 @@ def _checked(keys: Collection[Any]) -> Collection[Any]:
     for key in keys:
         kind: Any = type(key)
         if isinstance(key, tuple) and kind.__hash__ is tuple.__hash__ and kind.__eq__ is tuple.__eq__:
-            _checked(key)
+            _checked([*tuple.__iter__(key)])
+        elif kind is slice:
+            _checked((key.start, key.stop, key.step))
         elif kind not in _PARTS:
             is_own = kind.__hash__ is enum.Enum.__hash__ or isinstance(kind.__hash__, types.WrapperDescriptorType)
             if not is_own or not isinstance(kind.__eq__, types.WrapperDescriptorType):
@@ -558,7 +583,7 @@ class _Decoder:
         if kind == "again":
             return self._known[content]
         make = _MAKERS.get(kind)
-        made = self._special[kind](content) if make is None else make(self._all(content))
+        made = self._special[kind](content) if make is None else make(_plain(kind, self._all(content)))
         if number:
             self._known[number[0]] = made
         return made
@@ -636,11 +661,20 @@ def _dtype_of(code: Any) -> Any:
 
 
 def _jagged(values: Any, offsets: Any, lengths: Any) -> Any:
-    return _torch().nested.nested_tensor_from_jagged(values, offsets=offsets, lengths=lengths)
+    torch = _torch()
+    if any(type(each) is not torch.Tensor for each in (values, offsets, lengths) if each is not None):
+        raise ValueError("the parts of a jagged tensor are no tensors")
+    return torch.nested.nested_tensor_from_jagged(values, offsets=offsets, lengths=lengths)
 
 
-def _tensordict(batch_size: Sequence[int], items: Mapping[str, Any]) -> Any:
+def _tensordict(batch_size: Sequence[int], items: Any) -> Any:
+    if type(items) is not dict or any(type(name) is not str for name in items):
+        raise ValueError("the parts of a TensorDict are no dict of names")
     import tensordict
+
+    kinds = (_torch().Tensor, tensordict.TensorDict, tensordict.NonTensorData)
+    if not all(issubclass(type(each), kinds) for each in items.values()):
+        raise ValueError("the parts of a TensorDict are no tensors")
 
     return tensordict.TensorDict(items, batch_size=batch_size)
 
@@ -652,23 +686,37 @@ def _member(kind: Any, name: str | int) -> Any:
     return missing.__func__(kind, int(name)) if known is None else known
 
 
-def made_error(kind: type[BaseException], args: Sequence[Any], attributes: Mapping[str, Any]) -> BaseException:
+def made_error(kind: type[BaseException], args: Any, attributes: Any) -> BaseException:
     """Create an exception by the builtin base class, without user code."""
+    if type(args) is not tuple:
+        raise ValueError("the arguments of an exception are no tuple")
     base: Any = next(each for each in kind.__mro__ if not each.__flags__ & _HEAP_TYPE)
-    made: BaseException = base.__new__(kind, *args)
-    base.__init__(made, *args)
-    made.args = tuple(args)
+    is_group = base is BaseExceptionGroup and [*map(type, args)] in ([str, list], [str, tuple])
+    # Some constructors look into their arguments, and would run code of these.
+    given = args if is_group or _is_plain(args) else ()
+    made: BaseException = base.__new__(kind, *given)
+    base.__init__(made, *given)
+    _set_args(made, args)
     _set_attributes(made, attributes)
     return made
 
 
-def _set_attributes(made: Any, attributes: Mapping[str, Any]) -> None:
-    kind = type(made)
+_set_args: Any = vars(BaseException)["args"].__set__
+
+
+def _is_plain(args: Any) -> bool:
+    return all(_is_plain(each) if type(each) is tuple else type(each) in {*SCALARS, bytes} for each in args)
+
+
+def _set_attributes(made: Any, attributes: Any) -> None:
+    if type(attributes) is not dict or any(type(name) is not str for name in attributes):
+        raise ValueError("attributes are no dict of names")
+    kind: type = type(made)
     for name, value in attributes.items():
         if name in _slots(kind):
             _slot(kind, name).__set__(made, value)
         else:
-            object.__getattribute__(made, "__dict__")[str(name)] = value
+            _dict_of(made)[name] = value
 
 
 def unpacked(data: Any, entries: Mapping[str, Any], find: Find, device: str | None = None) -> Any:
