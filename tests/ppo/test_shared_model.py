@@ -79,7 +79,7 @@ def test_copies(copied: Callable[[nn.Module], nn.Module], dtype: Dtype, checkpoi
     ids = torch.arange(4)[None]
     expected = module(input_ids=ids).logits
     assert expected.dtype == getattr(torch, dtype)
-    other = copied(module)
+    other: Any = copied(module)
     assert other(input_ids=ids).logits.equal(expected)
     with torch.no_grad():
         for parameter in other.model.layers[0].parameters():
