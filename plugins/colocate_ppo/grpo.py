@@ -213,6 +213,7 @@ def train(
         return asked
 
     def generate(asked: _Asked) -> Any:
+        assert engine is not None
         # Drawn again where the step is done again: equal seeds give equal rows.
         seed = (run.runtime.seed * 1_000_003 + asked.number) % (1 << 62)
         sampling = {"max_tokens": longest, "temperature": temperature, "seed": seed, "stop_token_ids": ends}

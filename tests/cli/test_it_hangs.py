@@ -61,5 +61,5 @@ def _read(screen: Screen, folder: Path) -> str:
 def _ages(text: str) -> str:
     """The text without numbers of the moment."""
     text = re.sub(r"\bprocess \d+", "process N", text)
-    text = re.sub(r"\d\d:\d\d:\d\d\.\d+", "TIME", text)
+    text = re.sub(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d+", "TIME", text)
     return re.sub(r"\b\d+%", "N%", text)

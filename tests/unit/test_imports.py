@@ -120,7 +120,7 @@ def test_lists_work_without_torch(bare_python: str, tmp_path: Path) -> None:
     assert lines[::4] == ["['A', 'BC', 'DEF'] 6"] * 3
     for line in (line for index, line in enumerate(lines) if index % 4):
         assert line.startswith("ImportError ")
-        assert "needs torch, which isn't installed: pip install 'torch>=" in line
+        assert "needs torch, which isn't installed: pip install 'numpy>=2.0' 'torch>=" in line
 
 
 def test_the_pip_line(bare_python: str) -> None:

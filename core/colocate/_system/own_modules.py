@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+from importlib import import_module
 from importlib.machinery import (
     BYTECODE_SUFFIXES,
     EXTENSION_SUFFIXES,
@@ -26,6 +27,8 @@ from types import ModuleType
 from typing import Any
 
 _FOR_TESTS = "testing"
+# Python's own modules that features need and no worker has imported yet.
+_OF_PYTHON = ("decimal", "fractions")
 _packages: set[str] = set()
 _loaders: dict[str, _Loader] = {}
 # As Python's own finders have them: a package named colocate_… may have compiled modules.
@@ -38,6 +41,8 @@ _KINDS = (
 
 def keep_modules() -> None:
     """Read the modules of colocate's packages that are imported by now: the others will be imported from memory."""
+    for name in _OF_PYTHON:
+        import_module(name)
     for package in [name for name in list(sys.modules) if "." not in name and name.startswith("colocate")]:
         if package not in _packages:
             _packages.add(package)

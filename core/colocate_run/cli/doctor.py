@@ -85,8 +85,10 @@ def _examined(
 
 def _row(plugin: PluginInfo, fault: PluginError | None) -> dict[str, Any]:
     state = "works" if fault is None else fault.message
-    if fault is not None and fault.hint and isinstance(fault.__cause__, ModuleNotFoundError):
-        state = f"needs {fault.__cause__.name}: {fault.hint}"  # nobody may have asked for it
+    # The cause is hidden from tracebacks where the hint says all.
+    cause = None if fault is None else fault.__cause__ or fault.__context__
+    if fault is not None and fault.hint and isinstance(cause, ModuleNotFoundError):
+        state = f"needs {cause.name}: {fault.hint}"  # nobody may have asked for it
     return {"name": plugin.name, "kind": plugin.brings, "from": plugin.origin, "state": state}
 
 

@@ -95,7 +95,7 @@ def _names(config: Config, document: Document) -> None:
 
 def _missing(error: PluginError, place: Place, document: Document) -> None:
     """Note what can't be had; where a module that isn't installed is why, it is one mistake however many need it."""
-    cause = error.__cause__
+    cause = error.__cause__ or error.__context__  # hidden from tracebacks where the message says all
     if isinstance(cause, ModuleNotFoundError) and cause.name and f"module {cause.name} " not in error.message:
         if cause.name in document.lacking:
             return

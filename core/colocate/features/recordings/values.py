@@ -403,10 +403,10 @@ def _checked(keys: Collection[Any]) -> Collection[Any]:
         return keys
     for key in keys:
         kind: Any = type(key)
-        if isinstance(key, tuple) and kind.__hash__ is tuple.__hash__ and kind.__eq__ is tuple.__eq__:
-            _checked([*tuple.__iter__(key)])
-        elif kind is slice:
+        if kind is slice:
             _checked((key.start, key.stop, key.step))
+        elif isinstance(key, tuple) and kind.__hash__ is tuple.__hash__ and kind.__eq__ is tuple.__eq__:
+            _checked([*tuple.__iter__(key)])
         elif kind not in _PARTS:
             is_own = kind.__hash__ is enum.Enum.__hash__ or isinstance(kind.__hash__, types.WrapperDescriptorType)
             if not is_own or not isinstance(kind.__eq__, types.WrapperDescriptorType):
@@ -690,8 +690,8 @@ def made_error(kind: type[BaseException], args: Any, attributes: Any) -> BaseExc
     """Create an exception by the builtin base class, without user code."""
     if type(args) is not tuple:
         raise ValueError("the arguments of an exception are no tuple")
-    base: Any = next(each for each in kind.__mro__ if not each.__flags__ & _HEAP_TYPE)
-    is_group = base is BaseExceptionGroup and [*map(type, args)] in ([str, list], [str, tuple])
+    base: Any = next(each for each in cast("Any", kind).__mro__ if not each.__flags__ & _HEAP_TYPE)
+    is_group = base.__name__ == "BaseExceptionGroup" and [*map(type, args)] in ([str, list], [str, tuple])
     # Some constructors look into their arguments, and would run code of these.
     given = args if is_group or _is_plain(args) else ()
     made: BaseException = base.__new__(kind, *given)

@@ -369,7 +369,9 @@ class GivenRows(RowsCall):
         A row that was sent is in a message already, and is copied only if a retry is possible. The order's lock is
         taken for each row alone: a copy may take long.
         """
-        for row, body in list(self._packed.items()):
+        with self._lock:
+            waiting = list(self._packed.items())
+        for row, body in waiting:
             if self._flow.tries.get(row, 1) and (copy := owned(body)) is not body:
                 with self._lock:
                     if row in self._packed:

@@ -143,9 +143,9 @@ class Closing(ExecutorCase):
         with self.connect() as runtime:
             runtime.observe(Observer())
             first, second = runtime.reserve(2, cpus=0), runtime.reserve(1, cpus=0)
-            for part, name in ((first[0], "oldest"), (second, "middle"), (first[1], "newest of the older pool")):
+            for part, name in ((first[0], "oldest"), (second, "middle"), (first[1], "newest-of-the-older-pool")):
                 part.spawn({"echo": colocate.role(Echo)}, name=name)
-        assert closed == ["middle", "newest of the older pool", "oldest"]
+        assert closed == ["middle", "newest-of-the-older-pool", "oldest"]
 
     @of_executor
     def test_every_error(self, runtime: Runtime) -> None:

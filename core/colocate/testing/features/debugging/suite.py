@@ -245,7 +245,7 @@ class Debugging(ExecutorCase):
             assert not thread.is_alive()
         assert call.result(PATIENCE_S) == [111, 112]
 
-    def test_a_job_that_is_to_end(self, runtime: colocate.Runtime, no_leaks: None) -> None:
+    def test_no_stop_in_a_job_that_is_to_end(self, runtime: colocate.Runtime, no_leaks: None) -> None:
         """No rank of this process stops any more, of any runtime, nor of a group that is made then."""
         with (
             colocate.connect(processes=True) as own,

@@ -673,7 +673,7 @@ class Comparisons(ExecutorCase):
 
     @needs_feature("weights")
     @pytest.mark.parametrize("slots", [2, 1])
-    def test_weights_that_differ(
+    def test_weights_that_differ_between_roles(
         self, spawn: Spawn, tmp_path: Path, caplog: pytest.LogCaptureFixture, slots: int
     ) -> None:
         """A role with another one's weights isn't said to have been given the same, where these differ."""
