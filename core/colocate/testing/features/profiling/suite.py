@@ -18,8 +18,7 @@ from colocate import ColocatedGroup
 from colocate.errors import ColocateError, ConfigError
 from colocate.executor import OwnProcess
 from colocate.features import FEATURES
-from colocate.features.profiling.driver import _Session
-from colocate.testing.executors._base import ExecutorCase, Spawn, needs
+from colocate.testing.executors._base import ExecutorCase, Spawn, needs, needs_feature
 from colocate.testing.gate import Gate
 from colocate.testing.probes.counting import Counting
 from colocate.testing.probes.plain import Echo
@@ -259,9 +258,12 @@ class Profiling(ExecutorCase):
             timed.multiply()
         assert profile.trace.exists()
 
+    @needs_feature("looking")
     def test_two_at_once(self, spawn: Spawn, in_its_folder: None, monkeypatch: pytest.MonkeyPatch) -> None:
         """Profiles of two groups that begin at the same moment have a file each."""
         groups = [spawn({"echo": colocate.role(Echo, "the tag")}, slots=1) for _ in range(2)]
+        from colocate.features.profiling.driver import _Session  # which needs that feature
+
         both, begin = threading.Barrier(2), _Session.begin
 
         def begin_together(session: _Session) -> None:
