@@ -91,11 +91,15 @@ class TestTwoHosts(Smoke):
         assert [slot.node for slot in pair.owner.slots] == HOSTS
 
 
-def test_a_host_that_cannot_be_reached() -> None:
-    """The error names the host, and no slot stays held."""
+@pytest.mark.parametrize("env", [{}, {"LONG": "x" * 200_000}], ids=["after", "amid"])
+def test_a_host_that_cannot_be_reached(env: dict[str, str]) -> None:
+    """The error names the host, and no slot stays held: ssh ends before the post is told its slot, or amid that.
+
+    No pipe holds the long one, so that ssh has ended before all of it is written.
+    """
     with colocate.connect("outpost", hosts=["127.0.0.2", "127.0.0.4"], cpus=1) as runtime:
         with pytest.raises(PlacementError, match=r"the post on 127\.0\.0\.4 ended at once, with exit code 255"):
-            runtime.reserve(2, strategy="spread")
+            runtime.reserve(2, strategy="spread", env=env)
         assert not runtime.audit()
         runtime.reserve(1, timeout=0)
 

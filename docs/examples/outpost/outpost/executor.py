@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 
 import attrs
 
@@ -79,7 +80,8 @@ class Outposts(Executor, OwnProcess, MultiNode, SharedSlots):
         reservation = self._ledger.reserve(request)
         posts: list[Post] = []
         try:
-            posts += [self.start_post(place, request) for place in reservation.places]
+            for place in reservation.places:  # one at a time: where one can't be started, the others are ended
+                posts.append(self.start_post(place, request))
             kept = zip(reservation.places, [post.connected() for post in posts], strict=True)
             # By `host` workers on other machines reach this one's.
             reached = [(place, self._addresses.get(place.node, place.host), slot) for place, slot in kept]
@@ -153,7 +155,8 @@ class Post:
         assert self._process.stdin is not None
         where = {"host": host, "ports": request.ports, "cut_s": request.cut_s}
         told = {"key": keepers.key.hex(), "env": env, "name": request.id, "where": where}
-        print(json.dumps(told), file=self._process.stdin, flush=True)
+        with suppress(BrokenPipeError):  # the process has ended: `connected` says so
+            print(json.dumps(told), file=self._process.stdin, flush=True)
         self._watch = threading.Thread(target=self._wait, name="outpost-watch", daemon=True)
 
     def connected(self) -> KeptSlot:
@@ -182,7 +185,8 @@ class Post:
         """It goes, or is made to."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._process.stdin.close()
+        with suppress(BrokenPipeError):  # it still holds what nobody read
+            self._process.stdin.close()
         try:
             self._process.wait(_LEAVES_WITHIN_S)
         except subprocess.TimeoutExpired:
