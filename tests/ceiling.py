@@ -1,21 +1,35 @@
-"""How much code core is, by package: `python -m tests.ceiling` fails where that is more than tests/ceiling.txt allows.
+"""How much code there is: `python -m tests.ceiling --since BASE` compares tokens with those of a commit.
 
-Counted are lines with code (comments, docstrings and empty lines aren't), tokens on such a line, and functions. The
-ceiling only falls: `python -m tests.ceiling lower` writes what there is, where that is less.
+Comments, docstrings and ends of lines don't count. BASE is read from git, so that no commit can raise it; the Makefile
+names it in one line, which moves only with an issue's text.
 """
 
 from __future__ import annotations
 
+import argparse
 import ast
+import io
+import subprocess
 import sys
+import tarfile
 import tokenize
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
-TABLE = Path(__file__).with_suffix(".txt")
+FOLDERS = {
+    "core/colocate/testing/": "suites",
+    "core/colocate_run/": "run",
+    "core/colocate_report/": "report",
+    "core/": "core",
+    "executors/": "executors",
+    "plugins/": "plugins",
+    "tests/": "tests",
+}
+"""Each file belongs to the first folder that it lies in."""
+LIMITS = {("core", "run", "report"): 100, ("suites", "tests"): 100}
+"""Percent of the base that packages may have together."""
 _NO_CODE = {
     tokenize.COMMENT,
     tokenize.NL,
@@ -27,90 +41,82 @@ _NO_CODE = {
 }
 
 
-class Size(NamedTuple):
-    """How much code something is."""
-
-    lines: int
-    tokens_per_line: float
-    functions: int
-
-    def at_most(self, most: Size) -> Size:
-        """Return the lower number of each kind."""
-        return Size(
-            min(self.lines, most.lines),
-            min(self.tokens_per_line, most.tokens_per_line),
-            min(self.functions, most.functions),
-        )
+def count_tokens(source: bytes) -> int:
+    """Return the number of tokens of a module, without comments and docstrings."""
+    docstrings = {
+        (node.value.lineno, node.value.col_offset)
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+    }
+    tokens = tokenize.tokenize(io.BytesIO(source).readline)
+    return sum(token.type not in _NO_CODE and token.start not in docstrings for token in tokens)
 
 
-def size_of(files: Iterable[Path]) -> Size:
-    """Return how much code some files are."""
-    lines = tokens = functions = 0
-    for path in files:
-        tree = ast.parse(path.read_bytes())
-        texts = {
-            (node.value.lineno, node.value.col_offset)
-            for node in ast.walk(tree)
-            if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
-        }
-        functions += sum(isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) for node in ast.walk(tree))
-        with tokenize.open(path) as file:
-            found = [
-                each
-                for each in tokenize.generate_tokens(file.readline)
-                if each.type not in _NO_CODE and each.start not in texts
-            ]
-        tokens += len(found)
-        lines += len({line for each in found for line in range(each.start[0], each.end[0] + 1)})
-    return Size(lines, round(tokens / max(1, lines), 1), functions)
+def count_by_package(files: Iterable[tuple[str, bytes]]) -> Counter[str]:
+    """Return the tokens of each package of `FOLDERS`, from paths below the root and contents."""
+    counts: Counter[str] = Counter()
+    for path, source in files:
+        package = next((name for folder, name in FOLDERS.items() if path.startswith(folder)), None)
+        if package is not None and path.endswith(".py"):
+            counts[package] += count_tokens(source)
+    return counts
 
 
-def packages(core: Path) -> dict[str, Size]:
-    """Return how much code each package of a folder is, and each below `colocate`; modules there are one row.
+def files_of_commit(commit: str, root: Path) -> list[tuple[str, bytes]]:
+    """Return paths and contents of a commit's files.
 
-    `testing` is left out: tests are no reason to keep a suite small.
+    Raises:
+        SystemExit: Git doesn't know the commit; the text says what to do.
     """
-    files = defaultdict(list)
-    for path in sorted(core.rglob("*.py")):
-        top, *below = path.relative_to(core).parts
-        if below[0] != "testing":
-            files[f"{top}/{below[0]}" if top == "colocate" and below[1:] else top].append(path)
-    return {name: size_of(paths) for name, paths in files.items()}
+    command = ["git", "archive", commit, *sorted({folder.split("/")[0] for folder in FOLDERS})]
+    archive = subprocess.run(command, cwd=root, capture_output=True)
+    if archive.returncode:
+        raise SystemExit(
+            f"{commit} can't be read from git: {archive.stderr.decode().strip()}. A shallow clone lacks it: "
+            "git fetch --unshallow"
+        )
+    with tarfile.open(fileobj=io.BytesIO(archive.stdout)) as tar:
+        members = [member for member in tar.getmembers() if member.isfile() and member.name.endswith(".py")]
+        return [(member.name, extracted.read()) for member in members if (extracted := tar.extractfile(member))]
 
 
-def read(table: str) -> dict[str, Size]:
-    """Return the rows of a table: package, lines, tokens per line, functions."""
-    rows = [line.split() for line in table.splitlines() if line and not line.startswith("#")]
-    return {name: Size(int(lines), float(tokens), int(functions)) for name, lines, tokens, functions in rows}
+def files_of_checkout(root: Path) -> list[tuple[str, bytes]]:
+    """Return paths and contents of the modules of a checkout, whether git tracks them or not."""
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", "*.py"]
+    paths = subprocess.run(command, cwd=root, capture_output=True, check=True, text=True).stdout.split("\0")
+    return [(path, (root / path).read_bytes()) for path in paths if path and (root / path).is_file()]
 
 
-def written(rows: Mapping[str, Size]) -> str:
-    """Return a table as it is read."""
-    head = f"# {'package':22} {'lines':>6} {'tokens per line':>16} {'functions':>10}\n"
-    return head + "".join(f"{name:24} {row[0]:6} {row[1]:16} {row[2]:10}\n" for name, row in rows.items())
+def table(before: Mapping[str, int], now: Mapping[str, int]) -> str:
+    """Return a table of packages, and of those that have a limit together."""
+    rows = [(name,) for name in dict.fromkeys(FOLDERS.values())]
+    lines = [f"{'tokens':20} {'base':>9} {'now':>9}"]
+    for names in [*rows, *LIMITS]:
+        old, new = (sum(counts[name] for name in names) for counts in (before, now))
+        share = f"{100 * new / old:6.1f} %" if old else ""
+        lines.append(f"{' + '.join(names):20} {old:9,} {new:9,} {share}")
+    return "\n".join(lines)
 
 
-def above(found: Mapping[str, Size], ceiling: Mapping[str, Size]) -> list[str]:
-    """Return what is above a ceiling, in words; a package that has none is above it."""
-    none = Size(0, 0.0, 0)
+def above(before: Mapping[str, int], now: Mapping[str, int]) -> list[str]:
+    """Return a sentence for each limit that is exceeded."""
     return [
-        f"{name} has {now} {what.replace('_', ' ')}, and its ceiling is {most}: less will do, or raise it in the same "
-        "commit with its reason (tests/ceiling.txt)"
-        for name, row in found.items()
-        for what, now, most in zip(Size._fields, row, ceiling.get(name, none), strict=True)
-        if now > most
+        f"{' + '.join(names)}: {new:,} tokens are more than {percent} % of the base's {old:,}: take something out"
+        for names, percent in LIMITS.items()
+        for old, new in [[sum(counts[name] for name in names) for counts in (before, now)]]
+        if new > old * percent / 100
     ]
 
 
 def main(arguments: list[str]) -> int:
-    """Say what is above the ceiling, or lower that."""
-    found, ceiling = packages(ROOT / "core"), read(TABLE.read_text())
-    if arguments == ["lower"]:
-        least = {name: found[name].at_most(most) for name, most in ceiling.items() if name in found}
-        TABLE.write_text(written(least))
-        return 0
-    print(*(wrong := above(found, ceiling)), sep="\n", end="\n" if wrong else "")
-    return 1 if wrong else 0
+    """Print the table; return 1 if a limit is exceeded."""
+    parser = argparse.ArgumentParser(prog="python -m tests.ceiling", description="Compare tokens with a commit's.")
+    parser.add_argument("--since", metavar="BASE", required=True, help="the commit")
+    commit = parser.parse_args(arguments).since
+    before, now = count_by_package(files_of_commit(commit, ROOT)), count_by_package(files_of_checkout(ROOT))
+    print(table(before, now))
+    print(*(excess := above(before, now)), sep="\n", end="\n" if excess else "")
+    return 1 if excess else 0
 
 
 if __name__ == "__main__":

@@ -1,9 +1,12 @@
-"""What `make check` says of the size of core: what is above its ceiling, by package."""
+"""What `make check` says of the size of the code, against a commit."""
 
 from __future__ import annotations
 
+import subprocess
+from collections import Counter
 from pathlib import Path
 
+import pytest
 from tests import ceiling
 
 CODE = '''"""A docstring."""
@@ -17,36 +20,41 @@ def f(a: int) -> int:
 '''
 
 
-def test_what_is_counted(tmp_path: Path) -> None:
-    """Lines with code and their tokens: no comment, docstring or empty line."""
-    file = tmp_path / "a.py"
-    file.write_text(CODE)
-    assert ceiling.size_of([file]) == ceiling.Size(4, 4.0, 1)
+def test_what_is_counted() -> None:
+    """No comment, docstring or end of a line."""
+    assert ceiling.count_tokens(CODE.encode()) == 16
 
 
-def test_packages(tmp_path: Path) -> None:
-    """Packages below `colocate` are a row each with all that is below them, its own modules one; the suites none."""
-    for name in (
-        "colocate/__init__",
-        "colocate/errors",
-        "colocate/worker/a",
-        "colocate/worker/b/c",
-        "colocate/testing/x",
-        "colocate_run/d",
-    ):
-        path = tmp_path / f"{name}.py"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("x = 1\n")
-    found = {name: size.lines for name, size in ceiling.packages(tmp_path).items()}
-    assert found == {"colocate": 2, "colocate/worker": 2, "colocate_run": 1}
+def test_packages() -> None:
+    """A file belongs to the first folder that it lies in; other files don't count."""
+    names = ["core/colocate/a.py", "core/colocate/testing/b.py", "core/colocate_run/c.py", "tests/d.py"]
+    files = [(name, b"x = 1\n") for name in [*names, "docs/e.py", "tests/f.txt"]]
+    assert ceiling.count_by_package(files) == {"core": 3, "suites": 3, "run": 3, "tests": 3}
 
 
 def test_above() -> None:
-    """Each number has a ceiling, and a package without one is above it."""
-    table = {"a": ceiling.Size(10, 7.5, 3)}
-    assert ceiling.read(ceiling.written(table)) == table
-    assert ceiling.above(table, table) == []
-    for more in (ceiling.Size(11, 7.5, 3), ceiling.Size(10, 7.6, 3), ceiling.Size(10, 7.5, 4)):
-        [words] = ceiling.above({"a": more}, table)
-        assert "raise it in the same commit with its reason" in words
-    assert len(ceiling.above({"b": ceiling.Size(1, 1.0, 1)}, table)) == 3
+    """Packages with a limit are counted together: one may grow where another one shrinks."""
+    before = dict.fromkeys(ceiling.FOLDERS.values(), 100)
+    assert ceiling.above(before, before | {"core": 150, "run": 50}) == []
+    [words] = ceiling.above(before, before | {"core": 150, "run": 51})
+    assert words == "core + run + report: 301 tokens are more than 100 % of the base's 300: take something out"
+
+
+def test_a_commit_is_read_from_git(tmp_path: Path) -> None:
+    """What lies in the checkout doesn't change the base; a commit that git lacks is told with what to do."""
+    module = tmp_path / "core" / "colocate" / "a.py"
+    module.parent.mkdir(parents=True)
+    for folder in ("executors", "plugins", "tests"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "b.py").write_text("x = 1\n")
+    module.write_text("x = 1\n")
+    commit = ["-c", "user.name=a", "-c", "user.email=a@b.c", "commit", "-qm", "a"]
+    for command in (["init", "-q"], ["add", "."], commit):
+        subprocess.run(["git", *command], cwd=tmp_path, check=True)
+    module.write_text("x = 1 + 1\n")
+    (tmp_path / "tests" / "new.py").write_text("y\n")
+    before = ceiling.count_by_package(ceiling.files_of_commit("HEAD", tmp_path))
+    assert before == {"core": 3, "executors": 3, "plugins": 3, "tests": 3}
+    assert ceiling.count_by_package(ceiling.files_of_checkout(tmp_path)) == before + Counter(core=2, tests=1)
+    with pytest.raises(SystemExit, match=r"f00d can't be read from git: .*git fetch --unshallow"):
+        ceiling.files_of_commit("f00d", tmp_path)
