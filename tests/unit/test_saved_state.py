@@ -1,18 +1,15 @@
-"""What a role's `save` takes: copies on the host, and what is noticed where it takes none."""
+"""What a role's `save` takes: copies on the host."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 
 from colocate import Role
-from colocate.features.checkpoints.read_later import ReadLater, variables
 from colocate.torch import host_copy, save_state
 
 
@@ -92,125 +89,3 @@ def test_a_state_is_written_at_once_outside_of_a_checkpoint(tmp_path: Path) -> N
     found = {"weight": torch.zeros(3)}
     load(found, checkpoint_id=tmp_path, no_dist=True)
     assert found["weight"].tolist() == [1, 1, 1]
-
-
-def own(kept: dict[str, Any]) -> Generator[None, None, object]:
-    """Writes what it hasn't copied."""
-    state, unused = kept["net"], kept["net"]
-    del unused
-    yield
-    return len(state)
-
-
-def copied(kept: dict[str, Any]) -> Generator[None, None, object]:
-    """Uses names of the role's own again, of other things."""
-    taken, tensor = {}, None
-    for name, tensor in kept["net"].items():
-        taken[name] = tensor.clone()
-    state = kept["net"]
-    yield
-    state = list(taken.values())
-    return len(state), [name for name, tensor in taken.items()]
-
-
-def closed_over(kept: dict[str, Any]) -> Generator[None, None, object]:
-    """Has it by a function."""
-    state = kept["net"]
-
-    def write() -> int:
-        return len(state)
-
-    yield
-    return write()
-
-
-def by_another(kept: dict[str, Any]) -> Generator[None, None, object]:
-    """Has another one write it."""
-    state = kept["net"]
-    yield
-    return [sum(map(len, state)), [each for each in state if len(state)]]
-
-
-@pytest.mark.parametrize(
-    ("save", "names"), [(own, ["state"]), (copied, ["taken"]), (closed_over, []), (by_another, ["state"])]
-)
-def test_what_is_read_after_the_yield(save: Any, names: list[str]) -> None:
-    """Of a frame those variables that are read before they are set, if there may be tensors in them."""
-    going = save({"net": {"weight": torch.zeros(2)}})
-    next(going)
-    assert list(variables(going.gi_frame)) == names
-
-
-class Owner(Role):
-    """Has what the second halves below read."""
-
-    def __init__(self) -> None:
-        self.n, self.big, self.files = 1, 1000, 0
-        self.kept = {"weight": torch.zeros(2)}
-        self.net = torch.nn.Linear(1, 1)
-        self.optimizer = torch.optim.Adam(self.net.parameters())
-
-    @property
-    def doubled(self) -> int:
-        return 2 * self.n
-
-    def step(self) -> None:
-        """As a call that goes on meanwhile."""
-        self.n, self.big, self.files = 3, int("1000"), 5
-        self.kept["weight"] += 1
-        self.net(torch.ones(1)).sum().backward()
-        self.optimizer.step()
-
-    def number(self) -> Generator[None, None, object]:
-        yield
-        return self.n, self.big
-
-    def copy(self) -> Generator[None, None, object]:
-        n = self.n
-        yield
-        self.files += 1
-        return n, self.ctx, self.doubled, self.step, self.files
-
-    def function(self) -> Generator[None, None, object]:
-        yield
-        return [key for key in "ab" if self.n], (lambda: self.kept)
-
-    def alias(self) -> Generator[None, None, object]:
-        me = self
-        yield
-        return len(me.kept)
-
-    def delegated(self) -> Generator[None, None, object]:
-        return (yield from self.number())
-
-    def states(self) -> Generator[None, None, object]:
-        yield
-        return self.net.state_dict(), self.optimizer.state_dict()
-
-    def own_state(self) -> Generator[None, None, object]:
-        state = host_copy(self.net.state_dict())
-        yield
-        return self.net.extra_repr(), state
-
-
-@pytest.mark.parametrize(
-    ("save", "changed"),
-    [
-        (Owner.number, ["self.n"]),
-        (Owner.copy, []),
-        (Owner.function, ["self.n", "self.kept"]),
-        (Owner.alias, ["self.kept"]),
-        (Owner.delegated, ["self.n"]),
-        (Owner.states, ["self.net", "self.optimizer"]),
-        (Owner.own_state, []),
-    ],
-)
-def test_what_of_the_role_is_read_after_the_yield(save: Any, changed: list[str]) -> None:
-    """Attributes that were set anew, and tensors in them: not what is equal, or its own doing, and no methods."""
-    owner = Owner()
-    going = save(owner)
-    next(going)
-    read = ReadLater(going, owner, strict=False)
-    assert read.changed() == []
-    owner.step()
-    assert read.changed() == changed

@@ -19,7 +19,6 @@ from colocate._system.jobs import JobThread, report_exception
 from colocate._values.codec import Codec
 from colocate.features.checkpoints.contents import being_written, digests_of
 from colocate.features.checkpoints.messages import AskSaved, Saved
-from colocate.features.checkpoints.read_later import ReadLater
 from colocate.worker.device import Device
 from colocate.worker.serving import failure
 from colocate.worker.serving.definitions import Definitions
@@ -37,13 +36,10 @@ class SecondHalf:
         role: The role.
     """
 
-    def __init__(self, role: RoleInstance, strict: bool) -> None:
-        """Nothing is left yet. Args: strict: Whether contents of what it writes are compared, too."""
+    def __init__(self, role: RoleInstance) -> None:
         self.role = role
-        self._strict = strict
         self._rests: list[Generator[Any, Any, Any]] = []
         self._going_on: list[Any] = []
-        self._read: list[ReadLater] = []
 
     @calls_role_code
     def take_state(self, name: str, hook: Callable[..., Any], *args: Any) -> None:
@@ -68,8 +64,7 @@ class SecondHalf:
         self._going_on += going_on
 
     def is_left(self) -> bool:
-        """Return whether there is more to do. What it reads later is watched from then on."""
-        self._read = [ReadLater(rest, self.role.instance, self._strict) for rest in self._rests]
+        """Return whether there is more to do."""
         return bool(self._rests or self._going_on)
 
     @calls_role_code
@@ -78,7 +73,6 @@ class SecondHalf:
 
         Raises:
             BaseException: What that has failed of.
-            RuntimeError: What was written has changed meanwhile.
         """
         token = set_current(self.role.ctx)
         try:
@@ -87,11 +81,6 @@ class SecondHalf:
                 wait_until_over(SAVE, self._going_on.pop())
         finally:
             reset_current(token)
-        if changed := [name for read in self._read for name in read.changed()]:
-            raise RuntimeError(
-                f"what {SAVE}() writes after its yield has changed meanwhile, in {', '.join(changed)}: it is the "
-                "role's own, whose calls go on. Take copies before the yield (colocate.torch.host_copy(state))"
-            )
         return self.is_left()
 
     def _ends(self, rest: Generator[Any, Any, Any]) -> bool:

@@ -37,7 +37,6 @@ def save(
     directory: str,
     awake: Callable[[RoleInstance], AbstractContextManager[object]],
     wait: bool,
-    strict: bool,
     parts: Mapping[str, OfWorker],
 ) -> list[SecondHalf]:
     """Have roles take their states, and write them if that is waited for; return what is left to do.
@@ -54,7 +53,7 @@ def save(
     left = []
     for role in roles:
         with awake(role):
-            half = _save(role, folder, strict)
+            half = _save(role, folder)
             if half is not None and (role.run(half.go_on) if wait else half.is_left()):
                 left.append(half)
         for name, part in parts.items():
@@ -192,13 +191,13 @@ def takes_ranks(cls: type) -> bool:
     return restore is not None and "ranks" in inspect.signature(restore).parameters
 
 
-def _save(role: RoleInstance, folder: Path, strict: bool) -> SecondHalf | None:
+def _save(role: RoleInstance, folder: Path) -> SecondHalf | None:
     """Call a role's `save`, and return what that has left to do; None where it has none."""
     assert role.name is not None
     own = folder / role.name
     if not own.is_dir() or role.stands_in:
         return None
-    half, had = SecondHalf(role, strict), {**getattr(role.instance, "__dict__", {})}
+    half, had = SecondHalf(role), {**getattr(role.instance, "__dict__", {})}
     role.run_hook(_bound(role, "save"), str(own), name="save", by=half.take_state)
     has = getattr(role.instance, "__dict__", {}).items()
     half.add([value for key, value in has if value is not had.get(key) and is_future(value)])  # as by torch's recipe

@@ -44,8 +44,8 @@ class CheckpointsOfWorker(OfWorker):
         """
         context = self._worker_context
         self._saver.leave(())  # what is left of an earlier one, which came to nothing, takes memory
-        awake, strict = partial(context.awake, why="to be saved"), context.store.strict
-        left = share.save(self._roles(), directory, awake, wait, strict, context.parts)
+        awake = partial(context.awake, why="to be saved")
+        left = share.save(self._roles(), directory, awake, wait, context.parts)
         if left:
             context.device.end("the checkpoint")  # copies on the device are read on another thread then
         self._saver.leave(left)

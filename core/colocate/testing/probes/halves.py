@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Thread
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from colocate import method
 from colocate.testing.gate import Address, pass_gate
 from colocate.testing.probes.lasting import Lasting
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 class Halved(Lasting):
@@ -59,20 +55,6 @@ class Halved(Lasting):
         return written
 
 
-class Late(Lasting):
-    """Writes its count as it is when a gate is open."""
-
-    def __init__(self, gate: Address) -> None:
-        super().__init__()
-        self.gate = gate
-
-    def save(self, directory: str) -> Iterator[None]:  # type: ignore[override]  # pyright: ignore
-        """Without a copy."""
-        yield
-        pass_gate(self.gate)
-        Path(directory, str(self.ctx.rank)).write_text(str(self.count))
-
-
 class Going(Lasting):
     """What its `save` returns goes on by itself.
 
@@ -106,47 +88,3 @@ class Going(Lasting):
     def close(self) -> None:
         """End its threads."""
         self.pool.shutdown()
-
-
-class Weighing(Lasting):
-    """Has a tensor. Needs torch.
-
-    Args:
-        copies: Whether it takes a copy to write it.
-        gate: Where it waits before it writes.
-    """
-
-    def __init__(self, copies: bool, gate: Address | None = None) -> None:
-        import torch
-
-        super().__init__()
-        self.weight: Tensor = torch.zeros(4, device=self.ctx.device)
-        self.copies, self.gate = copies, gate
-
-    @method
-    def add(self, amount: int = 1) -> int:
-        """In place, as an optimizer does."""
-        self.weight += amount
-        self.count += amount
-        return self.count
-
-    def save(self, directory: str) -> Iterator[None]:  # type: ignore[override]  # pyright: ignore
-        """Save the tensor alone."""
-        import torch
-
-        state = {"weight": self.weight}
-        taken = {}
-        for name, tensor in state.items():
-            taken[name] = tensor.clone() if self.copies else tensor
-        yield
-        if self.gate is not None:
-            pass_gate(self.gate)
-        for name, tensor in taken.items():
-            torch.save(tensor, Path(directory, f"{name}-{self.ctx.rank}"))
-
-    def restore(self, directory: str) -> None:
-        """As it was."""
-        import torch
-
-        self.weight = torch.load(Path(directory, f"weight-{self.ctx.rank}"))
-        self.count = int(self.weight[0])

@@ -16,7 +16,7 @@ from colocate.errors import ClosedError, GroupRestarted, RoleError
 from colocate.executor import OwnProcess
 from colocate.testing.executors._base import ExecutorCase, Spawn, needs, of_executor
 from colocate.testing.gate import Gate
-from colocate.testing.probes.halves import Going, Halved, Late, Weighing
+from colocate.testing.probes.halves import Going, Halved
 from colocate.testing.probes.lasting import Drawing, Lasting
 from colocate.testing.waiting import PATIENCE_S
 
@@ -191,44 +191,6 @@ class SavingBeside(ExecutorCase):
         checkpoint()
         group.restore(tmp_path / "one")
         assert role.add() == [8, 8]
-
-    @pytest.mark.parametrize("copies", [True, False])
-    def test_state_that_was_not_copied(self, spawn: Spawn, tmp_path: Path, copies: bool) -> None:
-        """What has changed while it was written is no checkpoint, and the variable is named."""
-        pytest.importorskip("torch")
-        with Gate() as gate:
-            group = spawn({"weighing": colocate.role(Weighing, copies, gate.address)})
-            role = group.role("weighing", Weighing)
-            role.add(2)
-            saving = group.checkpoint(tmp_path / "one", wait=False)
-            gate.wait_for(2)
-            role.add(3)
-            gate.open()
-            if not copies:
-                with pytest.raises(RoleError, match="has changed meanwhile, in taken: it is the role's own"):
-                    saving.result(PATIENCE_S)
-                assert not (tmp_path / "one").exists()
-                return
-            saving.result(PATIENCE_S)
-        group.restore(tmp_path / "one")
-        assert role.add() == [3, 3]
-
-    def test_an_attribute_that_is_another_one_now(self, spawn: Spawn, tmp_path: Path) -> None:
-        """An attribute would be saved as calls have made it meanwhile. Where these wait, it is as it was."""
-        with Gate() as gate:
-            group = spawn({"late": colocate.role(Late, gate.address)})
-            role = group.role("late", Late)
-            role.add(2)
-            saving = group.checkpoint(tmp_path / "one", wait=False)
-            gate.wait_for(2)
-            role.add(3)
-            gate.open()
-            with pytest.raises(RoleError, match=r"has changed meanwhile, in self\.count: it is the role's own"):
-                saving.result(PATIENCE_S)
-            assert not (tmp_path / "one").exists()
-            group.checkpoint(tmp_path / "one")
-        group.restore(tmp_path / "one")
-        assert role.add(0) == [5, 5]
 
     def test_closing_waits_for_it(self, halved: Callable[..., ColocatedGroup], tmp_path: Path) -> None:
         """Within its grace; then it is void, which is told, and what was there stays."""
