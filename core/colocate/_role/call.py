@@ -23,8 +23,8 @@ from colocate._system.jobs import message_of
 from colocate._system.numbers import limit
 from colocate._system.tracebacks import is_of_handler
 from colocate._values.leaves import map_leaves
-from colocate._values.nesting import no_end, refuse_hidden
-from colocate.errors import ColocateError
+from colocate._values.nesting import no_end
+from colocate.errors import ColocateError, SerializationError
 
 _log = logging.getLogger("colocate")
 C = TypeVar("C")
@@ -55,17 +55,21 @@ def lives_on_driver(kind: type) -> bool:
 
 def refuse_in_constructor(arguments: Mapping[str, Any], what: str) -> None:
     """Refuse what has no end, or lives on the driver, among the arguments of a role's constructor."""
-    try:
-        map_leaves(list(arguments.values()), lambda item: item, lambda kind: False)
-    except RecursionError:
-        if (error := no_end(arguments, what)) is not None:
-            raise error from None
-        raise
+    for name, value in arguments.items():
 
-    def why(item: Any, holder: str) -> str:
-        return f"which lives on the driver. {item._instead}"
+        def refuse(item: Any, name: str = name) -> NoReturn:
+            raise SerializationError(
+                f"{what}: {name} can't be sent: it has {item!r}, which lives on the driver. {item._instead}",
+                argument=name,
+                path=name,
+            )
 
-    refuse_hidden(arguments, what, lives_on_driver, why, holder=what)
+        try:
+            map_leaves(value, refuse, lives_on_driver)
+        except RecursionError:
+            if (error := no_end(arguments, what)) is not None:
+                raise error from None
+            raise
 
 
 class Underway(Flag):

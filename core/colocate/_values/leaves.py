@@ -55,19 +55,13 @@ def map_leaves(
     value: Any,
     leaf: Callable[[Any], Any],
     matters: Callable[[type], bool] | None = None,
-    key: Callable[[Any], object] | None = None,
 ) -> Any:
     """Replace each leaf of nested lists, tuples and dicts by `leaf(it)`; what nothing changed in is the same object.
 
-    With `matters`, `leaf` is asked of no other types, and long lists of what doesn't matter are cheap. `key` looks at
-    each key that is no string; keys stay as they are.
+    With `matters`, `leaf` is asked of no other types, and long lists of what doesn't matter are cheap.
     """
     if isinstance(value, dict):
-        if key is not None:
-            for name in value:
-                if type(name) is not str:
-                    key(name)
-        changed = {name: new for name, old in value.items() if (new := map_leaves(old, leaf, matters, key)) is not old}
+        changed = {name: new for name, old in value.items() if (new := map_leaves(old, leaf, matters)) is not old}
         return rebuild(value, changed) if changed else value
     if isinstance(value, (list, tuple)):
         if matters is not None:
@@ -76,7 +70,7 @@ def map_leaves(
                     break
             else:
                 return value
-        items = [map_leaves(item, leaf, matters, key) for item in value]
+        items = [map_leaves(item, leaf, matters) for item in value]
         if all(new is old for new, old in zip(items, value, strict=True)):
             return value
         return rebuild(value, items) if isinstance(value, tuple) else items

@@ -14,11 +14,10 @@ from colocate._role.call import Call, OnDriver, Resident, lives_on_driver
 from colocate._role.method_spec import MethodSpec, no_such_attribute
 from colocate._role.role import RoleInfo, no_such_method
 from colocate._signals.in_framework import in_framework, refuse_to_wait
-from colocate._system.by_type import by_type
 from colocate._system.numbers import limit
 from colocate._values.dispatch import Broadcast, chosen_ranks, plan
 from colocate._values.leaves import map_leaves
-from colocate._values.nesting import has_attributes, has_fields, hides, kinds_inside, no_end, refuse_hidden
+from colocate._values.nesting import no_end
 from colocate._values.plain import is_plain
 from colocate._views.sending import OPEN, keep, ready, recording, refuse_inside, start, submit
 from colocate._worker_group.worker_group import WorkerGroup
@@ -191,26 +190,15 @@ class ViewCall(OnDriver):
         return how(ready(worker_group, call, role, spec, planned, uses, self._timeout, packed))
 
 
-# -- what a call's arguments may hold: references in place of residents, and nothing else that lives on the driver
-
-# A call's arguments may be millions of things, and on threads sending them costs nothing. What is so far inside them
-# that this many others are nearer isn't refused there; a resident's reference still says what it is when it is used.
-_LOOKS = 500
-
-
 def with_references(
     arguments: dict[str, Any], worker_group: WorkerGroup, consumer: Consumer, label: str, uses: list[Reference]
 ) -> dict[str, Any]:
-    """The arguments with references, bound to their consumer, in place of residents; `uses` gets them."""
+    """Return the arguments with references, bound to their consumer, in place of residents; `uses` gets them.
 
-    def look_inside(item: Any) -> None:
-        if hides(item, lives_on_driver):
-            refuse_hidden(arguments, label, lives_on_driver, _why_not_inside)
+    Residents are found as arguments, and in lists, tuples and the values of dicts.
+    """
 
     def leaf(item: Any) -> Any:
-        if not lives_on_driver(type(item)):
-            look_inside(item)
-            return item
         if isinstance(item, Resident):
             item = item.ref
         if not isinstance(item, Reference):
@@ -225,34 +213,7 @@ def with_references(
         uses.append(bound)
         return bound
 
-    made, odd = {}, {}
-    for name, value in arguments.items():
-        if is_plain(value):
-            made[name] = value
-            continue
-        if lives_on_driver(type(value)):
-            made[name] = leaf(value)
-            continue
-        kinds = kinds_inside(value)
-        matters = _matters if any(map(lives_on_driver, kinds)) else lives_on_driver
-        made[name] = map_leaves(value, leaf, matters, look_inside)
-        if any(map(has_attributes, kinds)):
-            odd[name] = value
-    if odd:
-        refuse_hidden(odd, label, lives_on_driver, _why_not_inside, looks=_LOOKS)
-    return made
-
-
-def _why_not_inside(item: Any, holder: str) -> str:
-    if isinstance(item, Resident | Reference):
-        return (
-            f"inside a {holder}, where nothing puts its value in its place. Residents are found in lists, tuples and "
-            "the values of dicts: pass it so, or as an argument of its own"
-        )
-    return f"inside a {holder}, and lives on the driver. {item._instead}"
-
-
-@by_type
-def _matters(kind: type) -> bool:
-    """Whether a value of this type is, or may hide, something that lives on the driver."""
-    return lives_on_driver(kind) or has_fields(kind)
+    return {
+        name: value if is_plain(value) else map_leaves(value, leaf, lives_on_driver)
+        for name, value in arguments.items()
+    }

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from colocate import ColocatedGroup
-from colocate.errors import RoleError, SerializationError
+from colocate.errors import RoleError
 from colocate.testing.executors._base import ExecutorCase, of_executor
 from colocate.testing.executors.tensors import TensorCase
 from colocate.testing.probes.rows import Block, Own
@@ -77,11 +77,6 @@ class OwnTypes(TensorCase):
             assert kept.spec.bytes_per_rank == (0, 0)
             assert kept.spec.structure == "Opaque"
             assert kept.fetch().tensors["x"].tolist() == [0.0, 1.0] * 2
-
-    def test_own_types_hiding_a_resident(self, tensors: Tensors) -> None:
-        """A hidden resident is refused with its path: nothing would put its value in its place."""
-        with tensors.make.keep(2) as kept, pytest.raises(SerializationError, match=r"value\['tensors'\]\['x'\]"):
-            tensors.echo(Packing({"x": kept.ref}, "mine"))
 
 
 AREAS = [OwnRows, OwnTypes]
