@@ -13,39 +13,35 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 from colocate import features
 from colocate._api.connection import Connection, live
 from colocate._api.held import Held as Held
-from colocate._calls.records import CALL_FINISHED as CALL_FINISHED
-from colocate._calls.records import OF_RUNS as OF_RUNS
-from colocate._calls.records import CallRecord as CallRecord
-from colocate._calls.records import CheckpointRecord as CheckpointRecord
-from colocate._calls.records import FetchRecord as FetchRecord
-from colocate._calls.records import MoveRecord as MoveRecord
-from colocate._calls.records import TransferRecord as TransferRecord
-from colocate._calls.records import check_observer as check_observer
+from colocate._calls.records import (
+    CALL_FINISHED as CALL_FINISHED,
+    OF_RUNS as OF_RUNS,
+    CallRecord as CallRecord,
+    CheckpointRecord as CheckpointRecord,
+    FetchRecord as FetchRecord,
+    MoveRecord as MoveRecord,
+    TransferRecord as TransferRecord,
+    check_observer as check_observer,
+)
 from colocate._plugins.strays import of_this_machine as of_this_machine
 from colocate._protocol.commands import Seen as Seen
 from colocate._protocol.message import read as read
 from colocate._protocol.requests import Requests as Requests
-from colocate._role.context import Context as Context
-from colocate._role.context import current
-from colocate._signals.deferred import defer
-from colocate._signals.deferred import run_deferred as run_deferred
+from colocate._role.context import Context as Context, current
+from colocate._signals.deferred import defer, run_deferred as run_deferred
 from colocate._system.deadline import Deadline as Deadline
-from colocate._system.files import GrowingFile as GrowingFile
-from colocate._system.files import atomic_folder as atomic_folder
-from colocate._system.files import complete_folders as complete_folders
-from colocate._system.files import remove_folder as remove_folder
-from colocate._system.files import tidy as tidy
-from colocate._system.files import write_whole as write_whole
-from colocate._system.jobs import JobThread as JobThread
-from colocate._system.jobs import report_exception as report_exception
-from colocate._system.limits import LEDGERS_WITHIN_S as LEDGERS_WITHIN_S
-from colocate._system.limits import TOLD_WITHIN_S as TOLD_WITHIN_S
-from colocate._system.recent import RECENT_S as RECENT_S
-from colocate._system.recent import Interval as Interval
-from colocate._system.recent import length as length
-from colocate._system.recent import merged as merged
-from colocate._system.room import SpillFile as SpillFile
-from colocate._system.room import free_memory as free_memory
+from colocate._system.files import (
+    GrowingFile as GrowingFile,
+    atomic_folder as atomic_folder,
+    complete_folders as complete_folders,
+    remove_folder as remove_folder,
+    tidy as tidy,
+    write_whole as write_whole,
+)
+from colocate._system.jobs import JobThread as JobThread, report_exception as report_exception
+from colocate._system.limits import LEDGERS_WITHIN_S as LEDGERS_WITHIN_S, TOLD_WITHIN_S as TOLD_WITHIN_S
+from colocate._system.recent import RECENT_S as RECENT_S, Interval as Interval, length as length, merged as merged
+from colocate._system.room import SpillFile as SpillFile, free_memory as free_memory
 from colocate._system.terminals import drawing as drawing
 from colocate._system.threads import Thread as Thread
 
@@ -58,17 +54,13 @@ if TYPE_CHECKING:
     from colocate.features.checkpoints.driver import CheckpointsOfGroup as CheckpointsOfGroup
     from colocate.features.checkpoints.saving import Saving as Saving
     from colocate.features.devices.driver import DeviceSample as DeviceSample
-    from colocate.features.looking.audit import Audit as Audit
-    from colocate.features.looking.audit import audit_strays as audit_strays
+    from colocate.features.looking.audit import Audit as Audit, audit_strays as audit_strays
     from colocate.features.looking.glance import Recent as Recent
-    from colocate.features.looking.idle import Idling as Idling
-    from colocate.features.looking.idle import idle as idle
-    from colocate.features.memory.tables import GroupMemory as GroupMemory
-    from colocate.features.memory.tables import SlotMemory as SlotMemory
+    from colocate.features.looking.idle import Idling as Idling, idle as idle
+    from colocate.features.memory.tables import GroupMemory as GroupMemory, SlotMemory as SlotMemory
     from colocate.features.recordings.differences import FirstDifference as FirstDifference
     from colocate.features.recordings.driver import comparison as comparison
-    from colocate.features.recordings.given import Compare as Compare
-    from colocate.features.recordings.given import Replay as Replay
+    from colocate.features.recordings.given import Compare as Compare, Replay as Replay
     from colocate.features.recordings.reading import load_recording as load_recording
 
 _OF_FEATURES = {

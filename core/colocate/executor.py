@@ -14,10 +14,7 @@ from typing import Any, ClassVar, Protocol
 import attrs
 
 from colocate import wire
-from colocate._values.codec import BY_REFERENCE as BY_REFERENCE
-from colocate._values.codec import BY_VALUE as BY_VALUE
-from colocate._values.codec import STRICT as STRICT
-from colocate._values.codec import Codec as Codec
+from colocate._values.codec import BY_REFERENCE as BY_REFERENCE, BY_VALUE as BY_VALUE, STRICT as STRICT, Codec as Codec
 from colocate.wire import Posting as Posting
 
 

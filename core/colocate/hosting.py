@@ -8,18 +8,18 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-from colocate._protocol.ledger import Purpose as Purpose
-from colocate._protocol.ledger import counts_as as counts_as
-from colocate._role.context import Context as Context
-from colocate._role.context import MeshPlace as MeshPlace
-from colocate._role.context import attach as attach
-from colocate._role.context import derive_seed as derive_seed
-from colocate._role.context import need_torch as need_torch
-from colocate._role.context import reset_current, set_current
+from colocate._protocol.ledger import Purpose as Purpose, counts_as as counts_as
+from colocate._role.context import (
+    Context as Context,
+    MeshPlace as MeshPlace,
+    attach as attach,
+    derive_seed as derive_seed,
+    need_torch as need_torch,
+    reset_current,
+    set_current,
+)
 from colocate._role.role import own_method as own_method
-from colocate.worker.holdings import Storages as Storages
-from colocate.worker.holdings import held_by as held_by
-from colocate.worker.holdings import optimizers_of as optimizers_of
+from colocate.worker.holdings import Storages as Storages, held_by as held_by, optimizers_of as optimizers_of
 
 
 @contextlib.contextmanager

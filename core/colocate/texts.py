@@ -7,13 +7,13 @@ from colocate._display import columns as columns
 from colocate._plugins.entry_points import listed as listed
 from colocate._system.jobs import error_text as error_text
 from colocate._system.lines import made_for as made_for
-from colocate._system.nearest import did_you_mean as did_you_mean
-from colocate._system.nearest import nearest as nearest
-from colocate._system.numbers import amount_problem as amount_problem
-from colocate._system.numbers import limit as limit
-from colocate._system.numbers import parse_bytes as parse_bytes
-from colocate._system.numbers import plural as plural
-from colocate._system.numbers import shown as shown
-from colocate._system.numbers import size_text as size_text
-from colocate._system.tracebacks import frames_of_users as frames_of_users
-from colocate._system.tracebacks import told as told
+from colocate._system.nearest import did_you_mean as did_you_mean, nearest as nearest
+from colocate._system.numbers import (
+    amount_problem as amount_problem,
+    limit as limit,
+    parse_bytes as parse_bytes,
+    plural as plural,
+    shown as shown,
+    size_text as size_text,
+)
+from colocate._system.tracebacks import frames_of_users as frames_of_users, told as told

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 from colocate import features
 
 if TYPE_CHECKING:
-    from colocate.features.checkpoints.state import host_copy as host_copy
-    from colocate.features.checkpoints.state import save_state as save_state
-    from colocate.features.children.weights import receive_weights as receive_weights
-    from colocate.features.children.weights import send_weights as send_weights
+    from colocate.features.checkpoints.state import host_copy as host_copy, save_state as save_state
+    from colocate.features.children.weights import receive_weights as receive_weights, send_weights as send_weights
     from colocate.features.process_groups.renewal import renew as renew
-    from colocate.features.weights.modules import NamedWeights as NamedWeights
-    from colocate.features.weights.modules import load_weights as load_weights
-    from colocate.features.weights.modules import named_weights as named_weights
+    from colocate.features.weights.modules import (
+        NamedWeights as NamedWeights,
+        load_weights as load_weights,
+        named_weights as named_weights,
+    )
 
 _OF_FEATURES = {
     "NamedWeights": "weights.modules",

@@ -33,8 +33,7 @@ from colocate_run.folder import RunFolder
 from colocate_run.leaving import Notices
 from colocate_run.lock import locked
 from colocate_run.log import RunLog, tail_of
-from colocate_run.logs import FOLDER as LOGS
-from colocate_run.logs import WorkerLogs
+from colocate_run.logs import FOLDER as LOGS, WorkerLogs
 from colocate_run.observing import LEAVING, RunObservers
 from colocate_run.profiling import StepProfile, Wanted
 from colocate_run.recorded import RecordedRoles

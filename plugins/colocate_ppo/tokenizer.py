@@ -9,8 +9,7 @@ from typing import Any, Literal, cast
 
 import attrs
 import torch
-from tokenizers import AddedToken, decoders, models
-from tokenizers import Tokenizer as Backend
+from tokenizers import AddedToken, Tokenizer as Backend, decoders, models
 from torch import Tensor
 
 from colocate import ConfigError

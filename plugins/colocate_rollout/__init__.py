@@ -6,8 +6,10 @@
 
 from colocate_rollout.buffer import Buffer as Buffer
 from colocate_rollout.child import ChildOptions as ChildOptions
-from colocate_rollout.contract import Engine as Engine
-from colocate_rollout.contract import Finish as Finish
-from colocate_rollout.contract import Prompt as Prompt
-from colocate_rollout.contract import Row as Row
-from colocate_rollout.contract import Sampling as Sampling
+from colocate_rollout.contract import (
+    Engine as Engine,
+    Finish as Finish,
+    Prompt as Prompt,
+    Row as Row,
+    Sampling as Sampling,
+)

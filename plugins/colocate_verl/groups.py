@@ -15,8 +15,10 @@ from verl.single_controller.ray.base import RayClassWithInitArgs  # pyright: ign
 
 from colocate.errors import CapabilityError, ConfigError
 
-from . import data as data  # which colocate is to know in each process that has worker groups
-from . import private
+from . import (
+    data as data,  # which colocate is to know in each process that has worker groups
+    private,
+)
 from .driver import Declared, Slots, Workers
 from .results import OnDriver, Result, WorkerHandle, values
 from .roles import Payload, sibling

@@ -11,8 +11,7 @@ import pytest
 from tests.config.test_mistakes import mistakes, only
 
 from colocate.config import load_config
-from colocate_run.cli.check import plan_of
-from colocate_run.cli.check import show_plan as check
+from colocate_run.cli.check import plan_of, show_plan as check
 
 Write = Callable[[str], Path]
 TOP = """

@@ -13,8 +13,7 @@ from typing import TypeAlias
 
 import hypothesis
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from tests.forked import Forks
 from tests.identity.conftest import BUILT_IN, EXECUTORS
 from tests.identity.kinds import KINDS, code

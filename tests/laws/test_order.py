@@ -9,8 +9,7 @@ from typing import Any
 
 import attrs
 import pytest
-from hypothesis import event, given, settings
-from hypothesis import strategies as st
+from hypothesis import event, given, settings, strategies as st
 
 import colocate
 from colocate import Call, CallTimeout, ColocatedGroup, ColocateError, Resident, RoleError

@@ -8,8 +8,7 @@ from statistics import fmean
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from colocate import ColocatedGroup, DispatchError
 

@@ -13,9 +13,7 @@ import attrs
 import pytest
 import ruamel.yaml as yaml
 import torch
-from hypothesis import given as drawn
-from hypothesis import settings
-from hypothesis import strategies as st
+from hypothesis import given as drawn, settings, strategies as st
 from tests.docs.blocks import blocks_of
 from tests.ppo.test_job import EASY, EXAMPLES, Recorder
 

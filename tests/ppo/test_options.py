@@ -14,8 +14,7 @@ from tests.ppo.test_grpo import TINY, Sampled
 from tests.ppo.test_job import EXAMPLES, Recorder
 
 import colocate
-from colocate_ppo import grpo
-from colocate_ppo import job as ppo
+from colocate_ppo import grpo, job as ppo
 from colocate_ppo.actor import Actor
 from colocate_ppo.critic import Critic
 from colocate_ppo.group_actor import GroupActor

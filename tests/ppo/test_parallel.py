@@ -9,8 +9,7 @@ from typing import Any
 import attrs
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 import colocate
 from colocate_ppo import parallel

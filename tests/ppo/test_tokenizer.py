@@ -5,8 +5,7 @@ from __future__ import annotations
 import string
 
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from colocate_ppo.tokenizer import character_tokenizer
 

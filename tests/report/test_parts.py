@@ -7,8 +7,7 @@ from importlib.resources import files
 from pathlib import Path
 
 import pytest
-from hypothesis import example, given
-from hypothesis import strategies as st
+from hypothesis import example, given, strategies as st
 from tests.report.sample import Page, graph, record
 
 from colocate_report.ownership import ownership

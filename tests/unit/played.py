@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from colocate._definitions import codec
-from colocate._devices import copies as device_copies
-from colocate._devices import lending
+from colocate._devices import copies as device_copies, lending
 from colocate._devices.cuda_driver import DriverError
 from colocate.worker.residents import store
 

@@ -12,9 +12,7 @@ from typing import Any
 
 import pytest
 
-from colocate.wire import EventLoop, connect, listen, new_key
-from colocate.wire import event_loop as listener_module
-from colocate.wire import hello as hello_module
+from colocate.wire import EventLoop, connect, event_loop as listener_module, hello as hello_module, listen, new_key
 from colocate.wire.event_loop import Kind
 from colocate.wire.hello import GREETING, WELCOME, dial
 

@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from colocate import Concat, ConfigError, DispatchError, Ranks, Scatter
 from colocate._values.dispatch import plan

@@ -10,8 +10,7 @@ import struct
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from colocate.wire import InArea, Packed, encode, framing, memory_files
 from colocate.wire.framing import FILE_BYTES, Reader, Sending

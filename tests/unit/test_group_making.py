@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from colocate._protocol.consequence import Consequence
-from colocate.features.process_groups import making as group_making
-from colocate.features.process_groups import torch_groups
+from colocate.features.process_groups import making as group_making, torch_groups
 from colocate.features.process_groups.making import Making, Together
 from colocate.features.process_groups.meetings import all_have, all_make, can_not, withdraw
 from colocate.testing import leaks

@@ -18,15 +18,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 torch = pytest.importorskip("torch")
 
 from tests.unit.played import Cuda  # noqa: E402
-from tests.unit.played_vmm import GRAIN, PlayedVmm  # noqa: E402
-from tests.unit.played_vmm import Arena as Segments  # noqa: E402
+from tests.unit.played_vmm import (  # noqa: E402
+    GRAIN,
+    Arena as Segments,
+    PlayedVmm,
+)
 
 from colocate.features.memory import offload as offload_module  # noqa: E402
 from colocate.features.memory.offload import Offload, Pinned, Resized, starts_beside  # noqa: E402

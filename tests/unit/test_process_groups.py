@@ -17,8 +17,7 @@ import colocate
 from colocate import ColocatedGroup, Role, RoleError, method, needs
 from colocate._protocol.consequence import Consequence
 from colocate.executor import Boot
-from colocate.features.process_groups import books
-from colocate.features.process_groups import groups as process_groups
+from colocate.features.process_groups import books, groups as process_groups
 from colocate.features.process_groups.groups import ProcessGroups
 from colocate.features.process_groups.making import Making
 from colocate.features.process_groups.worker import is_in_backward

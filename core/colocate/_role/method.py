@@ -24,8 +24,7 @@ from typing import (
 from colocate import features
 from colocate._role.context import current
 from colocate._role.method_spec import MethodSpec
-from colocate._values.collect import Collect, Concat, First, Gather, J_co, Reduce
-from colocate._values.collect import check as check_collect
+from colocate._values.collect import Collect, Concat, First, Gather, J_co, Reduce, check as check_collect
 from colocate._values.dispatch import Broadcast, Dispatch, OnRank, Scatter
 from colocate.errors import ColocateError, DispatchError
 

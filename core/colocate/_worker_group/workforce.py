@@ -18,8 +18,7 @@ from colocate._owned.owned import State
 from colocate._plugins.needs import imports_of
 from colocate._protocol import from_worker, to_worker, versions
 from colocate._protocol.message import Head, Message, read
-from colocate._protocol.requests import Request as Question
-from colocate._protocol.requests import Requests
+from colocate._protocol.requests import Request as Question, Requests
 from colocate._system.deadline import NEVER, Deadline
 from colocate._system.jobs import Timer
 from colocate._system.limits import AFTER_END_S, AFTER_FORCE_S, AFTER_KILL_S, IDLE_S, LOOKS_FOR_S, STACKS_WITHIN_S

@@ -32,8 +32,7 @@ _books = threading.Lock()
 
 def record() -> None:
     """From now on, know of each group its sockets and its sends and receives, whoever in this process makes it."""
-    from torch.distributed import ProcessGroup
-    from torch.distributed import distributed_c10d as c10d
+    from torch.distributed import ProcessGroup, distributed_c10d as c10d
 
     # With TORCH_DISTRIBUTED_DEBUG=DETAIL, ranks would wait for each other before each operation, within torch, where
     # nobody sees them: who waits there in vain couldn't be freed.
