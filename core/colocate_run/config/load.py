@@ -167,7 +167,7 @@ def read_config(
     allow_import: bool = True,
 ) -> tuple[Config, Sequence[Mistake]]:
     """As `load_config`, with what it would warn of."""
-    # Imported when it is used: a role's module that names `colocate.Run` needs neither YAML nor cattrs in its worker.
+    # Imported when it is used: a role's module that names `colocate.Run` needs no YAML in its worker.
     from colocate_run.config.check import check
     from colocate_run.config.structure import structure
 
