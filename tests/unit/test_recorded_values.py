@@ -255,6 +255,8 @@ def _same(one: Any, other: Any) -> bool:
         slice(1, None),
         datetime.datetime(2026, 1, 2, 3, 4, 5, 6, datetime.timezone(datetime.timedelta(hours=1)), fold=1),
         datetime.date(2026, 1, 2),
+        datetime.UTC,
+        datetime.time(1, 2, tzinfo=datetime.UTC, fold=1),
         datetime.timedelta(-1, 2, 3),
         decimal.Decimal("1.50"),
         fractions.Fraction(1, 3),
@@ -796,7 +798,7 @@ def test_somebody_elses_words(recorded: Path, name: str, what: str, tmp_path: Pa
         ({"ranks": -1}, "damaged at byte 0: ranks is -1"),
         ({"methods": None}, "damaged at byte 0: methods is None"),
         ({"more": 1}, "damaged at byte 0: "),
-        ({"format": 1}, "by an earlier version of colocate, in format 1; this one reads format 2: record it anew"),
+        ({"format": 2}, "by an earlier version of colocate, in format 2; this one reads format 3: record it anew"),
         ({"format": 9}, "by a later version of colocate, in format 9"),
     ],
 )

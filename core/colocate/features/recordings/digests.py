@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
@@ -10,7 +9,7 @@ from typing import Any, TypeAlias
 
 from colocate._system.imported import imported
 from colocate._values.plain import PLAIN
-from colocate.features.recordings.values import is_named, named_parts
+from colocate.features.recordings.values import digest_of_bytes, is_named, named_parts
 
 Digest: TypeAlias = Mapping[str, Sequence[Sequence[str]]]
 """By parameter: paths of what lies in it, each with what is remembered of that."""
@@ -34,7 +33,7 @@ def digest_of(arguments: Mapping[str, Any]) -> Digest:
         except Exception:  # raised by user code; the call goes on
             leaves = [("", f"a {type(value).__qualname__} that can't be looked into")]
         if rest := leaves[_SINGLY:]:
-            leaves = [*leaves[:_SINGLY], (rest[0][0], f"{_REST}#{_hash(repr(rest).encode())}")]
+            leaves = [*leaves[:_SINGLY], (rest[0][0], f"{_REST}#{digest_of_bytes(repr(rest).encode())}")]
         found[name] = leaves
     return found
 
@@ -68,7 +67,7 @@ def _leaves(value: Any, path: str) -> Iterator[tuple[str, str]]:
         return
     is_sequence = issubclass(kind, list | tuple | deque)
     if is_sequence and len(value) > _SHORT and PLAIN.issuperset(map(type, value)):
-        contents = _hash(repr([*value]).encode("utf-8", "backslashreplace"))
+        contents = digest_of_bytes(repr([*value]).encode("utf-8", "backslashreplace"))
         yield path, f"{kind.__name__} of {len(value)}#{contents}"
         return
     torch, numpy = imported("torch"), imported("numpy")
@@ -76,7 +75,7 @@ def _leaves(value: Any, path: str) -> Iterator[tuple[str, str]]:
         yield path, _of_tensor(torch, value)
     elif numpy is not None and isinstance(value, numpy.ndarray):
         what = f"{value.dtype}{[*value.shape]}"
-        yield path, what if value.dtype.hasobject else f"{what}#{_hash(_sample(numpy, value).tobytes())}"
+        yield path, what if value.dtype.hasobject else f"{what}#{digest_of_bytes(_sample(numpy, value).tobytes())}"
     elif (parts := named_parts(value)) is not None:
         yield path, f"a {kind.__qualname__}"
         for inner, each in parts.items():
@@ -90,7 +89,7 @@ def _leaves(value: Any, path: str) -> Iterator[tuple[str, str]]:
         for index, each in enumerate(value):
             yield from _leaves(each, f"{path}[{index}]")
     elif isinstance(value, set | frozenset):
-        yield path, f"{kind.__name__} of {len(value)}#{_hash(repr(sorted(map(repr, value))).encode())}"
+        yield path, f"{kind.__name__} of {len(value)}#{digest_of_bytes(repr(sorted(map(repr, value))).encode())}"
     elif numpy is not None and isinstance(value, numpy.generic):
         yield path, _short(repr(value.item()), value)
     elif isinstance(value, str | bytes | int | float):  # of a class of its own
@@ -107,7 +106,7 @@ def _leaves(value: Any, path: str) -> Iterator[tuple[str, str]]:
 def _short(text: str, value: Any) -> str:
     if len(text) <= _SHOWN:
         return text
-    return f"{type(value).__name__} of {len(text)}#{_hash(text.encode('utf-8', 'backslashreplace'))}"
+    return f"{type(value).__name__} of {len(text)}#{digest_of_bytes(text.encode('utf-8', 'backslashreplace'))}"
 
 
 def _of_tensor(torch: Any, tensor: Any) -> str:
@@ -121,7 +120,7 @@ def _of_tensor(torch: Any, tensor: Any) -> str:
         at = _at(tensor.numel(), str(tensor.device))
         tensor = tensor.view(-1)[at] if tensor.is_contiguous() else tensor[torch.unravel_index(at, tensor.shape)]
     data = tensor.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).cpu().numpy()
-    return f"{what}#{_hash(data)}"
+    return f"{what}#{digest_of_bytes(data)}"
 
 
 def _sample(numpy: Any, array: Any) -> Any:
@@ -140,7 +139,3 @@ def _at(count: int, device: str) -> Any:
 def _places(count: int) -> list[int]:
     """Return which of so many numbers are looked at: some from the beginning to the end."""
     return [index * (count - 1) // (_SAMPLE - 1) for index in range(_SAMPLE)]
-
-
-def _hash(data: Any) -> str:
-    return hashlib.blake2b(data, digest_size=8).hexdigest()

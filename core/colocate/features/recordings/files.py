@@ -27,7 +27,7 @@ from colocate._system.numbers import size_text
 from colocate.errors import ConfigError, SerializationError
 from colocate.features.recordings.values import digest_of_bytes, seal
 
-FORMAT = 2
+FORMAT = 3
 """Of documents, and of the files beside them."""
 IN_RUN = "recording"
 """What the folder of a recording is called in that of a run."""

@@ -21,6 +21,7 @@ from colocate._role.context import RowState, running_call
 from colocate._role.method_spec import MethodSpec
 from colocate._system.imported import imported
 from colocate.features.recordings.digests import Digest, digest_of
+from colocate.features.recordings.values import digest_of_bytes
 from colocate.worker.context import WorkerContext
 from colocate.worker.lane import Work
 from colocate.worker.serving.role_instance import RoleInstance
@@ -252,7 +253,7 @@ class Tapped:
             self.player.over(seen)
         generator = self._role.ctx._generator
         if generator is not None:
-            seen.drew = hashlib.blake2b(generator.get_state().numpy().tobytes(), digest_size=8).hexdigest()
+            seen.drew = digest_of_bytes(generator.get_state().numpy().tobytes())
         if seen.defaults is not None:
             now = _defaults()
             seen.defaults = None if now == seen.defaults else now

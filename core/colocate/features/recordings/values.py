@@ -12,7 +12,6 @@ isn't recorded and isn't read.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import datetime
 import decimal
@@ -25,7 +24,6 @@ import pathlib
 import sys
 import types
 import uuid
-from array import array
 from collections import Counter, OrderedDict, UserDict, defaultdict, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from importlib import import_module
@@ -110,63 +108,46 @@ def _default_parts(value: Any) -> list[Any]:
     return [factory and factory.__name__, *_pairs(value)]
 
 
-def _path_maker(kind: Callable[..., Any]) -> Callable[[Sequence[Any]], Any]:
+def _reduced(value: Any) -> Sequence[Any]:
+    parts: Sequence[Any] = value.__reduce_ex__(4)[1]
+    return parts
+
+
+def _from_reduced(kind: Callable[..., Any]) -> Callable[[Sequence[Any]], Any]:
     return lambda parts: kind(*parts)
 
 
-_PARTS: Mapping[type, tuple[Callable[[Any], Sequence[Any]], Callable[[Sequence[Any]], Any]]] = {
+_PARTS: dict[type, tuple[Callable[[Any], Sequence[Any]], Callable[[Sequence[Any]], Any]]] = {
     list: (list, list),
     tuple: (list, tuple),
     dict: (_pairs, _from_pairs(dict)),
     set: (_members, _from_items(set)),
     frozenset: (_members, _from_items(frozenset)),
-    complex: (lambda value: (value.real, value.imag), lambda parts: complex(*parts)),
-    range: (lambda value: (value.start, value.stop, value.step), lambda parts: range(*parts)),
-    slice: (lambda value: (value.start, value.stop, value.step), lambda parts: slice(*parts)),
     deque: (lambda value: (value.maxlen, *value), lambda parts: deque(parts[1:], parts[0])),
     OrderedDict: (_pairs, _from_pairs(OrderedDict)),
     Counter: (_pairs, _from_pairs(Counter)),
     defaultdict: (_default_parts, _from_default),
-    datetime.date: (lambda value: value.timetuple()[:3], lambda parts: datetime.date(*parts)),
-    datetime.datetime: (
-        lambda value: (*value.timetuple()[:6], value.microsecond, value.tzinfo, value.fold),
-        lambda parts: datetime.datetime(*parts[:8], fold=parts[8]),
-    ),
-    datetime.time: (
-        lambda value: (value.hour, value.minute, value.second, value.microsecond, value.tzinfo, value.fold),
-        lambda parts: datetime.time(*parts[:5], fold=parts[5]),
-    ),
-    datetime.timedelta: (
-        lambda value: (value.days, value.seconds, value.microseconds),
-        lambda parts: datetime.timedelta(*parts),
-    ),
-    datetime.timezone: (
-        lambda value: (value.utcoffset(None), value.tzname(None)),
-        lambda parts: datetime.timezone(*parts),
-    ),
-    decimal.Decimal: (lambda value: (str(value),), lambda parts: decimal.Decimal(*parts)),
-    fractions.Fraction: (
-        lambda value: (value.numerator, value.denominator),
-        lambda parts: fractions.Fraction(*parts),
-    ),
+    complex: (lambda value: (value.real, value.imag), lambda parts: complex(*parts)),
     uuid.UUID: (lambda value: (value.hex,), lambda parts: uuid.UUID(*parts)),
-    **{
-        kind: (lambda value: (str(value),), _path_maker(kind))
-        for kind in (pathlib.PosixPath, pathlib.PurePosixPath, pathlib.PureWindowsPath)
-    },
 }
-"""How values of a type are taken apart and made."""
+"""How values of a type are taken apart and made; a type of `_REDUCED` is called with the arguments of its pickle."""
+_REDUCED: tuple[Any, ...] = (
+    *(range, slice, decimal.Decimal, fractions.Fraction),
+    *(datetime.date, datetime.datetime, datetime.time, datetime.timedelta, datetime.timezone),
+    *(pathlib.PosixPath, pathlib.PurePosixPath, pathlib.PureWindowsPath),
+)
+_PARTS |= {kind: (_reduced, _from_reduced(kind)) for kind in _REDUCED}
 _MAKERS = {kind.__name__: make for kind, (_, make) in _PARTS.items()}
 _OF_ANY = {
     kind.__name__ for kind in (list, tuple, dict, set, frozenset, slice, deque, OrderedDict, Counter, defaultdict)
 }
-_OF_DATES = {datetime.timedelta, datetime.timezone}
+_PLAIN = {*SCALARS, bytes, datetime.timedelta, datetime.timezone}
 
 
 def _plain(kind: str, parts: Sequence[Any]) -> Sequence[Any]:
     """Return the parts of a value; refuse a part whose class has code that a constructor would run."""
     for part in parts if kind not in _OF_ANY else ():
-        if type(part) not in SCALARS and type(part) not in _OF_DATES:
+        if type(part) not in _PLAIN:
             raise NotRecorded(f"a {kind} of a {type(part).__qualname__} isn't recorded")
     return parts
 
@@ -251,8 +232,6 @@ class _Encoder:
         return parts if SCALARS.issuperset(map(type, parts)) else [self.encode(each) for each in parts]
 
     def _node(self, kind: type, value: Any) -> list[Any]:
-        if kind in (list, tuple) and len(value) >= _MANY and (node := self._of_numbers(kind, value)) is not None:
-            return node
         if kind in _PARTS:
             return [kind.__name__, self._all(_plain(kind.__name__, _PARTS[kind][0](value)))]
         if kind in (bytes, bytearray):
@@ -297,17 +276,6 @@ class _Encoder:
         self.leaves.append(_Leaf(dtype, shape, data, width))
         return len(self.leaves) - 1
 
-    def _of_numbers(self, kind: type, value: Sequence[Any]) -> list[Any] | None:
-        """Store a long list of ints or floats as raw bytes, which are smaller than JSON; None for other lists."""
-        kinds = {*map(type, value)}
-        for code, dtype in _CODES.items() if kinds <= {int} or kinds <= {float} else ():
-            if kinds == {float if code == "d" else int}:
-                with contextlib.suppress(OverflowError):
-                    data = array(code, value)
-                    number = self._add(dtype, (len(data),), data.tobytes(), data.itemsize)
-                    return ["numbers", [number, code, kind.__name__]]
-        return None
-
     def _of_array(self, numpy: Any, kind: type, value: Any) -> list[Any]:
         array = numpy.asarray(value)
         if isinstance(value, numpy.ndarray) and kind is not numpy.ndarray:
@@ -334,8 +302,6 @@ class _Encoder:
         return ["tensor", [number, dtype, [*tensor.shape], tensor.device.type != "cpu"]]
 
 
-_MANY = 32  # the least length of a list that is stored as raw bytes
-_CODES = {"i": "int32", "q": "int64", "d": "float64"}
 _recorded = (
     ": tensors, arrays, numbers, texts, lists, dicts and sets of these are, and records (dataclasses, classes of "
     "attrs, named tuples, enums, exceptions, TensorDicts, types with leaves= of register_batch) without __del__"
@@ -553,7 +519,6 @@ class _Decoder:
         self._special: Mapping[str, Callable[[Any], Any]] = {
             "bytes": lambda number: bytes(self.part(number)),
             "bytearray": lambda number: bytearray(self.part(number)),
-            "numbers": lambda content: self._numbers(*content),
             "tensor": lambda content: self._tensor(*content),
             "jagged": lambda content: _jagged(*self._all(content)),
             "array": lambda content: self._array(*content),
@@ -611,11 +576,6 @@ class _Decoder:
                 base.__setitem__(made, key, value)
         _set_attributes(made, self.value(attributes))
         return made
-
-    def _numbers(self, number: int, code: str, kind: str) -> Any:
-        found = array(code)
-        found.frombytes(self.part(number))
-        return _MAKERS[kind](found.tolist())
 
     def _tensor(self, number: int, dtype: str, shape: Sequence[int], on_device: bool) -> Any:
         torch = _torch()
