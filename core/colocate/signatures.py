@@ -36,6 +36,7 @@ from colocate._system.numbers import (
     labels_problem as labels_problem,
     name_problem as name_problem,
     resources_problem as resources_problem,
+    size_problem as size_problem,
     step_problem as step_problem,
     together_problem as together_problem,
     url_problem as url_problem,

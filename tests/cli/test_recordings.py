@@ -141,7 +141,7 @@ def test_what_is_wrong_is_told_before_anything_starts(words: CommandLine) -> Non
     assert done.returncode == 1
     for text in (
         "record[0]: there is no role 'gueser': there are guesser, judge",
-        "record_limit='much' is no size",
+        "'much' is no size",
         "replay_from: is of roles that are replayed or compared, and there are none",
     ):
         assert text in done.stderr

@@ -194,6 +194,15 @@ def parse_bytes(value: str | SupportsIndex, what: str) -> int:
     return int(size)
 
 
+def size_problem(value: Any) -> str | None:
+    """Return what is wrong with a number of bytes, in words; None when nothing is."""
+    try:
+        parse_bytes(value, "")
+    except ConfigError as error:
+        return error.message.removeprefix("=")
+    return None
+
+
 def size_text(count: float) -> str:
     """Return a number of bytes as people read it."""
     units = ["B", "KiB", "MiB", "GiB", "TiB"]

@@ -39,7 +39,7 @@ from colocate.signatures import (
     torchrun_problem,
     variable_problem,
 )
-from colocate.texts import nearest, parse_bytes
+from colocate.texts import nearest
 from colocate_run.config.schema import Config, GroupConfig, ObserverConfig, PoolConfig, RoleConfig
 from colocate_run.config.source import Document
 from colocate_run.config.trust import Trust
@@ -64,11 +64,6 @@ def _check(config: Config, document: Document, trust: Trust) -> None:
     _job(config, classes, trust, document)
     for place, problem, near in mistakes(config):
         document.wrong(place, problem, near)
-    if config.record_limit is not None:
-        try:
-            parse_bytes(config.record_limit, "record_limit")
-        except ConfigError as error:
-            document.wrong(("record_limit",), error.message)
     for index, observer in enumerate(config.observe):
         _observer(observer, trust, ("observe", index), document)
     if config.groups:  # a config without any is for code that spawns its own
@@ -199,15 +194,10 @@ def _observer(observer: ObserverConfig, trust: Trust, place: Place, document: Do
 
 def _pool(pool: PoolConfig, executor: type[Executor] | None, place: Place, document: Document) -> None:
     _environment(pool.env, executor, (*place, "env"), document)
-    _sizes(pool, ("host_memory", "device_memory"), place, document)
     _labelled(pool, executor, place, document)
     if (problem := amount_problem(pool.slots, whole=True, least=1)) is not None:
         document.wrong((*place, "slots"), problem)
-    if (problem := amount_problem(pool.spares, whole=True)) is not None:
-        document.wrong((*place, "spares"), problem)
-    if pool.at_least is not None and (problem := amount_problem(pool.at_least, whole=True, least=1)) is not None:
-        document.wrong((*place, "at_least"), problem)
-    elif pool.at_least is not None and pool.at_least > pool.slots:
+    if pool.at_least is not None and pool.at_least > pool.slots:
         document.wrong((*place, "at_least"), f"is {pool.at_least}, and the pool has {pool.slots} slots")
     elif pool.at_least is not None and pool.groups != 1:
         document.wrong((*place, "at_least"), "groups that share slots can't go on with fewer: leave out one of the two")
@@ -257,32 +247,9 @@ def _environment(env: Mapping[str, str], executor: type[Executor] | None, place:
             document.wrong((*place, variable), why)
 
 
-def _sizes(entry: attrs.AttrsInstance, names: Sequence[str], place: Place, document: Document) -> bool:
-    """Whether all sizes of an entry are some."""
-    problems = _size_problems(entry, names)
-    for name, problem in problems.items():
-        document.wrong((*place, name), problem)
-    return not problems
-
-
-def _size_problems(entry: attrs.AttrsInstance, names: Sequence[str]) -> dict[str, str]:
-    found: dict[str, str] = {}
-    for name in names:
-        if (size := getattr(entry, name)) is not None:
-            try:
-                parse_bytes(size, name)
-            except ConfigError as error:
-                found[name] = error.message
-    return found
-
-
 def _budgets(group: GroupConfig, pool: PoolConfig | None, place: Place, document: Document) -> None:
     """Whether a group's budgets go together."""
-    memory = ("device_memory", "host_memory")
-    fine = [_sizes(group, memory, place, document)]
-    for name, role in group.roles.items():
-        fine.append(_sizes(role, (*memory, "reserve_activations"), (*place, "roles", name), document))
-    if not all(fine) or (pool is not None and _size_problems(pool, memory)):
+    if any(mistake.path.endswith(("_memory", "reserve_activations")) for mistake in document.mistakes):
         return
     try:
         budgets_of(group, pool)

@@ -16,6 +16,7 @@ from colocate.signatures import (
     gpus_problem,
     labels_problem,
     resources_problem,
+    size_problem,
     step_problem,
     together_problem,
     url_problem,
@@ -27,6 +28,7 @@ Mesh = dict[str, int] | dict[str, dict[str, int]]
 _GPUs = Annotated[int, Checked(gpus_problem)]
 _CPUs = Annotated[float, Checked(amount_problem)]
 _Seconds = Annotated[float, Checked(duration_problem)]
+_Size = Annotated[int | str | None, Checked(size_problem)]
 
 
 @attrs.frozen
@@ -72,15 +74,15 @@ class PoolConfig:
     slots: int  # how many is looked at later: without them a pool is none, and what else is wrong in it isn't told
     gpus: _GPUs = 0
     cpus: _CPUs = 1
-    host_memory: int | str | None = None
-    device_memory: int | str | None = None
+    host_memory: _Size = None
+    device_memory: _Size = None
     strategy: Literal["pack", "spread", "strict_pack", "strict_spread"] = "pack"
     timeout: _Seconds = 60
     env: dict[str, str] = attrs.field(factory=dict)
-    groups: int = 1
+    groups: int = 1  # as `slots`: groups beyond the first would be one too many besides
     regrow_timeout: _Seconds = 600
-    spares: int = 0
-    at_least: int | None = None
+    spares: Annotated[int, Checked(partial(amount_problem, whole=True))] = 0
+    at_least: Annotated[int | None, Checked(partial(amount_problem, whole=True, least=1))] = None
     labels: Annotated[dict[str, str], Checked(labels_problem)] = attrs.field(factory=dict)
     resources: Annotated[dict[str, float], Checked(resources_problem)] = attrs.field(factory=dict)
     together: Annotated[str | None, Checked(together_problem)] = None
@@ -113,9 +115,9 @@ class RoleConfig:
     mesh: Mesh | None = None
     default_group: bool = False
     env: Literal["torchrun"] | None = None
-    device_memory: int | str | None = None
-    host_memory: int | str | None = None
-    reserve_activations: int | str | None = None
+    device_memory: _Size = None
+    host_memory: _Size = None
+    reserve_activations: _Size = None
     sleep: Literal["vmm"] | None = None
     weights: Literal["from sync"] | None = None
     background: bool = False
@@ -145,8 +147,8 @@ class GroupConfig:
     mesh: Mesh | None = None
     on_failure: Literal["fail", "restart"] = "fail"
     restarts: int = 3
-    device_memory: int | str | None = None
-    host_memory: int | str | None = None
+    device_memory: _Size = None
+    host_memory: _Size = None
     residency: Literal["swap"] | None = None
     step: list[str] | None = None
     env: dict[str, str] = attrs.field(factory=dict)
@@ -234,7 +236,7 @@ class Config:
     observe: list[ObserverConfig] = attrs.field(factory=list)
     trace: bool = False
     record: list[str] = attrs.field(factory=list)
-    record_limit: int | str | None = None
+    record_limit: _Size = None
     replay: dict[str, str] = attrs.field(factory=dict)
     replay_from: Annotated[int | None, Checked(step_problem)] = None
     replay_loose: bool = False
