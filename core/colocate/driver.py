@@ -40,7 +40,13 @@ from colocate._system.files import (
 )
 from colocate._system.jobs import JobThread as JobThread, report_exception as report_exception
 from colocate._system.limits import LEDGERS_WITHIN_S as LEDGERS_WITHIN_S, TOLD_WITHIN_S as TOLD_WITHIN_S
-from colocate._system.recent import RECENT_S as RECENT_S, Interval as Interval, length as length, merged as merged
+from colocate._system.recent import (
+    RECENT_S as RECENT_S,
+    Interval as Interval,
+    length as length,
+    merged as merged,
+    without as without,
+)
 from colocate._system.room import SpillFile as SpillFile, free_memory as free_memory
 from colocate._system.terminals import drawing as drawing
 from colocate._system.threads import Thread as Thread

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import attrs
 
-from colocate.driver import Interval, length, merged
+from colocate.driver import Interval, length, merged, without
 from colocate.texts import size_text
 
 
@@ -89,7 +89,7 @@ def contention(
             its = waited.setdefault(key, {})
             waiting = merged(intervals)
             for other, times in running.items():
-                if other != role and (seconds := _overlap(waiting, times)):
+                if other != role and (seconds := length(waiting) - length(without(waiting, times))):
                     its[other] = its.get(other, 0.0) + seconds
     found = []
     for key in busy:
@@ -97,19 +97,6 @@ def contention(
         came, is_awake, seconds = transferred.get(key, 0), awake.get(key), moving.get(key, 0.0)
         found.append(RoleUse(*key, busy[key], waited[key], nbytes, came, is_awake, seconds, moves))
     return found
-
-
-def _overlap(some: Sequence[Interval], others: Sequence[Interval]) -> float:
-    """How long is in both; each is merged."""
-    total, left, right = 0.0, 0, 0
-    while left < len(some) and right < len(others):
-        start, end = max(some[left][0], others[right][0]), min(some[left][1], others[right][1])
-        total += max(0.0, end - start)
-        if some[left][1] < others[right][1]:
-            left += 1
-        else:
-            right += 1
-    return total
 
 
 CAUSES = 12

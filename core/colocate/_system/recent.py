@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
+from bisect import bisect_right
 from collections import deque
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Generic, TypeAlias, TypeVar
 
 Interval: TypeAlias = tuple[float, float]
@@ -24,6 +25,21 @@ def merged(intervals: Iterable[Interval]) -> list[Interval]:
 def length(intervals: Iterable[Interval]) -> float:
     """Return how long they are together; what is in several of them counts once."""
     return sum(end - start for start, end in merged(intervals))
+
+
+def without(some: Iterable[Interval], others: Sequence[Interval]) -> list[Interval]:
+    """Return what of some intervals is in none of the others, which are merged."""
+    found: list[Interval] = []
+    for start, end in some:
+        place = max(0, bisect_right(others, (start, start)) - 1)
+        while place < len(others) and others[place][0] < end:
+            first, last = others[place]
+            if first > start:
+                found.append((start, first))
+            start, place = max(start, last), place + 1
+        if start < end:
+            found.append((start, end))
+    return found
 
 
 RECENT_S = 10.0

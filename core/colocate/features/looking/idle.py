@@ -10,7 +10,7 @@ from typing import TypeAlias
 import attrs
 
 from colocate._calls.records import CallRecord, MoveRecord
-from colocate._system.recent import Interval, length, merged
+from colocate._system.recent import Interval, length, merged, without
 from colocate.features import CALLS
 
 Slot: TypeAlias = tuple[str, int]
@@ -135,20 +135,6 @@ def _why(
 def cut(intervals: Iterable[Interval], since: float, until: float) -> list[Interval]:
     """Return what of some intervals lies between two times."""
     return [(max(start, since), min(end, until)) for start, end in intervals if start < until and end > since]
-
-
-def without(some: Iterable[Interval], others: Sequence[Interval]) -> list[Interval]:
-    """Return what of some intervals is in none of the others, which are merged."""
-    found: list[Interval] = []
-    for start, end in some:
-        for first, last in others:
-            if last > start and first < end:
-                if first > start:
-                    found.append((start, first))
-                start = max(start, last)
-        if end > start:
-            found.append((start, end))
-    return found
 
 
 @attrs.define(eq=False)

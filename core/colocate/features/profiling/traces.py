@@ -17,7 +17,7 @@ from typing import IO, Any
 
 import attrs
 
-from colocate._system.recent import Interval, merged
+from colocate._system.recent import Interval, merged, without
 from colocate.features.profiling.collectives import Collectives
 from colocate.features.profiling.messages import Meeting
 
@@ -249,25 +249,13 @@ def waits(
         for (start, by_c), (_, end) in zip(sorted(its), under_way, strict=True):
             if by_c and not asynchronous.has(start):
                 meeting = met(f"C++ {kind}", start)
-                pieces += [(meeting, first, last) for first, last in _outside((start, end), computing)]
+                pieces += [(meeting, first, last) for first, last in without([(start, end)], computing)]
     compute = merged(zip(found.compute[::2], found.compute[1::2], strict=True))
     for key, start, end in sorted(found.exchange, key=lambda each: each[1]):
         meeting = met(f"device {key}", start)
-        pieces += [(meeting, first, last) for first, last in _outside((start, end), compute)]
+        pieces += [(meeting, first, last) for first, last in without([(start, end)], compute)]
     return arrived, sorted(pieces, key=lambda each: each[1:])
 
 
 _UNKNOWN: Meeting = ("", -1)
 """An operation of which nothing is known."""
-
-
-def _outside(interval: Interval, others: list[Interval]) -> Iterator[Interval]:
-    start, end = interval
-    for first, last in others[max(0, bisect_right(others, (start, start)) - 1) :]:
-        if first >= end:
-            break
-        if first > start:
-            yield start, first
-        start = max(start, last)
-    if start < end:
-        yield start, end
