@@ -43,7 +43,7 @@ class Checkpoint:
             saved, tag = {name: entry["ranks"] for name, entry in record["roles"].items()}, record["tag"]
             identity = identity_of(record)
             parts = {str(name): saved for name, saved in record.get("parts", {}).items() if name in FEATURES}
-            files = {name: (int(size), str(digest)) for name, (size, digest) in record.get("files", {}).items()}
+            files = {name: (int(size), str(digest)) for name, (size, digest) in record["files"].items()}
         except OSError:
             raise ConfigError(
                 f"there is no checkpoint in {folder}: one that is complete has a file {RECORD}, which "
@@ -80,7 +80,7 @@ class Checkpoint:
                     "many ranks have saved"
                 )
         if wrong := changed_sizes(place, files):
-            with contextlib.suppress(OSError, ValueError, AttributeError):
+            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
                 if identity_of(read(folder)[1]) != identity:  # another one has taken its place just now
                     return cls.read(folder, roles)
             raise ConfigError(refusal(folder, wrong))

@@ -58,22 +58,14 @@ def save(
                 left.append(half)
         for name, part in parts.items():
             if (told := part.saved(role)) is not None:
-                own = _own_file(role, folder, name)
-                own.parent.mkdir(exist_ok=True)
-                own.write_text(told, encoding="utf-8")
+                _write_own(role, folder, name, told.encode())
         if (call := running_call.get()) is not None:
-            own = _own_file(role, folder, "calls")
-            own.parent.mkdir(exist_ok=True)
-            own.write_text(json.dumps([role.ctx.calls_before + call.seq, role.ctx._calls]), encoding="utf-8")
-        generator = role.ctx._generator
-        if generator is not None:
-            own = _own_file(role, folder, "generator")
-            own.parent.mkdir(exist_ok=True)
-            own.write_bytes(generator.get_state().numpy().tobytes())
+            calls = json.dumps([role.ctx.calls_before + call.seq, role.ctx._calls])
+            _write_own(role, folder, "calls", calls.encode())
+        if (generator := role.ctx._generator) is not None:
+            _write_own(role, folder, "generator", generator.get_state().numpy().tobytes())
         if role.own is not None and (wide := role.setting.process_wide) is not None:
-            own = _own_file(role, folder, "defaults")
-            own.parent.mkdir(exist_ok=True)
-            own.write_text(json.dumps(wide.saved(role.own)), encoding="utf-8")
+            _write_own(role, folder, "defaults", json.dumps(wide.saved(role.own)).encode())
     return left
 
 
@@ -103,9 +95,7 @@ def restore(worker_context: WorkerContext, role: RoleInstance, directory: str, i
         is_new = first.exists() and not own.exists()
         own = first if is_new else own
         if own.exists():
-            told = json.loads(own.read_text(encoding="utf-8"))
-            role.ctx.calls_before, calls = told if isinstance(told, list) else (told, {})  # as versions of before do
-            role.ctx._calls = calls
+            role.ctx.calls_before, role.ctx._calls = json_of(own)
         own_files = {name: _own_file(role, folder, name, rank=0 if is_new else None) for name in FEATURES}
         for name, own in own_files.items():
             if own.exists() or name in worker_context.parts:
@@ -121,7 +111,7 @@ def restore(worker_context: WorkerContext, role: RoleInstance, directory: str, i
             role.ctx.generator.set_state(state)
         own = _own_file(role, folder, "defaults")
         if role.own is not None and (wide := role.setting.process_wide) is not None and own.exists():
-            wide.restore(role.own, json.loads(own.read_text(encoding="utf-8")))
+            wide.restore(role.own, json_of(own))
     except Exception as error:
         if not _is_there(folder, identity):
             raise _replaced(Path(directory)) from error
@@ -133,9 +123,9 @@ def restore(worker_context: WorkerContext, role: RoleInstance, directory: str, i
 
 
 def _files_of(role: RoleInstance, folder: Path) -> dict[str, Any]:
-    """Return what a checkpoint's record says of a role's files, or this rank's; nothing from versions before."""
+    """Return what a checkpoint's record says of a role's files, or this rank's."""
     own = f"{role.name}/", str(_own_file(role, Path(), ""))
-    return {name: told for name, told in _record(folder).get("files", {}).items() if name.startswith(own)}
+    return {name: told for name, told in _record(folder)["files"].items() if name.startswith(own)}
 
 
 def read(folder: Path) -> tuple[Path, dict[str, Any]]:
@@ -155,14 +145,14 @@ def read(folder: Path) -> tuple[Path, dict[str, Any]]:
 
 
 def identity_of(record: Mapping[str, Any]) -> str:
-    """Return which checkpoint a record is of; the same for all that versions of before this have written."""
-    return str(record.get("id", ""))
+    """Return which checkpoint a record is of."""
+    return str(record["id"])
 
 
 def _is_there(place: Path, identity: str) -> bool:
     try:
         return identity_of(_record(place)) == identity
-    except (OSError, ValueError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError):
         return False
 
 
@@ -224,6 +214,12 @@ def _bound(role: RoleInstance, name: str) -> Callable[..., Any]:
 
 def _record(place: Path) -> Any:
     return json_of(place / RECORD)
+
+
+def _write_own(role: RoleInstance, folder: Path, what: str, data: bytes) -> None:
+    own = _own_file(role, folder, what)
+    own.parent.mkdir(exist_ok=True)
+    own.write_bytes(data)
 
 
 def _own_file(role: RoleInstance, folder: Path, what: str, rank: int | None = None) -> Path:
