@@ -19,7 +19,7 @@ import attrs
 ROOT = Path(__file__).parents[1]
 _CORE = ("colocate", "colocate_run", "colocate_report")
 _AROUND = ("colocate_local", "colocate_ray", "colocate_dask", "colocate_ppo", "colocate_rollout", "colocate_verl")
-_PACKAGES = (*_CORE, *_AROUND, "tests.chaos")
+_PACKAGES = (*_CORE, *_AROUND, "tests.chaos", "tests.suite")
 _SOURCES = ("core", "executors", "plugins")
 
 

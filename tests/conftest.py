@@ -11,7 +11,7 @@ from tests.forked import Forks
 from colocate.keeper import forks as templates
 from colocate.testing import leaks
 
-pytest.register_assert_rewrite("colocate_rollout.testing")  # before anything imports that
+pytest.register_assert_rewrite("colocate_rollout.testing", "tests.suite")  # before anything imports that
 # A shell has its background jobs ignore SIGINT, and whatever they start: the tests of Ctrl-C wouldn't work there.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 # Torch asks for the name of each address that a store's client connects to. Where such an answer is lost, a test had

@@ -29,7 +29,7 @@ def copy_without(feature: str, folder: Path) -> None:
             shutil.copy(source, folder / name)
     core = folder / "core" / "colocate"
     shutil.rmtree(core / "features" / feature)
-    shutil.rmtree(core / "testing" / "features" / feature)
+    shutil.rmtree(folder / "tests" / "suite" / feature)
     table = core / "features" / "__init__.py"
     table.write_text(_without_row(table.read_text(encoding="utf-8"), feature), encoding="utf-8")
 

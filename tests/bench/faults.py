@@ -16,10 +16,10 @@ from typing import Any
 
 import psutil
 from tests.bench.rows import Row
+from tests.suite.children.probes import Starter
 
 import colocate
 from colocate import ChildDied, ColocatedGroup, Runtime
-from colocate.testing.features.children.probes import Starter
 from colocate.testing.gate import Gate
 from colocate.testing.probes.faulty import Faulty
 from colocate.testing.probes.plain import Echo

@@ -18,10 +18,10 @@ from unittest import mock
 from tests.bench.faults import EXECUTORS
 from tests.bench.measure import asking
 from tests.bench.rows import Row
+from tests.suite.probes.trainers import Renewing
 
 import colocate
 from colocate._role.context import derive_seed
-from colocate.testing.probes.trainers import Renewing
 from colocate_ppo.task import Task
 
 _EXAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "ppo-fsdp2.yaml"

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 from tests.cli.conftest import CommandLine
+from tests.suite.devices import probes
 
 from colocate import DeviceSample
 from colocate.testing.waiting import wait_until
@@ -20,7 +22,7 @@ CONFIG = """
 NET = """
     import os, sys, time
     import colocate
-    from colocate.testing.features.devices.probes import played_nvml
+    from played import played_nvml
 
     class Net(colocate.Role):
         def __init__(self):
@@ -40,6 +42,7 @@ NET = """
 def test_a_run_with_gpus(colocate: CommandLine) -> None:
     """`top` shows what each slot's GPU does, and the report what all did."""
     colocate.write("net.py", NET)
+    colocate.write("played.py", Path(probes.__file__).read_text())
     colocate.write("gpus.yaml", CONFIG)
     with colocate.start("run", "gpus.yaml") as run:
         wait_until(lambda: "W, " in colocate("top", "gpus", "--once").stdout, "a GPU was sampled")

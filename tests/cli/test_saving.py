@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from tests.suite.probes.halves import Halved
 
 import colocate
 from colocate import ColocatedGroup, Runtime
@@ -19,7 +20,6 @@ from colocate.config import load_config
 from colocate.driver import checkpoints_of
 from colocate.errors import ForkedError, RoleError
 from colocate.testing.gate import Gate
-from colocate.testing.probes.halves import Halved
 from colocate.testing.waiting import PATIENCE_S, wait_until
 
 

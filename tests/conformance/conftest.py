@@ -7,6 +7,8 @@ processes, and what threads may do otherwise. `make suites` runs all that the te
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 LEVELS = ("none", "smoke", "executor", "core")
@@ -18,20 +20,25 @@ IN_MAKE_TEST = {
 }
 # Pools without a driver: each test takes several drivers of their own. `make test` has what holds of one that leaves.
 DETACHED = ("attaching",)
-FEATURES = "colocate.testing.features."
-SUITES = ("colocate.testing.executors.", FEATURES)
+CORE = ("tests.suite.core.", "colocate.testing.executors.")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark what `make test` leaves out, and have `-k` find all tests of an area by its module's name."""
     for item in items:
         function = getattr(item, "function", None)
-        if function is None or not function.__module__.startswith(SUITES):
+        if function is None or not function.__module__.startswith(("colocate.testing.", "tests.suite.")):
             continue
-        area, level = function.__module__.removesuffix(".suite").rpartition(".")[2], getattr(function, "level", "core")
+        area = function.__module__.removesuffix(".suite").rpartition(".")[2]
         item.extra_keyword_matches.add(area)
         most = IN_MAKE_TEST.get(item.path.stem, "smoke")
-        if item.path.stem == "test_dask" and function.__module__.startswith(FEATURES):
+        if item.path.stem == "test_dask" and not function.__module__.startswith(CORE):
             most = "smoke"
-        if LEVELS.index(level) > LEVELS.index(most) or area in DETACHED:
+        if LEVELS.index(_level(function)) > LEVELS.index(most) or area in DETACHED:
             item.add_marker("long")
+
+
+def _level(function: Callable[..., object]) -> str:
+    if function.__module__.startswith("colocate."):
+        return "smoke" if hasattr(function, "smoke") else "executor"
+    return getattr(function, "level", "core")

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 from tests.conformance.shared import cluster
+from tests.suite.whole import Executor
 
 from colocate.executor import Place
-from colocate.testing.executors import Executor
 
 pytest.importorskip("distributed")
 

@@ -45,7 +45,7 @@ def test_the_plugin_loads_nothing() -> None:
 
 def test_every_test_says_what_holds() -> None:
     """Each test of the executor suite has a docstring: a third party reads it when the test fails."""
-    from colocate.testing.executors import ExecutorSuite
+    from tests.suite.whole import ExecutorSuite
 
     tests = [value for area in ExecutorSuite.__mro__ for name, value in vars(area).items() if name.startswith("test")]
     assert [test.__name__ for test in tests if not test.__doc__] == []

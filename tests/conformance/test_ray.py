@@ -4,8 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 from tests.conformance.shared import cluster
-
-from colocate.testing.executors import Executor
+from tests.suite.whole import Executor
 
 pytest.importorskip("ray")
 

@@ -1,4 +1,4 @@
-from colocate.testing.executors import Executor
+from tests.suite.whole import Executor
 
 
 class TestStrict(Executor):

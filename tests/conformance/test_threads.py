@@ -1,4 +1,4 @@
-from colocate.testing.executors import ExecutorSuite
+from tests.suite.whole import ExecutorSuite
 
 
 class TestThreads(ExecutorSuite):

@@ -16,7 +16,7 @@ from tests.distributions.install import Installed
 import colocate
 from colocate import RoleSpec
 from colocate.errors import RoleError, WorkerDied
-from colocate.testing.executors import ExecutorSuite, Smoke
+from colocate.testing.executors import Executor, Smoke
 from colocate.testing.gate import Gate
 from colocate.testing.probes.collectives import Collective
 from colocate.testing.probes.faulty import Faulty
@@ -133,10 +133,10 @@ class TestTwoMachines(Smoke):
     strategy = "spread"
     last_words = "its post ended with exit code -9"
 
-    test_between_slots = ExecutorSuite.test_between_slots
-    test_between_groups = ExecutorSuite.test_between_groups
-    test_all_ranks = ExecutorSuite.test_all_ranks
-    test_default_group = ExecutorSuite.test_default_group
+    test_between_slots = Executor.test_between_slots
+    test_between_groups = Executor.test_between_groups
+    test_all_ranks = Executor.test_all_ranks
+    test_default_group = Executor.test_default_group
 
     def test_the_slots_lie_on_both(self, pair: colocate.ColocatedGroup) -> None:
         """Otherwise nothing here would be proved."""

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 from distributed import Worker
+from tests.forking import exit_code, fork
 
 from colocate.errors import ClusterError
-from colocate.testing.forking import exit_code, fork
 from colocate.testing.waiting import PATIENCE_S, wait_until
 from colocate_dask import loop as module
 from colocate_dask.loop import LoopThread

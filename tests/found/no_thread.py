@@ -9,10 +9,10 @@ import resource
 
 import torch
 from hx import attempt, connect, end, verdict
+from tests.suite.probes.starved import without_threads
 
 import colocate
 from colocate import PerRank, Role, method
-from colocate.testing.probes.starved import without_threads
 
 
 def size():

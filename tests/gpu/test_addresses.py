@@ -12,9 +12,10 @@ from tests.gpu.test_gpu import DEVICE, DRY, Sleeper, connect, needs_cuda, record
 
 torch = pytest.importorskip("torch")
 
+from tests.suite.probes.sleepers import Dozing  # noqa: E402
+
 import colocate  # noqa: E402
 from colocate import Role, method  # noqa: E402
-from colocate.testing.probes.sleepers import Dozing  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,

@@ -27,6 +27,26 @@ import pytest
 torch = pytest.importorskip("torch")
 dist = pytest.importorskip("torch.distributed")
 
+from tests.suite.checkpoints.saving import SavingBeside  # noqa: E402
+from tests.suite.children.suite import Children  # noqa: E402
+from tests.suite.memory.sleeping import SleepingAmidSteps  # noqa: E402
+from tests.suite.probes.sleepers import Dozing  # noqa: E402
+from tests.suite.probes.trainers import Kind, Renewing, Where, alone  # noqa: E402
+from tests.suite.profiling.suite import Profiling  # noqa: E402
+from tests.suite.rows.suite import Streams  # noqa: E402
+from tests.suite.weights.suite import WeightSyncs, WeightSyncsBetween  # noqa: E402
+from tests.suite.whole import (  # noqa: E402
+    Background,
+    Calls,
+    Contexts,
+    Dispatching,
+    Failures,
+    RandomNumbers,
+    Residents,
+    Sharing,
+    TensorResidents,
+)
+
 import colocate  # noqa: E402
 from colocate import Broadcast, ColocatedGroup, Concat, First, Gather, Role, Runtime, Scatter, gpus, method  # noqa: E402
 from colocate._api.connection import Connection  # noqa: E402
@@ -34,26 +54,7 @@ from colocate.errors import PlacementError, RoleError, WorkerDied  # noqa: E402
 from colocate.executor import Node  # noqa: E402
 from colocate.keeper import forks  # noqa: E402
 from colocate.placement import Ledger  # noqa: E402
-from colocate.testing.executors import (  # noqa: E402
-    Background,
-    Calls,
-    Contexts,
-    Dispatching,
-    ExecutorCase,
-    Failures,
-    RandomNumbers,
-    Residents,
-    Sharing,
-    TensorResidents,
-)
-from colocate.testing.features.checkpoints.saving import SavingBeside  # noqa: E402
-from colocate.testing.features.children.suite import Children  # noqa: E402
-from colocate.testing.features.memory.sleeping import SleepingAmidSteps  # noqa: E402
-from colocate.testing.features.profiling.suite import Profiling  # noqa: E402
-from colocate.testing.features.rows.suite import Streams  # noqa: E402
-from colocate.testing.features.weights.suite import WeightSyncs, WeightSyncsBetween  # noqa: E402
-from colocate.testing.probes.sleepers import Dozing  # noqa: E402
-from colocate.testing.probes.trainers import Kind, Renewing, Where, alone  # noqa: E402
+from colocate.testing.executors import ExecutorCase  # noqa: E402
 from colocate.testing.waiting import wait_until  # noqa: E402
 from colocate.torch import host_copy  # noqa: E402
 from colocate_local.processes import LocalProcesses  # noqa: E402

@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
+from tests.forking import exit_code, fork
+
 import colocate
 from colocate import ForkedError
-from colocate.testing.forking import exit_code, fork
 
 from .landlord import Group, OneRuntime
 from .tenants import Tenant

@@ -270,14 +270,6 @@ MUTANTS: dict[str, tuple[Mutant, ...]] = {
             _on_processes("test_it_goes_on_from_its_checkpoint"),
         ),
         Mutant(
-            "uncopied-state",
-            "What a role writes beside its calls is what it had between two of them.",
-            "core/colocate/features/checkpoints/saver.py",
-            "for name in read.changed()]",
-            "for name in read.changed() and ()]",
-            _on_threads("test_state_that_was_not_copied[False]"),
-        ),
-        Mutant(
             "written-by-one",
             "What a `save` does after a second `yield` runs when all ranks have written.",
             "core/colocate/features/checkpoints/saving.py",

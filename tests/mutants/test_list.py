@@ -9,7 +9,7 @@ from pathlib import Path
 from tests.mutants.mutants import MUTANTS
 
 ROOT = Path(__file__).parents[2]
-SUITE = "core/colocate/testing"
+SUITES = ("core/colocate/testing", "tests/suite")
 ENOUGH = 8  # of each area
 
 
@@ -18,7 +18,7 @@ ALL = [each for some in MUTANTS.values() for each in some]
 
 def test_the_list_is_of_this_tree() -> None:
     """Each text stands in its file once, what that becomes is Python, and each test is there."""
-    suite = "".join(path.read_text(encoding="utf-8") for path in sorted((ROOT / SUITE).rglob("*.py")))
+    suite = "".join(path.read_text(encoding="utf-8") for folder in SUITES for path in (ROOT / folder).rglob("*.py"))
     for mutant in ALL:
         text = (ROOT / mutant.file).read_text(encoding="utf-8")
         assert text.count(mutant.old) == 1, mutant.name

@@ -17,12 +17,12 @@ from typing import Any
 
 import psutil
 import pytest
+from tests.forking import exit_code, fork
 
 import colocate
 from colocate import RoleSpec, Runtime
 from colocate._system.libc import MADV_COLLAPSE
 from colocate.keeper import forks
-from colocate.testing.forking import exit_code, fork
 from colocate.testing.probes.born import Born
 from colocate.testing.probes.plain import Echo
 from colocate.worker.birth.template import MODE, ROOM, Wanted, gather

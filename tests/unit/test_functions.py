@@ -9,7 +9,7 @@ import pytest
 import colocate
 from colocate import Context
 from colocate.features.functions.driver import _ship
-from colocate.testing.probes.meshes import facts
+from colocate.testing.probes.numbers import draw_there
 from colocate.testing.probes.plain import Echo
 
 
@@ -22,15 +22,15 @@ def test_by_name() -> None:
 
     Anything else goes with the call.
     """
-    shipped = _ship(facts, "facts", in_process=False)
-    assert (shipped.name, shipped.data) == ("colocate.testing.probes.meshes:facts", None)
+    shipped = _ship(draw_there, "draw_there", in_process=False)
+    assert (shipped.name, shipped.data) == ("colocate.testing.probes.numbers:draw_there", None)
     assert shipped.distribution == "colocate"
-    assert shipped.load() is facts
+    assert shipped.load() is draw_there
     shipped = _ship(rank, "rank", in_process=False)
     assert (shipped.name, shipped.distribution, shipped.cls) == (f"{__name__}:rank", None, None)
     assert shipped.load() is rank
-    renamed = functools.partial(facts)
-    functools.update_wrapper(renamed, facts)
+    renamed = functools.partial(draw_there)
+    functools.update_wrapper(renamed, draw_there)
     assert _ship(renamed, "it", in_process=False).cls is renamed
     assert _ship([1, 2].index, "index", in_process=False).load()(2) == 1  # its name alone is the bare function's
 

@@ -8,10 +8,10 @@ import threading
 from collections.abc import Iterator
 
 import pytest
+from tests.suite.probes.starved import without_threads
 
 from colocate._system.jobs import JobThread
 from colocate._system.threads import Thread
-from colocate.testing.probes.starved import without_threads
 from colocate.testing.waiting import PATIENCE_S
 
 # With so little memory that some have a stack, and nothing to begin with.

@@ -17,10 +17,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.forking import exit_code, fork
+from tests.suite.probes.starved import without_descriptors, without_threads
 from tests.unit.lanes import KINDS, LARGE, WAIT_S, End, raising, socket_pair
 
-from colocate.testing.forking import exit_code, fork
-from colocate.testing.probes.starved import without_descriptors, without_threads
 from colocate.wire import EventLoop, encode, pack, unpack
 from colocate.wire.framing import FILE_BYTES
 

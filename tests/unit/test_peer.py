@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.forking import exit_code, fork
 
 from colocate.errors import ClosedError, ColocateError, ForkedError
-from colocate.testing.forking import exit_code, fork
 from colocate.wire import Packed, PeerChannel, Tls, new_key, pack, unpack
 
 KEY = new_key()

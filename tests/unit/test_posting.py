@@ -9,11 +9,11 @@ from itertools import chain, count
 from typing import Any
 
 import pytest
+from tests.forking import exit_code, fork
 from tests.unit.lanes import KINDS, LARGE, WAIT_S, End, socket_pair
 
 from colocate._signals import at_once
 from colocate._signals.at_once import Gate
-from colocate.testing.forking import exit_code, fork
 from colocate.testing.waiting import wait_until
 from colocate.wire import HOLE, EventLoop, SocketLane, numbered, pack, posting
 

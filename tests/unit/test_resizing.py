@@ -10,12 +10,13 @@ from typing import Any
 
 import attrs
 import pytest
+from tests.suite.probes.lasting import Drawing, Resizable
 
 import colocate
 from colocate import ColocatedGroup, RoleSpec, Runtime
 from colocate.errors import ClusterError, ConfigError, GroupRestarted, PlacementError, RoleError, WorkerDied
 from colocate.executor import Place, Request, Reservation
-from colocate.testing.probes.lasting import Drawing, Lasting, Resizable
+from colocate.testing.probes.lasting import Lasting
 from colocate.testing.probes.rows import Rows
 from colocate.testing.waiting import PATIENCE_S, wait_until
 

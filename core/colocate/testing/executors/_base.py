@@ -57,15 +57,9 @@ def needs_feature(name: str) -> Callable[[F], F]:
     return mark
 
 
-def of_executor(test: F) -> F:
-    """Mark a test of what an executor does itself: transport, start, death, placement, detaching."""
-    test.__dict__["level"] = "executor"
-    return test
-
-
 def smoke(test: F) -> F:
     """Mark one of the tests to begin with: what fails there fails everywhere in the suite."""
-    test.__dict__["level"] = "smoke"
+    test.__dict__["smoke"] = True
     return test
 
 

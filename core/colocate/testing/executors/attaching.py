@@ -18,7 +18,7 @@ import colocate
 from colocate import Runtime, wire
 from colocate.errors import BorrowedError, ClosedError, ClusterError, ConfigError, WorkerDied
 from colocate.executor import Detachable, Watchable, Window
-from colocate.testing.executors._base import needs, needs_feature, of_executor
+from colocate.testing.executors._base import needs, needs_feature
 from colocate.testing.executors.detaching import TTL_S, DetachedCase, counting, new, published
 from colocate.testing.executors.drivers import Driver, Scripts
 from colocate.testing.gate import Gate
@@ -33,7 +33,6 @@ class Attaching(DetachedCase):
     """A detached pool is commanded by one driver at a time, and a borrower's end is only that of its borrow."""
 
     @needs(Detachable)
-    @of_executor
     def test_one_driver_at_a_time(self, runtime: Runtime, name: str) -> None:
         """Who attaches while somebody else does is told who that is; then it is its turn."""
         pool, _ = new(runtime)
@@ -58,7 +57,6 @@ class Attaching(DetachedCase):
         assert 0 < found["left_s"] <= TTL_S
 
     @needs(Detachable)
-    @of_executor
     def test_owner_changes_groups(self, runtime: Runtime, name: str) -> None:
         """What who took it has spawned and closed is what the next one finds, though it never detached it again."""
         pool, _ = new(runtime)
@@ -72,7 +70,6 @@ class Attaching(DetachedCase):
         assert published(runtime, name) is None
 
     @needs(Detachable)
-    @of_executor
     def test_borrower_killed(self, scripts: Scripts, runtime: Runtime, name: str) -> None:
         """SIGKILL of who borrows it, in the middle of a call, ends only the borrow; the call sees it."""
         pool, view = new(runtime)
@@ -100,7 +97,6 @@ class Attaching(DetachedCase):
             assert counting(again).still_kept() == [False, False]
 
     @needs(Detachable)
-    @of_executor
     def test_taken_from_a_live_driver(self, runtime: Runtime, name: str) -> None:
         """Who has it is fenced: what it has under way, what it keeps and what it tries later end with who took it."""
         pool, _ = new(runtime)
@@ -130,7 +126,6 @@ class Attaching(DetachedCase):
         assert published(runtime, name) is None
 
     @needs(Detachable)
-    @of_executor
     def test_taken_amid_a_call(self, runtime: Runtime, name: str, caplog: pytest.LogCaptureFixture) -> None:
         """Who takes it is told of calls that only some ranks have finished, and of no others."""
         pool, _ = new(runtime)
@@ -160,7 +155,6 @@ class Attaching(DetachedCase):
             assert "left by its driver" not in caplog.text
 
     @needs(Detachable)
-    @of_executor
     def test_taken_from_a_stopped_driver(self, scripts: Scripts, runtime: Runtime, name: str) -> None:
         """A driver that was stopped through it all wakes to a ClosedError, and has changed nothing."""
         pool, _ = new(runtime)
@@ -196,7 +190,6 @@ class Attaching(DetachedCase):
         assert driver.end()[0] == 0
 
     @needs(Detachable)
-    @of_executor
     def test_worker_dies_alone(self, runtime: Runtime, name: str) -> None:
         """A worker that dies while nobody is attached: whoever comes next is told, as if it had been there."""
         pool, view = new(runtime)
@@ -214,7 +207,6 @@ class Attaching(DetachedCase):
         assert published(runtime, name) is None
 
     @needs(Detachable)
-    @of_executor
     def test_owner_killed_after_taking(self, scripts: Scripts, runtime: Runtime, name: str) -> None:
         """A driver that took the pool with own=True takes it along when it dies."""
         pool, view = new(runtime)
@@ -326,7 +318,6 @@ class Successors(DetachedCase):
         return said
 
     @needs(Detachable)
-    @of_executor
     @needs_feature("functions")
     def test_another_script(self, scripts: Scripts, runtime: Runtime, name: str) -> None:
         """Another script calls, fetches and gives back what it got; what is defined in it can't go, which is told."""
@@ -391,7 +382,6 @@ class Watching(DetachedCase):
         return driver
 
     @needs(Watchable)
-    @of_executor
     @needs_feature("looking")
     def test_looked_at_from_elsewhere(
         self, scripts: Scripts, runtime: Runtime, job: str, gate: Gate, capsys: pytest.CaptureFixture[str]
@@ -437,7 +427,6 @@ class Watching(DetachedCase):
         assert "no job " in capsys.readouterr().err
 
     @needs(Detachable)
-    @of_executor
     @needs_feature("pipelines")
     def test_detached_pool_is_looked_at(
         self, runtime: Runtime, name: str, gate: Gate, capsys: pytest.CaptureFixture[str], tmp_path: Path
@@ -495,7 +484,6 @@ class Watching(DetachedCase):
         with pytest.raises(ConfigError, match=f"no pool '{name}x' is detached"):
             executor.look(f"{name}x")
 
-    @of_executor
     def test_who_has_no_windows(self, capsys: pytest.CaptureFixture[str]) -> None:
         """A job of a private cluster is seen on its own machine only, which the command says."""
         assert show_top(None, Cluster(executor=self.executor), once=True, every=1.0, json=False) == 1

@@ -2,25 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
-import attrs
 import pytest
 
-import colocate
-from colocate import ColocatedGroup, ColocateError, Runtime
-from colocate._role.context import derive_seed
-from colocate.errors import RoleError
-from colocate.executor import Boot, Host, HostEvents, OwnProcess, Place
-from colocate.testing.executors._base import ExecutorCase, Spawn, needs, needs_feature, of_executor, smoke
-from colocate.testing.executors.tensors import TensorCase
-from colocate.testing.gate import Gate
+from colocate import ColocatedGroup
+from colocate.executor import OwnProcess
+from colocate.testing.executors._base import ExecutorCase, needs, smoke
 from colocate.testing.probes.plain import Echo
-from colocate.testing.probes.rows import Rows
-from colocate.testing.probes.settings import Batch, Changing, Placed, places_in, told_by
 from colocate.testing.probes.tensors import Tensors
-from colocate.testing.waiting import wait_until
 
 
 class Contexts(ExecutorCase):
@@ -43,222 +31,13 @@ class Contexts(ExecutorCase):
                 "same": True,
             }
 
-    def test_no_context_on_the_driver(self) -> None:
-        """Outside role code there is no context, and the error says so."""
-        with pytest.raises(ColocateError, match="inside role code only"):
-            colocate.context()
-
-    def test_sibling(self, pair: ColocatedGroup) -> None:
-        """`ctx.sibling` is the other role's instance in this worker, whose methods are bare there."""
-        assert pair.role("echo", Echo).ask_sibling("other") == [("another", 0), ("another", 1)]
-
-    def test_missing_sibling(self, pair: ColocatedGroup) -> None:
-        """A sibling that isn't on the slot, or isn't what it is asked as, is an error that says what is there."""
-        with pytest.raises(RoleError, match=r"asked for its sibling 'faulty' as a Echo, but it is a Faulty"):
-            pair.role("echo", Echo).ask_sibling("faulty")
-        with pytest.raises(RoleError, match=r"asked for its sibling 'nobody', but slot \d .* has \['echo', 'faulty'"):
-            pair.role("echo", Echo).ask_sibling("nobody")
-
-    def test_threads_of_a_role(self, pair: ColocatedGroup) -> None:
-        """A thread that a role starts has the role's context by `self.ctx`."""
-        assert pair.role("echo", Echo).from_a_thread() == [(0, 0), (1, 1)]
-
-    def test_valid_rows(self, pair: ColocatedGroup) -> None:
-        """`ctx.valid_rows` are the real rows of a scattered batch."""
-        assert [valid for _, valid in pair.role("rows", Rows).maybe_empty([1, 2, 3])] == [2, 1]
-
-    def test_progress(self, pair: ColocatedGroup) -> None:
-        """`ctx.progress` reaches the driver while the method runs."""
-        with Gate() as gate:
-            call = pair.role("echo", Echo).progress_at.submit(gate.address, 3, 10)
-            gate.wait_for(2)
-            workers = pair._node.workforce.workers
-            wait_until(lambda: all(w.progress.get("echo") == (3, 10) for w in workers), "progress has come")
-        call.result()
-
-    def test_seed(self, pair: ColocatedGroup) -> None:
-        """Each role and rank has a seed of its own, which depends on the runtime's."""
-        seeds = [fact["seed"] for role in ("echo", "other") for fact in pair.role(role, Echo).who()]
-        with self.connect(seed=1) as runtime, runtime.reserve(1, cpus=0) as pool:
-            group = pool.spawn({"echo": colocate.role(Echo)}, name=pair.name)
-            seeds += [fact["seed"] for fact in group.role("echo", Echo).who()]
-        assert len(set(seeds)) == 5
-
-    def test_generator(self, pair: ColocatedGroup) -> None:
-        """`ctx.generator` depends on runtime seed, group, role and rank alone: the numbers are these everywhere.
-
-        On another device torch draws others of the same seed.
-        """
-        torch = pytest.importorskip("torch")
-        assert (pair._node.services.seed, pair.name) == (0, "pair")
-        for name, seeds in SEEDS.items():
-            drawn = [torch.rand(2, generator=_generator(self.device, seed), device=self.device) for seed in seeds]
-            found = pair.role(name, Tensors).random_from_start(2)
-            assert torch.equal(found, torch.cat(drawn).cpu()), name
-            if self.device == "cpu":
-                assert torch.equal(found, torch.tensor(DRAWN[name])), name
-
-    def test_generator_after_a_failure(self, spawn: Spawn) -> None:
-        """A call that failed on one rank has drawn nothing on any: made again it draws the same."""
-        torch = pytest.importorskip("torch")
-        drawing = spawn({"tensors": colocate.role(Tensors)}, name="drawing").role("tensors", Tensors)
-        seeds = [derive_seed(0, "drawing", "tensors", rank) for rank in (0, 1)]
-        generators = [_generator(self.device, seed) for seed in seeds]
-        for failing in (0, 1, 0):  # at first nothing has been drawn at all
-            with pytest.raises(RoleError, match="a bad draw"):
-                drawing.random_but(3, failing)
-            expected = [torch.rand(2, generator=each, device=self.device) for each in generators]
-            assert torch.equal(drawing.random(2), torch.cat(expected).cpu())
-
-    @of_executor
     def test_device(self, pair: ColocatedGroup) -> None:
         """A slot without GPUs has the CPU, one with GPUs the first of them."""
         pytest.importorskip("torch")
         assert [device for device, _ in pair.role("tensors", Tensors).device()] == [self.device] * 2
 
     @needs(OwnProcess)
-    @of_executor
     def test_threads_of_torch(self, pair: ColocatedGroup) -> None:
         """A worker that is a process gives torch as many threads as its slot has CPUs, and one at least."""
         pytest.importorskip("torch")
         assert [threads for _, threads in pair.role("tensors", Tensors).device()] == [1, 1]
-
-
-def _generator(device: str, seed: int) -> Any:
-    import torch
-
-    return torch.Generator(device=device).manual_seed(seed)
-
-
-SEEDS = {
-    "tensors": [derive_seed(0, "pair", "tensors", rank) for rank in (0, 1)],
-    "right_tensors": [derive_seed(0, "pair", "right_tensors", 0)],
-}
-# For seed 0, two numbers on each rank, on the CPU.
-DRAWN = {
-    "tensors": [0.3498905897140503, 0.9317374229431152, 0.39299720525741577, 0.3361614942550659],
-    "right_tensors": [0.9086410403251648, 0.8518476486206055],
-}
-
-
-USUAL = {"grad": True, "inference": False, "autocast": None, "dtype": "torch.float32", "device": "cpu"}
-SET = {"grad": False, "inference": True, "autocast": "torch.float16"}
-
-
-class TorchSettings(TensorCase):
-    """Whether gradients are recorded, inference mode, autocast, the usual dtype and device, from call to call."""
-
-    @pytest.fixture
-    def dtype(self, runtime: colocate.Runtime) -> bool:
-        """Whether the process is the worker's own, so that what is set for a process is a role's to set."""
-        return isinstance(runtime._node.services.executor, OwnProcess)
-
-    @pytest.fixture
-    def changed(self, dtype: bool) -> dict[str, Any]:
-        """Return what is set where a role has changed it."""
-        return {**SET, "dtype": "torch.float64" if dtype else "torch.float32", "device": "meta"}
-
-    @pytest.fixture
-    def group(self, torch: Any, spawn: Spawn, dtype: bool) -> ColocatedGroup:
-        """One role that sets it in its constructor, between two that don't."""
-        plain, changing = colocate.role(Changing, dtype=dtype), colocate.role(Changing, changes=True, dtype=dtype)
-        return spawn({"first": plain, "changing": changing, "last": plain}, slots=1)
-
-    @needs_feature("functions")
-    def test_a_constructor_sets_it_for_its_role(self, group: ColocatedGroup, changed: dict[str, Any]) -> None:
-        """A constructor's setting holds in the role's methods, also async ones, and in nobody else's."""
-        for _ in range(2):
-            for name, expected in (("first", USUAL), ("changing", changed), ("last", USUAL)):
-                role = group.role(name, Changing)
-                assert role.told() == role.soon() == [expected]
-            assert group.run(told_by) == [USUAL]
-
-    @needs_feature("pipelines")
-    def test_between_awaits(self, group: ColocatedGroup, changed: dict[str, Any]) -> None:
-        """A setting holds in all of an async method, also in blocks of it and in its tasks, whoever runs meanwhile."""
-        first, changing = group.role("first", Changing), group.role("changing", Changing)
-        with group.pipeline():
-            calls = [first.across.submit(True), changing.across.submit(False), first.across.submit(False)]
-            told = first.told.submit()
-        in_blocks = {**USUAL, **SET, "device": "meta"}
-        for call, expected in zip(calls, (in_blocks, changed, USUAL), strict=True):
-            assert call.result() == [[expected] * 12]
-        assert told.result() == [USUAL]
-        assert first.told() == [USUAL]
-
-    @needs_feature("functions")
-    def test_a_method_sets_it_for_itself(self, group: ColocatedGroup, changed: dict[str, Any]) -> None:
-        """What it leaves is forgotten: by its own role's next call, by others', and where it has raised."""
-        first = group.role("first", Changing)
-        assert first.change() == [changed]
-        assert first.told() == [USUAL]
-        first.change()
-        assert group.role("last", Changing).told() == [USUAL]
-        first.change()
-        assert group.run(told_by) == [USUAL]
-        with pytest.raises(RoleError, match="on purpose"):
-            first.change_and_fail()
-        assert group.role("last", Changing).soon() == [USUAL]
-
-
-# torch's device without contents: it needs no hardware, and shows where a tensor was put.
-AWAY = "meta"
-
-
-class Devices(TensorCase):
-    """Slots whose device isn't the host's."""
-
-    @pytest.fixture
-    def away(
-        self, torch: Any, no_leaks: None, runtime: Runtime, monkeypatch: pytest.MonkeyPatch
-    ) -> Iterator[ColocatedGroup]:
-        """A group of two slots that have such a device, or so their workers are told."""
-        launch = runtime._node.services.executor.launch
-
-        def elsewhere(place: Place, boot: Boot, events: HostEvents) -> Host:
-            return launch(place, attrs.evolve(boot, device=AWAY), events)
-
-        monkeypatch.setattr(runtime._node.services.executor, "launch", elsewhere)
-        with runtime.reserve(2, cpus=0) as pool:
-            yield pool.spawn({"placed": colocate.role(Placed, [torch.ones(1), Batch(torch.ones(1))])})
-
-    @needs_feature("pipelines")
-    @needs_feature("functions")
-    def test_arguments_arrive_on_the_device(self, torch: Any, away: ColocatedGroup) -> None:
-        """By every dispatch and every way to call: a value of the driver's, a resident, and what was fetched of one."""
-        placed, there = away.role("placed", Placed), [AWAY] * 2
-        with placed.make.keep(1) as kept:
-            for x in (torch.ones(2, 2), kept.ref, kept.fetch()):
-                assert placed.broadcast(x) == there
-                assert placed.scattered(x) == there
-                assert placed.soon(x) == there
-                assert placed.broadcast({"deep": [x]}) == [{"deep": [AWAY]}] * 2
-                assert away.run(places_in, x) == there
-                with away.pipeline():
-                    seen = placed.scattered.submit(x)
-                assert seen.result() == there
-
-    @needs_feature("rows")
-    def test_rows_arrive_on_the_device(self, torch: Any, away: ColocatedGroup) -> None:
-        """Rows that the driver gives one by one have tensors there, too."""
-        assert away.role("placed", Placed).each([torch.ones(2, 2)] * 2) == [AWAY] * 2
-
-    @needs_feature("kinds")
-    def test_in_what_it_is_nested(self, torch: Any, away: ColocatedGroup) -> None:
-        """In records of one's own, in modules and in TensorDicts, made by the driver or by a role."""
-        placed, there = away.role("placed", Placed), [AWAY] * 2
-        assert placed.broadcast(Batch(torch.ones(1))) == there
-        assert placed.broadcast([torch.nn.Linear(1, 1)]) == [[there]] * 2
-        with placed.make_record.keep() as kept:
-            assert placed.broadcast(kept.ref) == placed.broadcast(kept.fetch()) == [there] * 2
-        tensordict = pytest.importorskip("tensordict")
-        assert placed.scattered(tensordict.TensorDict({"a": torch.ones(2)}, [2])) == there
-
-    def test_some_stay_on_the_host(self, torch: Any, away: ColocatedGroup) -> None:
-        """`host=` names parameters that arrive there. A constructor's arguments do, too."""
-        placed = away.role("placed", Placed)
-        with placed.make.keep(1) as kept:
-            for x in (torch.ones(2, 2), kept.ref, kept.fetch()):
-                for lengths in (torch.ones(2, 2), kept.ref, kept.fetch()):
-                    assert placed.mixed(x, lengths, more=Batch(torch.ones(1))) == [[AWAY, "cpu", "cpu"]] * 2
-        assert placed.constructed() == [["cpu", "cpu"]] * 2

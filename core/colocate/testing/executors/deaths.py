@@ -16,7 +16,7 @@ import colocate
 from colocate import RoleSpec, Runtime
 from colocate.errors import ColocateError, GroupRestarted, WorkerDied
 from colocate.executor import OwnProcess
-from colocate.testing.executors._base import ExecutorCase, Spawn, needs, needs_feature, of_executor, smoke
+from colocate.testing.executors._base import ExecutorCase, Spawn, needs, needs_feature, smoke
 from colocate.testing.gate import Gate
 from colocate.testing.probes.faulty import Faulty, Parent
 from colocate.testing.probes.plain import Echo
@@ -61,7 +61,6 @@ class Deaths(ExecutorCase):
         group.close()
 
     @needs(OwnProcess)
-    @of_executor
     def test_killed_between_calls(self, spawn: Spawn) -> None:
         """Without a call under way the news comes too; a failure that nobody has seen is raised by close."""
         group = spawn({"echo": colocate.role(Echo)})
@@ -88,7 +87,6 @@ class Deaths(ExecutorCase):
         assert "exited with code 7" in str(error)
 
     @needs(OwnProcess)
-    @of_executor
     def test_crashed(self, spawn: Spawn) -> None:
         """A crash in native code tells its Python stack."""
         group = spawn({"faulty": colocate.role(Faulty)}, slots=1)
@@ -98,7 +96,6 @@ class Deaths(ExecutorCase):
         assert "in kill" in str(caught.value.log_tail)
 
     @needs(OwnProcess)
-    @of_executor
     def test_other_groups_live(self, spawn: Spawn) -> None:
         """A death is the business of its group alone; whoever waits for one of its residents is told."""
         group = spawn({"faulty": colocate.role(Faulty), "rows": colocate.role(Rows)}, slots=1)
@@ -127,7 +124,6 @@ class Deaths(ExecutorCase):
 
     @needs(OwnProcess)
     @pytest.mark.parametrize("how", ["close", "kill", "exit", "hang", "supervisor"])
-    @of_executor
     def test_children_of_a_worker(self, spawn: Spawn, how: str) -> None:
         """Processes that a role has started die with the worker, however it ends, whatever session they are in."""
         group = spawn({"parent": colocate.role(Parent), "faulty": colocate.role(Faulty)}, slots=1)
@@ -186,7 +182,6 @@ class Vanishing(ExecutorCase):
             assert not any(place is before[1] for place in after)
 
     @needs(OwnProcess)
-    @of_executor
     @needs_feature("looking")
     def test_a_spare_takes_the_place_of_a_slot_that_has_vanished(self, runtime: Runtime) -> None:
         """Unless it has gone with it; the other slots stay, and there is a spare again where the executor replaces."""
@@ -207,7 +202,6 @@ class Vanishing(ExecutorCase):
             wait_until(lambda: not own.audit(), "what is held is there")
 
     @needs(OwnProcess)
-    @of_executor
     @needs_feature("looking")
     def test_the_slots_of_what_has_vanished_are_given_back(self, runtime: Runtime) -> None:
         """Without a restart: the group fails, closing goes as ever, and the next pool has slots that work."""
@@ -225,7 +219,6 @@ class Vanishing(ExecutorCase):
             assert not own.audit()
 
     @needs(OwnProcess)
-    @of_executor
     def test_the_engine_tells_why_a_slot_has_vanished(self, runtime: Runtime) -> None:
         """The error that the user reads has the cluster's words, not only that a connection has ended."""
         if not self.last_words:
@@ -241,7 +234,6 @@ class Vanishing(ExecutorCase):
             assert self.last_words in str(error)
 
     @needs(OwnProcess)
-    @of_executor
     def test_what_answers_nothing_is_ended(self, runtime: Runtime) -> None:
         """A keeper that can't confirm a kill is ended by the cluster (`on_stuck`), and with it what it has started."""
         with self.connect() as own:

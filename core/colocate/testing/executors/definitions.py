@@ -2,31 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
-import gc
-import importlib.util
-import json
-import multiprocessing
-import os
 import sys
-import threading
-import weakref
-from collections.abc import Callable
 from types import ModuleType
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 
 import colocate
-from colocate import Call, ColocatedGroup, Runtime
-from colocate.errors import RoleError, SerializationError
-from colocate.executor import OwnProcess
-from colocate.testing.executors._base import ExecutorCase, needs, needs_feature, of_executor, smoke
-from colocate.testing.probes.faulty import Faulty, Stubborn, Unreadable, nested
+from colocate import ColocatedGroup, Runtime
+from colocate.errors import RoleError
+from colocate.testing.executors._base import ExecutorCase, smoke
 from colocate.testing.probes.plain import Echo
-from colocate.testing.probes.rows import Rows
-from colocate.testing.probes.starved import without_threads
-from colocate.testing.waiting import PATIENCE_S, wait_until
 
 _SCRIPT = """
 import enum
@@ -146,28 +132,6 @@ class Worker(Role):
 """
 
 
-_SWITCHES = """
-import torch
-from torch.backends import cudnn
-
-APART = torch.ops, torch.classes, torch.ops.aten
-KEPT = {torch.ops.aten.mm.default}
-
-def tell(connection):
-    connection.send(type(torch.backends.cudnn).__name__)
-
-class Switches(Role):
-    @method
-    def kinds(self):
-        kinds = (type(each).__name__ for each in (torch.backends.cudnn, *APART) if cudnn is torch.backends.cudnn)
-        return *kinds, *(each.__name__ for each in KEPT & {torch.ops.aten.mm.default})
-
-    @method
-    def of_a_child(self):
-        return self.ctx.start(tell, fails=None).connection.recv()
-"""
-
-
 class Definitions(ExecutorCase):
     """What is defined in the script."""
 
@@ -201,320 +165,9 @@ class Definitions(ExecutorCase):
             assert type(cause) is script.Wrong
             assert type(cause.batch) is script.Batch
 
-    def test_names_of_the_script(self, runtime: Runtime, script: Any) -> None:
-        """A class that is defined anew is another one beside the old, and comes with the names of its code."""
-        with runtime.reserve(1) as pool:
-            worker = pool.spawn({"worker": colocate.role(script.Worker, script.Batch(0))})["worker"]
-            old, kept = script.Batch, worker.make.keep(1)
-            assert type(kept.fetch()[0]) is old
-            exec("class Batch:\n    def over(self):\n        return NEW\n", script.__dict__)
-            script.NEW = "new"
-            assert worker.look(script.Batch(), script.Colour.RED) == [(True, True, True, "new")]
-            assert worker.look(old(2), script.Colour.RED) == [(True, False, True, True)]
-            assert type(kept.fetch()[0]) is old
-
-    @needs_feature("children")
-    def test_modules_that_code_names(self, runtime: Runtime, script: Any) -> None:
-        """Of classes of their own, as those of torch's switches: they go by name, with roles and what these start."""
-        pytest.importorskip("torch")
-        exec(_SWITCHES, script.__dict__)
-        with runtime.reserve(1) as pool:
-            switches = pool.spawn({"switches": colocate.role(script.Switches)})["switches"]
-            assert switches.kinds() == [("CudnnModule", "_Ops", "_Classes", "_OpNamespace", "mm.default")]
-            assert switches.of_a_child() == ["CudnnModule"]
-
-    @needs(OwnProcess)
-    @pytest.mark.parametrize("dies", [False, True])
-    @needs_feature("functions")
-    def test_a_driver_without_a_thread_for_answers(self, pair: ColocatedGroup, dies: bool) -> None:
-        """What needs the answer says so, and the driver goes on; also where a thread dies as it begins."""
-        name = f"colocate_nothing_{dies}"
-        words = r"the driver can't answer: .*can't start new thread"
-        with without_threads(dies), pytest.raises(RoleError, match=words):
-            pair.run(_imports, name)
-        with pytest.raises(RoleError, match=f"No module named '{name}'"):
-            pair.run(_imports, name)
-
-    @needs_feature("functions")
-    def test_a_name_that_is_bound_anew(self, runtime: Runtime, script: Any) -> None:
-        """Code that was sent goes on with what it was, which one call warns of; new code has what it is."""
-        with runtime.reserve(2) as pool:
-            group = pool.spawn({"worker": colocate.role(script.Worker, script.Batch(0))})
-            worker = group["worker"]
-            assert worker.limit() == [1, 1]
-            script.LIMIT = 2
-            if not runtime._node.services.executor.in_process:
-                with pytest.warns(RuntimeWarning, match="has bound LIMIT anew"):
-                    assert worker.limit() == [1, 1]
-                assert worker.limit() == [1, 1]
-            exec("def limit(ctx):\n    return LIMIT\n", script.__dict__)
-            assert group.run(script.limit) == worker.limit() == [2, 2]
-
-    def test_nothing_is_left_of_a_closed_group(self, runtime: Runtime, script: Any) -> None:
-        """Neither the group nor a class that travelled for it, nor what its code names, while the pool is open."""
-        with runtime.reserve(1) as pool:
-
-            def use() -> list[weakref.ref[Any]]:
-                with pool.spawn({"worker": colocate.role(script.Worker, script.Batch(0))}) as group:
-                    worker = group["worker"]
-                    worker.look(script.Batch(2), script.Colour.RED)
-                    (made,), (inner,), (apart,) = worker.make(3), worker.make_class(), worker.make_apart()
-                    assert worker.took([made, made]) == [[True, True]]
-                    worker.kind({"it": (inner, apart)})
-                    found = group, script.Worker, script.Batch, script.Colour, type(inner), type(apart), apart.held()
-                return [weakref.ref(each) for each in found]
-
-            left = use()
-            script.__dict__.clear()
-
-            def gone() -> bool:
-                gc.collect()
-                return not any(each() for each in left)
-
-            wait_until(gone, "all of it is gone")
-
-
-@dataclasses.dataclass
-class Boxed:
-    """Something in a dataclass."""
-
-    inside: Any
-
-
-def _imports(ctx: colocate.Context, name: str) -> None:
-    importlib.import_module(name)
-
-
-def _imported_later(name: str) -> ModuleType:
-    spec = importlib.util.find_spec(name)
-    assert spec is not None
-    assert spec.loader is not None
-    spec.loader = importlib.util.LazyLoader(spec.loader)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
 
 class Serialization(ExecutorCase):
     """What can't be sent is an ordinary error that names it, never a hang."""
-
-    def test_argument(self, copying: ColocatedGroup) -> None:
-        """An argument that can't be sent: SerializationError names it and the path inside, before anything is sent."""
-        with pytest.raises(SerializationError) as caught:
-            copying.role("echo", Echo).echo({"fine": 1, "bad": [0, Stubborn()]})
-        error = caught.value
-        assert isinstance(error, TypeError)
-        assert (error.argument, error.path) == ("value", "value['bad'][1].lock")
-        assert "echo.echo" in str(error)
-        assert "lock" in str(error)
-        assert copying.role("echo", Echo).first(1) == 1
-
-    def test_modules(self, copying: ColocatedGroup, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Go by the names under which they are found, whatever their class is; one that code has made is refused."""
-        echo, lazy = copying.role("echo", Echo), _imported_later("wave")
-        monkeypatch.setitem(sys.modules, "wave", lazy)
-        for module in (lazy, os.path, json.decoder):
-            assert echo.first(module) is module
-
-        class Own(ModuleType):
-            pass
-
-        with pytest.raises(SerializationError, match="code has made this module, and no import leads to it") as caught:
-            echo.first([Own("own")])
-        assert caught.value.path == "value[0]"
-
-    def test_what_this_process_alone_has(self, copying: ColocatedGroup) -> None:
-        """What pickle takes, and would be of no use in a worker or do harm there: the error says why."""
-        echo, context = copying.role("echo", Echo), multiprocessing.get_context("fork")
-        here, there = context.Pipe()
-        value: Any
-        with here, there, context.Manager() as manager:
-            for value, why in (
-                (manager.dict(), "its Manager lets in only processes that multiprocessing has started"),
-                (manager.Queue(), "its Manager lets in only processes that multiprocessing has started"),
-                (here, "it is a descriptor, which this process alone has"),
-            ):
-                with pytest.raises(SerializationError, match=why) as caught:
-                    echo.first({"a": value})
-                assert caught.value.path == "value['a']"
-        for value in context.Queue(), context.Lock(), (number for number in range(3)), threading.Lock():
-            with pytest.raises(SerializationError, match="value can't be sent: it is a "):
-                echo.first(value)
-        assert echo.first(1) == 1
-
-    def test_result(self, copying: ColocatedGroup) -> None:
-        """A result that can't be sent: SerializationError names the method, the path, and the rank."""
-        faulty = copying.role("faulty", Faulty)
-        with pytest.raises(SerializationError) as caught:
-            faulty.return_lock(nested=True)
-        error = caught.value
-        assert (error.argument, error.path) == ("result", "result['bad'][1].lock")
-        assert (error.group, error.role, error.method) == (copying.name, "faulty", "return_lock")
-        assert error.rank in (0, 1)
-        with pytest.raises(SerializationError, match="lock"):
-            faulty.return_lock.submit().result()
-        assert faulty.fine() == [0, 1]
-
-    def test_what_cannot_be_rebuilt(self, copying: ColocatedGroup) -> None:
-        """An argument there, a result here: told is which call it was of; the cause is what its class has raised."""
-        faulty, echo = copying.role("faulty", Faulty), copying.role("echo", Echo)
-        words = "can't be rebuilt on the driver: ValueError: it can't be read"
-        with faulty.return_unreadable.keep() as kept:
-            for use in (faulty.return_unreadable, faulty.return_unreadable.submit().result, kept.fetch):
-                with pytest.raises(SerializationError, match=words) as caught:
-                    use()
-                error = caught.value
-                assert isinstance(error.__cause__, ValueError)
-                assert (error.group, error.role, error.method) == (copying.name, "faulty", "return_unreadable")
-                assert (error.rank, error.argument) == (0, "result")
-        words = r"echo\.first could not begin on rank \d .*: an argument can't be rebuilt there: ValueError"
-        with pytest.raises(RoleError, match=words) as refused:
-            echo.first(Unreadable())
-        assert isinstance(refused.value.__cause__, ValueError)
-        assert faulty.fine() == [0, 1]
-
-    @pytest.mark.parametrize(("kind", "path"), [("list", "[0]"), ("tuple", "[0]"), ("dict", "['a']")])
-    @needs_feature("functions")
-    def test_values_without_an_end(self, pair: ColocatedGroup, kind: str, path: str) -> None:
-        """What contains itself, or is nested too deeply, is told by name and path, not as a RecursionError."""
-        echo, rows, faulty = pair.role("echo", Echo), pair.role("rows", Rows), pair.role("faulty", Faulty)
-        deep = nested(kind, 5000)
-        uses: list[Callable[[], object]] = [
-            lambda: echo.first({"x": [deep]}),
-            lambda: pair.run(lambda ctx, value: None, {"x": [deep]}),
-            lambda: rows.seen((["a", "b"], [deep, 1])),
-        ]
-        for use in uses:
-            with pytest.raises(SerializationError, match=r"nested 500\d levels deep. Give it flat") as caught:
-                use()
-            assert caught.value.path is not None
-            assert "…" in caught.value.path
-            assert len(caught.value.path) < 100
-        for call in (faulty.nest.submit(kind, 5000), faulty.nest.keep(kind, 5000)):
-            with pytest.raises(SerializationError, match="nested 5000 levels deep") as caught:
-                call.result(PATIENCE_S) if isinstance(call, Call) else call.fetch()
-            assert (caught.value.argument, caught.value.method) == ("result", "nest")
-            assert str(caught.value.path).startswith(f"result{path}{path}")
-        if kind != "tuple":
-            endless = nested(kind, 0)
-            with pytest.raises(SerializationError, match=r"it is value.'x'. itself, so there is no end") as caught:
-                echo.first({"x": endless})
-            assert caught.value.path == f"value['x']{path}"
-            with pytest.raises(SerializationError, match="it is result itself"):
-                faulty.nest(kind, 0)
-        assert echo.first(1) == 1
-
-    def test_residents_where_none_is_looked_for(self, copying: ColocatedGroup) -> None:
-        """A resident in a set, a dict's key or an object isn't replaced by its value: what pickles it names it."""
-        echo = copying.role("echo", Echo)
-        with echo.first.keep("text") as kept:
-            ref: Any = kept.ref
-            for value, path in (
-                ({ref}, "value['x'][0][0]"),
-                ({(ref, 1): 1}, "value['x'][0].keys()[0][0]"),
-                (Boxed([1, {"a": ref}]), "value['x'][0].inside[1]['a']"),
-                (Boxed(kept), "value['x'][0].inside"),
-                (Boxed(echo), "value['x'][0].inside"),
-            ):
-                with pytest.raises(SerializationError, match=r"can't be (sent|pickled)[:;]") as caught:
-                    echo.first({"x": [value]})
-                assert (caught.value.argument, caught.value.path) == ("value", path)
-        assert echo.first(1) == 1
-
-    @needs_feature("functions")
-    def test_what_cannot_go_with_a_definition(self, copying: ColocatedGroup) -> None:
-        """A class or function that can't go with what it holds: that is named, and said as its author would say it."""
-        echo, lock = copying.role("echo", Echo), threading.Lock()
-
-        class Held:
-            things: ClassVar[dict[str, Any]] = {"a": [1, lock]}
-
-        class Closes:
-            @property
-            def it(self) -> Any:
-                return lock
-
-        def closes() -> Any:
-            return [lock]
-
-        def calls() -> Any:
-            return copying
-
-        driver = "it is given as an argument: a value, or a resident; a role finds the others"
-        for value, words in (
-            (Held(), "Held.things['a'][1] is a _thread.lock"),
-            (Closes(), "the variable lock of it is a _thread.lock"),
-            ([closes], "echo.first: the variable lock of closes can't be sent: it is a _thread.lock"),
-            (calls, "echo.first: the variable copying of calls can't be sent: it is a colocate.ColocatedGroup"),
-            (calls, driver),
-        ):
-            with pytest.raises(SerializationError) as caught:
-                echo.first(value)
-            assert words in str(caught.value)
-            assert (driver in str(caught.value)) == (value is calls)
-
-        def run_it(ctx: colocate.Context) -> None:
-            closes()
-
-        with pytest.raises(SerializationError, match="function run_it: the variable lock of closes can't be sent"):
-            copying.run(run_it)
-        assert echo.first(1) == 1
-
-    def test_kept_result(self, copying: ColocatedGroup) -> None:
-        """A kept result needn't be sent: it can be used where it is, and only fetching it fails."""
-        faulty, echo = copying.role("faulty", Faulty), copying.role("echo", Echo)
-        keep = faulty.return_lock.options(ranks=[0]).keep
-        with keep(nested=True) as kept, pytest.raises(SerializationError) as caught:
-            kept.fetch()
-        error = caught.value
-        assert error.message.startswith("the result of faulty.return_lock: result['bad'][1].lock can't be sent")
-        assert (error.argument, error.path) == ("result", "result['bad'][1].lock")
-        assert (error.group, error.role, error.method, error.rank) == (copying.name, "faulty", "return_lock", 0)
-        assert echo.first(1) == 1
-
-    def test_constructor_argument(self, copying: ColocatedGroup) -> None:
-        """A constructor argument that can't be sent is named, and nothing is left running."""
-        with copying.owner.owner.reserve(1, cpus=0) as pool:
-            with pytest.raises(SerializationError) as caught:
-                pool.spawn({"echo": colocate.role(Echo, "fine", extra={"deep": Stubborn()})})
-            assert pool.groups == {}
-        assert (caught.value.argument, caught.value.path) == ("extra", "extra['deep'].lock")
-        assert "role 'echo'" in str(caught.value)
-
-    def test_constructor_argument_that_lives_on_the_driver(self, runtime: Runtime, pair: ColocatedGroup) -> None:
-        """A constructor gets no resident, nor what else is the driver's: it is refused by name, in lists, too."""
-        echo = pair.role("echo", Echo)
-        endless: list[Any] = []
-        endless.append(endless)
-        call = echo.first.submit(1)
-        with runtime.reserve(1, cpus=0) as pool, echo.first.keep("text") as kept:
-            ref: Any = kept.ref
-            for value, path, words in (
-                (ref, "extra", "Give the constructor the value"),
-                (kept, "extra", "Give the constructor the value"),
-                ([1, {"a": (ref,)}], "extra", "Give the constructor the value"),
-                (call, "extra", r"its result\(\)"),
-                (echo, "extra", r"ctx\.sibling"),
-                ([pair], "extra", r"ctx\.sibling"),
-                (endless, "extra[0]", "it is extra itself"),
-            ):
-                with pytest.raises(SerializationError, match=f"the constructor of role 'echo': .*{words}") as caught:
-                    pool.spawn({"echo": colocate.role(Echo, "fine", extra=value)})
-                assert (caught.value.argument, caught.value.path) == ("extra", path)
-            assert pool.groups == {}
-            assert (
-                pool.spawn({"echo": colocate.role(Echo, "fine", extra=kept.fetch())}).role("echo", Echo).first(1) == 1
-            )
-
-    def test_value_semantics(self, copying: ColocatedGroup) -> None:
-        """What is sent is what it was when it was sent; what comes back is the caller's own."""
-        echo = copying.role("echo", Echo)
-        value = [1, 2]
-        call = echo.echo.submit(value)
-        value.append(3)
-        first, second = call.result()
-        assert first == second == [1, 2]
-        assert first is not second
 
     @pytest.mark.parametrize(
         "value",
@@ -535,14 +188,12 @@ class Serialization(ExecutorCase):
         ],
         ids=repr,
     )
-    @of_executor
     def test_values(self, pair: ColocatedGroup, value: Any) -> None:
         """Everything that Python pickles travels."""
         back = pair.role("echo", Echo).first(value)
         assert repr(back) == repr(value)
         assert type(back) is type(value)
 
-    @of_executor
     def test_large(self, pair: ColocatedGroup) -> None:
         """Size doesn't matter, with calls and results of many megabytes under way at once."""
         echo = pair.role("echo", Echo)

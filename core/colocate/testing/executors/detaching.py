@@ -19,10 +19,9 @@ import colocate
 from colocate import Pool, Runtime
 from colocate.errors import CapabilityError, ClosedError, ColocateError, ConfigError
 from colocate.executor import Detachable
-from colocate.testing.executors._base import needs, needs_feature, of_executor
+from colocate.testing.executors._base import needs, needs_feature
 from colocate.testing.executors.drivers import Driver, Scripted, Scripts
 from colocate.testing.gate import Gate
-from colocate.testing.probes.background import Beside
 from colocate.testing.probes.counting import Counting
 from colocate.testing.probes.plain import Echo
 from colocate.testing.waiting import PATIENCE_S, Processes, wait_until
@@ -80,7 +79,6 @@ class DetachedCase(Scripted):
 class Detaching(DetachedCase):
     """A detached pool lives on as it was, and ends by its time to live."""
 
-    @of_executor
     def test_refused(self, runtime: Runtime) -> None:
         """A cluster that ends with its driver can't keep a pool: refused with who can."""
         with self.connect_privately() as private:
@@ -99,7 +97,6 @@ class Detaching(DetachedCase):
                 pool.detach("anything", ttl=1)
 
     @needs(Detachable)
-    @of_executor
     def test_goes_on(self, scripts: Scripts, runtime: Runtime, name: str) -> None:
         """The driver that made it ends; the next one finds the roles as they were: state, generator, processes."""
         pytest.importorskip("torch")
@@ -129,7 +126,6 @@ class Detaching(DetachedCase):
         assert published(runtime, name) is None
 
     @needs(Detachable)
-    @of_executor
     def test_closed_for_its_driver(self, runtime: Runtime, name: str) -> None:
         """After detach the driver's pool, group and residents are closed, and say where it went; nothing is kept."""
         pool, view = new(runtime)
@@ -148,7 +144,6 @@ class Detaching(DetachedCase):
             assert counting(again).still_kept() == [False, False]
 
     @needs(Detachable)
-    @of_executor
     def test_what_detach_refuses(self, runtime: Runtime, name: str) -> None:
         """Calls under way, a taken name, no end, a pool that wasn't reserved for it: the pool stays as it was."""
         with runtime.reserve(1, cpus=0) as plain, pytest.raises(ConfigError, match="detachable=True"):
@@ -174,7 +169,6 @@ class Detaching(DetachedCase):
             other_view.add()
 
     @needs(Detachable)
-    @of_executor
     def test_time_to_live(self, runtime: Runtime, name: str) -> None:
         """Without a driver for so long it ends by itself; while it has one it doesn't."""
         pool, view = new(runtime)
@@ -192,7 +186,6 @@ class Detaching(DetachedCase):
             runtime.attach(name)
 
     @needs(Detachable)
-    @of_executor
     def test_commands(self, runtime: Runtime, name: str, tmp_path: Path) -> None:
         """`colocate groups` lists it; `colocate close` ends it, by force what a driver is attached to."""
         config = tmp_path / "cluster.yaml"
@@ -234,7 +227,6 @@ class Detaching(DetachedCase):
         assert command("close", name)[0] == 1
 
     @needs(Detachable)
-    @of_executor
     @needs_feature("looking")
     def test_audit(self, runtime: Runtime, name: str) -> None:
         """A detached pool is no leak; a borrowed one is all there."""
@@ -246,32 +238,3 @@ class Detaching(DetachedCase):
             counting(borrowed).add()
             assert not runtime.audit()
             assert borrowed._node.request.id not in [each.id for each in runtime._node.services.executor.strays()]
-
-    @needs_feature("memory")
-    @needs(Detachable)
-    @of_executor
-    @needs_feature("pausing")
-    def test_background_roles_go_on(self, runtime: Runtime, name: str) -> None:
-        """For the next driver they have lanes of their own as well, and no pause of the last one's."""
-        roles = {"train": colocate.role(Beside), "roll": colocate.role(Beside).on(background=True)}
-        pool = runtime.reserve(2, cpus=0, detachable=True)
-        group = pool.spawn(roles, name="lanes")
-        group.role("roll", Beside).do("first")
-        group.pause("roll")
-        pool.detach(name, ttl=TTL_S)
-        pool = runtime.attach(name, own=True)
-        group = pool.groups["lanes"]
-        train, roll = group.role("train", Beside), group.role("roll", Beside)
-        assert train.read() == [[]] * 2
-        assert roll.read() == [["first"]] * 2  # each has been woken by now, which has its place in both orders
-        memory: Any = group._node.part("memory")
-        wait_until(lambda: not memory.sleepers.marks, "the driver knows")  # or another wake waits for `roll` below
-        with Gate() as gate:
-            running = roll.do.submit("second", gate.address)
-            gate.wait_for(2)
-            assert len(train.do("beside")) == 2
-            with pytest.raises(TimeoutError, match="isn't paused"):
-                group.pause("roll", timeout=0.1)
-        assert len(running.result(PATIENCE_S)) == 2
-        assert roll.read() == [["first", "second"]] * 2
-        pool.close()

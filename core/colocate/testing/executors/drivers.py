@@ -18,14 +18,11 @@ import attrs
 import psutil
 import pytest
 
-import colocate
-from colocate import ColocatedGroup
 from colocate._system.readable import readable
 from colocate.executor import OwnProcess
-from colocate.testing.executors._base import ExecutorCase, needs, needs_feature, of_executor, smoke
+from colocate.testing.executors._base import ExecutorCase, needs, needs_feature, smoke
 from colocate.testing.gate import Gate
-from colocate.testing.probes.plain import Echo
-from colocate.testing.waiting import PATIENCE_S, Processes, wait_until
+from colocate.testing.waiting import PATIENCE_S, Processes
 
 _FOLLOWS_WITHIN_S = 20.0  # a killed driver's output is closed: what it has started ends with it, or soon after
 
@@ -156,54 +153,7 @@ class Scripted(ExecutorCase):
 class Drivers(Scripted):
     """A driver that ends, in whatever way, leaves nothing behind."""
 
-    def test_main(self, scripts: Scripts) -> None:
-        """Roles may be defined in a script, without any guard, and in modules beside it; they go by value."""
-        (scripts.folder / "beside.py").write_text(
-            textwrap.dedent("""
-            import colocate
-
-            OFFSET = 40
-
-            class Beside(colocate.Role):
-                @colocate.method
-                def value(self, x):
-                    return x + OFFSET + helper()
-
-            def helper():
-                return 2
-            """)
-        )
-        driver = scripts.start("""
-            from beside import Beside, helper
-
-            SCALE = 10
-
-            def scaled(x):
-                return x * SCALE
-
-            class InMain(colocate.Role):
-                def __init__(self, start):
-                    self.start = start
-
-                @colocate.method
-                def value(self, x):
-                    return self.start + scaled(x) + helper()
-
-            class Child(InMain):
-                @colocate.method
-                def value(self, x):
-                    return -super().value(x)
-
-            with CONNECT as runtime, runtime.reserve(2, cpus=0) as pool:
-                roles = {name: colocate.role(cls, 1) for name, cls in (("main", InMain), ("child", Child))}
-                group = pool.spawn({**roles, "beside": colocate.role(Beside)})
-                say([group.role("main").value(3), group[Child].value(3), group[Beside].value(0)])
-            """)
-        assert driver.hear() == [[33, 33], [-33, -33], [42, 42]]
-        assert driver.end() == (0, "")
-
     @needs(OwnProcess)
-    @of_executor
     def test_many_open_files(self, scripts: Scripts) -> None:
         """A driver with more than a thousand of them gets workers, and ends them: `select` couldn't take their numbers.
 
@@ -223,31 +173,6 @@ class Drivers(Scripted):
         assert (driver.hear(), driver.hear()) == ([None, None], [None, None])
         assert driver.end() == (0, "")
 
-    def test_nobody_closed(self, scripts: Scripts) -> None:
-        """Interpreter exit closes what nobody closed and reports it with its line."""
-        driver = scripts.start(
-            """
-            runtime = CONNECT  # the line to be named
-            group = runtime.reserve(1, cpus=0).spawn(ROLES)
-            say([group.role("echo").place()[0][0], os.getpid()])
-            wait()
-            """,
-            "-W",
-            "always::ResourceWarning",
-        )
-        pids = _others(driver.hear())
-        workers = Processes(pids)
-        code, errors = driver.end()
-        assert code == 0
-        line = 1 + (scripts.folder / "script.py").read_text().splitlines().index(
-            f"runtime = {scripts.connect}  # the line to be named"
-        )
-        assert f"script.py:{line} was never closed" in errors
-        assert errors.count("never closed") == 1
-        workers.wait()
-        workers.close()
-
-    @of_executor
     def test_interrupted(self, scripts: Scripts) -> None:
         """Ctrl-C in a blocking call raises KeyboardInterrupt there; the way out closes everything."""
         with Gate() as gate:
@@ -296,43 +221,6 @@ class Drivers(Scripted):
             workers.close()
 
     @needs(OwnProcess)
-    def test_shared_memory_of_roles(self, scripts: Scripts) -> None:
-        """Memory is removed as after any Python program: when a group is closed, a worker or driver is killed."""
-        driver = scripts.start("""
-            from multiprocessing import shared_memory
-
-            class Sharing(colocate.Role):
-                @colocate.method
-                def share(self):
-                    self.memory = shared_memory.SharedMemory(create=True, size=4096)
-                    return self.memory.name
-
-            runtime = CONNECT
-            pool = runtime.reserve(2, cpus=0)
-
-            def shared():
-                group = pool.spawn({**ROLES, "sharing": colocate.role(Sharing)})
-                say(group.role("sharing").share())
-                return group
-
-            shared().close()
-            group = shared()
-            group.role("faulty").kill.options(ranks=[0]).submit().exception()
-            try:
-                group.close()
-            except ExceptionGroup:
-                pass
-            shared()
-            threading.Event().wait()
-            """)
-        memory = [Path("/dev/shm", name) for _ in range(3) for name in driver.hear()]
-        left = [path.exists() for path in memory]
-        driver.process.kill()
-        assert left == [False] * 4 + [True] * 2
-        wait_until(lambda: not any(path.exists() for path in memory), "the last ones are removed")
-
-    @needs(OwnProcess)
-    @of_executor
     def test_killed_with_a_fork_alive(self, scripts: Scripts) -> None:
         """So it does when a forked child of the driver, such as a data loader's, lives on."""
         driver = scripts.start("""
@@ -361,78 +249,10 @@ def _others(pids: Sequence[int]) -> list[int]:
     return [worker] if worker != driver else []
 
 
-CONNECTED = "runtime = CONNECT\n"
-RESERVED = f"{CONNECTED}pool = runtime.reserve(2, cpus=0)\n"
-SPAWNED = f"{RESERVED}group = pool.spawn(ROLES)\n"
-HUNG = "group.role('faulty').wait.submit(GATE)\n"
-# In slices: Python notices a signal that has come just before it began to wait for a lock only when that wait ends.
-FOREVER = "while True:\n    threading.Event().wait(1)\n"
-
-# What the driver does; at the last line it waits, or works on, until its end.
-STAGES = {
-    "connected": f"{CONNECTED}say(0)\n",
-    "reserved": f"{RESERVED}say(0)\n",
-    "spawning": (
-        f"{RESERVED}from colocate.testing.probes.faulty import HangsAtStart\n"
-        "roles = {'slow': colocate.role(HangsAtStart, GATE)}\n"
-        "threading.Thread(target=lambda: pool.spawn(roles), daemon=True).start()\n"
-    ),
-    "calling": f"{SPAWNED}{HUNG}",
-    "transferring": (
-        f"{SPAWNED}kept = group.role('echo').first.keep(bytes(64 << 20))\n"
-        "def transfer():\n    while True:\n        group.role('echo').first(kept.ref)\n"
-        "threading.Thread(target=transfer, daemon=True).start()\nsay(0)\n"
-    ),
-    "closing": f"{SPAWNED}{HUNG}wait()\nthreading.Thread(target=group.close, daemon=True).start()\nsay(0)\n",
-}
-BY_GATE = ("spawning", "calling", "closing")
-
-
-class Endings(Scripted):
-    """A driver that ends at whatever moment; another one on the same cluster notices nothing."""
-
-    @needs(OwnProcess)
-    @pytest.mark.parametrize("stage", STAGES)
-    def test_killed_while(self, scripts: Scripts, pair: ColocatedGroup, stage: str) -> None:
-        """By SIGKILL, at each stage."""
-        self._end(scripts, pair, stage, signal.SIGKILL)
-
-    @needs(OwnProcess)
-    @pytest.mark.long
-    @pytest.mark.parametrize("stage", STAGES)
-    @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["terminated", "interrupted"])
-    def test_ended_while(self, scripts: Scripts, pair: ColocatedGroup, number: signal.Signals, stage: str) -> None:
-        """By SIGTERM, which ends a Python program on the spot, and by an exception that nobody catches."""
-        self._end(scripts, pair, stage, number)
-
-    @staticmethod
-    def _end(scripts: Scripts, pair: ColocatedGroup, stage: str, number: signal.Signals) -> None:
-        echo = pair.role("echo", Echo)
-        with Gate() as gate:
-            text = STAGES[stage].replace("GATE", repr(gate.address))
-            driver = scripts.start(text + FOREVER)
-            if stage in BY_GATE:
-                gate.wait_for()
-            if stage == "closing":  # what runs by now is what the close waits for
-                driver.go_on()
-            if stage not in ("spawning", "calling"):
-                driver.hear()
-            tenants: Any = [worker.pid for worker in pair._node.workforce.workers]
-            left = Processes(child.pid for child in psutil.Process(driver.process.pid).children(recursive=True))
-            driver.process.send_signal(number)
-            assert echo.echo(1) == [1, 1]
-            left.wait()
-            left.close()
-        with pair.owner.owner.reserve(2, cpus=0) as pool:
-            assert pool.spawn({"echo": colocate.role(Echo)}).role("echo", Echo).echo(2) == [2, 2]
-        assert [worker.pid for worker in pair._node.workforce.workers] == tenants
-
-
 class Signals(Scripted):
     """Signals, which Python handles on the main thread, between any two lines of whatever runs there."""
 
     @needs(OwnProcess)
-    @of_executor
     @needs_feature("looking")
     def test_interrupted_spawn(self, scripts: Scripts) -> None:
         """Ctrl-C in a start gives it up: nothing of it is left, and its slots are as good as before."""
@@ -458,7 +278,6 @@ class Signals(Scripted):
             code, errors = driver.end()
         assert (code, errors) == (0, "")
 
-    @of_executor
     @needs_feature("looking")
     @needs_feature("pipelines")
     @needs_feature("functions")

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import socket
-from pathlib import Path
 
 import pytest
 
 import colocate
 from colocate.errors import RoleError
-from colocate.testing.executors._base import ExecutorCase, Spawn, needs_feature, of_executor, smoke
+from colocate.testing.executors._base import ExecutorCase, Spawn, needs_feature, smoke
 from colocate.testing.gate import Gate
 from colocate.testing.probes.left import Leaves, Server
 from colocate.testing.waiting import PATIENCE_S, wait_until
@@ -41,7 +40,6 @@ class LeftInLoops(ExecutorCase):
                 gate.wait_for(2)
                 group.resume("leaves")
 
-    @of_executor
     def test_a_server_answers_between_calls(self, spawn: Spawn) -> None:
         """A server was made in the constructor, as was a timer; and `close` ends it in its own loop."""
         with Gate() as gate:
@@ -53,14 +51,6 @@ class LeftInLoops(ExecutorCase):
                     client.sendall(b"hello\n")
                     assert client.makefile().readline() == "HELLO\n"
 
-    def test_what_is_left_is_cancelled_at_the_end(self, spawn: Spawn, tmp_path: Path) -> None:
-        """A task that is cancelled may do what it does then."""
-        group = spawn({"leaves": colocate.role(Leaves)})
-        group.role("leaves", Leaves).writes_at_its_end(tmp_path / "end")
-        group.close()
-        assert {file.name for file in tmp_path.iterdir()} == {"end-0", "end-1"}
-
-    @of_executor
     def test_a_task_that_fails_is_told(
         self, spawn: Spawn, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
     ) -> None:

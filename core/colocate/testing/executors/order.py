@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
-import gc
-import pickle
-import weakref
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-import colocate
 from colocate import Call, ColocatedGroup
-from colocate.errors import CallTimeout, ColocateError, RoleError
-from colocate.testing.executors._base import ExecutorCase, Spawn, needs_feature, of_executor, smoke
+from colocate.errors import RoleError
+from colocate.testing.executors._base import ExecutorCase, smoke
 from colocate.testing.executors.calls import cleared
 from colocate.testing.gate import Gate
 from colocate.testing.probes.faulty import Faulty
-from colocate.testing.probes.plain import Echo, Log
-from colocate.testing.waiting import PATIENCE_S, becomes_true, wait_until
+from colocate.testing.waiting import PATIENCE_S
 
 RAISE, ADD = "raise", "add"
 
@@ -34,48 +27,6 @@ def error_of(call: Call[Any]) -> BaseException:
 class Order(ExecutorCase):
     """The order of calls, and the hold after a failed one."""
 
-    def test_order(self, pair: ColocatedGroup) -> None:
-        """Calls run in the order of submission on every rank, whatever their sizes, roles and kinds."""
-        log, echo = cleared(pair), pair.role("echo", Echo)
-        for index in range(20):
-            log.add.submit(index if index % 3 else (index, "x" * 200_000))
-            echo.noop.keep()
-            if index % 4 == 0:
-                log.add.options(ranks=[0]).submit(("zero", index))
-        first, second = [[e[0] if isinstance(e, tuple) and e[0] != "zero" else e for e in each] for each in log.read()]
-        assert second == list(range(20))
-        assert [entry for entry in first if not isinstance(entry, tuple)] == second
-        assert [entry for entry in first if isinstance(entry, tuple)] == [("zero", index) for index in range(0, 20, 4)]
-
-    def test_failure_comes_at_once(self, pair: ColocatedGroup) -> None:
-        """The caller has the first failure while other ranks are still in the call, with their states."""
-        log = cleared(pair)
-        with Gate() as gate, Gate() as trigger:
-            call = log.at.submit([gate.address, trigger.address], [ADD, RAISE])  # type: ignore[arg-type]
-            gate.wait_for()
-            trigger.open()
-            error = error_of(call)
-            assert isinstance(error, RoleError)
-            assert (error.rank, error.role, error.method) == (1, "log", "at")
-            assert "not back from rank 0" in str(error)
-
-    def test_hold(self, pair: ColocatedGroup) -> None:
-        """After a failure no rank takes up a further call until all are back; then the queue goes on."""
-        log = cleared(pair)
-        with Gate() as gate, Gate() as trigger:
-            failing = log.at.submit([gate.address, trigger.address], [ADD, RAISE], "kept on")  # type: ignore[arg-type]
-            queued = log.add_and_look.submit(gate.address, "queued")
-            gate.wait_for()
-            trigger.open()
-            error_of(failing)
-            late = log.add_and_look.submit(gate.address, "late")
-            assert not queued.done()
-        # On the rank that had failed, too, they began after the gate was opened for the other one.
-        assert queued.result(PATIENCE_S) == [True, True]
-        assert late.result(PATIENCE_S) == [True, True]
-        assert log.read() == [["kept on", "queued", "late"], ["queued", "late"]]
-
-    @of_executor
     def test_later_call_begun(self, pair: ColocatedGroup) -> None:
         """A later call that some rank had begun goes on there, and runs on the others after the hold."""
         log = cleared(pair)
@@ -94,150 +45,9 @@ class Order(ExecutorCase):
         last.result(PATIENCE_S)
         assert log.read() == [["b", "c"], ["a", "b", "c"]]
 
-    def test_later_call_failed(self, pair: ColocatedGroup) -> None:
-        """If it failed there, it is withdrawn from the others; its error has its own cause, and names the first one."""
-        log = cleared(pair)
-        with Gate() as first, Gate() as second:
-            failing = log.at.submit([first.address, None], [RAISE, ADD], "a")  # type: ignore[arg-type]
-            begun = log.at.submit([None, second.address], [ADD, RAISE], "b")  # type: ignore[arg-type]
-            last = log.add.submit("c")
-            first.wait_for()
-            second.wait_for()
-            first.open()
-            root = error_of(failing)
-        later = error_of(begun)
-        assert isinstance(later, RoleError)
-        assert isinstance(root, RoleError)
-        assert later.rank == 1
-        assert isinstance(later.__cause__, ValueError)
-        assert later.__cause__.args == ("rank 1 was told to raise",)
-        assert f"(it was begun before an earlier call had failed: {root.message})" in str(later)
-        last.result(PATIENCE_S)
-        assert log.read() == [["c"], ["a", "c"]]
-
-    def test_async_failing(self, pair: ColocatedGroup) -> None:
-        """What a rank awaits in a call that has failed elsewhere is cancelled; earlier calls go on to their end."""
-        log = cleared(pair)
-        with Gate() as mine, Gate() as first, Gate() as second, Gate() as closed:
-            going = log.async_at.submit([mine.address] * 2)  # type: ignore[arg-type]
-            failing = [
-                log.async_at.submit([gate.address, closed.address], failing=0)  # type: ignore[arg-type]
-                for gate in (first, second)
-            ]
-            mine.wait_for(2)
-            first.wait_for()
-            second.wait_for()
-            closed.wait_for(2)
-            first.open()
-            assert isinstance(error_of(failing[0]), RoleError)
-            second.open()  # in the hold, which waits for the call before
-            closed.wait_for_none()
-            mine.open()
-            going.result(PATIENCE_S)
-            later = error_of(failing[1])
-            assert isinstance(later, RoleError)
-            assert isinstance(later.__cause__, ValueError)
-            assert log.read() == [["waited"], ["cancelled", "cancelled", "waited"]]
-
-    def test_timeout(self, pair: ColocatedGroup) -> None:
-        """A call past its timeout ends with CallTimeout, with each late rank's Python stack; then as any failure."""
-        faulty, log = pair.role("faulty", Faulty), cleared(pair)
-        with Gate() as gate:
-            call = faulty.fail_after.options(timeout=1.0).submit([None, gate.address], -1)  # type: ignore[arg-type]
-            queued = log.add.submit("queued")
-            error = error_of(call)
-            assert isinstance(error, CallTimeout)
-            assert isinstance(error, TimeoutError)
-            assert set(error.stacks) == {1}
-            assert "in fail_after" in error.stacks[1]
-            assert "pass_gate" in error.stacks[1]
-            assert (error.rank, error.group, error.role, error.method) == (1, pair.name, "faulty", "fail_after")
-            assert "isn't done after 1.0 s" in str(error)
-            assert "in pass_gate" in str(error)
-            assert not queued.done()
-        queued.result(PATIENCE_S)
-        assert log.read() == [["queued"]] * 2
-
-    def test_slow_call(self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-        """There is no deadline by default, but a call that takes long is told once, with the slow ranks' stacks."""
-        monkeypatch.setattr("colocate._api.slow.SLOW_EVERY_S", 0.05)
-        monkeypatch.setattr("colocate._calls.order.STACKS_WITHIN_S", PATIENCE_S)  # however busy the machine is
-        with self.connect() as runtime, runtime.reserve(1, cpus=0) as pool:
-            group = pool.spawn({"faulty": colocate.role(Faulty)})
-            with Gate() as gate:
-                call = group.role("faulty", Faulty).wait.submit(gate.address)
-                gate.wait_for()
-                # Not before: it is told once, wherever the rank is.
-                monkeypatch.setattr("colocate._api.slow.SLOW_S", 0.05)
-                wait_until(lambda: "pass_gate" in caplog.text, "the warning has been given")
-            assert call.result(PATIENCE_S) == [0]
-        assert "faulty.wait of group" in caplog.text
-
-    def test_rank_that_stays_away(self, spawn: Spawn) -> None:
-        """A rank that isn't back within the grace period fails the group, naming it; the cause is the first failure."""
-        group = spawn({"log": colocate.role(Log)})
-        log = group.role("log", Log)
-        group._node.grace = 0.1
-        with Gate() as gate, Gate() as trigger:
-            failing = log.at.submit([gate.address, trigger.address], [ADD, RAISE])  # type: ignore[arg-type]
-            queued = log.add.submit("never")
-            gate.wait_for()
-            trigger.open()
-            root = error_of(failing)
-            error = error_of(queued)
-            assert isinstance(error, ColocateError)
-            assert "slot 0" in str(error)
-            assert "did not come back within 0.1 s" in str(error)
-            assert "pass_gate" in str(error)
-            assert error.rank == 0
-            assert error.__cause__ == root
-            with pytest.raises(ColocateError) as again:
-                log.add("never")
-            assert again.value == error
-            group.close(grace=0)
-
-
-async def _awaited(submit: Callable[[], Call[Any]]) -> weakref.ref[RoleError]:
-    try:
-        await submit()
-    except RoleError as error:  # in here: what `asyncio.run` raises is in a cycle with its own frame
-        return weakref.ref(error)
-    raise AssertionError("it went well")
-
-
-def _refused(ask: Callable[[], object]) -> weakref.ref[RoleError]:
-    try:
-        ask()
-    except RoleError as error:
-        return weakref.ref(error)
-    raise AssertionError("it went well")
-
 
 class Failures(ExecutorCase):
     """Exceptions of roles."""
-
-    @pytest.mark.parametrize("asked", ["called", "result", "exception", "await", "kept", "run"])
-    @needs_feature("functions")
-    def test_error_let_go_of(self, pair: ColocatedGroup, asked: str) -> None:
-        """An error that nobody holds is gone, with what frames of role code held: it needs no garbage collector."""
-        faulty = pair.role("faulty", Faulty)
-
-        ways: dict[str, Callable[[], weakref.ref[Any]]] = {
-            "called": lambda: _refused(faulty.fail),
-            "result": lambda: _refused(lambda: faulty.fail.submit().result(PATIENCE_S)),
-            "exception": lambda: weakref.ref(faulty.fail.submit().exception(PATIENCE_S)),
-            "await": lambda: asyncio.run(_awaited(faulty.fail.submit)),
-            "kept": lambda: _refused(lambda: faulty.fail.keep().fetch()),
-            "run": lambda: _refused(lambda: pair.run(_fails)),
-        }
-        collecting = gc.isenabled()
-        gc.disable()
-        try:
-            left = ways[asked]()
-            assert becomes_true(lambda: left() is None), gc.get_referrers(left())
-        finally:
-            if collecting:
-                gc.enable()
 
     @smoke
     def test_role_error(self, pair: ColocatedGroup) -> None:
@@ -254,62 +64,3 @@ class Failures(ExecutorCase):
         assert "Traceback in the worker:" in str(error)
         assert "[done on rank 0]" in str(error) or "[not back from rank 0]" in str(error)
         assert str(error.called_at).rpartition(":")[0] == __file__
-
-    def test_traceback(self, pair: ColocatedGroup) -> None:
-        """The remote traceback is that of the role's code: it begins in the method and ends where it was raised."""
-        with pytest.raises(RoleError) as caught:
-            pair.role("faulty", Faulty).fail()
-        text = caught.value.remote_traceback
-        assert text is not None
-        lines = [line for line in text.splitlines() if line.strip().startswith("File ")]
-        assert lines[0].endswith("in fail")
-        assert lines[-1].endswith("in deep_inside")
-        assert text.rstrip().endswith("ValueError: ('a plain one', 42)")
-
-    @pytest.mark.parametrize(
-        ("kind", "cause"), [("exit", SystemExit), ("interrupt", KeyboardInterrupt), ("generator", GeneratorExit)]
-    )
-    def test_exceptions_that_are_none(self, pair: ColocatedGroup, kind: str, cause: type[BaseException]) -> None:
-        """SystemExit, KeyboardInterrupt and their like from a role are the caller's to see; the worker goes on."""
-        with pytest.raises(RoleError) as caught:
-            pair.role("faulty", Faulty).fail(kind)
-        assert isinstance(caught.value.__cause__, cause)
-        assert pair.role("faulty", Faulty).fine() == [0, 1]
-
-    @pytest.mark.parametrize(
-        ("kind", "name", "text"),
-        [
-            ("two", "TwoArguments", "it broke because it was old"),
-            ("unpicklable", "Unpicklable", "it holds a lock"),
-            ("mute", "Mute", "its __str__ raised"),
-            ("mute value", "MuteValue", "its __str__ raised"),
-            ("mute runtime", "MuteRuntime", "its __str__ raised"),
-            ("frozen", "Frozen", "raised"),
-            ("chained", "ValueError", "the last"),
-        ],
-    )
-    def test_odd_exceptions(self, pair: ColocatedGroup, kind: str, name: str, text: str) -> None:
-        """Errors that can't be pickled, rebuilt, shown, set or told to an end are told in words: type, text, place."""
-        with pytest.raises(RoleError) as caught:
-            pair.role("faulty", Faulty).fail(kind)
-        assert name in str(caught.value)
-        assert text in str(caught.value)
-        assert "in deep_inside" in str(caught.value.remote_traceback)
-        assert caught.value.__cause__ is not None
-        assert name in f"{type(caught.value.__cause__).__name__} {caught.value.__cause__!r}"
-        assert pair.role("faulty", Faulty).fine() == [0, 1]
-
-    def test_pickle(self, pair: ColocatedGroup) -> None:
-        """The error survives pickling with its attributes and its cause."""
-        with pytest.raises(RoleError) as caught:
-            pair.role("faulty", Faulty).fail(ranks=(1,))
-        again = pickle.loads(pickle.dumps(caught.value))
-        assert str(again) == str(caught.value)
-        for name in ("group", "role", "method", "rank", "node", "remote_traceback"):
-            assert getattr(again, name) == getattr(caught.value, name), name
-        assert again.__cause__.args == ("a plain one", 42)
-
-
-def _fails(ctx: colocate.Context) -> None:
-    """A function that fails."""
-    raise ValueError("a function's")

@@ -20,9 +20,9 @@ import pytest
 import colocate
 from colocate import Pool, Runtime, gpus
 from colocate._plugins.plugins import about_executor
-from colocate.errors import CapabilityError, ColocateError, ConfigError, PlacementError, PlacementTimeout
+from colocate.errors import CapabilityError, ConfigError, PlacementError, PlacementTimeout
 from colocate.executor import Detachable, Growing, Labelled, MultiNode, OwnProcess, Watchable
-from colocate.testing.executors._base import ExecutorCase, needs, needs_feature, of_executor, smoke
+from colocate.testing.executors._base import ExecutorCase, needs, needs_feature, smoke
 from colocate.testing.gate import Gate
 from colocate.testing.probes.collectives import Collective
 from colocate.testing.probes.faulty import Faulty
@@ -92,7 +92,6 @@ class Placement(ExecutorCase):
         with runtime.reserve(slots=2, cpus=1, timeout=0):
             pass
 
-    @of_executor
     @needs_feature("looking")
     def test_interrupted_reserve(self, two_cpus: Runtime) -> None:
         """Ctrl-C while slots are waited for withdraws the request, at once: nothing stays pending."""
@@ -154,7 +153,6 @@ class Placement(ExecutorCase):
                 assert pool.spawn({"echo": colocate.role(Echo)}).role("echo", Echo).noop() == [None, None]
 
     @needs(OwnProcess)
-    @of_executor
     def test_closefree_portss_after_failures(self, two_cpus: Runtime) -> None:
         """After a close with a hung rank, and with a dead one, the slots can be reserved again."""
         for how in (Faulty.wait, Faulty.kill):
@@ -171,13 +169,11 @@ class Placement(ExecutorCase):
         with two_cpus.reserve(slots=2, cpus=1, timeout=0) as pool:
             assert pool.spawn({"echo": colocate.role(Echo)}).role("echo", Echo).noop() == [None, None]
 
-    @of_executor
     def test_a_slot_larger_than_a_node(self, two_cpus: Runtime) -> None:
         """A whole slot lies on one node."""
         with pytest.raises(PlacementError):
             two_cpus.reserve(slots=1, cpus=3, timeout=0)
 
-    @of_executor
     @needs_feature("looking")
     def test_strict_strategies(self, runtime: Runtime) -> None:
         """All slots lie on one node, or each on a node of its own; what the nodes don't suffice for never fits."""
@@ -191,7 +187,6 @@ class Placement(ExecutorCase):
             runtime.reserve(len(nodes) + 1, cpus=0, strategy="strict_spread")
 
     @needs(Labelled)
-    @of_executor
     def test_labels(self, runtime: Runtime) -> None:
         """Slots lie on nodes with the labels that are wanted, all on such as share one; else the table has them."""
         nodes = runtime._node.services.executor.nodes()
@@ -208,7 +203,6 @@ class Placement(ExecutorCase):
             runtime.reserve(1, cpus=0, together="no-such-label")
 
     @needs(Labelled)
-    @of_executor
     def test_further_resources(self, runtime: Runtime) -> None:
         """What nodes offer besides is counted as CPUs are; what none has never fits."""
         with pytest.raises(PlacementError, match=r"1 no-such-thing each can never fit") as caught:
@@ -221,7 +215,6 @@ class Placement(ExecutorCase):
                     with pytest.raises(PlacementTimeout, match=name):
                         runtime.reserve(1, cpus=0, resources={name: amount}, timeout=0)
 
-    @of_executor
     def test_places_that_an_executor_lacks(self, runtime: Runtime) -> None:
         """An executor whose nodes say nothing of themselves refuses what would ask them."""
         if isinstance(runtime._node.services.executor, Labelled):
@@ -234,7 +227,6 @@ class Placement(ExecutorCase):
                 runtime.reserve(1, cpus=0, **each)
             assert caught.value.capability == "Labelled"
 
-    @of_executor
     @needs_feature("looking")
     def test_nodes_that_are_to_come(self, runtime: Runtime) -> None:
         """What can never fit is waited for, where the executor knows clusters that grow; otherwise that is refused."""
@@ -248,7 +240,6 @@ class Placement(ExecutorCase):
             assert type(caught.value) is kind
         assert not runtime.audit()
 
-    @of_executor
     def test_gpus(self, two_gpus: Runtime) -> None:
         """Slots have whole GPUs, each its own, sorted."""
         runtime = two_gpus
@@ -262,7 +253,6 @@ class Placement(ExecutorCase):
             runtime.reserve(slots=3, gpus=1, cpus=0)
 
     @needs(OwnProcess)
-    @of_executor
     def test_visible_gpus(self, two_gpus: Runtime) -> None:
         """A worker that is a process sees its slot's GPUs and no others."""
         with two_gpus.reserve(slots=2, gpus=1, cpus=0) as pool:
@@ -271,7 +261,6 @@ class Placement(ExecutorCase):
 
     @needs(OwnProcess)
     @pytest.mark.parametrize("visible", ["7,5, 3,9,1", "GPU-5eed, GPU-beef,GPU-5eed0,GPU-0,GPU-1"])
-    @of_executor
     def test_gpus_of_the_job(self, monkeypatch: pytest.MonkeyPatch, visible: str) -> None:
         """A job that was given some of a machine's GPUs gives its slots these, each its own, in the order it got."""
         with _gpus(monkeypatch, visible), self.connect_privately(gpus=4) as runtime:
@@ -281,7 +270,6 @@ class Placement(ExecutorCase):
                     seen: Any = pool.spawn({"echo": colocate.role(Echo)}).role("echo", Echo).env(gpus.VARIABLE)
                 assert ",".join(seen) == visible.replace(" ", "").rpartition(",")[0]
 
-    @of_executor
     def test_more_gpus_than_the_job_has(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """A cluster of one's own can't offer GPUs that the environment hides."""
         with (
@@ -290,7 +278,6 @@ class Placement(ExecutorCase):
         ):
             self.connect_privately(gpus=2).close()
 
-    @of_executor
     def test_parts_of_a_gpu(self, runtime: Runtime) -> None:
         """A slot's GPUs are whole ones: a fraction is refused with the reason, before anything is taken."""
         for amount, why in ((0.5, "only its group uses the GPUs of a slot"), (1.0, "must be a whole number")):
@@ -298,7 +285,6 @@ class Placement(ExecutorCase):
                 runtime.reserve(1, amount)  # type: ignore[arg-type]
             assert [mistake.path for mistake in caught.value.mistakes] == ["gpus"]
 
-    @of_executor
     def test_senseless_requests(self, runtime: Runtime) -> None:
         """Requests that make no sense are refused with all mistakes at once."""
         with pytest.raises(ConfigError) as caught:
@@ -321,7 +307,6 @@ class Placement(ExecutorCase):
         with pytest.raises(ConfigError, match="must be text, not 3"), runtime.reserve(1, cpus=0) as pool:
             pool.spawn({"echo": colocate.role(Echo)}, name=3)  # type: ignore[arg-type]
 
-    @of_executor
     def test_detachable(self, runtime: Runtime) -> None:
         """Pools that can outlive the driver are the business of executors that say so; others refuse."""
         if isinstance(runtime._node.services.executor, Detachable):
@@ -331,7 +316,6 @@ class Placement(ExecutorCase):
             runtime.reserve(1, cpus=0, detachable=True)
         assert caught.value.capability == "Detachable"
 
-    @of_executor
     def test_capabilities_are_said(self, runtime: Runtime) -> None:
         """What the executor says of itself without being imported, is what it can do (`About`)."""
         about = about_executor(self.executor)
@@ -345,7 +329,6 @@ class Placement(ExecutorCase):
         }
         assert can <= about.capabilities.keys()
 
-    @of_executor
     def test_unknown_option(self) -> None:
         """An option that the executor doesn't have is refused, with the nearest it has."""
         with pytest.raises(ConfigError, match="cpuss"):
@@ -360,7 +343,6 @@ class Ports(ExecutorCase):
     """`connect(ports=...)`."""
 
     @needs(OwnProcess)
-    @of_executor
     def test_ports_of_a_range(self, no_leaks: None) -> None:
         """Whatever listens for others does so there, also torch's store; gloo has a port of its own in each worker."""
         pytest.importorskip("torch")
@@ -381,24 +363,6 @@ class Ports(ExecutorCase):
             assert any(_listening(workers) & {*within})
             for worker in workers:
                 assert len(_listening([worker]) - {*within}) <= 1
-
-    @needs(OwnProcess)
-    @needs_feature("looking")
-    def test_ports_that_are_used_up(self, no_leaks: None) -> None:
-        """The error has the range, what needed a port, and what to do; nothing is left."""
-        pytest.importorskip("torch")
-        with socket.create_server(("", 0)) as taken:
-            port = taken.getsockname()[1]
-            with self.connect(ports=f"{port}-{port}") as runtime:
-                role = colocate.role(Collective).on(default_group=True)
-                with pytest.raises(
-                    ColocateError,
-                    match=rf"no port of {port}-{port} is free on .* for (a keeper|torch's store).*: give more of them "
-                    r"\(connect\(\.\.\., ports=\.\.\.\)\)",
-                ):
-                    runtime.reserve(2, cpus=0, strategy=self.strategy).spawn({"all": role})
-                assert not runtime.groups
-                assert not runtime.audit()
 
 
 def free_ports(count: int) -> int:

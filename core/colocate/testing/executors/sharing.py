@@ -13,15 +13,12 @@ import colocate
 from colocate import ColocatedGroup, Pool, RoleSpec, Runtime
 from colocate.errors import (
     BorrowedError,
-    CapabilityError,
     ColocateError,
-    ConfigError,
     MemoryBudgetError,
-    RoleStartError,
     WorkerDied,
 )
 from colocate.executor import Detachable, OwnProcess, SharedSlots
-from colocate.testing.executors._base import ExecutorCase, needs, needs_feature, of_executor
+from colocate.testing.executors._base import ExecutorCase, needs, needs_feature
 from colocate.testing.executors.detaching import TTL_S, DetachedCase
 from colocate.testing.gate import Gate
 from colocate.testing.probes.early import Early
@@ -43,10 +40,6 @@ _MIB_FLOATS = 2**18
 
 def _variable(ctx: colocate.Context, name: str) -> str | None:
     return os.environ.get(name)
-
-
-def _leave(ctx: colocate.Context) -> None:
-    os._exit(1)
 
 
 def held(group: ColocatedGroup) -> Holding:
@@ -71,7 +64,6 @@ class Sharing(ExecutorCase):
             pool.close(grace=1, force=True)
 
     @needs(SharedSlots)
-    @of_executor
     @needs_feature("looking")
     def test_each_group_has_workers_of_its_own(self, runtime: Runtime, reserve: Callable[..., Pool]) -> None:
         """On the same slots, in no order with the other one's; one more than was reserved for is refused by name."""
@@ -99,7 +91,6 @@ class Sharing(ExecutorCase):
         assert set(pool.groups) == {"third", "other"}
 
     @needs(SharedSlots)
-    @of_executor
     def test_values_between_groups_of_a_slot(self, reserve: Callable[..., Pool]) -> None:
         """A resident of one is an argument of the other, whose use of it refuses the close."""
         pool = reserve()
@@ -115,7 +106,6 @@ class Sharing(ExecutorCase):
         assert use.result(PATIENCE_S) == [2 * row for row in kept.fetch()]
 
     @needs(OwnProcess)
-    @of_executor
     @needs_feature("looking")
     def test_a_crash_stays_one_groups(self, runtime: Runtime, reserve: Callable[..., Pool]) -> None:
         """What is killed fails its own group, or is restarted, beside one that goes on with what it has."""
@@ -140,7 +130,6 @@ class Sharing(ExecutorCase):
         assert not runtime.audit()
 
     @needs(OwnProcess)
-    @of_executor
     @needs_feature("functions")
     def test_an_environment_of_its_own(self, reserve: Callable[..., Pool]) -> None:
         """On top of the pool's, before a role is imported; also what is read at a process's start."""
@@ -152,7 +141,6 @@ class Sharing(ExecutorCase):
         assert plain.run(_variable, "PYTHONHASHSEED") != own.run(_variable, "PYTHONHASHSEED") == ["7"]
 
     @needs(OwnProcess)
-    @of_executor
     @needs_feature("looking")
     def test_all_groups_of_a_lost_slot_get_others(self, runtime: Runtime) -> None:
         """Slots are reserved once for all, and each group is restarted there."""
@@ -169,131 +157,6 @@ class Sharing(ExecutorCase):
             assert not any(place is before[1] for place in pool._node.places)
             assert not own.audit()
 
-    @needs(OwnProcess)
-    def test_threads_are_divided(self, runtime: Runtime) -> None:
-        """Of the CPUs of a slot each group has its part."""
-        self._share(runtime)
-        with self.connect_privately(cpus=4) as own:
-            for groups, count in ((1, 4), (2, 2), (3, 1)):
-                with own.reserve(1, cpus=4, groups=groups) as pool:
-                    assert pool.spawn({"echo": colocate.role(Echo)}).run(_variable, "OMP_NUM_THREADS") == [str(count)]
-
-    # -- budgets
-
-    @pytest.fixture
-    def models(self, runtime: Runtime, reserve: Callable[..., Pool]) -> tuple[ColocatedGroup, ColocatedGroup]:
-        """Two groups with a MiB each, and a little, on a slot that has four."""
-        pytest.importorskip("torch")
-        self._share(runtime)
-        pool = reserve(1, device_memory="4MiB")
-        one, other = (pool.spawn({"model": colocate.role(Holding)}, name=name) for name in ("one", "other"))
-        return one, other
-
-    @needs(OwnProcess)
-    def test_a_slots_budget_counts_all_groups(self, models: tuple[ColocatedGroup, ColocatedGroup]) -> None:
-        """Who comes to have too much is told what the others have; what they let go of, or took along, is free."""
-        one, other = models
-        kept, first = held(other).make.keep(_MIB_FLOATS), held(one).make.keep(_MIB_FLOATS // 2)
-        for each in (kept, first):
-            each.wait()
-        too_much = (
-            r"after model\.make, 4\.5 MiB of .* are in use, and the pool's slots may have 4 MiB .*Who has it: model "
-            r"2\.5 MiB \(.*\); of group 'other': model 2 MiB \(parameters 1 MiB, buffers 4 KiB, residents 1 MiB\)\. "
-        )
-        refused = held(one).make.keep(_MIB_FLOATS)
-        with pytest.raises(MemoryBudgetError, match=too_much):
-            refused.wait()
-        held(other).make(1)  # to others, too, what was refused isn't there
-        kept.free()
-        held(other).make(1)  # with which the workers are told
-        second = held(one).make.keep(_MIB_FLOATS)
-        second.wait()
-        pool = other.owner
-        other.close()
-        with pytest.raises(RoleStartError, match=r"'model', 4\.5 MiB of .* of group 'one': model 2\.5 MiB"):
-            pool.spawn({"model": colocate.role(Holding, 2)})
-        held(one).make.keep(_MIB_FLOATS).wait()
-
-    @needs(OwnProcess)
-    @needs_feature("functions")
-    def test_the_memory_of_a_worker_that_died(self, models: tuple[ColocatedGroup, ColocatedGroup]) -> None:
-        """Memory of the dead is free for the others at once."""
-        one, other = models
-        held(other).make.keep(_MIB_FLOATS).wait()
-        with pytest.raises(WorkerDied):
-            other.run(_leave)
-        held(one).make.keep(2 * _MIB_FLOATS).wait()
-
-    @needs(OwnProcess)
-    def test_a_wake_looks_at_what_other_groups_hold(self, models: tuple[ColocatedGroup, ColocatedGroup]) -> None:
-        """A wake is refused as long as there is no room beside that, and what sleeps makes room."""
-        one, other = models
-        other.sleep("model")
-        with held(one).make.keep(5 * _MIB_FLOATS // 2) as kept:
-            kept.wait()
-            with pytest.raises(
-                MemoryBudgetError,
-                match=r"waking role 'model' needs 1 MiB.*the pool's slots .* of group 'one': model 3\.5",
-            ):
-                other.wake("model")
-        held(one).make(1)
-        other.wake("model")
-
-    @needs(OwnProcess)
-    def test_turns_beside_another_group(self, runtime: Runtime, reserve: Callable[..., Pool]) -> None:
-        """Who takes turns makes room for what another group has come to hold."""
-        pytest.importorskip("torch")
-        self._share(runtime)
-        pool = reserve(1, device_memory="4MiB")
-        roles = {"model": colocate.role(Holding), "second": colocate.role(Holding)}
-        turns = pool.spawn(roles, residency="swap")
-        beside = pool.spawn({"model": colocate.role(Holding)})
-        for _ in range(2):
-            for role in roles:
-                turns.role(role, Holding).make(1)
-        assert [role.asleep for role in turns.memory().slots[0].roles] == [0, 0]  # there is room for both
-        turns.sleep("second")
-        held(beside).make.keep(3 * _MIB_FLOATS // 2).wait()
-        turns.role("second", Holding).make(1)
-        assert [bool(role.asleep) for role in turns.memory().slots[0].roles] == [True, False]
-
-    @needs(SharedSlots)
-    def test_threads_have_no_budget_of_slots(self, runtime: Runtime) -> None:
-        """Memory of threads is one process's: a budget that counts groups apart needs processes."""
-        if isinstance(runtime._node.services.executor, OwnProcess):
-            pytest.skip("its slots are processes")
-        for budget in ({"device_memory": "1GiB"}, {"host_memory": "1GiB"}):
-            with pytest.raises(CapabilityError, match=r"can't keep a budget .* of slots that groups share") as e:
-                runtime.reserve(1, cpus=0, groups=2, **budget)  # type: ignore[arg-type]
-            assert e.value.capability == "OwnProcess"
-
-    # -- refusals
-
-    def test_more_groups_than_an_executor_can(self, runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
-        """An executor that lacks `SharedSlots` is told apart before anything is reserved."""
-        monkeypatch.setattr("colocate._api.runtime.SharedSlots", type("SharedSlots", (), {}))
-        before = list(runtime._node.children)
-        with pytest.raises(
-            CapabilityError, match=r"can't let groups share slots \(groups=2\): it lacks SharedSlots"
-        ) as e:
-            runtime.reserve(1, cpus=0, groups=2)
-        assert e.value.capability == "SharedSlots"
-        assert list(runtime._node.children) == before
-        with pytest.raises(ConfigError, match=r"groups: must be a whole number from 1"):
-            runtime.reserve(1, cpus=0, groups=0)
-
-    def test_environments_that_can_not_be(self, runtime: Runtime) -> None:
-        """Such environments are refused before anything starts."""
-        with runtime.reserve(1, cpus=0) as pool:
-            wrong: dict[str, Any] = {r"env\.'A=B': .*no environment can have": {"A=B": "1"}, "must be a mapping": "A"}
-            for words, env in wrong.items():
-                with pytest.raises(ConfigError, match=words):
-                    pool.spawn({"echo": colocate.role(Echo)}, env=env)
-            if not isinstance(runtime._node.services.executor, OwnProcess):
-                with pytest.raises(CapabilityError, match="can't set the environment of a worker"):
-                    pool.spawn({"echo": colocate.role(Echo)}, env={"A": "1"})
-            assert not pool.groups
-
     def _share(self, runtime: Runtime) -> None:
         if not isinstance(runtime._node.services.executor, SharedSlots):
             pytest.skip(f"executor {runtime.name!r} lacks SharedSlots")
@@ -303,7 +166,6 @@ class SharingDetached(DetachedCase):
     """A pool is detached with all its groups."""
 
     @needs(Detachable)
-    @of_executor
     def test_groups_that_share_slots_go_on(self, runtime: Runtime, name: str) -> None:
         """The next driver has them all, at one epoch, and what they hold still counts; not what one held that died."""
         pytest.importorskip("torch")

@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
-import logging
 import os
-import pickle
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 import psutil
@@ -19,27 +13,20 @@ import pytest
 
 import colocate
 from colocate import ColocatedGroup, RoleSpec, Runtime
-from colocate._api.connection import live
 from colocate.errors import (
     CapabilityError,
     ClosedError,
-    ColocateError,
-    ConfigError,
-    PlacementError,
-    RoleError,
     RoleStartError,
     WorkerDied,
 )
 from colocate.executor import OwnProcess
-from colocate.testing.executors._base import ExecutorCase, Spawn, needs, needs_feature, of_executor, smoke
+from colocate.testing.executors._base import ExecutorCase, Spawn, needs, needs_feature, smoke
 from colocate.testing.gate import Gate
 from colocate.testing.probes.born import Born
-from colocate.testing.probes.crowded import Crowded
 from colocate.testing.probes.early import Early
-from colocate.testing.probes.faulty import DiesAtStart, FailsToStart, Faulty, HangsAtStart
-from colocate.testing.probes.plain import Echo, Plain, Talker
-from colocate.testing.probes.rows import Rows
-from colocate.testing.waiting import PATIENCE_S, Processes, starter_of, wait_until
+from colocate.testing.probes.faulty import DiesAtStart, Faulty, HangsAtStart
+from colocate.testing.probes.plain import Echo
+from colocate.testing.waiting import PATIENCE_S, Processes, starter_of
 from colocate.worker.birth.template import MODE
 
 
@@ -50,7 +37,6 @@ class Startup(ExecutorCase):
         """A group with a runtime of its own."""
         return colocate.spawn(roles, executor=self.executor, **{**self.options, "slots": 2, "cpus": 0, **more})
 
-    @of_executor
     @needs_feature("looking")
     def test_in_one_call(self, no_leaks: None) -> None:
         """`colocate.spawn` makes runtime, pool and group; closing the group, or leaving its block, closes all three."""
@@ -71,64 +57,12 @@ class Startup(ExecutorCase):
         with pytest.raises(ClosedError, match=r"group\.close\(\) at .*startup\.py:\d+"):
             again.role("echo", Echo).noop()
 
-    @pytest.mark.parametrize(
-        ("error", "options"),
-        [
-            (RoleStartError, {}),
-            (ConfigError, {"no_such_option": 1}),
-            (ConfigError, {"slots": 0}),
-            (ConfigError, {"on_failure": "hope"}),
-            (PlacementError, {"gpus": 1_000_000}),
-        ],
-        ids=lambda given: given.__name__ if isinstance(given, type) else ",".join(given) or "roles",
-    )
-    def test_in_one_call_that_fails(
-        self, no_leaks: None, runtime: Runtime, error: type[Exception], options: dict[str, Any]
-    ) -> None:
-        """Wherever it fails, that is what is raised, and everything is closed."""
-        before = set(live)
-        with pytest.raises(error) as caught:
-            self.spawn_alone({"bad": colocate.role(FailsToStart, (1,))}, **options)
-        assert not hasattr(caught.value, "__notes__")
-        assert set(live) == before
-
     @smoke
     def test_by_name(self, spawn: Spawn) -> None:
         """A role can be named "module:Class"."""
         group = spawn({"echo": colocate.role("colocate.testing.probes.plain:Echo", tag="by name")}, slots=1)
         assert group.role("echo", Echo).tag_and_rank() == [("by name", 0)]
 
-    def test_every_failure(self, spawn: Spawn) -> None:
-        """Constructors that raise: one RoleStartError with the error of every rank."""
-        with pytest.raises(RoleStartError) as caught:
-            spawn({"echo": colocate.role(Echo), "bad": colocate.role(FailsToStart, (0, 1))}, name="unborn")
-        error = caught.value
-        assert set(error.errors) == {0, 1}
-        for rank, each in error.errors.items():
-            assert isinstance(each, RoleError)
-            assert (each.group, each.role, each.rank) == ("unborn", "bad", rank)
-            assert isinstance(each.__cause__, ValueError)
-            assert "in deep_inside" in str(each.remote_traceback)
-        assert (error.group, error.role, error.rank) == ("unborn", "bad", 0)
-        assert "the constructor of role 'bad' raised ValueError on rank 0" in str(error)
-        assert "rank 1" in str(error)
-        assert isinstance(error.__cause__, ValueError)
-        again = pickle.loads(pickle.dumps(error))
-        assert str(again) == str(error)
-        assert set(again.errors) == {0, 1}
-        assert not hasattr(error, "__notes__")  # nothing hung: closing what had been started has nothing to say
-
-    def test_nothing_is_left(self, runtime: Runtime) -> None:
-        """After a failed start the slots and the name are free, and the next group starts there."""
-        with runtime.reserve(2, cpus=0) as pool:
-            with pytest.raises(RoleStartError):
-                pool.spawn({"bad": colocate.role(FailsToStart, (0,))}, name="again")
-            assert [slot.state for slot in pool.slots] == ["free", "free"]
-            assert pool.groups == {}
-            group = pool.spawn({"echo": colocate.role(Echo)}, name="again")
-            assert group.role("echo", Echo).noop() == [None, None]
-
-    @of_executor
     def test_hanging_constructor(self, spawn: Spawn) -> None:
         """With `timeout=` a constructor that hangs is an error naming the ranks that are late."""
         with Gate() as gate:
@@ -140,55 +74,6 @@ class Startup(ExecutorCase):
             assert "running slow.__init__" in note
 
     @needs(OwnProcess)
-    @needs_feature("rows")
-    @needs_feature("pausing")
-    @needs_feature("checkpoints")
-    @needs_feature("memory")
-    @needs_feature("recordings")
-    @pytest.mark.parametrize("use", ["rows", "a pause", "a checkpoint", "the memory", "a recording"])
-    def test_first_use_without_a_descriptor(self, spawn: Spawn, tmp_path: Path, use: str) -> None:
-        """Workers that can open nothing take a feature's first message: its use may fail, and the group goes on."""
-        group = spawn({"crowded": colocate.role(Crowded), "beside": colocate.role(Echo).on(background=True)}, slots=1)
-        role = group.role("crowded", Crowded)
-
-        def record() -> None:
-            with group.owner.owner.record([role], tmp_path / f"recording-{role.step()}"):
-                role.step()
-
-        def pause() -> None:
-            group.pause("beside")
-            group.resume("beside")
-
-        uses: dict[str, Callable[[], object]] = {
-            "rows": lambda: role.double([1, 2]),
-            "a pause": pause,
-            "a checkpoint": lambda: group.checkpoint(tmp_path / "checkpoint"),
-            "the memory": group.memory,
-            "a recording": record,
-        }
-        role.crowd()
-        with contextlib.suppress(ColocateError):
-            uses[use]()
-        role.relieve()
-        assert group.state == "ready"
-        uses[use]()
-        assert role.double([1, 2]) == [2, 4]
-
-    def test_waiting_for_it(self, runtime: Runtime, spawn: Spawn) -> None:
-        """`wait_ready` of a group that another thread is still starting waits for it."""
-        with ThreadPoolExecutor(1) as other, Gate() as gate:
-            started = other.submit(spawn, {"slow": colocate.role(HangsAtStart, gate.address, (1,))})
-            gate.wait_for()
-            (group,) = (each for each in runtime.groups.values() if each.state == "starting")
-            with pytest.raises(TimeoutError, match="it is starting"):
-                group.wait_ready(timeout=0)
-            gate.open()
-            assert group.wait_ready(PATIENCE_S) is None
-            assert group.state == "ready"
-            assert started.result(PATIENCE_S) is group
-
-    @needs(OwnProcess)
-    @of_executor
     def test_dying_constructor(self, spawn: Spawn) -> None:
         """A worker that dies while it constructs its roles is told as such."""
         with pytest.raises(RoleStartError) as caught:
@@ -196,54 +81,6 @@ class Startup(ExecutorCase):
         (error,) = caught.value.errors.values()
         assert isinstance(error, WorkerDied)
         assert (error.rank, error.exitcode) == (1, 5)
-
-    def test_every_mistake(self, spawn: Spawn) -> None:
-        """What can be known before is told before, all mistakes at once."""
-
-        class Empty(colocate.Role):
-            pass
-
-        with pytest.raises(ConfigError) as caught:
-            spawn(
-                {
-                    "empty": colocate.role(Empty),
-                    "far": colocate.role(Rows).on(slots=[7]),
-                    "bare": Plain,  # type: ignore[dict-item]  # pyright: ignore[reportArgumentType]
-                    "not a name": colocate.role(Rows),
-                }
-            )
-        text = str(caught.value)
-        assert [m.path for m in caught.value.mistakes] == [
-            "roles.empty",
-            "roles.far",
-            "roles.bare",
-            "roles.not a name",
-        ]
-        assert "has no role methods" in text
-        assert "slot 7 is named, but the group has 2" in text
-        assert "colocate.role(...)" in text
-
-    def test_order_of_construction(self, spawn: Spawn) -> None:
-        """Roles are constructed in the order of their declaration, so that a later one finds its siblings."""
-
-        class First(colocate.Role):
-            def __init__(self) -> None:
-                self.value = 41
-
-            @colocate.method
-            def get(self) -> int:
-                return self.value
-
-        class Second(colocate.Role):
-            def __init__(self) -> None:
-                self.value = self.ctx.sibling("first", First).value + 1
-
-            @colocate.method
-            def get(self) -> int:
-                return self.value
-
-        group = spawn({"first": colocate.role(First), "second": colocate.role(Second)}, slots=1)
-        assert group.role("second", Second).get() == [42]
 
     @smoke
     def test_environment(self, runtime: Runtime) -> None:
@@ -281,21 +118,6 @@ class Templates(ExecutorCase):
     """A worker that was forked is as one that was started by itself."""
 
     @needs(OwnProcess)
-    def test_what_it_makes_up(self, spawn: Spawn) -> None:
-        """No two workers make up the same names, ids and keys, nor does a later group."""
-        found = [made for _ in range(2) for made in spawn(BORN).role("born", Born).made_up()]
-        assert [len(set(each)) for each in zip(*found, strict=True)] == [4] * len(found[0])
-
-    @needs(OwnProcess)
-    def test_threads_of_a_fork(self, runtime: Runtime) -> None:
-        """Torch has as many threads as the slot has CPUs, where it was found imported too, and they work."""
-        with runtime.reserve(1, cpus=1) as pool:
-            for _ in range(2):
-                with pool.spawn(BORN) as group:
-                    assert group.role("born", Born).threads() == [(1, float(1 << 22))]
-
-    @needs(OwnProcess)
-    @of_executor
     def test_environment_of_a_fork(self, runtime: Runtime) -> None:
         """A fork has the pool's, and the kernel shows it; what is read before any import starts another interpreter."""
         for env, hashes in (({"COLOCATE_PROBE": "set"}, None), ({"PYTHONHASHSEED": "7"}, {"PYTHONHASHSEED": "7"})):
@@ -309,7 +131,6 @@ class Templates(ExecutorCase):
                     assert same.stdout.decode().strip() == digest
 
     @needs(OwnProcess)
-    @of_executor
     def test_the_template_is_killed(self, spawn: Spawn) -> None:
         """The template's end ends no worker; the next group has another template, and its workers end as ever."""
         group = spawn(BORN)
@@ -328,35 +149,3 @@ class Templates(ExecutorCase):
         assert isinstance(error, WorkerDied)
         assert error.exitcode == 3
         assert group.alive
-
-
-class Printing(ExecutorCase):
-    """Nobody waits for the end of a method to read what it says."""
-
-    @needs(OwnProcess)
-    def test_a_progress_bar(self, spawn: Spawn, monkeypatch: pytest.MonkeyPatch, gate: Gate) -> None:
-        """A bar is shown while it goes on; its end is shown once, as its last state."""
-        monkeypatch.setattr(sys, "stderr", read := io.StringIO())
-        talker = spawn({"talker": colocate.role(Talker).on(slots=[0])}, name="bars").role("talker", Talker)
-        call = talker.count_to_two.submit(gate.address)
-        gate.wait_for()
-        wait_until(lambda: "[bars/talker 0] 1 of 2\n" in read.getvalue(), "the bar is shown")
-        gate.open()
-        call.result()
-        wait_until(lambda: "after it" in read.getvalue(), "all is shown")
-        assert read.getvalue().endswith("[bars/talker 0] 2 of 2\n[bars/talker 0] after it\n")
-
-    @needs(OwnProcess)
-    def test_logs(self, spawn: Spawn, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Where the driver shows logs, workers log what its levels let through."""
-        monkeypatch.setattr(sys, "stderr", read := io.StringIO())
-        root, mine = logging.getLogger(), logging.getLogger("colocate_mine")
-        monkeypatch.setattr(root, "handlers", [logging.NullHandler()])
-        monkeypatch.setattr(root, "level", logging.INFO)
-        monkeypatch.setattr(mine, "level", logging.DEBUG)
-        talker = spawn({"talker": colocate.role(Talker).on(slots=[0])}, name="logs").role("talker", Talker)
-        talker.log(["colocate_mine", "colocate_other"])
-        wait_until(lambda: "INFO:colocate_other" in read.getvalue(), "the last line is shown")
-        lines = [line for line in read.getvalue().splitlines() if "colocate_" in line]
-        shown = ["DEBUG:colocate_mine:said", "INFO:colocate_mine:said", "INFO:colocate_other:said"]
-        assert lines == [f"[logs/talker 0] {each}" for each in shown]

@@ -2,67 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Sequence
 from typing import Any
 
 import attrs
 
 import colocate
 from colocate import Broadcast, Concat, First, Gather, OnRank, PerRank, Reduce, Role, Scatter, method
-from colocate.features import FEATURES
-
-
-class Sets(Role):
-    """Rows of which each four stay together, as the samples of a prompt."""
-
-    @method(dispatch=Scatter("prompts"), collect=Concat())
-    def sample(self, prompts: list[int], times: int = 4) -> list[int]:
-        return [prompt for prompt in prompts for _ in range(times)]
-
-    @method(dispatch=Scatter("samples", "scores", rows_of=4))
-    def seen(
-        self, samples: list[int], scores: list[int] | None = None
-    ) -> tuple[list[int], list[int] | None, int | None]:
-        return samples, scores, self.ctx.valid_rows
-
-
-class Costs(Role):
-    """Rows that cost something, such as answers of so many tokens."""
-
-    @method(dispatch=Scatter("batch", balance="tokens"), collect=Concat())
-    def same(self, batch: Any, tokens: Any = None) -> Any:
-        return batch
-
-    @method(dispatch=Scatter("batch", balance="tokens"), collect=Gather())
-    def seen(self, batch: Any, tokens: Any = None) -> Any:
-        return batch, tokens
-
-    @method(dispatch=Scatter("batch"), collect=Gather())
-    def lies(self, batch: Any, beside: Any = None) -> Any:
-        """Return what each rank gets of a value as it lies."""
-        return batch, beside
-
-    @method(dispatch=Scatter("batch", "beside"), collect=Concat())
-    def zipped(self, batch: list[Any], beside: list[Any]) -> list[tuple[Any, Any]]:
-        return list(zip(batch, beside, strict=True))
-
-    @method(dispatch=Scatter("batch", rows_of=2), collect=Gather())
-    def sets(self, batch: list[Any]) -> list[Any]:
-        return batch
-
-    @method(dispatch=Scatter("batch", balance="tokens", rows_of=2), collect=Gather())
-    def balanced_sets(self, batch: list[Any], tokens: list[Any]) -> list[Any]:
-        return batch
-
-    @method(dispatch=Scatter("batch"), collect=Concat())
-    def twice(self, batch: list[Any]) -> list[Any]:
-        """Two rows for each."""
-        return batch * 2
-
-    @method(dispatch=Scatter("batch", "tokens"), collect=Concat())
-    def tokens(self, batch: list[Any], tokens: list[Any]) -> list[Any]:
-        return tokens
 
 
 class Rows(Role):
@@ -196,27 +141,6 @@ class Counts(colocate.Collect):
         return ranks.rows
 
 
-class Block:
-    """A type of a user's own that has rows."""
-
-    def __init__(self, rows: list[int], name: str) -> None:
-        self.rows = rows
-        self.name = name
-
-
-def _split(block: Block, sizes: Sequence[int]) -> list[Block]:
-    ends = itertools.accumulate(sizes)
-    return [Block(block.rows[end - size : end], block.name) for end, size in zip(ends, sizes, strict=True)]
-
-
-def _concat(blocks: Sequence[Block]) -> Block:
-    return Block([row for block in blocks for row in block.rows], blocks[0].name)
-
-
-if "kinds" in FEATURES:
-    colocate.register_batch(Block, length=lambda block: len(block.rows), split=_split, concat=_concat)
-
-
 class Own(Role):
     """A dispatch and a collect of a user's own, and all that Python's signatures allow."""
 
@@ -227,10 +151,6 @@ class Own(Role):
     @method(dispatch=Scatter("batch"), collect=Counts())
     def counted(self, batch: list[int]) -> None:
         """Have them counted."""
-
-    @method(dispatch=Scatter("block", pad=True), collect=Concat())
-    def tripled(self, block: Block) -> Block:
-        return Block([3 * row for row in block.rows], f"{block.name} tripled")
 
     @method(collect=First())
     def signature(self, a: int, /, b: int = 2, *rest: int, c: int, **others: int) -> Any:

@@ -1,0 +1,52 @@
+"""torch.distributed groups of a role's ranks, and what becomes of who waits in them when a call fails."""
+
+from __future__ import annotations
+
+from colocate import ColocatedGroup
+from colocate.errors import (
+    RoleError,
+)
+from colocate.executor import OwnProcess
+from colocate.testing.executors._base import ExecutorCase, needs
+from colocate.testing.gate import Gate
+from colocate.testing.probes.collectives import Collective
+from colocate.testing.waiting import PATIENCE_S
+
+
+class ProcessGroups(ExecutorCase):
+    """`ctx.process_group()`."""
+
+    @needs(OwnProcess)
+    def test_all_ranks(self, ring: ColocatedGroup) -> None:
+        """Without an axis the group has all ranks of the role, and torch knows their numbers."""
+        assert ring.role("all", Collective).sum_each([1.0, 2.0, 3.0, 4.0]) == [10.0] * 4  # type: ignore[arg-type]
+        assert ring.role("all", Collective).facts() == [(0, 4), (1, 4), (2, 4), (3, 4)]
+        assert ring.role("pair", Collective).sum_each([1.0, 2.0]) == [3.0] * 2  # type: ignore[arg-type]
+        assert ring.role("pair", Collective).facts() == [(0, 2), (1, 2)]
+
+    @needs(OwnProcess)
+    def test_default_group(self, ring: ColocatedGroup) -> None:
+        """Once a role has asked for a group, torch's default one has all slots, and the groups of all roles in it."""
+        assert ring.role("all", Collective).in_default() == [(slot, 4, [0, 1, 2, 3]) for slot in range(4)]
+        assert ring.role("pair", Collective).in_default() == [(slot, 4, [1, 2]) for slot in (1, 2)]
+        assert ring.role("all", Collective).sum_in_default() == [6.0] * 4
+
+
+class CutProcessGroups(ExecutorCase):
+    """Who waits in a collective for one that has failed is freed: the group is cut, and made anew."""
+
+    @needs(OwnProcess)
+    def test_hold_in_a_collective(self, ring: ColocatedGroup) -> None:
+        """Rank 1 raises before a collective in which rank 0 waits: its error comes at once, and rank 0 is freed."""
+        pair = ring.role("pair", Collective)
+        pair.sum(1.0)
+        with Gate() as trigger:
+            call = pair.sum_at.submit([None, trigger.address], 1.0, failing=1)  # type: ignore[arg-type]
+            trigger.wait_for()
+            trigger.open()
+            error = call.exception(PATIENCE_S)
+        assert isinstance(error, RoleError)
+        assert error.rank == 1
+        assert isinstance(error.__cause__, ValueError)
+        assert "left before the collective" in str(error)
+        assert pair.sum_each([1.0, 2.0]) == [3.0] * 2  # type: ignore[arg-type]

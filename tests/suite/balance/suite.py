@@ -1,0 +1,66 @@
+"""Rows that are spread by what they cost."""
+
+from __future__ import annotations
+
+import pytest
+from tests.suite.probes.rows import Costs
+
+import colocate
+from colocate import ColocatedGroup
+from colocate.errors import DispatchError, RoleError
+from colocate.testing.executors._base import ExecutorCase, Spawn
+
+
+class Balance(ExecutorCase):
+    """`Scatter(balance=...)`."""
+
+    def test_balance(self, spawn: Spawn) -> None:
+        """Ranks get rows that cost the same; what they return, and keep, is in the order of what they were given."""
+        group = spawn({"costs": colocate.role(Costs), "one": colocate.role(Costs).on(slots=[1])})
+        costs, one = group.role("costs", Costs), group.role("one", Costs)
+        rows, tokens = [*"abcde"], [9, 9, 1, 2, 3]
+        lies = [(["a", "e"], [9, 3]), (["b", "c", "d"], [9, 1, 2])]
+        assert costs.seen(rows, tokens) == lies
+        assert costs.seen(rows) == [(["a", "b", "c"], None), (["d", "e"], None)]
+        assert costs.seen(costs.same.keep(rows).ref, None) == [(["a", "b", "c"], None), (["d", "e"], None)]
+        assert costs.same(rows, tokens) == rows
+        kept = costs.same.keep(rows, tokens)
+        assert kept.fetch() == rows
+        assert costs.lies(kept.ref) == [(["a", "e"], None), (["b", "c", "d"], None)]
+        numbers = [*range(5)]
+        pairs = [*zip(rows, numbers, strict=True)]
+        for view in (costs, one):  # whoever has them otherwise gets the rows that belong together
+            plain, chosen = view.tokens.keep(rows, numbers), view.same.keep(numbers, [5, 4, 3, 2, 1])
+            for beside in (numbers, plain.ref, chosen.ref):
+                assert costs.zipped(kept.ref, beside) == pairs
+                assert view.zipped(rows, beside) == pairs
+                assert costs.seen(beside, tokens) == [([0, 4], [9, 3]), ([1, 2, 3], [9, 1, 2])]
+        again = costs.zipped.keep(kept.ref, numbers)
+        assert again.fetch() == pairs
+        assert costs.seen(rows, costs.tokens.keep(rows, tokens).ref) == lies  # fetched: the driver chooses
+        # Sets of two are kept together, or put together again.
+        even = [0, 0, 1, 1, 2, 2]
+        assert costs.balanced_sets(even, [9, 9, 9, 9, 1, 1]) == [[0, 0], [1, 1, 2, 2]]
+        assert costs.sets(costs.same.keep(even, [9, 9, 1, 2, 3, 4]).ref) == [[0, 0, 1, 1], [2, 2]]
+
+    def test_balance_refused(self, pair: ColocatedGroup, spawn: Spawn) -> None:
+        """What isn't a number for each row, or can't be put back in order, is an error that says so."""
+        costs = spawn({"costs": colocate.role(Costs)}).role("costs", Costs)
+        for tokens, words in (
+            ([1.5, 2, 3], "'tokens' says what each row costs, so it has to be whole numbers"),
+            ([1, 2, -3], "whole numbers from 0 up"),
+            ("abc", "not a str"),
+            ([1, 2], "'batch' has 3 rows but 'tokens' has 2|'tokens' has 2 rows but 'batch' has 3"),
+        ):
+            with pytest.raises(DispatchError, match=words):
+                costs.same([1, 2, 3], tokens)
+        with pytest.raises(DispatchError, match="has 1 row for 2 ranks"):
+            costs.same([1], [1])
+        kept = costs.same.keep([1, 2, 3, 4], [9, 9, 1, 1])
+        with pytest.raises(DispatchError, match=r"given 2 rows that were chosen by what they cost, and returned 4"):
+            costs.twice(kept.ref)
+        with pytest.raises((DispatchError, RoleError), match="nobody can put them back in order"):
+            costs.lies(costs.twice.keep(kept.ref).ref)
+
+
+AREAS = [Balance]

@@ -1,0 +1,238 @@
+"""Checkpoints that are written beside the calls: `group.checkpoint(..., wait=False)`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.suite.marks import of_executor
+from tests.suite.probes.halves import Going, Halved
+from tests.suite.probes.lasting import Drawing
+
+import colocate
+from colocate import Call, ColocatedGroup, RoleSpec
+from colocate.errors import ClosedError, GroupRestarted, RoleError
+from colocate.executor import OwnProcess
+from colocate.testing.executors._base import ExecutorCase, Spawn, needs
+from colocate.testing.gate import Gate
+from colocate.testing.probes.lasting import Lasting
+from colocate.testing.waiting import PATIENCE_S
+
+
+def tag(folder: Path) -> Any:
+    """Return the tag of the checkpoint which is there; None for none."""
+    path = folder / "checkpoint.json"
+    return json.loads(path.read_text())["tag"] if path.exists() else None
+
+
+class SavingBeside(ExecutorCase):
+    """A checkpoint that doesn't stop the step."""
+
+    @pytest.fixture
+    def halved(self, spawn: Spawn) -> Callable[..., ColocatedGroup]:
+        """Makes a group of a role whose `save` has two halves."""
+
+        def make(gate: Gate | None = None, how: str = "", slow: int | None = None, **options: Any) -> ColocatedGroup:
+            address = None if gate is None else gate.address
+            return spawn({"halved": colocate.role(Halved, address, how, slow)}, **options)
+
+        return make
+
+    @of_executor
+    def test_calls_go_on_while_it_is_written(self, halved: Callable[..., ColocatedGroup], tmp_path: Path) -> None:
+        """A checkpoint has roles as they were when it was asked for, and counts when all ranks have written."""
+        with Gate() as gate:
+            group = halved(gate, slow=1)
+            role = group.role("halved", Halved)
+            role.add(3)
+            saving = group.checkpoint(tmp_path / "one", tag="first", wait=False)
+            gate.wait_for()
+            assert role.add(4) == [7, 7]
+            assert not saving.done()
+            with pytest.raises(TimeoutError):
+                saving.result(0.1)
+            assert not (tmp_path / "one").exists()
+            gate.open()
+            saving.result(PATIENCE_S)
+        assert role.add() == [8, 8]
+        assert group.restore(tmp_path / "one") == "first"
+        assert role.add(0) == [3, 3]
+        assert [path.name for path in tmp_path.iterdir()] == ["one"]
+
+    @pytest.mark.parametrize("how", ["future", "thread", "attribute"])
+    def test_what_save_returns_goes_on(self, spawn: Spawn, tmp_path: Path, how: str) -> None:
+        """A future, a thread in a list, a future that is left in an attribute."""
+        with Gate() as gate:
+            group = spawn({"going": colocate.role(Going, how, gate.address)})
+            role = group.role("going", Going)
+            role.add(3)
+            saving = group.checkpoint(tmp_path / "one", wait=False)
+            gate.wait_for(2)
+            assert role.add() == [4, 4]
+            assert not saving.done()
+            gate.open()
+            saving.result(PATIENCE_S)
+        group.restore(tmp_path / "one")
+        assert role.add(0) == [3, 3]
+
+    def test_the_same_as_one_that_is_waited_for(self, spawn: Spawn, tmp_path: Path) -> None:
+        """To the last byte; what has no second half is written at once."""
+        roles: dict[str, RoleSpec[Any]] = {"halved": colocate.role(Halved), "lasting": colocate.role(Lasting)}
+        group = spawn(roles)
+        group.role("halved", Halved).add(5)
+        group.checkpoint(tmp_path / "one", tag="same")
+        group.checkpoint(tmp_path / "two", tag="same", wait=False).result(PATIENCE_S)
+        one, two = (json.loads((tmp_path / name / "checkpoint.json").read_text()) for name in ("one", "two"))
+        files = {name: told for name, told in two["files"].items() if not name.endswith(".calls")}
+        assert files == {name: told for name, told in one["files"].items() if not name.endswith(".calls")}
+        assert len(files) >= 4
+        assert spawn(roles, restore=tmp_path / "two").role("halved", Halved).add(0) == [5, 5]
+
+    def test_random_numbers_go_on_from_it(self, spawn: Spawn, tmp_path: Path) -> None:
+        """As they were when states were taken, whatever is drawn while it is written."""
+        pytest.importorskip("torch")
+        with Gate() as gate:
+            roles: dict[str, RoleSpec[Any]] = {
+                "halved": colocate.role(Halved, gate.address),
+                "drawing": colocate.role(Drawing),
+            }
+            group = spawn(roles)
+            drawing = group.role("drawing", Drawing)
+            drawing.draw()
+            saving = group.checkpoint(tmp_path / "one", wait=False)
+            gate.wait_for(2)
+            drawn = [drawing.draw() for _ in range(2)]
+            gate.open()
+            saving.result(PATIENCE_S)
+        group.restore(tmp_path / "one")
+        assert [drawing.draw() for _ in range(2)] == drawn
+
+    def test_one_at_a_time(self, halved: Callable[..., ColocatedGroup], tmp_path: Path) -> None:
+        """The next one, and a restore, wait for it."""
+        with Gate() as gate, ThreadPoolExecutor(2) as pool:
+            group = halved(gate)
+            role = group.role("halved", Halved)
+            saving = group.checkpoint(tmp_path / "one", tag=1, wait=False)
+            gate.wait_for(2)
+            role.become()
+            role.add()
+            next_one = pool.submit(lambda: group.checkpoint(tmp_path / "one", tag=2, wait=False))
+            with pytest.raises(TimeoutError):
+                next_one.result(0.2)
+            gate.open()
+            saving.result(PATIENCE_S)
+            next_one.result(PATIENCE_S).result(PATIENCE_S)
+        assert tag(tmp_path / "one") == 2
+        with Gate() as gate, ThreadPoolExecutor(1) as pool:
+            role.become(gate=gate.address)
+            group.checkpoint(tmp_path / "two", tag=3, wait=False)
+            gate.wait_for(2)
+            restoring = pool.submit(group.restore, tmp_path / "one")
+            with pytest.raises(TimeoutError):
+                restoring.result(0.2)
+            gate.open()
+            assert restoring.result(PATIENCE_S) == 2
+        assert tag(tmp_path / "two") == 3
+
+    def test_what_fails_is_told(self, halved: Callable[..., ColocatedGroup], tmp_path: Path) -> None:
+        """Once: to who asks, or by the next checkpoint, or by the group's end. An earlier one stays."""
+        group = halved()
+        role = group.role("halved", Halved)
+        group.checkpoint(tmp_path / "one", tag="before")
+        role.become("fails")
+        saving = group.checkpoint(tmp_path / "one", wait=False)
+        error = saving.exception(PATIENCE_S)
+        assert isinstance(error, RoleError)
+        assert "halved.save raised OSError on rank 1" in str(error)
+        assert (error.role, error.method, error.rank) == ("halved", "save", 1)
+        del saving, error
+        group.checkpoint(tmp_path / "one", tag="unasked", wait=False)
+        role.become()
+        with pytest.raises(RoleError, match="the disk is full") as caught:
+            group.checkpoint(tmp_path / "one", tag="next")
+        assert "that was the checkpoint 'unasked'" in caught.value.__notes__[-1]
+        assert tag(tmp_path / "one") == "before"
+        group.checkpoint(tmp_path / "one", tag="next")
+        role.become("fails")
+        group.checkpoint(tmp_path / "one", tag="last", wait=False)
+        with pytest.raises(ExceptionGroup) as closed:
+            group.close()
+        assert closed.group_contains(RoleError, match="the disk is full")
+        assert tag(tmp_path / "one") == "next"
+        assert [path.name for path in tmp_path.iterdir()] == ["one"]
+
+    @pytest.mark.parametrize("wait", [True, False])
+    def test_other_halves(self, halved: Callable[..., ColocatedGroup], tmp_path: Path, wait: bool) -> None:
+        """What comes after a second `yield` runs when all ranks have written. A `save` may end before its first one."""
+        with Gate() as gate:
+            group = halved(how="all")
+            role = group.role("halved", Halved)
+            role.add(7)
+
+            def checkpoint() -> None:
+                made: Call[None] | None = group.checkpoint(tmp_path / "one", wait=wait)
+                if made is not None:
+                    made.result(PATIENCE_S)
+
+            checkpoint()
+            assert (tmp_path / "one" / "halved" / "all").read_text() == "77"
+            role.become("all", gate.address, 1)
+            with ThreadPoolExecutor(1) as pool:
+                going = pool.submit(checkpoint)
+                gate.wait_for()
+                with pytest.raises(TimeoutError):
+                    going.result(0.2)
+                gate.open()
+                going.result(PATIENCE_S)
+        assert (tmp_path / "one" / "halved" / "all").read_text() == "77"
+        role.become("nothing to write")
+        checkpoint()
+        group.restore(tmp_path / "one")
+        assert role.add() == [8, 8]
+
+    def test_closing_waits_for_it(self, halved: Callable[..., ColocatedGroup], tmp_path: Path) -> None:
+        """Within its grace; then it is void, which is told, and what was there stays."""
+        with Gate() as gate, ThreadPoolExecutor(1) as pool:
+            group = halved(gate)
+            group.checkpoint(tmp_path / "one", tag="in time", wait=False)
+            gate.wait_for(2)
+            closing = pool.submit(group.close, PATIENCE_S)
+            with pytest.raises(TimeoutError):
+                closing.result(0.2)
+            gate.open()
+            closing.result(PATIENCE_S)
+        assert tag(tmp_path / "one") == "in time"
+        with Gate() as gate:
+            group = halved(gate)
+            group.checkpoint(tmp_path / "one", tag="late", wait=False)
+            gate.wait_for(2)
+            with pytest.raises(ExceptionGroup) as caught:
+                group.close(grace=0.1)
+            assert caught.group_contains(ClosedError, match="the checkpoint 'late' of group .* wasn't all written")
+        assert tag(tmp_path / "one") == "in time"
+
+    @needs(OwnProcess)
+    @of_executor
+    def test_a_worker_dies_meanwhile(self, halved: Callable[..., ColocatedGroup], tmp_path: Path) -> None:
+        """The group is as the last complete one has it; nothing of the other is left; it is told once."""
+        with Gate() as gate:
+            group = halved(on_failure="restart")
+            role = group.role("halved", Halved)
+            role.add(3)
+            group.checkpoint(tmp_path / "one", tag="whole")
+            role.add(4)
+            role.become(gate=gate.address)
+            saving = group.checkpoint(tmp_path / "one", tag="half", wait=False)
+            gate.wait_for(2)
+            with pytest.raises(GroupRestarted):
+                role.kill(1)
+            assert group.wait_ready(PATIENCE_S) == "whole"
+            assert role.add(0) == [3, 3]
+            assert isinstance(saving.exception(PATIENCE_S), GroupRestarted)
+        group.checkpoint(tmp_path / "one", tag="next", wait=False).result(PATIENCE_S)
+        assert tag(tmp_path / "one") == "next"
+        assert [path.name for path in tmp_path.iterdir()] == ["one"]

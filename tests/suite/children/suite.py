@@ -1,0 +1,666 @@
+"""Processes that roles start: who fails of their end, and that nothing of them is left."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import os
+import pickle
+import signal
+import socket
+import sys
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from tests.suite.children.probes import Engines, Given, Patient, Playing, Recorded, Served, Starter, User
+from tests.suite.marks import of_executor
+from tests.suite.probes.limited import Limited
+from tests.suite.probes.plain import number
+from tests.suite.probes.served import FOREVER, QUITS, SERVER, breaks_up, is_silent, says_up, serve
+
+import colocate
+from colocate import ColocatedGroup, features
+from colocate._system.limits import CHILD_TOLD_WITHIN_S
+from colocate.errors import (
+    ChildDied,
+    ConfigError,
+    GroupRestarted,
+    MemoryBudgetError,
+    RoleError,
+    RoleStartError,
+    StaleWeightsError,
+    WorkerDied,
+)
+from colocate.executor import OwnProcess
+from colocate.testing.executors._base import Spawn, needs, needs_feature
+from colocate.testing.executors.drivers import Scripted, Scripts
+from colocate.testing.gate import Gate
+from colocate.testing.waiting import PATIENCE_S, Processes, send, starter_of, wait_until
+from colocate.worker.birth.signals import LEFT
+
+PYTHON = sys.executable
+ROOT = repr(str(Path(__file__).parents[3]))
+
+
+def starter_in(group: ColocatedGroup) -> Starter:
+    """Return the view of its role "starter"."""
+    return group.role("starter", Starter)
+
+
+class Children(Scripted):
+    """`ctx.start`."""
+
+    @pytest.mark.parametrize("waits", ["wait", "ask"])
+    @needs(OwnProcess)
+    @of_executor
+    def test_a_call_that_waits_fails_of_its_end(self, spawn: Spawn, waits: str) -> None:
+        """At once, wherever it waits in Python: for a queue, for the child's own answer. The worker goes on."""
+        group = spawn({"starter": colocate.role(Starter)}, slots=1)
+        starter = starter_in(group)
+        pid, worker = starter.serve(), starter.pid()
+        with Gate() as gate:
+            call = starter.wait.submit(gate.address) if waits == "wait" else starter.ask.submit("hang")
+            if waits == "wait":
+                gate.wait_for()
+                gate.open()
+            os.kill(pid, signal.SIGKILL)
+            error = call.exception(PATIENCE_S)
+        assert isinstance(error, ChildDied)
+        assert isinstance(error, RuntimeError)
+        assert (error.name, error.pid, error.signal, error.exitcode) == ("server", pid, "SIGKILL", None)
+        assert (error.group, error.role, error.method, error.rank) == (group.name, "starter", waits, 0)
+        assert "child 'server' of role 'starter' on rank 0" in str(error)
+        assert pickle.loads(pickle.dumps(error)).name == "server"
+        with pytest.raises(ChildDied, match="was killed by SIGKILL"):
+            starter.pid()  # until it does something about that
+        assert starter.serve("the next") != pid
+        assert starter.ask(1) == ("the next", 1)
+        assert starter.pid() == worker
+
+    def test_what_an_async_call_awaits_is_cancelled(self, spawn: Spawn) -> None:
+        """On threads as well, as it is in the hands of an event loop."""
+        starter = starter_in(spawn({"starter": colocate.role(Starter)}, slots=1))
+        pid = starter.serve()
+        with Gate() as gate:
+            call = starter.wait_async.submit(gate.address)
+            gate.wait_for()
+            os.kill(pid, signal.SIGKILL)
+            assert isinstance(call.exception(PATIENCE_S), ChildDied)
+
+    def test_of_a_background_role(self, spawn: Spawn) -> None:
+        """On its own thread what it awaits is cancelled, and its child's connection breaks; others go on."""
+        background = colocate.role(Starter).on(background=True)
+        group = spawn({"starter": background, "user": colocate.role(User)}, slots=1)
+        starter, user = starter_in(group), group.role("user", User)
+        for asks in (False, True):
+            pid = starter.serve()
+            with Gate() as gate:
+                call = starter.ask.submit("hang") if asks else starter.wait_async.submit(gate.address)
+                if not asks:
+                    gate.wait_for()
+                assert user.fine() == 0
+                os.kill(pid, signal.SIGKILL)
+                assert isinstance(call.exception(PATIENCE_S), ChildDied)
+
+    @of_executor
+    def test_the_next_call_fails_of_an_end_between_calls(self, spawn: Spawn) -> None:
+        """With the exit code and the last lines; others of the group go on, and stopping it ends the matter."""
+        group = spawn({"starter": colocate.role(Starter), "user": colocate.role(User)}, slots=1)
+        starter, user = starter_in(group), group.role("user", User)
+        os.kill(starter.command([PYTHON, "-c", QUITS], name="quits", ready="the last words")[0], signal.SIGTERM)
+        wait_until(lambda: not starter.seen()[0], "the worker has heard of it")
+        with pytest.raises(ChildDied, match=r"child 'quits' .* exited with code 3") as caught:
+            starter.pid()
+        assert (caught.value.exitcode, caught.value.signal) == (3, None)
+        assert "the last words" in str(caught.value)
+        assert user.fine() == 0
+        starter.stop()
+        starter.pid()
+
+    @needs(OwnProcess)
+    def test_who_uses_the_role_fails_as_well(self, spawn: Spawn) -> None:
+        """A call of another role that waits in a method of this one."""
+        group = spawn({"starter": colocate.role(Starter), "user": colocate.role(User)}, slots=1)
+        starter, user = starter_in(group), group.role("user", User)
+        pid = starter.serve()
+        with Gate() as gate:
+            call = user.wait.submit(gate.address)
+            gate.wait_for()
+            os.kill(pid, signal.SIGKILL)
+            assert isinstance(call.exception(PATIENCE_S), ChildDied)
+        with pytest.raises(ChildDied):
+            user.fine()
+
+    @needs(OwnProcess)
+    def test_the_call_itself_may_start_it_again(self, spawn: Spawn) -> None:
+        """The call is told once, and goes on."""
+        starter = starter_in(spawn({"starter": colocate.role(Starter)}, slots=1))
+        pid = starter.serve()
+        with Gate() as gate:
+            call = starter.recovers.submit(gate.address)
+            gate.wait_for()
+            os.kill(pid, signal.SIGKILL)
+            assert call.result(PATIENCE_S) == ("again", "now")
+
+    def test_its_connection_tells_its_end(self, spawn: Spawn) -> None:
+        """On threads, too."""
+        starter = starter_in(spawn({"starter": colocate.role(Starter)}, slots=1))
+        starter.serve()
+        assert starter.asks_again() == ("again", "now")
+
+    @needs_feature("looking")
+    def test_a_call_that_ends_after_it_fails_of_it(self, spawn: Spawn) -> None:
+        """Where nothing breaks its wait, as on threads."""
+        group = spawn({"starter": colocate.role(Starter)}, slots=1)
+        starter, graph = starter_in(group), group.owner.owner.graph
+        pid = starter.serve()
+        with Gate() as gate:
+            call = starter.pass_gate.submit(gate.address)
+            gate.wait_for()
+            os.kill(pid, signal.SIGKILL)
+            wait_until(lambda: "(was killed by SIGKILL" in graph.render(), "it is gone")
+        assert isinstance(call.exception(PATIENCE_S), ChildDied)
+
+    @of_executor
+    def test_one_that_hangs_is_ended_alone(self, spawn: Spawn, tmp_path: Path) -> None:
+        """By its health; the call that waits for it fails with its stack, and the worker goes on."""
+        starter = starter_in(spawn({"starter": colocate.role(Starter)}, slots=1))
+        worker, ill = starter.pid(), tmp_path / "ill"
+        starter.serve(health=str(ill))
+        starter.ask(1)
+        call = starter.ask.submit("hang")
+        ill.touch()
+        error = call.exception(PATIENCE_S)
+        assert isinstance(error, ChildDied)
+        assert (error.signal, "hung: its health" in str(error)) == ("SIGABRT", True)
+        assert "in serve" in str(error.log_tail)
+        starter.stop()
+        assert starter.pid() == worker
+
+    @needs(OwnProcess)
+    def test_who_could_not_be_asked_does_not_hang(self, spawn: Spawn, tmp_path: Path) -> None:
+        """Where the worker itself did nothing for longer than a child may be silent."""
+        starter = starter_in(spawn({"starter": colocate.role(Starter)}, slots=1))
+        starter.serve(health=str(tmp_path / "ill"))
+        starter.keep_the_gil(1.0)
+        assert starter.ask(1) == ("", 1)
+
+    @needs(OwnProcess)
+    def test_the_group_may_fail_of_it(self, spawn: Spawn) -> None:
+        """With fails="group" as of the death of a worker: without a restart it has failed, with one it goes on."""
+        roles = {"starter": colocate.role(Starter, "group")}
+        group = spawn(roles, slots=1)
+        starter = starter_in(group)
+        call = starter.ask.submit("exit")
+        error = call.exception(PATIENCE_S)
+        assert isinstance(error, WorkerDied)
+        assert "child 'server' of role 'starter' on rank 0" in str(error)
+        assert "it has had enough" in str(error)
+        assert group.state == "failed"
+        again = spawn(roles, slots=1, on_failure="restart")
+        assert isinstance(starter_in(again).ask.submit("exit").exception(PATIENCE_S), GroupRestarted)
+        again.wait_ready(PATIENCE_S)
+        assert starter_in(again).ask(1) == ("made", 1)
+
+    def test_what_it_has_started_ends_with_it(self, spawn: Spawn) -> None:
+        """Whatever session that is in, however the child ends."""
+        starter = starter_in(spawn({"starter": colocate.role(Starter)}, slots=1))
+        for end in ("kill", "stop"):
+            pid = starter.serve()
+            with Processes([pid, starter.ask("spawn")]) as processes:
+                if end == "kill":
+                    os.kill(pid, signal.SIGKILL)
+                else:
+                    assert starter.stop() == "stopped"
+                processes.wait()
+
+    @of_executor
+    def test_what_a_batch_system_sends_is_the_drivers(self, spawn: Spawn) -> None:
+        """A function goes on, as the worker does, for the last step and the checkpoint; it ends when it is asked."""
+        starter = starter_in(spawn({"starter": colocate.role(Starter)}, slots=1))
+        pid = starter.serve()
+        assert starter.ask(1) == ("", 1)  # it has begun
+        for sent in LEFT:  # one after the other: Python's faulthandler has a small stack for them
+            os.kill(pid, sent)
+            assert starter.ask(sent) == ("", sent)
+        assert starter.stop() == "stopped"
+        assert starter.seen()[1] == -signal.SIGTERM
+
+    @of_executor
+    def test_a_port_as_a_socket(self, spawn: Spawn) -> None:
+        """A command that names {fd} gets a socket that listens; others the number of a port that is held for them."""
+        starter = starter_in(spawn({"starter": colocate.role(Starter)}, slots=1))
+        for words in (["fd", "{fd}"], ["port", "{port}"]):
+            url = "http://127.0.0.1:{port}/ready"
+            command = [PYTHON, "-c", SERVER, *words]
+            pid, port = starter.command(command, name="http", port=0, ready=url)
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/pid") as answer:
+                assert int(answer.read()) == pid
+            starter.stop()
+
+    def test_ready_by_a_line(self, spawn: Spawn) -> None:
+        """A part of one, or a pattern."""
+        starter = starter_in(spawn({"starter": colocate.role(Starter)}, slots=1))
+        starter.command([PYTHON, "-c", FOREVER], name="one", ready="last words")
+        assert "the last words" in starter.seen()[3]
+        starter.command([PYTHON, "-c", FOREVER], name="other", line="^the la.* words$")
+        assert starter.seen()[2] == "running"
+
+    def test_what_is_never_ready_is_told(self, spawn: Spawn) -> None:
+        """In time, with its last output, and it is gone."""
+        starter = starter_in(spawn({"starter": colocate.role(Starter)}, slots=1))
+        with pytest.raises(ChildDied, match=r"wasn't ready within 0.5 s \(no line like 'never'\)") as caught:
+            starter.command([PYTHON, "-c", FOREVER], name="late", line="never", within=0.5)
+        assert not _is_there(caught.value.pid)
+        with pytest.raises(ChildDied, match="exited with code 2"):
+            starter.command([PYTHON, "-c", "raise SystemExit(2)"], name="gone", ready="never")
+        with pytest.raises(ChildDied, match=r"exited with code 1") as caught:
+            starter.start(breaks_up, ready=says_up)
+        assert "ValueError: no engine here" in str(caught.value)
+        with pytest.raises(ChildDied, match=r"wasn't ready within 0.5 s \(ready=.*says_up.* hasn't returned\)"):
+            starter.start(is_silent, ready=says_up, within=0.5)
+        starter.pid()  # there is none that has died
+
+    @pytest.mark.parametrize(
+        ("what", "options", "words"),
+        [
+            (
+                ["nothing-of-this-name"],
+                {},
+                "the program 'nothing-of-this-name' isn't found: it is on no folder of PATH",
+            ),
+            (["/nothing/there"], {}, "isn't an executable file"),
+            (["-m", "http.server"], {}, "give python= the interpreter"),
+            ("sleep 5", {}, r"a command is a list of words; write \['sleep', '5'\]"),
+            ([], {}, "a command is a list of words"),
+            (["sleep", "{port}"], {}, "port=0 gives it one"),
+            (["sleep", "5"], {"cwd": "/nothing/there"}, "is no folder"),
+            (["sleep", "5"], {"env": {"A": 1}}, "env={'A': 1}; names and values of variables are text"),
+            (["sleep", "5"], {"fails": "all"}, "it is 'call', 'group' or None"),
+            (print, {"port": 0}, "port= is for commands"),
+        ],
+    )
+    def test_a_wrong_one_is_refused(self, spawn: Spawn, what: object, options: dict[str, object], words: str) -> None:
+        """With what to do, before anything is started."""
+        starter = starter_in(spawn({"starter": colocate.role(Starter)}, slots=1))
+        with pytest.raises(RoleError, match=words) as caught:
+            starter.start(what, **options)
+        assert isinstance(caught.value.__cause__, ConfigError)
+
+    def test_times_and_what_is_asked_are_checked(self, spawn: Spawn) -> None:
+        """Before anything is started: nothing of the children that are there is held up by a wrong one."""
+        starter = starter_in(spawn({"starter": colocate.role(Starter)}, slots=1))
+        wrong: Any
+        for name, wrong in {"within": (None, -1, math.nan), "hung_after": (None, 0, -1, math.nan, True)}.items():
+            for value in wrong:
+                with pytest.raises(RoleError, match=f"{name} must be a number of seconds, .*, not {value}"):
+                    starter.start([PYTHON, "-c", FOREVER], **{name: value})
+        for name, wrong in {"ready": 5, "health": "127.0.0.1:80"}.items():
+            with pytest.raises(RoleError, match=f"{name}={wrong!r}; it is a URL.* or a function of the child"):
+                starter.start([PYTHON, "-c", FOREVER], **{name: wrong})
+        starter.serve()
+        for name in ("stop", "wait"):
+            with pytest.raises(RoleError, match="must be a number of seconds"):
+                starter.end(name, -1)
+        assert starter.end("stop", math.inf) == "stopped"
+
+    def test_one_of_little_patience_holds_up_no_other(self, spawn: Spawn) -> None:
+        """The impatient child is ended itself; the ends of others are seen as ever."""
+        starter = starter_in(spawn({"starter": colocate.role(Starter)}, slots=1))
+        starter.start([PYTHON, "-c", FOREVER], health="http://127.0.0.1:1/", hung_after=1e-9, fails=None)
+        assert starter.run([PYTHON, "-c", "raise SystemExit(7)"])[0] == 7
+
+    def test_a_port_that_is_taken(self, spawn: Spawn) -> None:
+        """Is refused before anything is started."""
+        starter = starter_in(spawn({"starter": colocate.role(Starter)}, slots=1))
+        with socket.create_server(("127.0.0.1", 0)) as taken:
+            port = taken.getsockname()[1]
+            with pytest.raises(RoleError, match=f"port {port} of 127.0.0.1 is taken"):
+                starter.start([PYTHON, "-c", SERVER, "fd", "{fd}"], port=port)
+        with pytest.raises(RoleError, match="port=99999; ports are whole numbers up to 65535"):
+            starter.start([PYTHON, "-c", SERVER, "fd", "{fd}"], port=99999)
+
+    @needs_feature("looking")
+    def test_a_name_that_runs_is_taken(self, spawn: Spawn) -> None:
+        """One name is one child of a role; without one each has its own."""
+        group = spawn({"starter": colocate.role(Starter)}, slots=1)
+        starter = starter_in(group)
+        starter.serve()
+        with pytest.raises(RoleError, match="has a child of this name that runs: give each a name of its own"):
+            starter.serve()
+        before = starter.seen()
+        assert starter.run([PYTHON, "-c", "pass"])[0] == 0
+        for _ in range(2):
+            starter.start([PYTHON, "-c", FOREVER])
+        shown = group.owner.owner.graph.render()
+        name = Path(PYTHON).name
+        assert all(f"child {each} (running" in shown for each in ("server", name, f"{name}-2"))
+        assert starter.seen() == before
+
+    def test_a_command_to_its_end(self, spawn: Spawn) -> None:
+        """With fails=None nobody minds, and the role waits itself."""
+        starter = starter_in(spawn({"starter": colocate.role(Starter)}, slots=1))
+        assert starter.run([PYTHON, "-c", "print(6 * 7); raise SystemExit(5)"]) == (5, "42")
+        code, last = starter.run([PYTHON, "-c", "print('x' * 10**6, end='the end')"])
+        assert (code, last[-7:], len(last)) == (0, "the end", 1 << 14)
+
+    def test_a_wait_that_was_too_short(self, spawn: Spawn) -> None:
+        """What ends after that has ended by itself."""
+        starter = starter_in(spawn({"starter": colocate.role(Starter)}, slots=1))
+        pid = starter.serve()
+        assert "hasn't ended within 0.01 s" in starter.wait_too_short()
+        with Processes([pid]) as child:
+            send(pid, signal.SIGKILL)
+            child.wait()
+        wait_until(lambda: not starter.seen()[0], "the worker has heard of it")
+        with pytest.raises(ChildDied, match="was killed by SIGKILL"):
+            starter.pid()
+
+    def test_a_constructor_whose_child_dies(self, spawn: Spawn) -> None:
+        """Is a start that fails."""
+        with pytest.raises(RoleStartError, match="'nothing' isn't found"):
+            spawn({"starter": colocate.role(StartsNothing)}, slots=1)
+
+    @needs_feature("memory")
+    @needs_feature("looking")
+    def test_memory_and_tree(self, spawn: Spawn) -> None:
+        """A child is a node of the tree and a row of the memory."""
+        group = spawn({"starter": colocate.role(Starter)}, slots=1)
+        starter = starter_in(group)
+        pid = starter.serve()
+        size = 64 << 20
+        assert starter.ask(("take", size)) == size
+        (row,) = [row for row in group.memory().rows() if row["role"] == "starter/server"]
+        assert size < row["total"] < 4 * size
+        graph = group.owner.owner.graph
+        own = features.module("looking.graph").Graph(group._node)  # others may not have been looked at yet
+        nodes = [own.data(memory=True)]
+        for node in nodes:  # which grows
+            nodes += node["children"]
+        (data,) = [node for node in nodes if node["kind"] == "child"]
+        assert (data["name"], data["state"], data["pid"]) == ("server", "running", pid)
+        assert size < data["bytes"] < 4 * size
+        assert f"child server (running, pid {pid}" in graph.render()
+        starter.stop()
+        assert "child server" not in graph.render()
+        assert not [row for row in group.memory().rows() if row["role"] == "starter/server"]
+
+    @needs_feature("memory")
+    def test_what_other_roles_have_is_not_its_own(self, spawn: Spawn) -> None:
+        """Whoever has a child is found to have no memory of others by it."""
+        pytest.importorskip("torch")
+        group = spawn({"engines": colocate.role(Engines), "given": colocate.role(Given)}, slots=1)
+        (slot,) = group.memory().slots
+        engines, given = ({role.role: role.total for role in slot.roles}[name] for name in ("engines", "given"))
+        assert engines == 0 < given
+
+    @needs_feature("memory")
+    def test_budgets_count_it(self, spawn: Spawn) -> None:
+        """With the host's memory of its role."""
+        roles = {"starter": colocate.role(Starter).on(host_memory="256MiB")}
+        starter = starter_in(spawn(roles, slots=1))
+        starter.serve()
+        with pytest.raises(MemoryBudgetError, match=r"starter .*children"):
+            starter.ask(("take", 512 << 20))
+        starter.stop()
+        starter.pid()
+
+    @needs_feature("rows")
+    def test_a_child_that_dies_amid_rows(self, spawn: Spawn) -> None:
+        """Rows of its rank that run fail, and those that begin there later: others go on, or take these."""
+        group = spawn({"served": colocate.role(Served)}, slots=2)
+        served = group.role("served", Served)
+        found = served.play.options(retry=1)(["dies", *["a"] * 20])
+        assert found[0] == 1
+        assert set(found) <= {0, 1}
+        served.begin()
+        some = served.play.options(on_error="return")(["dies", "a"])
+        assert isinstance(some[0], ChildDied)
+        assert (some[0].row, some[1]) == (0, 1)
+        served.begin()
+        rows = ["dies", *["a" * (number % 5) for number in range(200)]]
+        some = served.play.options(on_error="return", sticky=len)(rows)
+        assert sum(isinstance(each, ChildDied) for each in some) <= 2  # the places of the rank without a child
+        served.begin()
+        with pytest.raises(ChildDied, match="server") as caught:
+            served.play(["dies", "a"])
+        assert caught.value.row == 0
+        with pytest.raises(ChildDied):
+            served.play(["a"])
+        served.begin()
+        assert served.play(["a"]) == [0]
+
+    @needs_feature("rows")
+    @pytest.mark.parametrize("what", ["timeout", "file", "connection"])
+    def test_failures_of_rows_that_no_child_has_to_do_with(self, spawn: Spawn, what: str) -> None:
+        """Rows and calls that run beside such a row, or call, go on: nobody waits for a child's end on their loop."""
+        patient = spawn({"patient": colocate.role(Patient)}, slots=1).role("patient", Patient)
+        stood, error = patient.play.options(on_error="return")(["watch", what])
+        assert isinstance(stood, float)
+        assert stood < CHILD_TOLD_WITHIN_S / 2
+        assert isinstance(error, RoleError)
+        assert isinstance(error.__cause__, OSError)
+        watches, fails = patient.act.submit("watch"), patient.act.submit(what)
+        assert isinstance(fails.exception(PATIENCE_S), RoleError)
+        assert watches.result(PATIENCE_S) < CHILD_TOLD_WITHIN_S / 2
+        with pytest.raises(ChildDied):  # though the broken connection is heard of first
+            patient.play(["dies"])
+
+    @needs_feature("rows")
+    def test_children_of_rows(self, spawn: Spawn) -> None:
+        """End with their row, and fail it alone; those of rows that nobody reads any more end, too."""
+        group = spawn({"playing": colocate.role(Playing)}, slots=1)
+        playing = group.role("playing", Playing)
+        found = playing.play.options(on_error="return")(["a", "dies", "b", "asks the dead", "c"])
+        assert [each for each in found if isinstance(each, tuple)] == [("", "a"), ("", "b"), ("", "c")]
+        assert [type(each) for each in found if not isinstance(each, tuple)] == [ChildDied, ChildDied]
+        assert len(pids := playing.seen()) == 5
+        assert not any(map(_is_there, pids))
+        with Gate() as gate:
+            with playing.play.stream(["a", "b"], gate.address):
+                gate.wait_for(2)
+            assert not any(map(_is_there, playing.seen()))
+
+    @needs_feature("weights")
+    def test_weights_reach_it(self, spawn: Spawn) -> None:
+        """Through its connection: by shared memory, or CUDA IPC. Of a child that dies amid them the sync fails."""
+        pytest.importorskip("torch")
+        group = spawn({"given": colocate.role(Given), "engines": colocate.role(Engines)}, slots=1)
+        given, engines = group.role("given", Given), group.role("engines", Engines)
+        for _ in range(2):
+            given.double()
+            assert colocate.sync_weights(given, engines).nbytes
+            assert engines.sums() == given.sums()
+        engines.die_next()
+        with pytest.raises(ChildDied, match=r"child 'engine' .* exited with code 1"):
+            colocate.sync_weights(given, engines)
+        with pytest.raises((ChildDied, StaleWeightsError)):
+            engines.sums()
+        with pytest.raises(ChildDied):
+            colocate.sync_weights(given, engines)
+        engines.begin()
+        colocate.sync_weights(given, engines)
+        assert engines.sums() == given.sums()
+        given.fail_next()
+        with pytest.raises(RoleError, match="no more of them"):
+            colocate.sync_weights(given, engines)
+        colocate.sync_weights(given, engines)  # the child has heard of it
+        assert engines.sums() == given.sums()
+        engines.take_one_next()
+        with pytest.raises(RoleError, match="returned before it had taken all weights"):
+            colocate.sync_weights(given, engines)
+        colocate.sync_weights(given, engines)
+        assert engines.sums() == given.sums()
+
+    def test_a_function_in_another_environment(self, spawn: Spawn, tmp_path: Path) -> None:
+        """By its interpreter, which has a path of its own, and the same version of colocate."""
+        starter = starter_in(spawn({"starter": colocate.role(Starter)}, slots=1))
+        assert starter.serve(python=PYTHON)
+        assert starter.ask(1) == ("", 1)
+        other = tmp_path / "python"
+        main = "from colocate.features.children.process import main; main()"
+        runs = f"from colocate import _version; _version.__version__ = '0.0.1'; {main}"
+        other.write_text(f'#!/bin/sh\nshift 3\nexec {PYTHON} -c "{runs}" "$@"\n')
+        other.chmod(0o755)
+        starter.stop()
+        with pytest.raises(ChildDied, match=r"has colocate 0\.0\.1, and the worker .*: install the same one there"):
+            starter.start(serve, python=str(other), ready=says_up)
+
+    @of_executor
+    @needs_feature("functions")
+    def test_closing_ends_them(self, spawn: Spawn, tmp_path: Path) -> None:
+        """The last first, after `close()` of their role; also where functions have run in the group."""
+        file = tmp_path / "ends"
+        group = spawn({"recorded": colocate.role(Recorded, str(file))}, slots=1)
+        group.run(number)
+        group.close()
+        assert file.read_text() == "close ba"
+
+    @needs(OwnProcess)
+    @of_executor
+    def test_the_end_of_a_worker_ends_them(self, spawn: Spawn) -> None:
+        """By SIGKILL; and what they have started."""
+        starter = starter_in(spawn({"starter": colocate.role(Starter)}, slots=1))
+        with Processes([starter.serve(), starter.ask("spawn")]) as children:
+            os.kill(starter.pid(), signal.SIGKILL)
+            children.wait()
+
+    @of_executor
+    def test_the_end_of_the_driver_ends_them(self, scripts: Scripts) -> None:
+        """By SIGKILL: of threads as well."""
+        driver = scripts.start(
+            """
+            sys.path.append(ROOT)
+            from tests.suite.children.probes import Starter
+            runtime = CONNECT
+            starter = runtime.reserve(1, cpus=0).spawn({"starter": colocate.role(Starter)}).role("starter")
+            say([starter.serve(), starter.ask("spawn")])
+            threading.Event().wait()
+            """.replace("ROOT", ROOT)
+        )
+        with Processes(driver.hear()) as children:
+            driver.process.kill()
+            children.wait()
+
+    @of_executor
+    def test_functions_of_a_script_and_beside_it(self, scripts: Scripts) -> None:
+        """A function of the script, and one of a module beside it, which a command finds as well."""
+        (scripts.folder / "helper.py").write_text(
+            "def answer():\n    return 42\n\nif __name__ == '__main__':\n    print(answer())\n"
+        )
+        driver = scripts.start("""
+            import helper
+
+            class Asks(colocate.Role):
+                @colocate.method
+                def ask(self):
+                    child = self.ctx.start(told, name="told")
+                    command = self.ctx.start(["-m", "helper"], python=sys.executable, fails=None)
+                    return child.connection.recv(), command.wait(), command.output
+
+            def told(connection):
+                connection.send(helper.answer())
+                connection.recv()
+
+            with CONNECT as runtime:
+                say(runtime.reserve(1, cpus=0).spawn({"asks": colocate.role(Asks)}).role("asks").ask())
+            """)
+        assert driver.hear() == [[42, 0, "42"]]
+        assert driver.end()[0] == 0
+
+    @needs_feature("looking")
+    def test_audits_know_them(self, spawn: Spawn) -> None:
+        """No child is leaked."""
+        group = spawn({"starter": colocate.role(Starter)}, slots=1)
+        starter_in(group).serve()
+        starter_in(group).ask("spawn")
+        assert not group.owner.owner.audit()
+
+    def test_one_that_doesnt_end_by_itself_is_killed(self, spawn: Spawn) -> None:
+        """A stopped process hears no SIGTERM."""
+        starter = starter_in(spawn({"starter": colocate.role(Starter)}, slots=1))
+        pid = starter.serve()
+        send(pid, signal.SIGSTOP)
+        began = time.monotonic()
+        with contextlib.suppress(ProcessLookupError):
+            assert starter.stop() == "stopped"
+        assert not _is_there(pid), time.monotonic() - began
+
+    @needs(OwnProcess)
+    @of_executor
+    def test_what_a_batch_system_sends(self, spawn: Spawn) -> None:
+        """To all processes at once: all of colocate's go on, forks of roles too. A handler of a role's own hears it."""
+        sent = [signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU]
+        group = spawn({"limited": colocate.role(Limited), "starter": colocate.role(Starter)}, slots=1)
+        limited, starter = group.role("limited", Limited), group.role("starter", Starter)
+        starter.serve()
+        assert starter.ask(1) == ("", 1)  # it has begun
+        worker = starter.pid()
+        below = psutil.Process(starter_of(worker)).children(recursive=True)
+        pids = [each.pid for each in below if any("colocate" in word for word in each.cmdline()[:5])]
+        assert worker in pids
+        for pid, each in itertools.product(pids, sent):
+            send(pid, each)
+        assert starter.ask(2) == ("", 2)
+        assert starter.pid() == worker
+        assert limited.forked(sent) == 3
+        assert limited.hears(signal.SIGUSR1) == [signal.SIGUSR1]
+        assert spawn({"starter": colocate.role(Starter)}, slots=1).role("starter", Starter).pid() != worker
+
+    @of_executor
+    def test_what_the_driver_was_started_with(self, scripts: Scripts) -> None:
+        """Signals that are ignored or blocked there, by a daemon say, aren't in what roles start, nor in workers."""
+        driver = scripts.start(
+            """
+            sys.path.append(ROOT)
+            from tests.suite.children.probes import Starter
+
+            for number in signal.SIGCHLD, signal.SIGHUP, signal.SIGTERM:
+                signal.signal(number, signal.SIG_IGN)
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD, signal.SIGUSR1, signal.SIGTERM})
+            with CONNECT as runtime:
+                group = runtime.reserve(1, cpus=0).spawn({**ROLES, "starter": colocate.role(Starter)})
+                starter = group.role("starter", Starter)
+                say(starter.run(["grep", "-E", "SigBlk|SigIgn", "/proc/self/status"]))
+                say([starter.run(["sh", "-c", what])[0] for what in ("exit 7", "kill -TERM $$; exit 0")])
+                if starter.pid() == os.getpid():
+                    say("SIGKILL")
+                else:
+                    try:
+                        group.role("faulty", Faulty).kill()
+                    except colocate.WorkerDied as error:
+                        say(error.signal)
+            """.replace("ROOT", ROOT)
+        )
+        code, told = driver.hear()
+        masks = [int(line.split()[1], 16) for line in told.splitlines()]
+        # But for the C library's own, which its `posix_spawn` ignores, as by make.
+        nobodys = sum(1 << number - 1 for number in range(1, 65) if number not in signal.valid_signals())
+        assert (code, [mask & ~nobodys for mask in masks]) == (0, [0, 0])
+        assert driver.hear() == [7, -signal.SIGTERM]
+        assert driver.hear() == "SIGKILL"
+        assert driver.end()[0] == 0
+
+
+class StartsNothing(Starter):
+    """A role whose constructor fails."""
+
+    def __init__(self) -> None:
+        self.ctx.start(["nothing"], name="nothing")
+
+
+def _is_there(pid: int | None) -> bool:
+    assert pid is not None
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+AREAS = [Children]

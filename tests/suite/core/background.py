@@ -1,0 +1,236 @@
+"""Background roles: their calls run beside the others', in an order of their own; what concerns all is in each."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tests.suite.marks import of_executor
+from tests.suite.probes.background import Beside
+
+import colocate
+from colocate import ColocatedGroup, MemoryBudgetError
+from colocate.errors import CallTimeout, CapabilityError, RoleError, WorkerDied
+from colocate.executor import OwnProcess
+from colocate.testing.executors._base import ExecutorCase, Spawn, needs, needs_feature
+from colocate.testing.gate import Gate
+from colocate.testing.waiting import PATIENCE_S
+
+BACKGROUND = colocate.role(Beside).on(background=True)
+
+
+class Background(ExecutorCase):
+    """A role beside another one."""
+
+    @pytest.fixture
+    def two_lanes(self, spawn: Spawn) -> ColocatedGroup:
+        """Spawn a group with a role of each lane, on two slots."""
+        return spawn({"train": colocate.role(Beside), "roll": BACKGROUND})
+
+    @of_executor
+    def test_lanes(self, two_lanes: ColocatedGroup) -> None:
+        """Each role's calls are in order among themselves, on a thread of their own, and don't wait for the other's."""
+        train, roll = two_lanes.role("train", Beside), two_lanes.role("roll", Beside)
+        with Gate() as gate, Gate() as other:
+            first, second = roll.do.submit("first", gate.address), roll.do.submit("second")
+            gate.wait_for(2)
+            threads = {name for name, _ in train.do("beside")}
+            assert not first.done()
+            assert not second.done()
+            blocked = train.do.submit("blocked", other.address)
+            other.wait_for(2)
+            gate.open()
+            assert first.result(PATIENCE_S) == (found := second.result(PATIENCE_S))
+            assert threads.isdisjoint(name for name, _ in found)
+            assert roll.read() == [["first", "second"]] * 2
+            assert not blocked.done()
+        assert blocked.result(PATIENCE_S)
+        assert train.read() == [["beside", "blocked"]] * 2
+
+    @of_executor
+    def test_a_failure_is_of_its_lane(self, two_lanes: ColocatedGroup) -> None:
+        """What fails, or is late, on the one lane ends nothing on the other, which doesn't wait for anybody either."""
+        for name, beside in (("train", "roll"), ("roll", "train")):
+            role, other = two_lanes.role(name, Beside), two_lanes.role(beside, Beside)
+            with Gate() as gate, Gate() as late:
+                goes_on = other.do.submit("goes on", gate.address)
+                gate.wait_for(2)
+                with pytest.raises(RoleError, match="Boom on rank 1"):
+                    role.do("fails", fails=1)
+                slow = role.do.options(timeout=0.2).submit("late", late.address)
+                with pytest.raises(CallTimeout, match=f"{name}.do"):
+                    slow.result(PATIENCE_S)
+                late.open()
+                assert len(role.do("after")) == 2
+                assert not goes_on.done()
+                gate.open()
+                assert len(goes_on.result(PATIENCE_S)) == 2
+
+    @needs_feature("weights")
+    @needs_feature("checkpoints")
+    def test_what_concerns_all_roles(self, two_lanes: ColocatedGroup, tmp_path: Path) -> None:
+        """A sync and a checkpoint come behind what was sent before, and before what was sent after."""
+        pytest.importorskip("torch")
+        train, roll = two_lanes.role("train", Beside), two_lanes.role("roll", Beside)
+        for version in (1, 2):
+            with Gate() as gate:
+                before = roll.do.submit("before", gate.address)
+                gate.wait_for(2)
+                sync = colocate.sync_weights.submit(train, roll)
+                after, behind = roll.do.submit("after"), train.do.submit("behind")
+                assert not sync.done()
+            assert sync.result(PATIENCE_S).version == version
+            assert [seen for _, seen in before.result(PATIENCE_S)] == [version - 1] * 2
+            assert [seen for _, seen in after.result(PATIENCE_S)] == [version] * 2
+            assert len(behind.result(PATIENCE_S)) == 2
+        two_lanes.checkpoint(tmp_path / "saved")
+        roll.do("forgotten")
+        two_lanes.restore(tmp_path / "saved")
+        colocate.sync_weights(train, roll)
+        assert roll.read() == [["before", "after"] * 2] * 2
+
+    @needs_feature("weights")
+    def test_a_sync_that_is_given_up(self, two_lanes: ColocatedGroup) -> None:
+        """While it waits for a background call it may be late, or withdrawn: all lanes go on without it."""
+        pytest.importorskip("torch")
+        train, roll = two_lanes.role("train", Beside), two_lanes.role("roll", Beside)
+        with Gate() as gate:
+            before = roll.do.submit("before", gate.address)
+            gate.wait_for(2)
+            with pytest.raises(CallTimeout, match="the sync of train to roll"):
+                colocate.sync_weights(train, roll, timeout=0.2)
+            assert len(train.do("goes on")) == 2
+            after = roll.do.submit("after")
+            assert not before.done()
+        assert [seen for _, seen in after.result(PATIENCE_S)] == [0, 0]
+        with pytest.raises(RoleError, match="Boom on rank 0"):
+            train.do("fails", fails=0)
+        assert colocate.sync_weights(train, roll).version == 1
+
+    @needs_feature("pipelines")
+    def test_residents(self, two_lanes: ColocatedGroup) -> None:
+        """Residents go across lanes: who is first waits, also for another rank's, and a failure is told."""
+        train, roll = two_lanes.role("train", Beside), two_lanes.role("roll", Beside)
+        with Gate() as gate:
+            made = roll.give.keep([1, 2], gate.address)
+            used = train.give.submit(made.ref)
+            gate.wait_for(2)
+            assert not used.done()
+        assert used.result(PATIENCE_S) == [[[1, 2], [1, 2]]] * 2
+        assert roll.give(train.give.keep("back").ref) == [["back", "back"]] * 2
+        with Gate() as gate:
+            gone = roll.do.keep("gone", gate.address, fails=1)
+            gate.wait_for(2)
+            poisoned = train.give.submit(gone.ref)
+        with pytest.raises(RoleError, match="Boom"):
+            poisoned.result(PATIENCE_S)
+        with two_lanes.pipeline():
+            both = train.give.submit(roll.give.keep(3).ref)
+        assert both.result(PATIENCE_S) == [[3, 3]] * 2
+
+    def test_who_has_written(self, spawn: Spawn) -> None:
+        """Of calls that run beside each other it isn't known which one has written into a resident: both are named."""
+        torch = pytest.importorskip("torch")
+        group = spawn({"train": colocate.role(Beside), "roll": BACKGROUND}, slots=1)
+        train, roll = group.role("train", Beside), group.role("roll", Beside)
+        with Gate() as gate, Gate() as late:
+            made = roll.give.keep(torch.ones(2))
+            used = train.give.submit(made.ref, gate.address)
+            gate.wait_for()
+            written = roll.scribble.submit(made.ref, late.address)
+            late.wait_for()
+            gate.open()
+            with pytest.raises(RoleError, match=r"roll\.scribble or train\.give changed in place .* roll\.give had"):
+                used.result(PATIENCE_S)
+        assert written.result(PATIENCE_S) == [None]
+        made = roll.give.keep(torch.ones(2))
+        with Gate() as gate:
+            gate.open()
+            with pytest.raises(RoleError, match=r"^roll\.scribble changed in place"):
+                roll.scribble(made.ref, gate.address)
+
+    def test_cancelling(self, two_lanes: ColocatedGroup) -> None:
+        """A call that waits is withdrawn from its lane; one that runs is told."""
+        roll = two_lanes.role("roll", Beside)
+        with Gate() as gate:
+            running = roll.do.submit("running", gate.address)
+            queued = roll.do.submit("queued")
+            gate.wait_for(2)
+            assert queued.cancel()
+            assert not running.cancel()
+        assert running.result(PATIENCE_S)
+        assert roll.read() == [["running"]] * 2
+
+    @pytest.mark.parametrize(
+        ("what", "why"),
+        [
+            ("alarm", "signal only works in main thread(.|\n)*background role has a thread of its own"),
+            ("train", "'roll' is a background role of group"),
+        ],
+    )
+    def test_what_a_background_role_has_not(self, two_lanes: ColocatedGroup, what: str, why: str) -> None:
+        """Each error says why."""
+        with pytest.raises(RoleError, match=why):
+            two_lanes.role("roll", Beside).ask(what)
+        with pytest.raises(RoleError, match="'roll' is a background role of group"):
+            two_lanes.role("train", Beside).ask("roll")
+        pytest.importorskip("torch")
+        with pytest.raises(CapabilityError, match=r"'roll' .* is a background role, and has no process groups"):
+            two_lanes.role("roll", Beside).ask("group")
+
+    @needs(OwnProcess)
+    def test_it_has_no_timers(self, two_lanes: ColocatedGroup) -> None:
+        """What comes of one would come in a call of another role, and end the worker where nobody handles it."""
+        with pytest.raises(RoleError, match=r"signal only works in main thread(.|\n)*background role has a thread"):
+            two_lanes.role("roll", Beside).ask("timer")
+
+    @needs_feature("memory")
+    def test_budgets(self, spawn: Spawn) -> None:
+        """Budgets hold for a background role as for others; its memory is told while it runs."""
+        pytest.importorskip("torch")
+        roles = {"train": colocate.role(Beside), "roll": BACKGROUND.on(device_memory="4KiB")}
+        group = spawn(roles, slots=1)
+        roll = group.role("roll", Beside)
+        with Gate() as gate:
+            running = roll.do.submit("running", gate.address)
+            gate.wait_for()
+            assert {role.role for slot in group.memory().slots for role in slot.roles} >= {"roll"}
+        running.result(PATIENCE_S)
+        with pytest.raises(MemoryBudgetError, match="role 'roll'"):
+            roll.hold(1 << 13)
+
+    @of_executor
+    def test_closing(self, spawn: Spawn, tmp_path: Path) -> None:
+        """What runs is told, each role's `close` is called where its calls ran, and it is bounded."""
+        roles = {"train": colocate.role(Beside, str(tmp_path)), "roll": colocate.role(Beside, str(tmp_path))}
+        group = spawn({**roles, "roll": roles["roll"].on(background=True)})
+        roll = group.role("roll", Beside)
+        with Gate() as gate:
+            running = roll.generate.submit(gate.address)
+            gate.wait_for(2)
+            group.close()
+        assert len(running.result(PATIENCE_S)) == 2  # in its grace results still count
+        said = {path.name: path.read_text() for path in tmp_path.iterdir()}
+        assert sorted(said) == ["roll-0", "roll-1", "train-0", "train-1"]
+        assert said["roll-0"] != said["train-0"]
+
+    @of_executor
+    @needs(OwnProcess)
+    def test_death_and_restart(self, spawn: Spawn) -> None:
+        """A worker that dies in a background call is told to all; what is rebuilt has its lanes, and isn't paused."""
+        group = spawn({"train": colocate.role(Beside), "roll": BACKGROUND}, on_failure="restart")
+        train, roll = group.role("train", Beside), group.role("roll", Beside)
+        with Gate() as gate:
+            blocked = train.do.submit("blocked", gate.address)
+            gate.wait_for(2)
+            with pytest.raises(WorkerDied, match=r"while it ran train\.do and roll\.end"):
+                roll.end.options(ranks=[1])()
+            with pytest.raises(WorkerDied):
+                blocked.result(PATIENCE_S)
+        group.wait_ready(PATIENCE_S)
+        with Gate() as gate:
+            running = roll.do.submit("running", gate.address)
+            gate.wait_for(2)
+            assert len(train.do("beside")) == 2
+            assert not running.done()
+        assert len(running.result(PATIENCE_S)) == 2

@@ -1,0 +1,246 @@
+"""Closing: what it waits for, what it ends, what it says; and that it ends, whatever has happened to a rank."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+
+import pytest
+
+import colocate
+from colocate import ColocatedGroup, Runtime
+from colocate.errors import ClosedError, RoleError, WorkerDied
+from colocate.executor import OwnProcess
+from colocate.testing.executors import closing
+from colocate.testing.executors._base import Spawn, needs
+from colocate.testing.executors.closing import ROLES, hang, last_of
+from colocate.testing.gate import Gate
+from colocate.testing.probes.faulty import Faulty, HangsAtStart
+from colocate.testing.probes.plain import Echo, Log
+from colocate.testing.waiting import PATIENCE_S, Processes, send, wait_until
+
+
+class Closing(closing.Closing):
+    """Closing groups, pools and runtimes."""
+
+    def test_closed_group(self, spawn: Spawn) -> None:
+        """Using a closed group raises ClosedError that says what closed it and where; closing is idempotent."""
+        group = spawn(ROLES, slots=1)
+        echo = group.role("echo", Echo)
+        kept = echo.first.keep("x")
+        kept.fetch()
+        group.close()
+        group.close()
+        for use in (
+            echo.noop,
+            echo.noop.submit,
+            echo.noop.keep,
+            kept.fetch,
+            lambda: kept.spec,
+            lambda: group.role("echo", Echo).noop(),
+        ):
+            with pytest.raises(ClosedError, match=r"was closed by group\.close\(\) at .*closing\.py:\d+") as caught:
+                use()
+            assert "closing.py:" in str(caught.value.closed_by)
+        kept.free()
+        assert group.state == "closed"
+
+    def test_closed_runtime(self) -> None:
+        """A closed runtime has closed everything below it."""
+        runtime = self.connect()
+        pool = runtime.reserve(1, cpus=0)
+        group = pool.spawn(ROLES)
+        call = group.role("echo", Echo).first.submit("in time")
+        assert call.result(PATIENCE_S) == "in time"
+        runtime.close()
+        runtime.close()
+        for use in (
+            lambda: runtime.reserve(1),
+            lambda: pool.spawn(ROLES),
+            group.role("echo", Echo).noop,
+            runtime.audit,
+        ):
+            with pytest.raises(ClosedError, match=r"runtime"):
+                use()
+        assert call.result() == "in time"
+        assert (runtime.state, pool.state, group.state) == ("closed",) * 3
+
+    def test_with_block(self, runtime: Runtime) -> None:
+        """Leaving a with block closes; the error says so."""
+        with runtime.reserve(1, cpus=0) as pool, pool.spawn(ROLES) as group:
+            echo = group.role("echo", Echo)
+        with pytest.raises(ClosedError, match=r"leaving its with block at .*closing\.py:\d+"):
+            echo.noop()
+        assert not pool.alive
+
+    def test_running_and_queued(self, spawn: Spawn) -> None:
+        """A running call sees ctx.cancelled and has its grace; queued ones fail with ClosedError; none stays open."""
+        group = spawn(ROLES, slots=1)
+        log = group.role("log", Log)
+        with Gate() as gate:
+            running = log.look_until_cancelled.submit(gate.address)
+            queued = [log.add.submit(index) for index in range(3)]
+            gate.wait_for()
+            closer = threading.Thread(target=group.close)
+            closer.start()
+            wait_until(lambda: not group.alive, "the close has begun")
+            with pytest.raises(ClosedError):
+                log.add.submit("too late")
+        closer.join()
+        assert running.result(PATIENCE_S) == ["cancelled"]
+        for call in queued:
+            assert isinstance(call.exception(PATIENCE_S), ClosedError)
+
+    def test_hung_rank(self, spawn: Spawn) -> None:
+        """What isn't done within the grace is ended; close says which rank, and where it was; its call fails."""
+        group = spawn(ROLES, name="hung")
+        with Gate() as gate:
+            call = group.role("log", Log).at.submit([None, gate.address], ["add", "add"])  # type: ignore[arg-type]
+            gate.wait_for()
+            with pytest.raises(ExceptionGroup) as caught:
+                group.close(grace=0.05)
+            (error,) = caught.value.exceptions
+            assert isinstance(error, RoleError)
+            assert (error.group, error.rank) == ("hung", 1)
+            assert "did not end within 0.05 s" in str(error)
+            assert "in pass_gate" in str(error)
+            assert isinstance(call.exception(PATIENCE_S), ClosedError)
+            assert [slot.state for slot in group.owner.slots] == ["free", "free"]
+
+    def test_newest_first(self) -> None:
+        """An owner closes what it owns in reverse: the newest first, so that nobody loses what it stands on."""
+        closed: list[str] = []
+
+        class Observer:
+            def colocate_group_closed(self, name: str) -> None:
+                closed.append(name)
+
+        with self.connect() as runtime:
+            runtime.observe(Observer())
+            first, second = runtime.reserve(2, cpus=0), runtime.reserve(1, cpus=0)
+            for part, name in ((first[0], "oldest"), (second, "middle"), (first[1], "newest-of-the-older-pool")):
+                part.spawn({"echo": colocate.role(Echo)}, name=name)
+        assert closed == ["middle", "newest-of-the-older-pool", "oldest"]
+
+
+def pids_of(group: ColocatedGroup) -> list[int]:
+    """The processes of a group's workers."""
+    return [pid for pid, _, _ in group.role("echo", Echo).place()]
+
+
+def stop(group: ColocatedGroup, gate: Gate) -> None:
+    """Stop a rank that does nothing."""
+    send(pids_of(group)[-1], signal.SIGSTOP)
+
+
+def stop_in_a_call(group: ColocatedGroup, gate: Gate) -> None:
+    """Stop a rank in the middle of a call."""
+    hang(group, gate)
+    send(group._node.workforce.workers[-1].pid or 0, signal.SIGSTOP)
+
+
+def hold_the_gil(group: ColocatedGroup, gate: Gate) -> None:
+    """Have a rank hold the interpreter's lock."""
+    group.role("faulty", Faulty).hold_the_gil.options(ranks=[last_of(group)]).submit(gate.address)
+    gate.wait_for()
+    gate.open()
+
+
+def die(group: ColocatedGroup, gate: Gate) -> None:
+    """Kill a rank."""
+    os.kill(pids_of(group)[-1], signal.SIGKILL)
+
+
+def wrong_at(close: Callable[..., None]) -> list[Exception]:
+    """Return what has gone wrong when something is closed with little grace."""
+    try:
+        close(grace=0.1)
+    except ExceptionGroup as group:
+        return list(group.exceptions)
+    return []
+
+
+class Converging(closing.Converging):
+    """Closing always ends, frees everything, and only then says what went wrong."""
+
+    @needs(OwnProcess)
+    def test_faulty_ranks(self) -> None:
+        """Stopped, hung, holding the GIL, dead: the pool's close ends all of it, and its slots can be had at once."""
+        faults: list[Callable[[ColocatedGroup, Gate], None]] = [stop, stop_in_a_call, hang, hold_the_gil, die]
+        with self.connect_privately(cpus=2) as runtime:
+            for fault in faults:
+                pool = runtime.reserve(2, timeout=0)
+                group = pool.spawn(ROLES)
+                processes = Processes(pids_of(group))
+                with Gate() as gate:
+                    fault(group, gate)
+                    wrong = wrong_at(pool.close)
+                    if fault is die:  # noticed before, or counted as closed
+                        assert all(isinstance(error, WorkerDied) for error in wrong)
+                    else:
+                        assert "did not end within 0.1 s" in str(wrong[0])
+                processes.wait()
+                processes.close()
+                assert (pool.state, group.state) == ("closed", "closed")
+
+    @pytest.mark.parametrize("closing", ["group", "pool"])
+    def test_while_it_spawns(self, runtime: Runtime, closing: str) -> None:
+        """A constructor that never returns: another thread's close ends the spawn, which says so."""
+        pool = runtime.reserve(2, cpus=0)
+        errors: list[BaseException] = []
+
+        def spawn() -> None:
+            try:
+                pool.spawn({"slow": colocate.role(HangsAtStart, gate.address, (1,))}, name="unborn")
+            except BaseException as error:
+                errors.append(error)
+
+        with Gate() as gate:
+            spawner = threading.Thread(target=spawn)
+            spawner.start()
+            gate.wait_for()
+            group = runtime.groups["unborn"]
+            wrong = wrong_at((group if closing == "group" else pool).close)
+            spawner.join(PATIENCE_S)
+            assert not spawner.is_alive()
+        assert all("did not end within 0.1 s" in str(error) for error in wrong)
+        assert [type(error) for error in errors] == [ClosedError]
+        assert "unborn" not in runtime.groups
+        pool.close()
+
+    def test_grace_of_several(self, runtime: Runtime) -> None:
+        """An owner's grace period is one for all: every running call sees at once that nobody waits for it.
+
+        What waits behind one doesn't begin in its place.
+        """
+        pool = runtime.reserve(2, cpus=0)
+        old, new = pool[0].spawn(ROLES), pool[1].spawn(ROLES)
+        with Gate() as gate, Gate() as look:
+            running = old.role("log", Log).look_until_cancelled.submit(look.address)
+            look.wait_for()
+            look.open()
+            behind = old.role("log", Log).add.submit("behind")
+            new.role("faulty", Faulty).wait.submit(gate.address)
+            gate.wait_for()
+            closer = threading.Thread(target=pool.close)  # the newer one first: it hangs at its gate
+            closer.start()
+            assert running.result(PATIENCE_S) == ["cancelled"]
+            assert new.state != "closed"
+        closer.join(PATIENCE_S)
+        assert not closer.is_alive()
+        assert isinstance(behind.exception(PATIENCE_S), ClosedError)
+
+    def test_under_an_error(self, runtime: Runtime) -> None:
+        """Under an exception in flight a hung rank is given little time, and what goes wrong becomes its note."""
+
+        def fail() -> None:
+            with runtime.reserve(1, cpus=0) as pool, pool.spawn(ROLES) as group:
+                group.role("faulty", Faulty).wait.submit(gate.address)
+                gate.wait_for()
+                raise ZeroDivisionError
+
+        with Gate() as gate, pytest.raises(ZeroDivisionError) as caught:
+            fail()
+        assert "did not end within 2 s" in caught.value.__notes__[0]

@@ -1,0 +1,88 @@
+"""Roles that look after memory and processes of their own: what core knows of these, and leaves alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tests.suite.probes.engines import BYTES, Alone, Borrower, Engined
+from tests.suite.probes.sleepers import Dozing
+
+import colocate
+from colocate.errors import CapabilityError, ConfigError, RoleError, SleepingError
+from colocate.executor import OwnProcess
+from colocate.testing.executors._base import ExecutorCase, Spawn, needs, needs_feature
+
+
+class Engines(ExecutorCase):
+    """What an engine in a role needs."""
+
+    @needs(OwnProcess)
+    def test_managed_memory(self, spawn: Spawn) -> None:
+        """Managed memory counts as the role's, its moves as a sleep's; nobody looks into what is apart, or moves it."""
+        pytest.importorskip("torch")
+        group = spawn({"engine": colocate.role(Engined)}, slots=1)
+        engine = group.role("engine", Engined)
+        (role,) = group.memory().slots[0].roles
+        assert role.device == {"tensors": 2 * BYTES}
+        assert group.sleep("engine") == 2 * BYTES
+        assert engine.state() == [(False, BYTES)]
+        (role,) = group.memory().slots[0].roles
+        assert (role.total, role.asleep) == (0, BYTES)
+        assert group.wake("engine") == 2 * BYTES
+        assert engine.state() == [(True, BYTES)]
+        group.sleep("engine")
+        assert engine.use() == [True]
+
+    @needs_feature("memory")
+    def test_managed_memory_and_budgets(self, spawn: Spawn) -> None:
+        """A budget counts it; what `managed` says wrongly is told."""
+        pytest.importorskip("torch")
+        with pytest.raises(colocate.RoleStartError, match=r"tensors 2 MiB"):
+            spawn({"engine": colocate.role(Engined).on(device_memory="1500KiB")}, slots=1)
+        group = spawn({"engine": colocate.role(Engined, wrong=True)}, slots=1)
+        with pytest.raises(RoleError, match=r"managed\(\) of role 'engine' returns \{'cash': 1\}.*bytes by tag"):
+            group.memory()
+
+    @needs(OwnProcess)
+    def test_close_of_roles(self, spawn: Spawn, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+        """A `close` runs on the lane after the last call, with process groups there; what it raises is printed."""
+        pytest.importorskip("torch")
+        roles = {
+            "engine": colocate.role(Engined, str(tmp_path / "closed")),
+            "wrong": colocate.role(Engined, None, wrong=True),
+        }
+        group = spawn(roles)
+        assert group.role("engine", Engined).ranks() == [2, 2]
+        group.close()
+        assert sorted(each.name for each in tmp_path.iterdir()) == ["closed-0", "closed-1"]
+        assert {each.read_text() for each in tmp_path.iterdir()} == {"2"}
+        assert "close() of role 'wrong' has raised" in capfd.readouterr().err
+
+    @needs(OwnProcess)
+    def test_borrowed_weights(self, spawn: Spawn) -> None:
+        """Only what is named has to be awake; with less it is told what to wake."""
+        pytest.importorskip("torch")
+        group = spawn({"actor": colocate.role(Dozing), "engine": colocate.role(Borrower)}, slots=1)
+        engine = group.role("engine", Borrower)
+        group.role("actor", Dozing).train()
+        group.sleep("actor", ["optimizer", "grads"])
+        assert engine.borrow("actor", ("weights",)) == engine.borrow("actor", ["weights", "cache"])
+        with pytest.raises(RoleError, match=r"awake names 'weight'; a role's memory is of weights"):
+            engine.borrow("actor", ("weight",))
+        with pytest.raises((SleepingError, RoleError), match=r"memory of role 'actor' sleeps \(grads, optimizer\)"):
+            engine.borrow("actor")
+        assert group.role("actor", Dozing).asleep() == [["grads", "optimizer"]]
+
+    def test_roles_that_need_a_process(self, spawn: Spawn) -> None:
+        """A role has its slot's process to itself; threads are none."""
+        role = colocate.role(Alone)
+        with self.connect() as runtime, runtime.reserve(slots=2) as pool:
+            if not issubclass(type(runtime._node.services.executor), OwnProcess):
+                with pytest.raises(CapabilityError, match=r"needs a process for each rank"):
+                    pool.spawn({"one": role})
+                return
+            with pytest.raises(ConfigError, match=r"roles 'one' and 'other' each need a process .* slot 1"):
+                pool.spawn({"one": role, "other": role.on(slots=[1])})
+            group = pool.spawn({"one": role.on(slots=[0]), "other": role.on(slots=[1])})
+            group.role("other", Alone).nothing()

@@ -1,0 +1,67 @@
+"""Forked children, which own nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import traceback
+from collections.abc import Callable
+
+import pytest
+from tests.forking import exit_code, fork
+
+import colocate
+from colocate import ColocatedGroup
+from colocate.errors import ClosedError
+from colocate.testing.executors._base import ExecutorCase, needs_feature
+from colocate.testing.probes.plain import Echo
+from colocate.testing.waiting import PATIENCE_S
+
+
+class Forks(ExecutorCase):
+    """A forked child has copies of the driver's objects, and none of its rights."""
+
+    @needs_feature("pipelines")
+    def test_blocks_of_a_fork(self, pair: ColocatedGroup) -> None:
+        """A scope, a pipeline and a resident that were open when it was forked: leaving them there does nothing."""
+        echo = pair.role("echo", Echo)
+        with pair.scope(), echo.first.keep("kept") as kept:
+            with pair.pipeline():
+                inside = echo.first.submit(kept.ref)
+                child = fork()
+            if child == 0:  # it has left the pipeline, and ends at the end of the scope, as if by itself
+                pass
+        if child == 0:
+            os._exit(7)
+        assert exit_code(child) == 7
+        assert inside.result(PATIENCE_S) == "kept"
+        with pytest.raises(ClosedError):
+            kept.fetch()
+
+    def test_new_runtime_in_a_fork(self, pair: ColocatedGroup) -> None:
+        """A forked child may connect for itself."""
+
+        def use_a_new_one() -> list[str]:
+            with colocate.connect("local") as runtime, runtime.reserve(1) as pool:
+                return pool.spawn({"echo": colocate.role(Echo)}).role("echo", Echo).echo("from the child")
+
+        assert in_a_fork(use_a_new_one) == ["from the child"]
+        assert pair.role("echo", Echo).noop() == [None, None]
+
+
+def in_a_fork(function: Callable[[], list[str]]) -> list[str]:
+    """Return what a function returns in a forked child, as text."""
+    read, write = os.pipe()
+    child = fork()
+    if child == 0:
+        try:
+            said = json.dumps(function())
+        except BaseException:
+            said = json.dumps([traceback.format_exc()])
+        os.write(write, said.encode())
+        os._exit(0)
+    os.close(write)
+    exit_code(child)
+    with open(read, "rb") as answer:
+        found: list[str] = json.loads(answer.read())
+    return found

@@ -1,0 +1,21 @@
+"""What role code leaves in its event loop (tasks, timers, servers) goes on between calls, and ends with the group."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import colocate
+from colocate.testing.executors import left
+from colocate.testing.executors._base import Spawn
+from colocate.testing.probes.left import Leaves
+
+
+class LeftInLoops(left.LeftInLoops):
+    """An asyncio program goes on."""
+
+    def test_what_is_left_is_cancelled_at_the_end(self, spawn: Spawn, tmp_path: Path) -> None:
+        """A task that is cancelled may do what it does then."""
+        group = spawn({"leaves": colocate.role(Leaves)})
+        group.role("leaves", Leaves).writes_at_its_end(tmp_path / "end")
+        group.close()
+        assert {file.name for file in tmp_path.iterdir()} == {"end-0", "end-1"}

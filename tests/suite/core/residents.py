@@ -1,0 +1,313 @@
+"""Residents: results that stay in the workers, what using them gives, and who is told when there is none."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import operator
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import colocate
+from colocate import ColocatedGroup, Resident
+from colocate._system.lines import caller
+from colocate.errors import ClosedError, ColocateError, RoleError
+from colocate.testing.executors import residents
+from colocate.testing.executors._base import ExecutorCase, Spawn, needs_feature
+from colocate.testing.gate import Gate
+from colocate.testing.probes.faulty import Faulty
+from colocate.testing.probes.lasting import Lasting
+from colocate.testing.probes.plain import Echo
+from colocate.testing.probes.rows import Rows
+from colocate.testing.waiting import PATIENCE_S, wait_until
+
+
+class Residents(residents.Residents):
+    """Keeping, using, fetching and freeing, on plain values; `TensorResidents` has what is special about tensors."""
+
+    def test_keep_and_fetch(self, pair: ColocatedGroup) -> None:
+        """`keep` returns at once; `fetch` gives what the plain call gives, as often as asked."""
+        rows = pair.role("rows", Rows)
+        with rows.double.keep([1, 2, 3]) as kept:
+            assert isinstance(kept, Resident)
+            assert kept.fetch() == kept.fetch() == rows.double([1, 2, 3])
+
+    def test_waited_for(self, pair: ColocatedGroup) -> None:
+        """A wait returns when the value is there, and raises what its call has raised."""
+        faulty = pair.role("faulty", Faulty)
+        with Gate() as gate:
+            kept = faulty.wait.keep(gate.address)
+            with pytest.raises(TimeoutError):
+                kept.wait(0.05)
+        kept.wait(PATIENCE_S)
+        assert kept.fetch() == [0, 1]
+        failed = faulty.fail.keep()
+        with pytest.raises(RoleError):
+            failed.wait(PATIENCE_S)
+
+    def test_every_collect(self, pair: ColocatedGroup) -> None:
+        """Whatever the collect, the fetched value is the called one, and so is what another call gets of it."""
+        rows, echo = pair.role("rows", Rows), pair.role("echo", Echo)
+        calls: list[tuple[Any, tuple[Any, ...]]] = [
+            (echo.echo, ("gathered",)),
+            (echo.first, ("first",)),
+            (rows.mean, ([1.0, 2.0, 6.0],)),
+            (rows.mean, ([4.0],)),
+            (rows.total, ([1, 2, 3],)),
+            (rows.on_one, ("one",)),
+            (rows.padded, ([1, 2, 3],)),
+            (rows.keep_rows, ([7],)),
+            (pair.role("own").swapped, ()),
+        ]
+        for call, args in calls:
+            with call.keep(*args) as kept:
+                assert kept.fetch() == echo.first(kept.ref) == call(*args), call
+
+    def test_own_partition(self, pair: ColocatedGroup) -> None:
+        """Scatter keeps the producer's partition where the ranks match, however uneven."""
+        rows = pair.role("rows", Rows)
+        with rows.produce_each.keep([1, 4]) as kept:  # type: ignore[arg-type]
+            assert rows.seen(kept.ref) == [([0], 1), ([100, 101, 102, 103], 1)]
+            assert rows.zipped(kept.ref, kept.ref) == [(row, row) for row in kept.fetch()]
+            assert rows.zipped([1, 2, 3, 4, 5], kept.ref) == list(zip([1, 2, 3, 4, 5], kept.fetch(), strict=True))
+
+    def test_inside_containers(self, pair: ColocatedGroup) -> None:
+        """A ref may lie inside lists, tuples and dicts of an argument; the resident itself may be one, too."""
+        echo, rows = pair.role("echo", Echo), pair.role("rows", Rows)
+        with rows.produce.keep(1) as kept, echo.first.keep("text") as text:
+            assert echo.first({"a": [kept.ref, 1], "b": (text.ref,)}) == {"a": [[0, 100], 1], "b": ("text",)}
+            assert rows.seen({"x": kept.ref, "y": [1, 2]}) == [({"x": [0], "y": [1]}, 1), ({"x": [100], "y": [2]}, 1)]
+            assert rows.double(kept) == [0, 200]  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+
+    def test_chain(self, pair: ColocatedGroup) -> None:
+        """Residents make residents; the driver need not wait in between."""
+        rows, right = pair.role("rows", Rows), pair.role("right", Rows)
+        first = rows.double.keep([1, 2, 3])
+        second = right.double.keep(first.ref)
+        third = rows.double.keep(second.ref)
+        first.free()
+        second.free()
+        assert third.fetch() == [8, 16, 24]
+        third.free()
+
+    def test_between_runtimes(self, pair: ColocatedGroup) -> None:
+        """A resident of another runtime is refused."""
+        with (
+            self.connect() as runtime,
+            runtime.reserve(1, cpus=0) as pool,
+            pool.spawn({"rows": colocate.role(Rows)}) as other,
+            other.role("rows", Rows).produce.keep(1) as kept,
+            pytest.raises(ColocateError, match="belongs to another runtime"),
+        ):
+            pair.role("rows", Rows).double(kept.ref)
+
+    def test_spec(self, pair: ColocatedGroup) -> None:
+        """`.spec` tells structure and rows without the contents."""
+        with pair.role("rows", Rows).double.keep([1, 2, 3]) as kept:
+            assert kept.spec.structure == ["int", "int"]
+            assert kept.spec.rows_per_rank == (2, 1)
+            assert kept.spec.bytes_per_rank == (0, 0)
+
+    def test_ref_is_no_value(self, pair: ColocatedGroup) -> None:
+        """On the driver a ref is a name: using or comparing it as the value is an error that says what to do."""
+        rows = pair.role("rows", Rows)
+        with rows.double.keep([1, 2]) as kept:
+            with pytest.raises(AttributeError, match=r"stands for the value of rows\.double.*fetch"):
+                kept.ref.append(1)
+            for compare in (operator.eq, operator.ne):
+                for operands in ((kept.ref, [2, 4]), ([2, 4], kept.ref)):
+                    with pytest.raises(TypeError, match=r"lives in the workers.*\.fetch\(\)"):
+                        compare(*operands)
+            ref: Any = kept.ref
+            assert {ref: "its own name"}[ref]
+            assert rows.double([ref, ref][0]) == [4, 8]
+
+    def test_free(self, pair: ColocatedGroup) -> None:
+        """A freed resident says so; freeing twice is fine; calls that use it already still get it."""
+        rows, faulty = pair.role("rows", Rows), pair.role("faulty", Faulty)
+        kept = rows.double.keep([1, 2])
+        with Gate() as gate:
+            faulty.wait.submit(gate.address)
+            call = rows.double.submit(kept.ref)
+            kept.free()
+            kept.free()
+        assert call.result(PATIENCE_S) == [4, 8]
+        for use in (kept.fetch, lambda: kept.spec, lambda: rows.double(kept.ref)):
+            with pytest.raises(ClosedError, match=r"rows\.double was freed by free\(\)"):
+                use()
+
+    def test_released_in_the_workers(self, pair: ColocatedGroup) -> None:
+        """With the lease the value goes, in every worker: freed, dropped, or at the end of its scope."""
+        echo = pair.role("echo", Echo)
+
+        def gone() -> bool:
+            gc.collect()  # of what runs in this process, as workers that are threads do
+            return echo.is_alive() == [False, False]
+
+        kept = echo.tracked.keep()
+        assert echo.is_alive() == [True, True]
+        kept.free()
+        wait_until(gone, "what was freed is gone")
+        kept = echo.tracked.keep()
+        del kept
+        wait_until(gone, "what was dropped is gone")
+        with pair.scope():
+            echo.tracked.keep()
+        wait_until(gone, "what was kept in a scope is gone")
+
+    def test_released_in_quiet(self, pair: ColocatedGroup) -> None:
+        """A release that no call carries is sent nevertheless, after a while of quiet."""
+        with Gate() as gate:
+            pair.role("echo", Echo).tracked.keep(gate.address).free()
+            gate.wait_for(2)
+
+    def test_scope(self, pair: ColocatedGroup) -> None:
+        """`group.scope()` frees what was kept inside, by this thread."""
+        rows = pair.role("rows", Rows)
+        elsewhere: list[Resident[list[int]]] = []
+        with pair.scope():
+            inside = rows.double.keep([1, 2])
+            with pair.scope():
+                deeper = rows.double.keep([3, 4])
+            thread = threading.Thread(target=lambda: elsewhere.append(rows.double.keep([5, 6])))
+            thread.start()
+            thread.join()
+            with pytest.raises(ClosedError, match="the end of its scope"):
+                deeper.fetch()
+            assert inside.fetch() == [2, 4]
+        with pytest.raises(ClosedError, match="the end of its scope"):
+            inside.fetch()
+        assert elsewhere.pop().fetch() == [10, 12]
+
+    def test_scope_of_a_task(self, pair: ColocatedGroup) -> None:
+        """The scope of an asyncio task frees what that task keeps inside, and nothing of those beside or below it."""
+        rows = pair.role("rows", Rows)
+        found: dict[str, Resident[list[int]]] = {}
+
+        async def main() -> None:
+            entered, kept = asyncio.Event(), asyncio.Event()
+
+            async def keep(name: str) -> None:
+                found[name] = rows.double.keep([1, 2])
+
+            async def scoped() -> None:
+                with pair.scope():
+                    entered.set()
+                    await kept.wait()
+                    await keep("inside")
+                    await asyncio.create_task(keep("below"))
+
+            async def beside() -> None:
+                await entered.wait()
+                await keep("beside")
+                kept.set()
+
+            await asyncio.gather(scoped(), beside())
+
+        asyncio.run(main())
+        assert found.pop("below").fetch() == found.pop("beside").fetch() == [2, 4]
+        with pytest.raises(ClosedError, match="the end of its scope"):
+            found.pop("inside").fetch()
+
+
+class KeptFailures(ExecutorCase):
+    """The failure of a kept call is raised by what uses its resident, or else by what ends next; it is never lost."""
+
+    def test_poisoned(self, pair: ColocatedGroup) -> None:
+        """A kept call that fails poisons its resident: every use raises the same error."""
+        faulty, echo = pair.role("faulty", Faulty), pair.role("echo", Echo)
+        kept = faulty.fail.keep(ranks=(1,))
+        with pytest.raises(RoleError, match="a plain one") as caught:
+            kept.fetch()
+        for use in (kept.fetch, lambda: kept.spec, lambda: echo.echo(kept.ref)):
+            with pytest.raises(RoleError) as again:
+                use()
+            assert str(again.value) == str(caught.value)
+            assert again.value.remote_traceback == caught.value.remote_traceback
+            assert again.value.__cause__ is caught.value.__cause__
+        assert echo.first(1) == 1
+
+    def test_poison_spreads(self, pair: ColocatedGroup) -> None:
+        """A call that was queued with a resident whose call then fails fails with that error too, kept or not."""
+        faulty, echo = pair.role("faulty", Faulty), pair.role("echo", Echo)
+        with Gate() as gate:
+            kept = faulty.fail_after.keep([gate.address, None], failing=0)  # type: ignore[arg-type]
+            use, kept_use = echo.echo.submit(kept.ref), echo.echo.keep(kept.ref)
+            gate.wait_for()
+        error = use.exception(PATIENCE_S)
+        assert isinstance(error, RoleError)
+        assert "rank 0 was told to raise" in str(error) + str(error.__cause__)
+        with pytest.raises(RoleError, match="rank 0 was told to raise"):
+            kept_use.fetch()
+        with pytest.raises(RoleError, match="rank 0 was told to raise"):
+            kept.fetch()
+        assert echo.first(1) == 1
+
+    def test_unused_poison(self, pair: ColocatedGroup) -> None:
+        """A kept call that failed and was never used raises at the end of its scope, and of no other one before."""
+        left: list[str] = []
+
+        def have_a_scope() -> None:
+            with pair.scope():
+                pair.role("echo", Echo).noop()
+            left.append("nothing was raised")
+
+        def keep() -> None:
+            with pair.scope():
+                pair.role("faulty", Faulty).fail.keep()
+                pair.role("echo", Echo).noop()
+                thread = threading.Thread(target=have_a_scope)
+                thread.start()
+                thread.join()
+                assert left
+
+        with pytest.raises(RoleError, match="a plain one"):
+            keep()
+
+    def test_a_failure_that_was_dropped_is_logged_at_once(self, spawn: Spawn, caplog: pytest.LogCaptureFixture) -> None:
+        """With the line that kept it, whether it fails before its handle is dropped or after; and raised once."""
+        group = spawn({"faulty": colocate.role(Faulty)}, slots=1)
+        faulty = group.role("faulty", Faulty)
+        with Gate() as gate:
+            _, here = faulty.wait.submit(gate.address), caller()
+            faulty.fail.keep()
+            gate.wait_for()
+        wait_until(lambda: "a plain one" in caplog.text, "the failure is logged")
+        (record,) = (each for each in caplog.records if each.name == "colocate")
+        assert record.levelno == logging.ERROR
+        assert (
+            f"faulty.fail of group {group.name!r}, kept at {here[0]}:{here[1] + 1}, has failed" in record.getMessage()
+        )
+        assert "dropping its handle" in record.getMessage()
+        with pytest.raises(RoleError, match="a plain one"), group.scope():
+            faulty.fine()
+        with group.scope():
+            faulty.fine()  # it was told
+        kept = faulty.fail.keep()
+        faulty.fine()
+        with group.scope():  # whoever has the handle may still use it
+            faulty.fine()
+        caplog.clear()
+        kept.free()
+        wait_until(lambda: "freed by free()" in caplog.text, "the failure is logged")
+        with pytest.raises(ExceptionGroup) as caught:
+            group.close()
+        assert [type(error) for error in caught.value.exceptions] == [RoleError]
+
+    @needs_feature("checkpoints")
+    def test_a_failure_that_was_dropped_voids_a_checkpoint(self, spawn: Spawn, tmp_path: Path) -> None:
+        """Nothing is saved as if all had gone well, also when it fails just before the roles save themselves."""
+        group = spawn({"faulty": colocate.role(Faulty), "lasting": colocate.role(Lasting)}, slots=1)
+        faulty = group.role("faulty", Faulty)
+        for wait in (True, False):
+            faulty.fail.keep()
+            if wait:
+                faulty.fine()
+            with pytest.raises(RoleError, match="a plain one"):
+                group.checkpoint(tmp_path / "one")
+            assert not list(tmp_path.iterdir())
+        group.checkpoint(tmp_path / "one")

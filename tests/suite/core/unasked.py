@@ -1,0 +1,130 @@
+"""Failures of submitted calls that nobody has asked about: they are logged, once, with the line of the call."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import colocate
+from colocate import Call
+from colocate._system.lines import caller
+from colocate.testing.executors import unasked
+from colocate.testing.executors._base import Spawn, needs_feature
+from colocate.testing.gate import Gate
+from colocate.testing.probes.faulty import Faulty
+from colocate.testing.probes.plain import Log
+from colocate.testing.waiting import PATIENCE_S, wait_until
+
+
+async def _awaited_too_short(call: Call[Any]) -> None:
+    await asyncio.wait_for(call, 0.01)
+
+
+GIVES_UP: dict[str, Callable[[Call[Any]], object]] = {
+    "result": lambda call: call.result(0.01),
+    "exception": lambda call: call.exception(0.01),
+    "await": lambda call: asyncio.run(_awaited_too_short(call)),
+    "wait": lambda call: colocate.wait([call], 0.01),
+    "as_completed": lambda call: list(colocate.as_completed([call], 0.01)),
+}
+
+
+class UnaskedFailures(unasked.UnaskedFailures):
+    """Who submits a call and goes on hears of its failure."""
+
+    @needs_feature("pipelines")
+    def test_a_submitted_failure_is_logged(self, spawn: Spawn, caplog: pytest.LogCaptureFixture) -> None:
+        """When the call is dropped, before or after it fails, or else when its group ends; also in a block.
+
+        Also of a background role.
+        """
+        roles = {"faulty": colocate.role(Faulty), "beside": colocate.role(Faulty).on(background=True)}
+        group = spawn(roles, slots=1)
+        faulty, beside = group.role("faulty", Faulty), group.role("beside", Faulty)
+
+        def told(where: tuple[str, int], after: int, label: str = "faulty.fail", kind: str = "a plain one") -> None:
+            wait_until(lambda: kind in caplog.text, "the failure is logged")
+            (record,) = (each for each in caplog.records if "nobody has asked" in each.getMessage())
+            at = f"submitted at {where[0]}:{where[1] + after}, has failed, and nobody has asked"
+            assert record.getMessage().startswith(f"{label} of group {group.name!r}, {at}")
+            assert record.levelno == logging.ERROR
+            caplog.clear()
+
+        with Gate() as gate:
+            waits, here = faulty.wait.submit(gate.address), caller()
+            faulty.fail.options(timeout=PATIENCE_S).submit()
+            gate.wait_for()
+        waits.result(PATIENCE_S)
+        told(here, 1)
+        call, here = faulty.fail.submit(), caller()
+        wait_until(call.done, "it has failed")
+        assert not caplog.text
+        del call
+        told(here, 0)
+        here = caller()
+        with group.pipeline():
+            faulty.fail.submit()
+        told(here, 2)
+        here = caller()
+        beside.fail.submit()
+        told(here, 1, "beside.fail")
+        call, here = faulty.fail.submit(), caller()
+        wait_until(call.done, "it has failed")
+        group.close()
+        told(here, 0)
+        del call
+        assert not caplog.text
+
+    @pytest.mark.parametrize("give_up", [*GIVES_UP])
+    def test_who_has_given_up_waiting(self, spawn: Spawn, caplog: pytest.LogCaptureFixture, give_up: str) -> None:
+        """A failure that comes afterwards is logged, as nobody was told; one that somebody asks for later isn't."""
+        faulty = spawn({"faulty": colocate.role(Faulty)}, slots=1).role("faulty", Faulty)
+        for asks in (True, False):
+            with Gate() as gate:
+                waits, call = faulty.wait.submit(gate.address), faulty.fail.submit()
+                with contextlib.suppress(TimeoutError):
+                    GIVES_UP[give_up](call)
+                assert not call.done()
+            waits.result(PATIENCE_S)
+            wait_until(call.done, "it has failed")
+            if asks:
+                assert call.exception() is not None
+            del call
+        gc.collect()  # asyncio's exceptions keep the call in a cycle
+        wait_until(lambda: "a plain one" in caplog.text, "the failure is logged")
+        (record,) = (each for each in caplog.records if "nobody has asked" in each.getMessage())
+        assert record.getMessage().startswith("faulty.fail of group ")
+
+    @needs_feature("standalone")
+    def test_of_an_object_outside_any_worker(self, caplog: pytest.LogCaptureFixture) -> None:
+        """What it has failed with is logged there, too, when the call is dropped."""
+        faulty = Faulty()
+        assert isinstance(faulty.fail.submit().exception(), ValueError)
+        assert not caplog.text
+        faulty.fail.submit()
+        (record,) = caplog.records
+        assert record.getMessage().startswith("Faulty.fail has failed, and nobody has asked about it: ")
+        assert "a plain one" in record.getMessage()
+
+    def test_calls_that_a_close_has_ended(self, spawn: Spawn, caplog: pytest.LogCaptureFixture) -> None:
+        """Such calls are told together, as they will never run."""
+        group = spawn({"faulty": colocate.role(Faulty), "log": colocate.role(Log)}, slots=1)
+        faulty = group.role("faulty", Faulty)
+        with Gate() as gate:
+            # The worker itself has heard of the close when this ends: it begins nothing more.
+            group.role("log", Log).look_until_cancelled.submit(gate.address).add_done_callback(lambda call: None)
+            here = caller()
+            asked, _ = [faulty.fine.submit() for _ in range(2)], [faulty.fine.submit() for _ in range(3)]
+            gate.wait_for()
+            for call in asked:
+                call.add_done_callback(lambda call: None)
+        group.close()
+        wait_until(lambda: "faulty.fine" in caplog.text, "it is logged")
+        (record,) = (each for each in caplog.records if "faulty.fine" in each.getMessage())
+        assert f"faulty.fine, submitted at {here[0]}:{here[1] + 1} (3 times)" in record.getMessage()

@@ -1,0 +1,572 @@
+"""Ranks that stop in a debugger: who may attach, what waits meanwhile, and what follows when something ends."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Any, Self
+
+import pytest
+from tests.suite.debugging.probes import Stopper
+from tests.suite.marks import of_executor
+
+import colocate
+from colocate import ColocatedGroup
+from colocate.driver import Driver
+from colocate.errors import CallTimeout, ClosedError, ConfigError, RoleError, RoleStartError, WorkerDied
+from colocate.executor import OwnProcess
+from colocate.features.debugging.attach import Attached, attach, stopped_drivers
+from colocate.features.debugging.terminal import send
+from colocate.testing.executors._base import ExecutorCase, Spawn, needs, needs_feature
+from colocate.testing.executors.placement import free_ports
+from colocate.testing.gate import Gate
+from colocate.testing.waiting import PATIENCE_S, wait_until
+
+_SHOWN_WITHIN_S = 20.0
+_PORTS = 24
+
+
+class Terminal:
+    """What `colocate debug` is, in a test's hands; its end is that of a terminal that is killed."""
+
+    def __init__(self, which: str = "1") -> None:
+        found: list[Attached] = []
+
+        def come() -> bool:
+            try:
+                tried = attach(os.getpid(), which)
+            except ConfigError:  # nothing has stopped yet
+                return False
+            if tried.stops is None:
+                found.append(tried)
+            else:
+                tried.close()
+            return bool(found)
+
+        wait_until(come, f"rank {which} is stopped")
+        self._attached = found[0]
+        self._attached.sock.settimeout(_SHOWN_WITHIN_S)
+        self.shown = self._until_asked(self._attached.first)
+
+    def put(self, line: str | None) -> str:
+        """Type a line, None for the end of all; what is shown until the next is wanted, or all is over."""
+        send(self._attached.sock, {"line": line})
+        return self.wait()
+
+    def go(self, line: str | None) -> None:
+        """Type a line by which the rank goes on, and wait until it does."""
+        send(self._attached.sock, {"line": line})
+        self.until("goes on")
+
+    def wait(self) -> str:
+        """Return what is shown until a line is wanted."""
+        return self._until_asked({"text": "", "asks": False})
+
+    def _until_asked(self, told: Any) -> str:
+        shown = told["text"]
+        while not told["asks"] and (line := self._attached.lines.readline()):
+            told = json.loads(line)
+            if "over" in told:
+                return f"{shown}{told['over']}"
+            shown += told["text"]
+        return str(shown)
+
+    def until(self, words: str) -> str:
+        """Return what is shown until it has some words."""
+        shown = ""
+        while words not in shown:
+            line = self._attached.lines.readline()
+            assert line, shown
+            shown += json.loads(line).get("text", json.loads(line).get("over", ""))
+        return shown
+
+    def read_all(self) -> None:
+        """Read what is shown until there is nothing more."""
+        while self._attached.lines.readline():
+            pass
+
+    def close(self) -> None:
+        """Be gone."""
+        self._attached.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+
+@needs(OwnProcess)
+class Debugging(ExecutorCase):
+    """`breakpoint()` in role code, and `connect(debug=True)`."""
+
+    @pytest.fixture
+    def stoppers(self, spawn: Spawn) -> ColocatedGroup:
+        """Spawn a group whose ranks stop."""
+        return spawn({"stopper": colocate.role(Stopper)})
+
+    @of_executor
+    def test_a_rank_stops(self, stoppers: ColocatedGroup) -> None:
+        """A rank stops where the line is, with its variables, steps, and goes on with what was changed."""
+        role = stoppers.role("stopper", Stopper)
+        call = role.step.submit(1)
+        with Terminal("stopper/1") as terminal:
+            assert "stopper.step on rank 1 of group" in terminal.shown
+            assert terminal.shown.endswith("-> found += 10\n(stopper.step rank 1) ")
+            assert terminal.put("p found").startswith("2\n")
+            assert "-> return self.more(found)" in terminal.put("next")
+            assert "--Call--" in terminal.put("step")
+            assert "-> return value + 100" in terminal.put("next")
+            stack = terminal.put("where")
+            assert stack.count("probes.py") == 2
+            assert stack.count(".py(") == 2  # nothing of colocate's
+            terminal.put("!value = 1000")
+            terminal.go("continue")
+        assert call.result(PATIENCE_S) == [111, 1100]
+        assert role.step(1, ranks=()) == [111, 112]
+
+    def test_steps_out_of_role_code(self, stoppers: ColocatedGroup) -> None:
+        """Who steps out of a method goes on: not into what colocate does next, nor into the next call."""
+        role = stoppers.role("stopper", Stopper)
+        for method, last in (role.step, "-> return self.more(found)"), (role.step_async, "-> return value"):
+            call = method.submit(1)
+            with Terminal() as terminal:
+                while last not in terminal.shown:
+                    terminal.shown = terminal.put("next")
+                if method is role.step:
+                    assert "--Return--" in terminal.put("next")
+                terminal.go("next")
+            call.result(PATIENCE_S)
+            assert role.step(1, ranks=()) == [111, 112]
+        wait_until(lambda: not stoppers._node.stopped(), "nothing is stopped")
+
+    @pytest.mark.parametrize("how", ["killed", "detached"])
+    def test_a_terminal_goes(self, stoppers: ColocatedGroup, how: str) -> None:
+        """The call goes on, without breakpoints that were set there, and another terminal may come at the next stop."""
+        role = stoppers.role("stopper", Stopper)
+        call = role.step.submit(1)
+        with Terminal() as terminal:
+            assert "Breakpoint" in terminal.put("break Stopper.more") or "Breakpoint" in terminal.put(
+                "import tests.suite.debugging.probes as p;; break p.Stopper.more"
+            )
+            if how == "detached":
+                terminal.go(None)
+        assert call.result(PATIENCE_S) == [111, 112]
+        call = role.step.submit(2)
+        with Terminal() as terminal:
+            terminal.go("c")
+        assert call.result(PATIENCE_S) == [112, 113]
+        with pytest.raises(ConfigError, match="no rank of a run of process"):
+            attach(os.getpid(), None)
+
+    def test_terminals_come_and_go(self, stoppers: ColocatedGroup) -> None:
+        """Each stop has its terminal, however soon it comes after the one before."""
+        call = stoppers.role("stopper", Stopper).stop_often.submit(20)
+        for number in range(20):
+            with Terminal() as terminal:
+                assert terminal.put("p number").startswith(f"{number}\n")
+        assert call.result(PATIENCE_S) == [0, 1]
+
+    def test_several_are_stopped(self, stoppers: ColocatedGroup) -> None:
+        """Stopped ranks are all listed; a terminal takes the one that it names, and follows it from stop to stop."""
+        role = stoppers.role("stopper", Stopper)
+        with Gate() as gate:
+            call = role.all_together.submit(gate.address)
+            with Terminal("0") as first, Terminal(f"{stoppers.name}/stopper/1") as second:
+                listed = attach(os.getpid(), None)
+                assert listed.stops is not None
+                assert [(each["rank"], each["terminal"]) for each in sorted(listed.stops, key=lambda s: s["rank"])] == [
+                    (0, "colocate debug"),
+                    (1, "colocate debug"),
+                ]
+                listed.close()
+                assert os.getpid() in stopped_drivers()
+                for terminal, rank in ((second, 1), (first, 0)):
+                    assert "stopped" in terminal.put("c")
+                    assert terminal.put("p self.ctx.rank").startswith(f"{rank}\n")
+                    terminal.go("c")
+            gate.wait_for(2)
+        assert call.result(PATIENCE_S) == [(0, False), (1, False)]
+
+    def test_two_stops_of_a_slot(self, spawn: Spawn) -> None:
+        """A terminal has one of them at a time: the second comes to it when the first is over, or to another one."""
+        roles = {"stopper": colocate.role(Stopper), "beside": colocate.role(Stopper).on(background=True)}
+        group = spawn(roles, slots=1)
+        stopper, beside = group.role("stopper", Stopper), group.role("beside", Stopper)
+
+        def stop_both() -> tuple[colocate.Call[Any], colocate.Call[Any]]:
+            calls = stopper.step.submit(1, ranks=(0,)), beside.step.submit(2, ranks=(0,))
+            part: Any = group._node.part("debugging")
+            wait_until(lambda: len(part._stops) == 2, "both are stopped")
+            return calls
+
+        first, second = stop_both()
+        with Terminal("stopper/0") as terminal:
+            terminal.go("continue")
+            assert "beside.step" in terminal.wait()
+            terminal.go("continue")
+        assert (first.result(PATIENCE_S), second.result(PATIENCE_S)) == ([111], [112])
+        first, second = stop_both()
+        with Terminal("stopper/0") as terminal, Terminal("beside/0") as other:
+            other.go("continue")
+            assert second.result(PATIENCE_S) == [112]
+            assert not first.done()
+            terminal.go("continue")
+        assert first.result(PATIENCE_S) == [111]
+
+    def test_a_terminal_that_was_detached_stays(self, spawn: Spawn) -> None:
+        """A program that stays after Ctrl-D keeps no terminal from the stops of a group that follows."""
+        with contextlib.ExitStack() as terminals:
+            for _ in range(2):
+                group = spawn({"stopper": colocate.role(Stopper)}, slots=1)
+                call = group.role("stopper", Stopper).step.submit(1, ranks=(0,))
+                stays = terminals.enter_context(Terminal("0"))
+                stays.go(None)
+                assert call.result(PATIENCE_S) == [111]
+                assert stays.wait() == ""
+                group.close()
+
+    def test_a_terminal_that_is_left_while_it_reads(self, stoppers: ColocatedGroup) -> None:
+        """`colocate debug` ends when Ctrl-D is typed, though one of its threads waits for what the driver says."""
+        call = stoppers.role("stopper", Stopper).step.submit(1)
+        terminal = Terminal()
+        reads = threading.Thread(target=terminal.read_all)
+        reads.start()
+        ends = threading.Thread(target=terminal.close)
+        ends.start()
+        for thread in (ends, reads):
+            thread.join(PATIENCE_S)
+            assert not thread.is_alive()
+        assert call.result(PATIENCE_S) == [111, 112]
+
+    def test_no_stop_in_a_job_that_is_to_end(self, runtime: colocate.Runtime, no_leaks: None) -> None:
+        """No rank of this process stops any more, of any runtime, nor of a group that is made then."""
+        with (
+            colocate.connect(processes=True) as own,
+            own.reserve(1) as its,
+            runtime.reserve(2, cpus=0, groups=2) as pool,
+        ):
+            groups = [each.spawn({"stopper": colocate.role(Stopper)}) for each in (its, pool)]
+            calls = [group.role("stopper", Stopper).step.submit(1, ranks=(0,)) for group in groups]
+            wait_until(lambda: all(group._node.stopped() for group in groups), "both are stopped")
+            Driver(own).let_go()
+            after = pool.spawn({"stopper": colocate.role(Stopper, stops=True)}).role("stopper", Stopper)
+            assert [call.result(PATIENCE_S) for call in calls] == [[111], [111, 112]]
+            assert after.step(1, ranks=(0, 1)) == [111, 112]
+        with runtime.reserve(1, cpus=0) as pool:  # with that runtime its end is over
+            call = pool.spawn({"stopper": colocate.role(Stopper)}).role("stopper", Stopper).step.submit(1, ranks=(0,))
+            with Terminal("0") as terminal:
+                terminal.go("continue")
+            assert call.result(PATIENCE_S) == [111]
+
+    def test_what_was_shown_is_forgotten(self, stoppers: ColocatedGroup) -> None:
+        """A debugger keeps nothing of a frame that it has shown, once the rank goes on."""
+        role = stoppers.role("stopper", Stopper)
+        for last in ("continue", None):
+            call = role.keep.submit()
+            with Terminal() as terminal:
+                terminal.put("where")
+                terminal.put("up")
+                terminal.put("down")
+                terminal.go(last)
+            call.result(PATIENCE_S)
+            assert role.is_kept() == [False, False]
+
+    @needs_feature("looking")
+    def test_deadlines_wait(self, stoppers: ColocatedGroup, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+        """A call's time stands still while a rank is stopped, and goes on then; nobody is warned of what is slow."""
+        from colocate.driver import Recent  # of that feature
+
+        monkeypatch.setattr("colocate._api.slow.SLOW_S", 0.05)
+        monkeypatch.setattr("colocate._api.slow.SLOW_EVERY_S", 0.05)
+        role = stoppers.role("stopper", Stopper)
+        limit = 1.0
+        call = role.sleep_after.options(timeout=limit).submit(0.0)
+        with Terminal() as terminal:
+            time.sleep(2 * limit)
+            driver = Driver(stoppers.owner.owner)
+            seen = driver.glance(Recent(driver.slot_of))
+            slots = next(each for each in seen if each["group"] == stoppers.name)["slots"]
+            assert ["stopped" in slot for slot in slots] == [False, True]
+            terminal.go("c")
+        assert call.result(PATIENCE_S) == [0, 1]
+        assert "has been running" not in caplog.text
+        call = role.sleep_after.options(timeout=limit).submit(3600.0)
+        with Terminal() as terminal:
+            time.sleep(2 * limit)
+            terminal.go("c")
+            began = time.monotonic()
+        with pytest.raises(CallTimeout):
+            call.result(PATIENCE_S)
+        assert time.monotonic() - began < limit + stoppers._node.grace
+
+    def test_a_rank_that_hangs_when_it_is_let_go(self, stoppers: ColocatedGroup) -> None:
+        """The time of a call goes on as soon as nobody looks any more, and not only once the rank has gone on."""
+        role = stoppers.role("stopper", Stopper)
+        pid, limit = role.pid()[1], 0.5
+        call = role.step.options(timeout=limit).submit(1)
+        with Terminal():
+            time.sleep(2 * limit)
+            assert not call.done()
+            os.kill(pid, signal.SIGSTOP)
+        try:
+            with pytest.raises(CallTimeout):
+                call.result(PATIENCE_S)
+        finally:
+            os.kill(pid, signal.SIGCONT)
+
+    def test_the_others_wait(self, stoppers: ColocatedGroup) -> None:
+        """In their collective, which goes on when the rank does."""
+        pytest.importorskip("torch")
+        call = stoppers.role("stopper", Stopper).sum.submit(1.0)
+        with Terminal() as terminal:
+            assert not call.done()
+            terminal.go("c")
+        assert call.result(PATIENCE_S) == [2.0, 2.0]
+
+    def test_a_hold_waits(self, stoppers: ColocatedGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Another rank's failure is told at once; the rank that is stopped has its time, and then the group goes on."""
+        monkeypatch.setattr(stoppers._node, "grace", 0.3)
+        role = stoppers.role("stopper", Stopper)
+        call = role.step.submit(1)
+        with Terminal() as terminal:
+            failing = role.fail.submit((0,))
+            with pytest.raises(RoleError, match="LookupError"):
+                failing.result(PATIENCE_S)
+            time.sleep(1.0)
+            terminal.go("c")
+        assert call.result(PATIENCE_S) == [111, 112]
+        assert role.step(1, ranks=()) == [111, 112]
+
+    def test_close(self, stoppers: ColocatedGroup) -> None:
+        """The end of a group ends its stops: the call goes on, and has the group's grace. Its terminal is told."""
+        role = stoppers.role("stopper", Stopper)
+        call = role.step.submit(1, ranks=(0, 1))
+        with Terminal() as terminal:
+            began = time.monotonic()
+            stoppers.close(grace=PATIENCE_S)
+            assert time.monotonic() - began < PATIENCE_S / 2
+            assert "closed" in terminal.until("closed")
+        try:
+            assert call.result(PATIENCE_S) == [111, 112]
+        except ClosedError:
+            pass
+
+    @of_executor
+    @pytest.mark.parametrize("rank", [0, 1])
+    def test_a_worker_dies(self, stoppers: ColocatedGroup, rank: int) -> None:
+        """The one that is stopped, or another: the call ends with WorkerDied, and the terminal is told."""
+        role = stoppers.role("stopper", Stopper)
+        pids = role.pid()
+        call = role.step.submit(1)
+        with Terminal() as terminal:
+            os.kill(pids[rank], signal.SIGKILL)
+            with pytest.raises(WorkerDied) as caught:
+                call.result(PATIENCE_S)
+            assert caught.value.rank == rank
+            terminal.until(stoppers.name)
+        wait_until(lambda: not stoppers._node.stopped(), "nothing is stopped")
+
+    def test_in_a_constructor(self, runtime: colocate.Runtime, no_leaks: None) -> None:
+        """A start's time stands still, too."""
+        from concurrent.futures import ThreadPoolExecutor
+
+        limit = 5.0 + 2 * self.start_s
+        with runtime.reserve(1, cpus=0) as pool, ThreadPoolExecutor(1) as thread:
+            started = thread.submit(pool.spawn, {"stopper": colocate.role(Stopper, stops=True)}, timeout=limit)
+            with Terminal("0") as terminal:
+                assert "(stopper.__init__ rank 0) " in terminal.shown
+                time.sleep(1.2 * limit)
+                terminal.go("c")
+            assert started.result(PATIENCE_S).role("stopper", Stopper).step(1, ranks=()) == [111]
+
+    def test_in_a_fork(self, stoppers: ColocatedGroup) -> None:
+        """A process that a role has forked is no rank: it has no way to a terminal, and is told so."""
+        nothing, told = stoppers.role("stopper", Stopper).fork()
+        assert not nothing
+        assert "a process that a role has forked" in told
+
+    def test_another_user(self, stoppers: ColocatedGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Nobody but the driver's user gets a prompt, nor so much as a list."""
+        call = stoppers.role("stopper", Stopper).step.submit(1)
+        Terminal().close()
+        call.result(PATIENCE_S)
+        monkeypatch.setattr("colocate.features.debugging.desk.user_of", lambda sock: os.getuid() + 1)
+        call = stoppers.role("stopper", Stopper).step.submit(1)
+
+        def is_refused() -> bool:
+            try:
+                attach(os.getpid(), "1").close()
+            except ConfigError as error:
+                return "another user's" in str(error)
+            return False
+
+        wait_until(is_refused, "it is stopped, and nobody is let in")
+        assert not call.done()
+        monkeypatch.undo()
+        Terminal().close()
+        call.result(PATIENCE_S)
+
+
+@needs(OwnProcess)
+class PostMortem(ExecutorCase):
+    """`connect(debug=True)`."""
+
+    @pytest.fixture
+    def runtime_that_stops(self, no_leaks: None) -> Iterator[colocate.Runtime]:
+        """Connect with `debug=True`."""
+        with self.connect(debug=True) as runtime:
+            yield runtime
+
+    @of_executor
+    def test_where_a_role_raises(self, runtime_that_stops: colocate.Runtime) -> None:
+        """The rank stops there, nobody is told before; `quit` gives the error as ever, and a constructor's likewise."""
+        with runtime_that_stops.reserve(2, cpus=0) as pool:
+            with pool.spawn({"stopper": colocate.role(Stopper)}) as group:
+                role = group.role("stopper", Stopper)
+                call = role.fail.submit((1,))
+                with Terminal() as terminal:
+                    assert "is stopped by LookupError: 1 at" in terminal.shown
+                    assert terminal.put("p cause").startswith("{'in': 1}")
+                    assert not call.done()
+                    terminal.go("quit")
+                with pytest.raises(RoleError, match="LookupError") as caught:
+                    call.result(PATIENCE_S)
+                assert isinstance(caught.value.__cause__, LookupError)
+                assert role.fail(()) == [0, 1]
+            from concurrent.futures import ThreadPoolExecutor
+
+            with ThreadPoolExecutor(1) as thread:
+                started = thread.submit(pool.spawn, {"stopper": colocate.role(Stopper, fails=(1,))})
+                with Terminal() as terminal:
+                    assert "(stopper.__init__ rank 1) " in terminal.shown
+                    terminal.go(None)
+                with pytest.raises(RoleStartError, match="LookupError"):
+                    started.result(PATIENCE_S)
+
+
+class _Editor:
+    """An editor's side of a debug adapter's connection."""
+
+    def __init__(self, port: int) -> None:
+        self._socket = socket.create_connection(("127.0.0.1", port), _SHOWN_WITHIN_S)
+        self._read = self._socket.makefile("rb")
+
+    def ask(self, command: str, **arguments: Any) -> None:
+        """Ask something."""
+        asked = json.dumps({"seq": 1, "type": "request", "command": command, "arguments": arguments}).encode()
+        self._socket.sendall(b"Content-Length: %d\r\n\r\n%s" % (len(asked), asked))
+
+    def told(self, kind: str, what: str) -> dict[str, Any]:
+        """Return the next message of a kind: `event` or `command`, and which."""
+        while True:
+            length = 0
+            while (line := self._read.readline().strip()) or not length:
+                assert line
+                length = int(line.rpartition(b":")[2])
+            message = json.loads(self._read.read(length))
+            if message.get(kind) == what:
+                return dict(message.get("body") or {})
+
+    def close(self) -> None:
+        """Be gone."""
+        self._read.close()
+        self._socket.close()
+
+
+@contextlib.contextmanager
+def _attached(port: int) -> Iterator[_Editor]:
+    """Attach an editor, and have it gone at the end."""
+    editor = _Editor(port)
+    try:
+        editor.ask("initialize", adapterID="suite")
+        editor.told("command", "initialize")
+        editor.ask("attach", justMyCode=False)
+        editor.told("event", "initialized")
+        editor.ask("configurationDone")
+        yield editor
+    finally:
+        editor.close()
+
+
+def _port(capfd: pytest.CaptureFixture[str]) -> int:
+    """Return the port at which a rank waits for an editor, once it is printed."""
+    printed = ""
+
+    def told() -> bool:
+        nonlocal printed
+        printed += "".join(capfd.readouterr())
+        return "of node" in printed
+
+    wait_until(told, "the port is printed")
+    return int(printed.partition(" of node")[0].rpartition(":")[2])
+
+
+@needs(OwnProcess)
+class Editors(ExecutorCase):
+    """`PYTHONBREAKPOINT` of the driver."""
+
+    def test_an_editor_attaches(
+        self, no_leaks: None, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    ) -> None:
+        """The port is one of `ports=`, and is printed; deadlines wait; the call goes on when the editor has gone."""
+        pytest.importorskip("debugpy")
+        monkeypatch.setenv("PYTHONBREAKPOINT", "debugpy.breakpoint")
+        first = free_ports(_PORTS)
+        with (
+            self.connect(ports=f"{first}-{first + _PORTS - 1}") as runtime,
+            runtime.reserve(2, cpus=0) as pool,
+            pool.spawn({"stopper": colocate.role(Stopper)}) as group,
+        ):
+            call = group.role("stopper", Stopper).step.options(timeout=1.0).submit(1)
+            port = _port(capfd)
+            assert first <= port < first + _PORTS
+            with _attached(port) as editor:
+                thread = editor.told("event", "stopped")["threadId"]
+                editor.ask("stackTrace", threadId=thread)
+                frame = editor.told("command", "stackTrace")["stackFrames"][0]
+                assert frame["name"] == "step"
+                editor.ask("evaluate", expression="found * 100", frameId=frame["id"])
+                assert editor.told("command", "evaluate")["result"] == "200"
+                time.sleep(1.5)
+                assert not call.done()
+            assert call.result(PATIENCE_S) == [111, 112]
+            wait_until(lambda: not group._node.stopped(), "nothing is stopped")
+
+    def test_a_job_that_is_to_end(
+        self, no_leaks: None, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    ) -> None:
+        """A rank that an editor has stopped goes on, and stops no more, though the editor stays."""
+        pytest.importorskip("debugpy")
+        monkeypatch.setenv("PYTHONBREAKPOINT", "debugpy.breakpoint")
+        with (
+            self.connect() as runtime,
+            runtime.reserve(2, cpus=0) as pool,
+            pool.spawn({"stopper": colocate.role(Stopper)}) as group,
+        ):
+            call = group.role("stopper", Stopper).stop_often.submit(3)
+            with _attached(_port(capfd)) as editor:
+                editor.told("event", "stopped")
+                assert not call.done()
+                Driver(runtime).let_go()
+                assert call.result(PATIENCE_S) == [0, 1]
+
+    def test_none_is_wanted(self, no_leaks: None, monkeypatch: pytest.MonkeyPatch) -> None:
+        """`PYTHONBREAKPOINT=0` stops nothing, on whatever machine."""
+        monkeypatch.setenv("PYTHONBREAKPOINT", "0")
+        with (
+            self.connect() as runtime,
+            runtime.reserve(2, cpus=0) as pool,
+            pool.spawn({"stopper": colocate.role(Stopper)}) as group,
+        ):
+            assert group.role("stopper", Stopper).step(1, ranks=(0, 1)) == [111, 112]
+
+
+AREAS = [Debugging, PostMortem, Editors]

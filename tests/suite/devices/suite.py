@@ -1,0 +1,96 @@
+"""GPUs, sampled by one worker of each node; NVML is played, and the driver thinks that slots have one."""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import attrs
+import pytest
+from tests.suite.devices.probes import GIB, HasNvml
+from tests.suite.marks import of_executor
+
+import colocate
+from colocate import ColocatedGroup, DeviceSample
+from colocate.driver import Driver
+from colocate.testing.executors._base import ExecutorCase, Spawn
+from colocate.testing.waiting import PATIENCE_S, wait_until
+
+
+class Hears:
+    """An observer of GPUs."""
+
+    def __init__(self) -> None:
+        self.samples: queue.SimpleQueue[Sequence[DeviceSample]] = queue.SimpleQueue()
+
+    def colocate_devices_sampled(self, samples: Sequence[DeviceSample]) -> None:
+        """GPUs were looked at."""
+        self.samples.put(samples)
+
+
+class Devices(ExecutorCase):
+    """Samples of GPUs."""
+
+    @pytest.fixture
+    def played(self, spawn: Spawn) -> Iterator[ColocatedGroup]:
+        """A group on two slots that seem to have the first GPU of a machine."""
+        group = spawn({"gpu": colocate.role(HasNvml)})
+        for worker in group._node.workforce.workers:
+            worker.boot = attrs.evolve(worker.boot, device="cuda:0")
+        yield group
+        if group.state == "ready":
+            group.role("gpu", HasNvml).forget()
+
+    @of_executor
+    def test_samples(self, played: ColocatedGroup) -> None:
+        """Observers are told each second, of all slots that have a GPU; each XID error once; until it is stopped."""
+        played.role("gpu", HasNvml).play()
+        runtime: Any = played.owner.owner
+        hears = Hears()
+        runtime.observe(hears)
+        stop = Driver(runtime).watch_devices()
+        found = [hears.samples.get(timeout=PATIENCE_S) for _ in range(2)]
+        assert [[list(sample.xids) for sample in each] for each in found] == [[[79]], [[]]]
+        (sample,) = found[1]
+        assert sorted(sample.slots) == [(played.name, 0), (played.name, 1)]
+        assert (sample.uuid, sample.name, sample.use) == ("GPU-0000-aaaa", "NVIDIA Played", 0.87)
+        assert (sample.memory, sample.memory_total) == (41 * GIB, 80 * GIB)
+        assert (sample.watts, sample.celsius) == (310.5, 61.0)
+        stop()
+        wait_until(lambda: _is_quiet(hears), "nothing comes any more")
+
+    def test_a_node_without_nvml(self, played: ColocatedGroup) -> None:
+        """A worker there is asked once, and no more."""
+        gpu = played.role("gpu", HasNvml)
+        gpu.play(fails=True)
+        runtime: Any = played.owner.owner
+        hears = Hears()
+        runtime.observe(hears)
+        stop = Driver(runtime).watch_devices()
+        watch: Any = stop.__self__  # type: ignore[attr-defined]
+        wait_until(lambda: bool(watch._silent), "it has been asked")
+        gpu.play()
+        assert _is_quiet(hears)
+        stop()
+
+    def test_slots_without_a_gpu(self, spawn: Spawn) -> None:
+        """Workers without one are asked nothing: there isn't even a half of the feature."""
+        group = spawn({"gpu": colocate.role(HasNvml)})
+        runtime: Any = group.owner.owner
+        stop = Driver(runtime).watch_devices()
+        time.sleep(1.5)  # longer than from one look to the next
+        stop()
+        assert "devices" not in group._node.parts
+
+
+def _is_quiet(hears: Hears) -> bool:
+    """Whether nothing is told for longer than from one look to the next."""
+    while not hears.samples.empty():
+        hears.samples.get()
+    time.sleep(1.5)
+    return hears.samples.empty()
+
+
+AREAS = [Devices]

@@ -1,0 +1,112 @@
+"""Values of types that were registered: their rows, and how they travel."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import attrs
+import pytest
+from tests.suite.kinds.probes import Block, Blocks, Packed, Packing
+from tests.suite.marks import of_executor
+
+import colocate
+from colocate import ColocatedGroup
+from colocate.errors import RoleError
+from colocate.testing.executors._base import ExecutorCase, Shared, Spawn
+from colocate.testing.executors.tensors import TensorCase
+
+
+class OwnRows(ExecutorCase):
+    """`register_batch`."""
+
+    def test_own_rows(self, spawn: Spawn) -> None:
+        """Types given to `register_batch` are split, padded and joined as everything with rows."""
+        blocks = spawn({"blocks": colocate.role(Blocks)}).role("blocks", Blocks)
+        joined = blocks.tripled(Block([1, 2, 3], "mine"))
+        assert (joined.rows, joined.name) == ([3, 6, 9], "mine tripled")
+        with blocks.tripled.keep(Block([1, 2, 3], "mine")) as kept:
+            assert blocks.tripled(kept.ref).rows == [9, 18, 27]
+
+
+def _packed(pair: Shared) -> Shared:
+    """Return two slots of the same runtime with roles on tensors in types of their own."""
+    packed = colocate.role(Packed)
+    roles = {"tensors": packed, "left_tensors": packed.on(slots=[0]), "right_tensors": packed.on(slots=[1])}
+    return attrs.evolve(pair, roles=roles, name="packed", warm_up=lambda group: None, pool=None, group=None)
+
+
+class OwnTypes(TensorCase):
+    """Values of a type that `register_batch` was told the leaves of are looked into as dicts are."""
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def shared_packed(cls, shared_pair: Shared) -> Shared:
+        return _packed(shared_pair)
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def shared_packed_copying(cls, shared_copying: Shared) -> Shared:
+        return _packed(shared_copying)
+
+    @pytest.fixture
+    def packed(self, torch: Any, no_leaks: None, shared_packed: Shared) -> ColocatedGroup:
+        """Two slots that the test leaves as they were."""
+        return shared_packed.get()
+
+    @pytest.fixture
+    def tensors(self, packed: ColocatedGroup) -> Packed:
+        return packed.role("tensors", Packed)
+
+    @of_executor
+    def test_own_types_sent(self, torch: Any, tensors: Packed) -> None:
+        """Values are sent as their leaves, without the graph, and find themselves on the worker's device."""
+        mine = Packing({"x": torch.ones(4), "grad": torch.ones(4, requires_grad=True) * 2}, "mine")
+        facts = {"rows": [2.0, 2.0], "name": "mine", "requires_grad": False, "device": True, "was_packed": False}
+        assert tensors.facts_of_own_type(mine) == [facts] * 2
+        assert mine.tensors["grad"].requires_grad
+        back = tensors.made_of_own_type(2)
+        assert (back.tensors["grad"].tolist(), back.name, back.was_packed) == ([0.0, 3.0] * 2, "made", False)
+        assert not back.tensors["grad"].requires_grad
+
+    @of_executor
+    def test_own_types_kept(self, packed: ColocatedGroup, tensors: Packed) -> None:
+        """A kept one has no graph, its bytes are counted and its structure is told; other slots get its leaves."""
+        with tensors.made_of_own_type.keep(2) as kept:
+            assert kept.spec.bytes_per_rank == (16, 16)
+            leaves = {"tensors": dict.fromkeys(("x", "grad"), "Tensor[2] float32"), "name": "str"}
+            assert kept.spec.structure == {"Packing": leaves}
+            facts = {"rows": [0.0, 3.0], "name": "made", "requires_grad": False, "device": True, "was_packed": False}
+            assert tensors.facts_of_own_type(kept.ref) == [facts] * 2
+            for side in ("left_tensors", "right_tensors"):
+                found = packed.role(side, Packed).facts_of_own_type(kept.ref)
+                assert found == [facts | {"rows": [0.0, 3.0] * 2}]
+
+    def test_own_types_written(self, tensors: Packed) -> None:
+        """Whoever writes into a kept one is named, as an argument and as what was returned."""
+        with (
+            tensors.made_of_own_type.keep(2) as kept,
+            pytest.raises(RoleError, match=r"write_into_own_type changed in place a value that .*made_of_own_type"),
+        ):
+            tensors.write_into_own_type(kept.ref)
+        with tensors.made_of_own_type.keep(2), pytest.raises(RoleError, match="write_into_what_it_returned changed"):
+            tensors.write_into_what_it_returned()
+
+    def test_own_types_written_strictly(self, torch: Any, shared_packed_copying: Shared) -> None:
+        """With `strict=True` so is whoever writes into an argument."""
+        copying = shared_packed_copying.get()
+        tensors, mine = copying.role("tensors", Packed), Packing({"x": torch.ones(2), "grad": torch.ones(2)}, "mine")
+        told = pytest.raises(RoleError, match="write_into_own_type changed its argument 'value' in place")
+        with told if copying._node.services.strict else nullcontext():
+            tensors.write_into_own_type(mine)
+        assert mine.tensors["x"].tolist() == [1.0, 1.0]
+
+    def test_own_types_without_leaves(self, tensors: Packed) -> None:
+        """Nobody looks into one that was registered without them; it can be kept, cut and joined."""
+        with tensors.made_of_own_type.keep(2, opaque=True) as kept:
+            assert kept.spec.bytes_per_rank == (0, 0)
+            assert kept.spec.structure == "Opaque"
+            assert kept.fetch().tensors["x"].tolist() == [0.0, 1.0] * 2
+
+
+AREAS = [OwnRows, OwnTypes]

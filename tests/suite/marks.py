@@ -1,0 +1,12 @@
+"""A mark of the laws of features that are tried on each executor, as they stand on what it does itself."""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def of_executor(test: F) -> F:
+    """Mark a test of what an executor carries for a feature: values, messages, a death."""
+    test.__dict__["level"] = "executor"
+    return test

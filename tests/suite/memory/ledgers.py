@@ -1,0 +1,328 @@
+"""`group.memory()`: each byte has an owner; and budgets: who has more than it may is told."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+from collections.abc import Callable, Iterator
+from typing import Any, cast
+
+import attrs
+import pytest
+from tests.suite.probes.holders import Declaring, Training, Watched
+from tests.suite.probes.plain import Ported
+from tests.suite.probes.sleepers import Dozing, Sharing
+
+import colocate
+from colocate import ColocatedGroup, RoleSpec, Runtime
+from colocate._system.deadline import Deadline
+from colocate._system.numbers import size_text
+from colocate.errors import CapabilityError, ConfigError, MemoryBudgetError, RoleError, RoleStartError, SleepingError
+from colocate.executor import OwnProcess
+from colocate.testing.executors._base import ExecutorCase, Spawn, needs, needs_feature
+from colocate.testing.gate import Gate
+from colocate.testing.probes.holders import Holding
+from colocate.testing.probes.plain import Echo
+from colocate.testing.waiting import PATIENCE_S
+
+_MIB = 2**20
+_SIZES_MIB = (1, 16, 64)
+
+
+class Ledgers(ExecutorCase):
+    """What the memory of workers is used for."""
+
+    @pytest.fixture
+    def holding(self, spawn: Spawn) -> ColocatedGroup:
+        """Two roles with models on two slots."""
+        pytest.importorskip("torch")
+        return spawn({"one": colocate.role(Holding), "other": colocate.role(Holding)})
+
+    def test_memory_by_kind(self, holding: ColocatedGroup) -> None:
+        """By role, rank and kind, as it grows."""
+        one = holding.role("one", Holding)
+        for slot in holding.memory().slots:
+            assert [role.device for role in slot.roles] == [{"parameters": _MIB, "buffers": 4096}] * 2
+        one.train()
+        kept = one.make.keep(1000)
+        kept.wait()
+        for rank, slot in enumerate(holding.memory().slots):
+            first, second = slot.roles
+            assert (first.role, first.rank, first.complete) == ("one", rank, True)
+            assert first.device == {
+                "parameters": _MIB,
+                "gradients": _MIB,
+                "optimizer": _MIB,
+                "buffers": 4096,
+                "residents": 4000,
+            }
+            assert second.device == {"parameters": _MIB, "buffers": 4096}
+        kept.free()
+        one.make(1)  # with which the workers are told
+        assert all("residents" not in slot.roles[0].device for slot in holding.memory().slots)
+
+    def test_memory_that_roles_share(self, holding: ColocatedGroup) -> None:
+        """Memory counts once, with the first that has it as weights; what is kept of a role's own weights, too."""
+        holding.role("other", Holding).share("one")
+        kept = holding.role("one", Holding).weights.keep()
+        kept.wait()
+        for slot in holding.memory().slots:
+            one, other = slot.roles
+            assert (one.device, one.shared) == ({"parameters": _MIB, "buffers": 4096}, 0)
+            assert (other.device, other.shared) == ({}, _MIB + 4096)
+
+    def test_memory_that_a_role_declares(self, spawn: Spawn) -> None:
+        """What can't be found, a role declares; one that can't is told."""
+        pytest.importorskip("torch")
+        group = spawn({"declaring": colocate.role(Declaring)})
+        assert [slot.roles[0].device for slot in group.memory().slots] == [{"declared": 4000}] * 2
+        failing = spawn({"failing": colocate.role(Declaring, fails=True)})
+        with pytest.raises(RoleError, match=r"role 'failing' of group .* could not be looked at.*rank \d can't") as e:
+            failing.memory()
+        assert "in device_state" in (e.value.remote_traceback or "")
+
+    def test_what_is_no_method_is_the_roles_own(self, spawn: Spawn) -> None:
+        """Attributes, properties and what is made up, by the names of methods that colocate calls."""
+        group = spawn({"ported": colocate.role(Ported)}, slots=1)
+        assert [role.role for slot in group.memory().slots for role in slot.roles] == ["ported"]
+        if isinstance(group._node.services.executor, OwnProcess):
+            group.sleep("ported")
+            group.wake("ported")
+        assert group.role("ported", Ported).state() == ["idle"]
+        group.close()
+
+    def test_memory_beside_a_call(self, holding: ColocatedGroup) -> None:
+        """Whatever a lane runs."""
+        with Gate() as gate:
+            call = holding.role("one", Holding).wait_at.submit(gate.address)
+            gate.wait_for(2)
+            assert len(holding.memory(PATIENCE_S).slots) == 2
+            gate.open()
+            call.result(PATIENCE_S)
+
+    def test_gradients_beside_a_call(self, spawn: Spawn) -> None:
+        """Gradients are those of before the call: no other thread may read one while role code lets go of it."""
+        pytest.importorskip("torch")
+        group = spawn({"one": colocate.role(Watched)})
+        one = group.role("one", Watched)
+        one.train()
+        assert _gradients(group) == [4000] * 2
+        with _beside(one):
+            assert _gradients(group) == [4000] * 2
+        assert _gradients(group) == [0] * 2
+        assert one.read_elsewhere() == [False] * 2
+
+    @needs(OwnProcess)
+    def test_memory_adds_up(self, spawn: Spawn) -> None:
+        """At rest a process has what its roles hold more than an empty one, and what doesn't depend on their size."""
+        pytest.importorskip("torch")
+        others = []
+        for mib in _SIZES_MIB:
+            group = spawn({"training": colocate.role(Training, mib)}, slots=1)
+            (parameters,) = group.role("training", Training).train(2)
+            (slot,) = group.memory().slots
+            owned = slot.roles[0].total
+            assert owned == pytest.approx(4 * parameters, rel=0.001)  # Adam has a number for each tensor besides
+            assert sum(slot.unowned.values()) + owned == slot.process
+            others.append(slot.unowned["other"])
+            group.close()
+        # They have imported the same; `malloc` keeps some of what a step has freed.
+        assert 0 < max(others) <= min(others) + _SIZES_MIB[-1] * _MIB, others
+
+    @needs(OwnProcess)
+    def test_memory_of_a_stopped_worker(self, spawn: Spawn) -> None:
+        """A worker that can't answer is named; who looks from outside sees the others all the same."""
+        group = spawn({"echo": colocate.role(Echo)})
+        pid = group.role("echo", Echo).place()[1][0]
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            with pytest.raises(TimeoutError, match=r"worker 1 of group .* has not said in time"):
+                group.memory(timeout=0.5)
+            found, why = cast("Any", group._node.part("memory")).asked_each(Deadline(0.5))
+            assert [*found] == [0]
+            assert "worker 1 of group" in str(why)
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        assert len(group.memory(PATIENCE_S).slots) == 2
+
+    @needs_feature("looking")
+    def test_memory_in_the_graph(self, runtime: Runtime, holding: ColocatedGroup) -> None:
+        """With what each role holds."""
+        tree = runtime.graph.render("tree", memory=True)
+        assert tree.count("(Holding, 1 MiB)") == 4, tree
+        assert "(Holding)" in runtime.graph.render("tree")
+        assert holding.name in tree
+
+    def test_memory_as_people_and_programs_read_it(self, holding: ColocatedGroup) -> None:
+        """A table in text and in a notebook, rows, JSON."""
+        found = holding.memory()
+        text = str(found)
+        assert text.startswith(f"memory of group {holding.name!r}\n")
+        assert "1 MiB" in text
+        assert "gradients" not in text  # nobody has any
+        assert [row["total"] for row in found.rows()] == [_MIB + 4096] * 4
+        assert json.loads(found.json())["slots"][1]["roles"][0]["device"] == {"parameters": _MIB, "buffers": 4096}
+        assert "<table>" in found._repr_html_()
+        totals = [line for line in text.splitlines() if " in all: " in line]
+        assert len(totals) == sum(slot.process is not None for slot in found.slots)
+        for line, slot in zip(totals, found.slots, strict=False):
+            assert slot.process is not None
+            whole = f"slot {slot.slot} in all: {size_text(slot.process)} of the host for its process"
+            assert 0 <= slot.shared_with_forks < slot.process
+            forks = f" ({size_text(slot.shared_with_forks)} of that shared with workers that are forks as it is)"
+            assert line == whole + (forks if slot.shared_with_forks else "")
+        gpu = {"used": 5 * _MIB, "total": 80 * _MIB, "allocated": 0, "reserved": 0}
+        on_gpu = attrs.evolve(found, slots=(attrs.evolve(found.slots[0], gpu=gpu, device="cuda:0"),))
+        assert str(on_gpu).endswith("5 MiB of 80 MiB of cuda:0 for all processes")
+
+
+@contextlib.contextmanager
+def _beside(view: Watched) -> Iterator[None]:
+    """A block beside which a role lets go of its gradients, and goes on with that."""
+    with Gate() as gate:
+        call = view.let_go.submit(gate.address)
+        gate.wait_for(2)
+        yield
+        gate.open()
+        call.result(PATIENCE_S)
+
+
+def _gradients(group: ColocatedGroup) -> list[int]:
+    """The bytes of those that the first role has, by slot."""
+    return [slot.roles[0].device.get("gradients", 0) for slot in group.memory(PATIENCE_S).slots]
+
+
+class Budgets(ExecutorCase):
+    """What roles, groups and slots may have."""
+
+    def test_budget_of_a_role(self, spawn: Spawn) -> None:
+        """A role that has come to hold more fails of that, with who has what; the group goes on."""
+        pytest.importorskip("torch")
+        group = spawn({"actor": colocate.role(Dozing, 1).on(device_memory="3MiB"), "other": colocate.role(Sharing)})
+        actor = group.role("actor", Dozing)
+        before = actor.look()
+        words = r"after actor\.train, 4 MiB of .* are in use, and role 'actor' may have 3 MiB \(device_memory\)"
+        with pytest.raises(MemoryBudgetError, match=words) as error:
+            actor.train()
+        assert "actor 4 MiB (parameters 1 MiB, gradients 1 MiB, optimizer 1 MiB" in error.value.message
+        assert (error.value.role, error.value.method) == ("actor", "train")
+        rank, node = error.value.rank, error.value.node
+        assert rank in (0, 1)
+        assert f", on rank {rank} of group {group.name!r} (node {node}) [" in error.value.message
+        actor.let_go()
+        assert actor.look() != before  # what it has computed is there
+
+    @needs(OwnProcess)
+    def test_budget_of_a_group(self, spawn: Spawn) -> None:
+        """Roles and residents count together; what sleeps doesn't count, and what would be too much isn't woken."""
+        pytest.importorskip("torch")
+        group = spawn({"one": colocate.role(Dozing, 1), "other": colocate.role(Dozing, 1)}, device_memory="7MiB")
+        one, other = group.role("one", Dozing), group.role("other", Dozing)
+        group.sleep("one")
+        kept = other.make.keep(_MIB + 2**14)
+        kept.wait()
+        with pytest.raises(MemoryBudgetError, match=r"waking role 'one' needs .*the group may have 7 MiB"):
+            group.wake("one")
+        with pytest.raises(SleepingError, match="could not be woken"):
+            one.look()
+        with pytest.raises(MemoryBudgetError, match=r"after other\.make, .*residents 6\.1 MiB"):
+            other.make.keep(_MIB // 2).wait()
+        assert [role.role for role in group.memory().slots[0].roles] == ["one", "other"]  # and no functions
+        assert len(other.make(_MIB)) == 2  # what is only on its way doesn't count
+        kept.free()
+        assert group.wake("one")
+
+    def test_budget_of_a_slot(self, runtime: Runtime) -> None:
+        """The budget of a slot is the pool's, and holds for each group there."""
+        pytest.importorskip("torch")
+        with runtime.reserve(1, cpus=0, device_memory="1MiB") as pool:
+            with pytest.raises(RoleStartError, match="the pool's slots may have 1 MiB") as error:
+                pool.spawn({"actor": colocate.role(Dozing, 1)})
+            assert isinstance(error.value.errors[0], MemoryBudgetError)
+            with pytest.raises(ConfigError, match=r"role 'actor' can't fit: it may have 2 MiB \(device_memory\)"):
+                pool.spawn({"actor": colocate.role(Dozing, 1).on(device_memory="2MiB")})
+
+    def test_memory_for_activations(self, spawn: Spawn) -> None:
+        """Memory for activations stays free while the role runs, and only then."""
+        pytest.importorskip("torch")
+        roles = {"one": colocate.role(Dozing, 1).on(reserve_activations="1500KiB"), "other": colocate.role(Dozing, 1)}
+        group = spawn(roles, device_memory="5MiB")
+        assert len(group.role("other", Dozing).look()) == 2
+        with pytest.raises(MemoryBudgetError, match=r"with 1\.5 MiB to stay free for activations"):
+            group.role("one", Dozing).look()
+
+    def test_no_memory_left(self, spawn: Spawn) -> None:
+        """The error of a role that has found none says who has it, and the group goes on."""
+        pytest.importorskip("torch")
+        group = spawn({"actor": colocate.role(Dozing, 1)})
+        actor = group.role("actor", Dozing)
+        with pytest.raises(RoleError, match=r"can't allocate memory|out of memory") as error:
+            actor.make(2**50)
+        assert "memory of this worker: actor 2 MiB (parameters 1 MiB" in str(error.value)
+        assert actor.train()
+
+    @needs(OwnProcess)
+    @needs_feature("checkpoints")
+    def test_a_checkpoint_wakes_one_role_at_a_time(self, spawn: Spawn, tmp_path: Any) -> None:
+        """There is no room for all roles together, which is why they sleep."""
+        pytest.importorskip("torch")
+        roles = {"one": colocate.role(Dozing, 1), "other": colocate.role(Dozing, 1)}
+        group = spawn(roles, device_memory="7MiB")
+        found = {}
+        for name in roles:
+            found[name] = group.role(name, Dozing).train()
+            group.sleep(name)
+        group.checkpoint(tmp_path / "saved")
+        assert all(role.asleep >= 3 * _MIB for slot in group.memory().slots for role in slot.roles)
+        for name in roles:
+            assert group.role(name, Dozing).look() == found[name]
+            group.sleep(name)
+
+    def test_roles_on_threads_do_not_sleep(self, runtime: Runtime, spawn: Spawn) -> None:
+        """Whoever was handed their memory by reference would use it meanwhile: it is refused, also before a start."""
+        if isinstance(runtime._node.services.executor, OwnProcess):
+            pytest.skip("its slots are processes")
+        pytest.importorskip("torch")
+        roles = {"actor": colocate.role(Dozing, 1)}
+        group = spawn(roles, device_memory="1GiB")
+        refused: dict[str, Callable[[], Any]] = {
+            r"have a role sleep \(group\.sleep\)": lambda: group.sleep("actor"),
+            r"have roles take turns, for which they sleep": lambda: spawn(
+                roles, residency="swap", device_memory="1GiB"
+            ),
+            r"have roles sleep \(spill_dir=\)": lambda: self.connect(spill_dir="/var/tmp"),
+        }
+        for words, sleeps in refused.items():
+            with pytest.raises(CapabilityError, match=rf"can't {words}.* lacks OwnProcess.*local with processes") as e:
+                sleeps()
+            assert e.value.capability == "OwnProcess"
+        assert group.wake("actor") == 0
+        assert group.role("actor", Dozing).train()
+
+    def test_budgets_that_can_not_be(self, runtime: Runtime) -> None:
+        """Such budgets are refused before anything starts."""
+        role, named = colocate.role(Dozing), {"residency": "swap", "device_memory": 5000}
+        wrong: list[tuple[str, RoleSpec[Any], dict[str, Any]]] = [
+            ("is no size", role, {"host_memory": -1}),
+            ("reserve_activations", role.on(device_memory=5000, reserve_activations=6000), {}),
+            ("there is no budget", role.on(reserve_activations=6000), {}),
+            ('it is "swap"', role, {"residency": "stay", "device_memory": 5000}),
+            ("say it, as in", role, {"residency": "swap"}),
+            ('needs residency="swap"', role, {"step": ["a"]}),
+            ("names role 'b'", role, {**named, "step": ["b"]}),
+            ("is no list of roles", role, {**named, "step": ["a", 3]}),
+            ("is no list of roles", role, {**named, "step": []}),
+            ("is a string", role, {**named, "step": "a"}),
+        ]
+        with runtime.reserve(1, cpus=0) as pool:
+            for words, declared, options in wrong:
+                with pytest.raises(ConfigError, match=words):
+                    pool.spawn({"a": declared}, **options)
+        with pytest.raises(ConfigError, match="is no size"):
+            role.on(device_memory="much")
+        with runtime.reserve(1, cpus=0, device_memory="1MiB") as pool:
+            told = r"the group may have 2 MiB \(device_memory\), and the pool's slots have 1 MiB for it"
+            with pytest.raises(ConfigError, match=told):
+                pool.spawn({"a": role}, device_memory="2MiB")

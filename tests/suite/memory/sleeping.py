@@ -1,0 +1,422 @@
+"""`group.sleep` and `group.wake`: memory that leaves the workers and comes back, on all ranks or on none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.suite.marks import of_executor
+from tests.suite.probes.sleepers import Dozing, Sharing, digest_of
+from tests.suite.probes.trainers import Renewing, alone
+from tests.suite.probes.unfinished import Accumulating, Hooked, Unfinished
+
+import colocate
+from colocate import ColocatedGroup
+from colocate._role.method import Tag
+from colocate.errors import (
+    ConfigError,
+    MemoryBudgetError,
+    PipelineError,
+    RoleError,
+    SleepingError,
+)
+from colocate.executor import OwnProcess
+from colocate.testing.executors._base import ExecutorCase, Spawn, needs, needs_feature
+from colocate.testing.gate import Gate
+from colocate.testing.waiting import PATIENCE_S, wait_until
+
+_MIB = 2**20
+_MIBS = 8
+_MOST = 0.98  # of what a role has, the pages at its tensors' ends stay
+
+
+class Dozers(ExecutorCase):
+    """Roles that can sleep."""
+
+    @pytest.fixture
+    def dozing(self, spawn: Spawn) -> ColocatedGroup:
+        """A model that has trained, on two slots."""
+        pytest.importorskip("torch")
+        group = spawn({"actor": colocate.role(Dozing, _MIBS), "other": colocate.role(Sharing)})
+        group.role("actor", Dozing).train()
+        return group
+
+
+@needs(OwnProcess)
+class Sleeping(Dozers):
+    """Memory of roles that sleeps."""
+
+    @of_executor
+    def test_sleep_and_wake(self, dozing: ColocatedGroup) -> None:
+        """Everything comes back as it was: the same objects and bits, tied weights and views with them."""
+        actor = dozing.role("actor", Dozing)
+        before, where = actor.digest(), actor.objects()
+        size = sum(slot.roles[0].total for slot in dozing.memory().slots)
+        assert size >= 2 * 3 * _MIBS * _MIB
+        gone = dozing.sleep("actor")
+        assert gone == size
+        assert dozing.memory().slots[0].roles[0].asleep == gone / 2
+        assert dozing.wake("actor") == gone
+        assert dozing.memory().slots[0].roles[0].asleep == 0
+        assert (actor.digest(), actor.objects()) == (before, where)
+
+    def test_what_an_array_was_made_of_stays(self, dozing: ColocatedGroup) -> None:
+        """Whoever has the array reads what the tensor has, also after a sleep: its memory is in its place."""
+        actor = dozing.role("actor", Dozing)
+        if actor.is_on_gpu()[0]:
+            pytest.skip("arrays are of the host")
+        before = actor.look_by_array()
+        dozing.sleep("actor")
+        role = dozing.memory().slots[0].roles[0]
+        assert role.kept_awake == {"of an array, a file or another library": _MIBS * _MIB}
+        assert role.asleep >= 3 * _MIBS * _MIB
+        actor.train()
+        assert actor.look_by_array() != before
+        assert actor.look_by_array() == [float(each.numpy()[:, 1:].sum()) for each in actor.weights()]
+
+    def test_sleep_frees_memory(self, spawn: Spawn) -> None:
+        """The process has that much less, and has it again when the role is awake."""
+        pytest.importorskip("torch")
+        dozing = spawn({"actor": colocate.role(Dozing, 64)}, slots=1)
+        dozing.sleep("actor")
+        dozing.wake("actor")  # what it needs for the first time is imported
+        awake = [slot.process or 0 for slot in dozing.memory().slots]
+        gone = dozing.sleep("actor")
+        asleep = [slot.process or 0 for slot in dozing.memory().slots]
+        assert all(more - less >= _MOST * gone for more, less in zip(awake, asleep, strict=True)), (awake, asleep, gone)
+        dozing.wake("actor")
+        again = [slot.process or 0 for slot in dozing.memory().slots]
+        assert all(abs(one - other) <= 0.05 * gone for one, other in zip(awake, again, strict=True)), (awake, again)
+
+    def test_a_call_wakes(self, dozing: ColocatedGroup) -> None:
+        """What it needs, and it goes on as if nothing had been."""
+        actor = dozing.role("actor", Dozing)
+        before = actor.digest()
+        dozing.sleep("actor")
+        assert actor.look() == [weights for weights, _ in before]  # it needs no more
+        assert actor.asleep() == [["grads", "optimizer", "cache"]] * 2
+        assert actor.digest() == before
+        assert actor.asleep() == [[]] * 2
+        dozing.sleep("actor")
+        kept = actor.weights.keep()
+        kept.wait()
+        assert actor.asleep() == [[]] * 2
+
+    @needs_feature("checkpoints")
+    def test_a_call_that_fails_of_sleep(self, dozing: ColocatedGroup, tmp_path: Path) -> None:
+        """Where that was asked for a call doesn't wake what it needs; a checkpoint does, and it sleeps again then."""
+        actor = dozing.role("actor", Dozing)
+        before = actor.digest()
+        dozing.sleep("actor", ["optimizer", "grads"], on_call="fail")
+        assert actor.look() == [weights for weights, _ in before]
+        for _ in range(2):
+            with pytest.raises(SleepingError, match=r"actor\.digest .* sleeps .*optimizer.*: group\.wake\('actor'\)"):
+                actor.digest()
+        assert actor.asleep() == [["grads", "optimizer"]] * 2
+        dozing.wake("actor")
+        assert actor.digest() == before
+        dozing.sleep("actor", on_call="fail")
+        asleep = actor.asleep()
+        dozing.checkpoint(tmp_path / "checkpoint")
+        assert actor.asleep() == asleep
+        with pytest.raises(SleepingError, match=r"actor\.digest .* sleeps"):
+            actor.digest()
+        dozing.wake("actor")
+        assert actor.digest() == before
+        with pytest.raises(ConfigError, match=r"on_call='fial'.*did you mean 'fail'"):
+            dozing.sleep("actor", on_call="fial")  # type: ignore[arg-type]
+
+    @needs_feature("checkpoints")
+    def test_discard(self, dozing: ColocatedGroup, tmp_path: Path) -> None:
+        """What nobody needs comes back as zeros, in place, and all else as it was; what is there later isn't lost."""
+        actor = dozing.role("actor", Dozing)
+        before, where = actor.parts(), actor.objects()
+        assert {*before[0]} == {"weights", "grads", "optimizer", "cache"}
+        assert dozing.sleep("actor", discard=("grads", "cache")) >= _MOST * 2 * 4 * _MIBS * _MIB
+        assert actor.look() == [part["weights"] for part in before]  # the rest sleeps on
+        assert actor.asleep() == [["grads", "optimizer", "cache"]] * 2
+        after = [{tag: part[tag] for tag in ("weights", "optimizer")} for part in before]
+        assert (actor.parts(), actor.objects()) == (after, where)
+        actor.train()
+        before = actor.parts()
+        assert all("grads" in part for part in before)
+        dozing.sleep("actor")
+        assert actor.parts() == before
+        dozing.sleep("actor", ["optimizer", "grads"])
+        dozing.sleep("actor", ["optimizer", "grads"], discard=["grads"])  # what sleeps already isn't needed either
+        dozing.checkpoint(tmp_path / "checkpoint")
+        after = [{tag: digest for tag, digest in part.items() if tag != "grads"} for part in before]
+        assert (actor.parts(), actor.objects()) == (after, where)
+
+    def test_discard_of_what_others_hold(self, dozing: ColocatedGroup) -> None:
+        """A role that sleeps or is awake, or a resident: its contents are what they were."""
+        actor, other = dozing.role("actor", Dozing), dozing.role("other", Sharing)
+        kept = actor.caches.keep()
+        before, cached = actor.parts(), [digest_of(each) for each in kept.fetch()]
+        dozing.sleep("actor", discard=["cache"])
+        assert [digest_of(each) for each in kept.fetch()] == cached
+        assert actor.parts() == before
+        kept.free()
+        other.share("actor")  # also the gradients of its model
+        dozing.sleep("other")
+        dozing.sleep("actor", discard=["grads", "cache"])
+        assert [{*part} for part in actor.parts()] == [{*before[0]} - {"cache"}] * 2
+
+    def test_sleep_that_keeps_addresses(self, spawn: Spawn) -> None:
+        """`sleep="vmm"`: what a constructor has made is where it was, and the numbers are those of one without."""
+        pytest.importorskip("torch")
+        roles = {"kept": colocate.role(Dozing, 1).on(sleep="vmm"), "usual": colocate.role(Dozing, 1)}
+        group = spawn(roles)
+        kept, usual = group.role("kept", Dozing), group.role("usual", Dozing)
+        places = kept.addresses()
+        for _ in range(2):
+            assert group.sleep("kept")
+            assert kept.train() == usual.train()
+            assert group.sleep("kept", ("weights",))
+            group.wake("kept")
+            assert kept.digest() == usual.digest()
+            if kept.is_on_gpu()[0]:
+                assert kept.addresses() == places
+
+    def test_sleep_of_what_others_hold(self, dozing: ColocatedGroup) -> None:
+        """Memory stays as long as somebody who is awake has it, which is told, and goes when nobody is."""
+        actor, other = dozing.role("actor", Dozing), dozing.role("other", Sharing)
+        other.share("actor")
+        before, looked = other.digest(), actor.look()
+        kept = actor.weights.keep()
+        kept.wait()
+        weights = 2 * _MIBS * _MIB
+        assert dozing.sleep("actor", ("weights",)) < weights / 10
+        found = dozing.memory()
+        users = "used by role 'other' and residents"
+        assert [role.kept_awake[users] for slot in found.slots for role in slot.roles[:1]] == [weights // 2] * 2
+        line = f"slot 1: role 'actor' sleeps but for {_MIBS} MiB {users}"
+        assert any(told.startswith(line) for told in str(found).splitlines())
+        assert dozing.sleep("other") < weights / 10  # the resident has it yet
+        dozing.wake("actor")
+        dozing.wake("other")
+        kept.free()
+        assert dozing.sleep("actor", ("weights",)) < weights / 10
+        assert dozing.sleep("other") >= _MOST * weights
+        assert other.digest() == before
+        assert dozing.sleep("other") >= _MOST * weights
+        assert actor.look() == looked
+
+    def test_wake_without_room(self, dozing: ColocatedGroup) -> None:
+        """A role sleeps on, on all ranks, and so do calls that need it; they say why."""
+        actor = dozing.role("actor", Dozing)
+        before = actor.digest()
+        dozing.sleep("actor")
+        actor.lack_room(0)
+        refused = r"could not be woken, and is as it was: rank 0 \(node .*are needed"
+        with pytest.raises(MemoryBudgetError, match=refused) as caught:
+            dozing.wake("actor")
+        assert caught.value.remote_traceback is None
+        assert "memory of group" in caught.value.__notes__[0]
+        with pytest.raises(SleepingError, match=r"actor\.digest needs memory of its role that sleeps.*are needed"):
+            actor.digest()
+        assert actor.asleep() == [["weights", "grads", "optimizer", "cache"]] * 2
+        actor.lack_room(None)
+        assert actor.digest() == before
+
+    def test_hooks_of_sleep(self, spawn: Spawn) -> None:
+        """A role that has something else to put away is told, also when it comes to nothing."""
+        pytest.importorskip("torch")
+        group = spawn({"actor": colocate.role(Dozing, 1, hooks=True)})
+        actor = group.role("actor", Dozing)
+        group.sleep("actor", ("cache",))
+        assert actor.told() == [["sleep cache"]] * 2
+        group.wake("actor")
+        assert actor.told() == [["sleep cache", "wake cache"]] * 2
+        actor.fail_hook(1, RuntimeError("its engine is busy"))
+        with pytest.raises(
+            RoleError, match=r"could not be put to sleep.*rank 1 \(node .*RuntimeError: its engine is busy"
+        ) as raised:
+            group.sleep("actor", ("cache",))
+        assert "in _sleep" in (raised.value.remote_traceback or "")
+        assert actor.told() == [
+            ["sleep cache", "wake cache", "sleep cache", "wake cache"],
+            ["sleep cache", "wake cache"],
+        ]
+        assert actor.asleep() == [[]] * 2
+
+    def test_sleep_of_what_there_is_not(self, dozing: ColocatedGroup) -> None:
+        """Roles and tags that there aren't."""
+        with pytest.raises(
+            ConfigError, match=r"group .* has no such role: it has actor, other; did you mean 'actor'\?"
+        ):
+            dozing.sleep("actr")
+        with pytest.raises(ConfigError, match=r"takes the name of one role, as in group.sleep\('actor'\)"):
+            dozing.sleep(["actor", "other"])  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match=r"on_call=True\): it is 'wake' or 'fail'"):
+            dozing.sleep("actor", on_call=True)  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match="is a string"):
+            dozing.sleep("actor", "weights")  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match="names 'weight'; a role's memory is of weights, grads, optimizer, cache"):
+            dozing.wake("actor", ["weight"])  # type: ignore[list-item]
+        with pytest.raises(ConfigError, match=r"sleep='vnm': it is \"vmm\""):
+            colocate.role(Dozing).on(sleep="vnm")  # type: ignore[arg-type]
+
+
+def _reach(ctx: colocate.Context) -> int:
+    nbytes: int = ctx.sibling("actor", Dozing).net.weight.nbytes
+    return nbytes
+
+
+@needs(OwnProcess)
+class SleepingBeside(Dozers):
+    """A role that sleeps, or wakes, while other things go on."""
+
+    @needs_feature("pipelines")
+    def test_sleep_in_a_pipeline(self, dozing: ColocatedGroup) -> None:
+        """Calls of a pipeline wake, too; sleep and wake themselves wait for what they do."""
+        actor = dozing.role("actor", Dozing)
+        before = actor.digest()
+        dozing.sleep("actor")
+        with dozing.pipeline():
+            first, second = actor.look.submit(), actor.digest.submit()
+            with pytest.raises(PipelineError, match=r"the sleep of actor would wait .*: call it before or after the"):
+                dozing.sleep("actor")
+            with pytest.raises(PipelineError, match=r"the wake of actor would wait .*: call it before or after the"):
+                dozing.wake("actor")
+        assert second.result(PATIENCE_S) == before
+        assert first.result(PATIENCE_S)
+
+    def test_residents_of_a_sleeping_role(self, dozing: ColocatedGroup) -> None:
+        """Residents can be used, by value and by reference."""
+        actor, other = dozing.role("actor", Dozing), dozing.role("other", Sharing)
+        kept = actor.make.keep(_MIB)
+        kept.wait()
+        dozing.sleep("actor")
+        assert other.total(kept.ref) == [2.0 * _MIB] * 2
+        assert len(kept.fetch()) == 2
+        assert actor.asleep.options(ranks=[0])()  # its method needs nothing awake
+
+    @needs_feature("functions")
+    def test_sibling_of_a_sleeping_role(self, dozing: ColocatedGroup) -> None:
+        """A sleeping sibling isn't reached by accident: who wants it, a role or a function, is told what to do."""
+        other = dozing.role("other", Sharing)
+        dozing.sleep("actor")
+        for reach in (lambda: other.share("actor"), lambda: dozing.run(_reach)):
+            with pytest.raises(RoleError, match=r"memory of role 'actor' sleeps.*group\.wake\('actor'\)") as caught:
+                reach()
+            assert isinstance(caught.value.__cause__, SleepingError)
+        dozing.wake("actor")
+        other.share("actor")
+        assert dozing.run(_reach) == [_MIBS * _MIB] * 2
+
+    @needs_feature("checkpoints")
+    def test_checkpoint_of_a_sleeping_role(self, dozing: ColocatedGroup, tmp_path: Path) -> None:
+        """A role is awake as it is saved; then as much of it sleeps as before, and what has come since stays awake."""
+        actor = dozing.role("actor", Dozing)
+        dozing.sleep("actor", ["optimizer", "cache"])
+        actor.refill(_MIBS)
+
+        def look() -> tuple[list[list[str]], list[list[int]]]:
+            roles = [slot.roles for slot in dozing.memory().slots]
+            return actor.asleep(), [[role.asleep, role.total] for each in roles for role in each]
+
+        before = look()
+        dozing.checkpoint(tmp_path / "c")  # `Dozing.save` asserts that it is awake
+        assert look() == before
+        digest = actor.digest()
+        dozing.sleep("actor")
+        dozing.checkpoint(tmp_path / "c")
+        assert actor.asleep() == [["weights", "grads", "optimizer", "cache"]] * 2
+        assert actor.digest() == digest
+
+    @needs_feature("process_groups")
+    def test_sleep_of_a_model_in_shards(self, spawn: Spawn) -> None:
+        """By FSDP2: each rank's shards are its own, and count so; training goes on."""
+        pytest.importorskip("torch")
+        group = spawn({"trainer": colocate.role(Renewing, "fsdp2")})
+        trainer = group.role("trainer", Renewing)
+        expected, weights = alone()
+        size = sum(value.nbytes for value in weights.values())
+        parts = [slot.roles[0].device["parameters"] for slot in group.memory().slots]
+        assert size <= sum(parts) <= 1.25 * size  # torch pads what can't be cut evenly
+        losses = []
+        for number, _ in enumerate(expected):
+            group.sleep("trainer", discard=("grads", "cache") if number % 2 else ())
+            losses.append(sum(trainer.step(number)) / 2)
+        assert losses == pytest.approx(expected, rel=1e-4)
+
+    @pytest.mark.parametrize("what", ["sleep", "wake", "call"])
+    def test_while_an_earlier_call_fails(self, dozing: ColocatedGroup, what: str) -> None:
+        """A rank waits for the others to sleep or wake, of which one has failed: all do it after that."""
+        actor, other = dozing.role("actor", Dozing), dozing.role("other", Sharing)
+        before = actor.digest()
+        if what != "sleep":
+            dozing.sleep("actor")
+        with Gate() as gate, ThreadPoolExecutor(1) as pool:
+            failed = other.fail_at.options(ranks=[1]).submit(gate.address)
+            gate.wait_for(1)
+            doing: dict[str, Callable[[], Any]] = {
+                "sleep": partial(dozing.sleep, "actor"),
+                "wake": partial(dozing.wake, "actor"),
+                "call": actor.digest,
+            }
+            done = pool.submit(doing[what])
+            wait_until(lambda: dozing._node.questions._meetings, "rank 0 waits for rank 1")
+            gate.open()
+            with pytest.raises(RoleError, match="a bad batch"):
+                failed.result(PATIENCE_S)
+            assert done.result(PATIENCE_S)
+        assert actor.asleep() == [["weights", "grads", "optimizer", "cache"] if what == "sleep" else []] * 2
+        assert actor.digest() == before
+
+
+_SUMMED_MIBS = 64
+
+
+@needs(OwnProcess)
+class SleepingAmidSteps(ExecutorCase):
+    """What a call leaves for the next one is what it finds, whatever has slept in between."""
+
+    def test_gradients_that_are_not_reduced_yet(self, spawn: Spawn) -> None:
+        """FSDP2 has them in objects of its own: they are gradients, and not lost with a cache."""
+        torch = pytest.importorskip("torch")
+        group = spawn({"one": colocate.role(Accumulating), "other": colocate.role(Accumulating)})
+        one, other = group.role("one", Accumulating), group.role("other", Accumulating)
+        for number in range(3):
+            for trainer in (one, other):
+                trainer.accumulate(number, number == 2)
+            kinds = {row["role"]: row["gradients"] for row in group.memory().rows() if row["role"] in ("one", "other")}
+            assert all(kinds.values()), kinds
+            group.sleep("one", discard=["cache"])
+        for mine, its in zip(one.update(), other.update(), strict=True):
+            assert torch.equal(mine, its)
+
+    def test_a_graph_and_hooks(self, spawn: Spawn) -> None:
+        """A loss whose graph has saved weights; what is called back as a model computes and learns, in that order."""
+        torch = pytest.importorskip("torch")
+        group = spawn({"one": colocate.role(Hooked), "other": colocate.role(Hooked)})
+        one, other = group.role("one", Hooked), group.role("other", Hooked)
+        orders: list[Sequence[Tag] | None] = [None, ["weights"], ["optimizer", "grads"], None]
+        for number, tags in enumerate(orders):
+            assert one.begin(number) == other.begin(number)
+            assert group.sleep("one", tags) > 0
+            for (mine, heard), (its, expected) in zip(one.end(), other.end(), strict=True):
+                assert all(torch.equal(*each) for each in zip(mine, its, strict=True))
+                assert heard == expected
+                assert {*heard} >= {"forward ends", "backward ends", "gradient", "update", "step"}
+            group.sleep("one")
+
+    def test_operations_under_way(self, spawn: Spawn) -> None:
+        """A sleep waits for what is written yet, also by a rank that comes to it later."""
+        pytest.importorskip("torch")
+        group = spawn({"role": colocate.role(Unfinished, _SUMMED_MIBS)})
+        role = group.role("role", Unfinished)
+        for _ in range(2):
+            with Gate() as gate:
+                role.begin_sum.submit(gate.address)
+                gate.wait_for()
+                with ThreadPoolExecutor(1) as pool:
+                    sleeping = pool.submit(group.sleep, "role")
+                    gate.open()
+                    assert sleeping.result() > 0
+            assert role.end() == [(3.0, 3.0)] * 2

@@ -1,0 +1,9 @@
+"""Memory of roles: what is told of it, budgets, sleep and turns."""
+
+from __future__ import annotations
+
+from tests.suite.memory.ledgers import Budgets, Ledgers
+from tests.suite.memory.sleeping import Sleeping, SleepingAmidSteps, SleepingBeside
+from tests.suite.memory.turns import TakingTurns
+
+AREAS = [Ledgers, Sleeping, SleepingBeside, SleepingAmidSteps, Budgets, TakingTurns]

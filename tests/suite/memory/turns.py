@@ -1,0 +1,170 @@
+"""Roles that take turns: they keep within a budget that hasn't room for all of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.suite.probes.sleepers import Dozing, Watching
+
+import colocate
+from colocate import ColocatedGroup, Context, RoleSpec, Runtime
+from colocate.errors import (
+    MemoryBudgetError,
+    RoleStartError,
+)
+from colocate.executor import OwnProcess
+from colocate.testing.executors._base import ExecutorCase, Spawn, needs, needs_feature
+from colocate.testing.waiting import wait_until
+
+_MIB = 2**20
+
+
+@needs(OwnProcess)
+class TakingTurns(ExecutorCase):
+    """Roles that sleep for each other, where a budget has no room for all of them."""
+
+    @pytest.fixture
+    def turns(self, spawn: Spawn) -> ColocatedGroup:
+        """Three models that train, of 4, 8 and 4 MiB when they have, where 10 MiB are to be used."""
+        pytest.importorskip("torch")
+        roles = {"one": colocate.role(Dozing, 1), "two": colocate.role(Dozing, 2), "three": colocate.role(Dozing, 1)}
+        return spawn(roles, residency="swap", device_memory="10MiB")
+
+    def test_roles_take_turns(self, turns: ColocatedGroup, spawn: Spawn) -> None:
+        """Roles compute what they do without turns, and are within the budget whenever one looks."""
+        free = spawn(
+            {"one": colocate.role(Dozing, 1), "two": colocate.role(Dozing, 2), "three": colocate.role(Dozing, 1)}
+        )
+        for name in ["one", "two", "three", "two"] * 5:
+            assert turns.role(name, Dozing).train() == free.role(name, Dozing).train()
+            for slot in turns.memory().slots:
+                assert sum(role.total for role in slot.roles) <= 10 * _MIB
+        asleep = [role.asleep for slot in turns.memory().slots for role in slot.roles]
+        assert sum(asleep) >= 2 * 6 * _MIB
+        for name in ("one", "two", "three"):
+            assert turns.role(name, Dozing).digest() == free.role(name, Dozing).digest()
+
+    def test_turns_are_told(self, turns: ColocatedGroup, runtime: Runtime) -> None:
+        """Observers hear of each sleep and wake, with its bytes."""
+        records: list[colocate.MoveRecord] = []
+
+        class Mover:
+            def colocate_memory_moved(self, record: colocate.MoveRecord) -> None:
+                records.append(record)
+
+        runtime.observe(Mover())
+        for name in ("one", "two", "three", "one", "two", "three"):
+            turns.role(name, Dozing).train()
+        kinds = {(kind, rank) for kind in ("sleep", "wake") for rank in (0, 1)}
+        wait_until(lambda: {(record.kind, record.rank) for record in records} == kinds, "both ranks have told of both")
+        assert all(record.nbytes > 0 and record.end >= record.start for record in records)
+        assert {record.group for record in records} == {turns.name}
+        reasons = {(record.kind, record.role, record.why) for record in records}
+        assert {each for each in reasons if each[0] == "wake"} <= {
+            ("wake", name, f"needed by {name}.train") for name in ("one", "two", "three")
+        }
+        assert {why for kind, _, why in reasons if kind == "sleep"} <= {
+            f"room for role '{name}'" for name in ("one", "two", "three")
+        }
+
+    def test_who_makes_room(self, spawn: Spawn) -> None:
+        """Whose next turn is farthest, where the order of a step was said; else who was called longest ago."""
+        pytest.importorskip("torch")
+        roles: dict[str, RoleSpec[Any]] = {name: colocate.role(Dozing, 1) for name in ("one", "two", "three")}
+        for step, gone, stays in (([*roles], "one", "three"), (None, "three", "one")):
+            group = spawn(roles, slots=1, residency="swap", device_memory="9MiB", step=step)  # there is room for two
+            for name in (*roles, "one", "two"):
+                group.role(name, Dozing).train()
+            assert group.role(gone, Dozing).asleep() == [["weights", "grads", "optimizer", "cache"]]
+            assert group.role(stays, Dozing).asleep() == [[]]
+
+    def test_room_for_what_nobody_knows(self, spawn: Spawn) -> None:
+        """Before a role is constructed, and before a method of its runs for the first time, all others make room."""
+        pytest.importorskip("torch")
+        roles: dict[str, RoleSpec[Any]] = {"one": colocate.role(Dozing, 2), "two": colocate.role(Watching, "one", 2)}
+        group = spawn(roles, slots=1, residency="swap", device_memory="40MiB")
+        one, two = group.role("one", Dozing), group.role("two", Watching)
+        all_of_it = ["weights", "grads", "optimizer", "cache"]
+        for _ in range(2):
+            one.train()
+            two.train()
+        assert two.has_seen() == [[all_of_it, all_of_it, []]]
+
+    @needs_feature("functions")
+    def test_more_than_there_is_memory_for(self, spawn: Spawn) -> None:
+        """Of three roles only one is ever in memory, from their constructors on."""
+        pytest.importorskip("torch")
+        names = "one", "two", "three"
+        mib = 36  # `malloc` keeps pieces of up to 32 MiB for the next time, as it happens, and gives larger ones back
+        most = []
+        for these in (names[:1], names):
+            roles = {name: colocate.role(Dozing, mib) for name in these}  # of twice that each: weights, and a cache
+            group = spawn(roles, slots=1, residency="swap", device_memory=f"{2 * mib + 16}MiB")
+            group.sleep("one")  # all that it has
+            found = [group.role(name, Dozing).digest() for name in these * 2]
+            assert found[: len(these)] == found[len(these) :]
+            most += group.run(most_in_memory)
+            group.close()
+        assert most[1] - most[0] < mib * _MIB
+
+    def test_only_what_is_needed_wakes(self, spawn: Spawn) -> None:
+        """A method that needs only the weights has the rest of its role sleep on."""
+        pytest.importorskip("torch")
+        roles = {"one": colocate.role(Dozing, 2), "two": colocate.role(Dozing, 2)}
+        group = spawn(roles, slots=1, residency="swap", device_memory="12MiB")
+        one, two = group.role("one", Dozing), group.role("two", Dozing)
+        assert one.look() == two.look()  # for the first time all others make room
+        one.train()
+        two.train()
+        assert one.asleep() == [["weights", "grads", "optimizer", "cache"]]
+        one.look()
+        assert one.asleep() == [["grads", "optimizer", "cache"]]
+        assert two.asleep() == [[]]
+
+    def test_a_role_that_residents_keep_awake(self, spawn: Spawn) -> None:
+        """Who lacks the room is told of it."""
+        pytest.importorskip("torch")
+        roles = {"one": colocate.role(Dozing, 2), "two": colocate.role(Dozing, 2)}
+        group = spawn(roles, slots=1, residency="swap", device_memory="5MiB")
+        kept = group.role("one", Dozing).weights.keep()
+        kept.wait()
+        why = r"waking role 'two' needs .* one 2 MiB \(.*\), asleep but for 2 MiB used by residents"
+        with pytest.raises(MemoryBudgetError, match=why):
+            group.role("two", Dozing).digest()
+        kept.free()
+        assert group.role("two", Dozing).digest()
+
+    def test_a_role_that_can_not_be_put_to_sleep(self, spawn: Spawn) -> None:
+        """The error names it, and not the role that needs its room; that can run when it has some."""
+        pytest.importorskip("torch")
+        roles = {"one": colocate.role(Dozing, 2, hooks=True), "two": colocate.role(Dozing, 2)}
+        group = spawn(roles, slots=1, residency="swap", device_memory="9MiB")
+        one, two = group.role("one", Dozing), group.role("two", Dozing)
+        assert one.look()
+        one.fail_hook(0, RuntimeError("not now"))
+        why = "'one' could not make room for role 'two': RuntimeError: not now"
+        with pytest.raises(MemoryBudgetError, match=why) as raised:
+            two.train()
+        assert "in _sleep" in (raised.value.remote_traceback or "")
+        one.fail_hook(0, None)
+        assert two.train()
+
+    def test_a_role_that_can_not_take_turns(self, spawn: Spawn) -> None:
+        """The role alone is too much: its start says so; what it has come to hold later, its call."""
+        pytest.importorskip("torch")
+        roles = {"one": colocate.role(Dozing, 1), "two": colocate.role(Dozing, 4)}
+        with pytest.raises(RoleStartError, match="after the constructor of role 'two', 8 MiB"):
+            spawn(roles, residency="swap", device_memory="7MiB")
+        roles = {"one": colocate.role(Dozing, 1), "two": colocate.role(Dozing, 2)}
+        group = spawn(roles, residency="swap", device_memory="7MiB")
+        with pytest.raises(MemoryBudgetError, match=r"after two\.train, 8 MiB"):
+            group.role("two", Dozing).train()
+        assert group.role("one", Dozing).train()
+
+
+def most_in_memory(ctx: Context) -> int:
+    """The most of this process's memory that was ever in use, in bytes."""
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(next(line.split()[1] for line in status.splitlines() if line.startswith("VmHWM")))

@@ -1,0 +1,251 @@
+"""Pipelines: the calls of a block as one message per worker."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from tests.suite.marks import of_executor
+from tests.suite.traffic import Traffic
+
+import colocate
+from colocate import Call, ColocatedGroup, Resident
+from colocate.errors import ClosedError, PipelineError, RoleError
+from colocate.testing.executors._base import ExecutorCase, needs_feature
+from colocate.testing.executors.calls import cleared
+from colocate.testing.probes.faulty import Faulty
+from colocate.testing.probes.plain import Echo
+from colocate.testing.probes.rows import Axes, Rows
+from colocate.testing.probes.tensors import Tensors
+from colocate.testing.waiting import PATIENCE_S, wait_until
+
+
+class Pipelines(ExecutorCase):
+    """What `group.pipeline()` sends, refuses and forgets."""
+
+    @of_executor
+    def test_pipeline_as_without(self, pair: ColocatedGroup) -> None:
+        """Calls and residents of the block are what they are without it; residents can be used at once."""
+        rows, echo = pair.role("rows", Rows), pair.role("echo", Echo)
+        with pair.pipeline():
+            first = rows.double.keep([1, 2, 3])
+            second = pair.role("right", Rows).double.keep(first.ref)
+            seen = rows.seen.submit(first.ref)
+            whole = echo.first.submit({"deep": [second.ref]})
+            one = rows.on_one.submit("x")
+        assert seen.result(PATIENCE_S) == [([2, 4], 1), ([6], 1)]
+        assert whole.result(PATIENCE_S) == {"deep": [[4, 8, 12]]}
+        assert one.result(PATIENCE_S) == (1, "x")
+        assert second.fetch() == [4, 8, 12]
+        assert rows.total(first.ref) == {"sum": 12, "count": 3}
+
+    def test_pipeline_one_message(self, pair: ColocatedGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Each worker gets one message with its own calls; one that has none gets none, nor does an empty block."""
+        rows, left = pair.role("rows", Rows), pair.role("left", Rows)
+        traffic = Traffic(pair, monkeypatch)
+        with pair.pipeline():
+            pass
+        assert traffic.calls_sent() == []
+        with pair.pipeline():
+            calls = [left.total.submit([1]), rows.total.submit([1, 2]), left.total.submit([3])]
+            assert traffic.calls_sent() == []
+        assert traffic.calls_sent() == [3, 1]
+        assert [call.result(PATIENCE_S)["sum"] for call in calls] == [1, 3, 3]
+        with pair.pipeline():
+            left.double.keep([1])
+        assert traffic.calls_sent() == [3, 1, 1]
+
+    def test_pipeline_order(self, pair: ColocatedGroup) -> None:
+        """The calls take their places together, in their own order, when the block ends; others' go out at once."""
+        log = cleared(pair)
+        with pair.pipeline():
+            for entry in "abc":
+                log.add.submit(entry)
+            elsewhere(lambda: log.add("another thread's"))
+            log.async_add.submit("d")
+        assert log.read() == [["another thread's", "a", "b", "c", "begin d", "end d"]] * 2
+
+    @needs_feature("functions")
+    def test_pipeline_what_blocks(self, pair: ColocatedGroup) -> None:
+        """What needs an answer inside the block is refused, and says what to do; the rest of the block is sent."""
+        echo, rows = pair.role("echo", Echo), pair.role("rows", Rows)
+        with pair.pipeline():
+            call, kept = echo.first.submit(1), rows.double.keep([1, 2])
+            refused: dict[str, Callable[[], object]] = {
+                r"echo\.noop would wait.*\.submit": echo.noop,
+                r"echo\.noop would wait.*before or after the block": echo.noop.options(timeout=1),
+                r"group\.run\(who\) would wait": lambda: pair.run(who),
+                r"echo\.first is sent when the block .* at .*suite\.py:\d+ ends": call.result,
+                r"echo\.first is sent": call.exception,
+                r"echo\.first is sent when": lambda: colocate.wait([call]),
+                r"echo\.first is sent when the": lambda: next(colocate.as_completed([call])),
+                r"rows\.double is sent": kept.fetch,
+                r"rows\.double is sent when": lambda: kept.spec,
+            }
+            for words, ask in refused.items():
+                with pytest.raises(PipelineError, match=words):
+                    ask()
+        assert call.result(PATIENCE_S) == 1
+        assert kept.fetch() == [2, 4]
+
+    def test_pipeline_exception(self, pair: ColocatedGroup) -> None:
+        """An exception in the block sends nothing: its calls and residents have failed and say why."""
+        log, rows = cleared(pair), pair.role("rows", Rows)
+        made: list[tuple[Call[Any], Resident[Any], Call[Any]]] = []
+
+        def block() -> None:
+            with pair.scope(), pair.pipeline():
+                kept = rows.double.keep([1, 2])
+                made.append((log.add.submit("never"), kept, rows.seen.submit(kept.ref)))
+                raise LookupError("the reason")
+
+        with pytest.raises(LookupError, match="the reason"):
+            block()
+        (call, kept, use) = made.pop()
+        for ask in (call.result, use.result, lambda: rows.double(kept.ref)):
+            with pytest.raises((PipelineError, ClosedError)):
+                ask()
+        said = str(call.exception())
+        assert "log.add of group 'pair' was never sent" in said
+        assert "ended with LookupError: the reason" in said
+        assert log.read() == [[], []]
+
+    def test_pipeline_failure_of_one(self, pair: ColocatedGroup) -> None:
+        """A call that fails takes only those with it that use what it was to keep; the hold is per call, as ever."""
+        faulty, echo = pair.role("faulty", Faulty), pair.role("echo", Echo)
+        for ranks in ((0,), (1,), None):
+            with pair.pipeline():
+                before = echo.echo.submit("before")
+                failed = faulty.fail.submit(ranks=ranks)
+                poisoned = faulty.fail.keep("two", ranks=ranks)
+                use = echo.echo.submit(poisoned.ref)
+                after = echo.echo.submit("after")
+            assert before.result(PATIENCE_S) == ["before"] * 2
+            assert after.result(PATIENCE_S) == ["after"] * 2
+            assert isinstance(failed.exception(PATIENCE_S), RoleError)
+            with pytest.raises(RoleError):
+                use.result(PATIENCE_S)
+            with pytest.raises(RoleError, match="TwoArguments"):
+                poisoned.fetch()
+
+    def test_pipeline_release(self, pair: ColocatedGroup) -> None:
+        """What is freed or dropped in the block is still there for the calls that use it, and gone afterwards."""
+        echo, rows = pair.role("echo", Echo), pair.role("rows", Rows)
+
+        def gone() -> bool:
+            gc.collect()
+            return echo.is_alive() == [False, False]
+
+        with pair.pipeline():
+            kept, freed = rows.double.keep([1, 2]), rows.double.keep([3, 4])
+            uses = [rows.double.submit(kept.ref), rows.double.submit(freed.ref)]
+            freed.free()
+            del kept
+            gc.collect()
+            elsewhere(lambda: echo.noop())  # takes along what may be forgotten by now
+            echo.tracked.keep().free()
+            echo.tracked.keep()
+        assert [use.result(PATIENCE_S) for use in uses] == [[4, 8], [12, 16]]
+        with pytest.raises(ClosedError, match="freed by free"):
+            freed.fetch()
+        wait_until(gone, "what was kept and dropped in the block is gone")
+
+    def test_pipeline_nested(self, pair: ColocatedGroup) -> None:
+        """A block inside a block is sent with the outer one; if it fails alone, its own calls are not."""
+        log = cleared(pair)
+
+        def inner(fails: bool) -> Call[Any]:
+            with pair.pipeline():
+                call = log.add.submit(f"inner, fails={fails}")
+                if fails:
+                    raise LookupError
+            return call
+
+        with pair.pipeline():
+            log.add.submit("outer")
+            with pytest.raises(LookupError):
+                inner(fails=True)
+            call = inner(fails=False)
+            with pytest.raises(PipelineError):
+                call.result()
+        assert log.read() == [["outer", "inner, fails=False"]] * 2
+
+    def test_pipeline_several_groups(self, pair: ColocatedGroup, square: ColocatedGroup) -> None:
+        """Pipelines of several groups are sent together, and each may use what the other is to keep."""
+        rows, axes = pair.role("rows", Rows), square.role("axes", Axes)
+        with pair.pipeline(), square.pipeline():
+            first = rows.double.keep([1, 2, 3])
+            second = axes.doubled.keep(first.ref)
+            third = rows.double.submit(second.ref)
+            seen = axes.seen.submit(second.ref)
+        assert third.result(PATIENCE_S) == [8, 16, 24]
+        assert seen.result(PATIENCE_S) == axes.seen(second.fetch())
+
+    def test_pipeline_other_groups(self, pair: ColocatedGroup, square: ColocatedGroup) -> None:
+        """Other groups are called as ever, but not with what hasn't been sent: who would have to wait for it?"""
+        rows, axes = pair.role("rows", Rows), square.role("axes", Axes)
+        with axes.doubled.keep([1, 2]) as theirs, pair.pipeline():
+            assert axes.first_rank([1, 2]) == 0
+            own, use = rows.double.keep([1, 2]), rows.double.submit(theirs.ref)
+            with pytest.raises(PipelineError, match=r"axes\.doubled would be sent before rows\.double"):
+                axes.doubled.submit(own.ref)
+            refused = elsewhere(lambda: rows.double.submit(own.ref).exception())
+            assert isinstance(refused, PipelineError)
+        assert use.result(PATIENCE_S) == [4, 8]
+        assert axes.doubled(own.ref) == [4, 8]
+
+    def test_pipeline_arguments_as_they_were(self, copying: ColocatedGroup) -> None:
+        """An argument arrives as it was when the call was made, not as it is when the block ends."""
+        pytest.importorskip("torch")
+        import torch
+
+        tensors, echo = copying.role("tensors", Tensors), copying.role("echo", Echo)
+        tensor, plain = torch.zeros(5000), [1]
+        with copying.pipeline():
+            calls = [tensors.total.submit(tensor), echo.first.submit(plain)]
+            tensor += 1
+            plain.append(2)
+            calls += [tensors.total.submit(tensor), echo.first.submit(plain)]
+        assert [call.result(PATIENCE_S) for call in calls] == [[0.0, 0.0], [1], [5000.0, 5000.0], [1, 2]]
+
+    def test_pipeline_shared_values(self, copying: ColocatedGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A value that several calls of the block are given travels once."""
+        pytest.importorskip("torch")
+        import torch
+
+        tensors = copying.role("tensors", Tensors)
+        traffic = Traffic(copying, monkeypatch)
+        tensor = torch.ones(50_000)
+        with copying.pipeline():
+            calls = [tensors.total.submit(tensor) for _ in range(5)]
+            rows = [tensors.add.submit(tensor, float(index)) for index in range(3)]
+        assert [call.result(PATIENCE_S) for call in calls] == [[50_000.0] * 2] * 5
+        assert [torch.equal(call.result(PATIENCE_S), tensor + index) for index, call in enumerate(rows)] == [True] * 3
+        assert max(traffic.sent_bytes) < 2 * tensor.nbytes
+
+
+def who(ctx: colocate.Context) -> int:
+    """Return which worker it is."""
+    return ctx.rank
+
+
+def elsewhere(do: Callable[[], object]) -> object:
+    """Do something in another thread, and wait; what it returned or raised."""
+    found: list[object] = []
+
+    def run() -> None:
+        try:
+            found.append(do())
+        except Exception as error:
+            found.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+AREAS = [Pipelines]

@@ -1,0 +1,1 @@
+"""Roles of these laws alone; those that an executor's suite has, too, lie in `colocate.testing.probes`."""

@@ -1,0 +1,42 @@
+"""A role with several meshes, and functions for `group.run`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import colocate
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+Row = tuple[int, tuple[int, ...]]
+
+
+def facts(ctx: colocate.Context, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    """Return what a function knows of its worker, and what it was given."""
+    return {
+        "rank": ctx.rank,
+        "world_size": ctx.world_size,
+        "slot": ctx.slot,
+        "node": ctx.node,
+        "role": ctx.role,
+        "group": ctx.group,
+        "generation": ctx.generation,
+        "mesh": dict(ctx.mesh.shape),
+        "same": colocate.context() is ctx,
+        "args": args,
+        "kwargs": kwargs,
+    }
+
+
+def sum_of_ranks(ctx: colocate.Context, failing: int | None = None) -> float:
+    """The sum of the ranks, by a collective that one of them may leave."""
+    import torch
+    import torch.distributed as dist
+
+    group: ProcessGroup = ctx.process_group()
+    if ctx.rank == failing:
+        raise ValueError(f"rank {failing} left before the collective")
+    tensor = torch.tensor([float(ctx.rank)])
+    dist.all_reduce(tensor, group=group)
+    return float(tensor)

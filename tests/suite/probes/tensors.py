@@ -1,0 +1,199 @@
+"""Roles on tensors: memory, autograd, writes in place, random numbers. Each needs torch."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from colocate import Concat, First, PerRank, Role, method
+from colocate.testing.gate import pass_gate_async
+from colocate.testing.probes import optional
+
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = optional("torch")
+
+
+def takes_a_step(model: Any, optimizer: Any) -> bool:
+    """Whether a step of an optimizer changes a model's weights."""
+    before = [weight.detach().clone() for weight in model.parameters()]
+    optimizer.zero_grad()
+    model(torch.ones(1, 2, device=before[0].device)).sum().backward()
+    optimizer.step()
+    return not all(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
+
+
+class Trainer(Role):
+    """Trains a model that it is given, or gives away, with its optimizer."""
+
+    def __init__(self, model: Any = None, optimizer: Any = None) -> None:
+        self.model, self.optimizer = model, optimizer
+
+    @method(collect=First())
+    def step(self) -> bool:
+        return takes_a_step(self.model, self.optimizer)
+
+    @method(collect=First())
+    def step_with(self, model: Any, optimizer: Any) -> bool:
+        """With arguments; what can be called makes the optimizer."""
+        return takes_a_step(model, optimizer() if callable(optimizer) else optimizer)
+
+    @method(collect=First())
+    def step_with_both(self, both: Any) -> bool:
+        return takes_a_step(*both)
+
+    @method(collect=First())
+    def make(self, listed: bool = False) -> Any:
+        """A model and its optimizer, or a list of its parameters."""
+        model = torch.nn.Linear(2, 2)
+        return model, list(model.parameters()) if listed else torch.optim.SGD(model.parameters(), lr=1.0)
+
+
+def _through_operators(value: Any) -> None:
+    value["x"].add_(1.0)
+
+
+def _through_data(value: Any) -> None:
+    value["x"].data[0] = 7.0
+
+
+def _other_data(value: Any) -> None:
+    value["x"].data = torch.full((3,), 7.0)
+
+
+def _through_numpy(value: Any) -> None:
+    value["x"].numpy()[...] = 7.0
+
+
+def _through_a_view(value: Any) -> None:
+    value["x"].detach().view(3, 1).numpy()[1, 0] = 7.0
+
+
+def _into_an_integer_tensor(value: Any) -> None:
+    value["pair"][0].data.zero_()
+
+
+def _into_an_array(value: Any) -> None:
+    value["pair"][1][...] = 7
+
+
+def _into_a_view_of_an_array(value: Any) -> None:
+    value["pair"][1].reshape(4)[3] = 7
+
+
+def _deep_inside(value: Any) -> None:
+    value["deep"]["list"][1][0].numpy()[0] = 7.0
+
+
+def _other_item(value: Any) -> None:
+    value["deep"]["list"].append(1)
+
+
+def _other_key(value: Any) -> None:
+    value["deep"]["name"] = "changed"
+
+
+WRITES: Mapping[str, Callable[[Any], None]] = {
+    "operators": _through_operators,
+    "data": _through_data,
+    "other data": _other_data,
+    "numpy": _through_numpy,
+    "a view": _through_a_view,
+    "an integer tensor": _into_an_integer_tensor,
+    "an array": _into_an_array,
+    "a view of an array": _into_a_view_of_an_array,
+    "deep inside": _deep_inside,
+    "another item": _other_item,
+    "another key": _other_key,
+}
+
+
+class Mourned(Role):
+    """Makes values and uses them in each way there is, and knows which of them are still there."""
+
+    def __init__(self) -> None:
+        self.made: list[weakref.ref[torch.Tensor]] = []
+
+    @method(collect=Concat())
+    def make(self) -> torch.Tensor:
+        made = torch.arange(4.0)
+        self.made.append(weakref.ref(made))
+        return made
+
+    @method
+    def use(self, value: torch.Tensor) -> float:
+        return float(value.sum())
+
+    @method
+    async def wait(self, value: torch.Tensor) -> float:
+        return float(value.sum())
+
+    @method
+    def fail(self, value: torch.Tensor) -> None:
+        raise ValueError(f"{value.sum()} is no good")
+
+    @method
+    async def fail_later(self, value: torch.Tensor) -> None:
+        raise ValueError(f"{value.sum()} is no good")
+
+    @method(rows="row")
+    async def each(self, row: int, value: torch.Tensor) -> float:
+        return row * float(value.sum())
+
+    @method(collect=First())
+    def left(self) -> int:
+        """How many of those made are still there."""
+        gc.collect()
+        return sum(made() is not None for made in self.made)
+
+
+class Writer(Role):
+    """Makes a nested value, and changes it."""
+
+    def __init__(self) -> None:
+        self.returned: Any = None
+        self.held: Any = None
+
+    @method(collect=First())
+    def nested(self) -> dict[str, Any]:
+        """Tensors and arrays in dicts, tuples and lists."""
+        import numpy
+
+        self.returned = {
+            "x": torch.arange(3.0),
+            "pair": (torch.arange(2, 4), numpy.arange(4).reshape(2, 2)),
+            "deep": {"name": "as it was", "list": [1, (torch.ones(2),)]},
+        }
+        made: dict[str, Any] = self.returned
+        return made
+
+    @method
+    def hold(self, value: Any) -> None:
+        self.held = value
+
+    @method
+    def write(self, value: Any, how: str) -> None:
+        WRITES[how](value)
+
+    @method(dispatch=PerRank("gate"), concurrency=2)
+    async def write_later(self, value: Any, how: str | None, gate: Any) -> None:
+        """A rank with a gate writes when that is open, if it is told how; another call may run beside this one."""
+        if gate is not None:
+            await pass_gate_async(gate)
+            if how is not None:
+                WRITES[how](value)
+
+    @method
+    def write_held(self, how: str) -> None:
+        WRITES[how](self.held)
+
+    @method
+    def write_returned(self, how: str) -> None:
+        WRITES[how](self.returned)
+
+    @method
+    def untouched(self) -> float:
+        return 1.0

@@ -1,0 +1,8 @@
+"""Process groups of roles, and models that go on with new ones."""
+
+from __future__ import annotations
+
+from tests.suite.process_groups.groups import CutProcessGroups, ProcessGroups
+from tests.suite.process_groups.renewals import Renewals
+
+AREAS = [ProcessGroups, CutProcessGroups, Renewals]

@@ -1,0 +1,357 @@
+"""Profiles: each second of the profiled slots is told once, as what it was; the ranks' traces in one file."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from tests.suite.probes.profiled import Shifted, Timed
+
+import colocate
+from colocate import ColocatedGroup
+from colocate.errors import ColocateError, ConfigError
+from colocate.executor import OwnProcess
+from colocate.features import FEATURES
+from colocate.testing.executors._base import ExecutorCase, Spawn, needs, needs_feature
+from colocate.testing.gate import Gate
+from colocate.testing.probes.counting import Counting
+from colocate.testing.probes.plain import Echo
+from colocate.testing.waiting import PATIENCE_S
+
+if TYPE_CHECKING:
+    from colocate import Profile
+
+SLACK_S = 0.12
+"""So far may a time be off on a machine that has much to do."""
+
+
+def seconds(profile: Profile, label: str, what: str) -> float:
+    """Seconds of all slots that a call has of a part."""
+    part = profile.parts.get(label)
+    return 0.0 if part is None else part.seconds.get(what, 0.0)
+
+
+def about(expected: float) -> Any:
+    """A time, as exactly as it can be expected."""
+    return pytest.approx(expected, abs=SLACK_S)
+
+
+def events(profile: Profile) -> list[dict[str, Any]]:
+    """The events of a profile's file."""
+    found: list[dict[str, Any]] = json.loads(profile.trace.read_text())
+    return found
+
+
+def threads(profile: Profile, slot: int) -> set[int]:
+    """The threads that a slot has there of its worker's, by the numbers that their events have."""
+    named = [each for each in events(profile) if each["name"] == "thread_name"]
+    return {each["tid"] for each in named if each["args"]["name"].startswith(f"slot {slot}: thread ")}
+
+
+@needs(OwnProcess)
+class Profiling(ExecutorCase):
+    """`colocate.profile`."""
+
+    @pytest.fixture
+    def in_its_folder(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Run in a folder of the test's own, where torch is."""
+        if "looking" not in FEATURES:
+            pytest.skip("feature 'looking' isn't here")
+        pytest.importorskip("torch")
+        monkeypatch.chdir(tmp_path)
+
+    @pytest.fixture
+    def two(self, spawn: Spawn, in_its_folder: None) -> ColocatedGroup:
+        """Two ranks that have met before."""
+        group = spawn({"timed": colocate.role(Timed)})
+        timed = group.role("timed", Timed)
+        timed.reduce([0.0, 0.0])
+        timed.step([0.0, 0.0])
+        return group
+
+    def test_where_the_time_went(self, two: ColocatedGroup) -> None:
+        """Work, a rank that is early, a driver that does something else: each where it belongs, and the sum whole."""
+        timed = two.role("timed", Timed)
+        with colocate.profile(two) as profile:
+            began = time.time()
+            timed.work([0.1, 0.5])
+            time.sleep(0.3)
+            timed.multiply()
+            took = time.time() - began
+        assert seconds(profile, "timed.work", "compute") == about(0.6)
+        assert seconds(profile, "timed.multiply", "for others") == about(0.4)  # rank 0, for the work of rank 1
+        assert seconds(profile, "timed.multiply", "for the driver") == about(2 * 0.3)
+        assert profile.parts["timed.work"].calls == 2
+        assert profile.seconds == pytest.approx(took, abs=SLACK_S)
+        whole = sum(sum(part.seconds.values()) for part in profile.parts.values())
+        assert whole == pytest.approx(2 * profile.seconds, rel=1e-6)
+        *_, last = profile.rows()
+        assert last["call"] == "all"
+        assert last["time (s)"] == pytest.approx(profile.seconds, abs=1e-5)
+
+    @pytest.mark.parametrize("method", ["reduce", "step", "pass_on"])
+    def test_a_rank_that_comes_late(self, two: ColocatedGroup, method: str) -> None:
+        """Who waits for it doesn't compute, nor communicate: in Python, in a backward pass of C++, between two."""
+        timed = two.role("timed", Timed)
+        late = [0.4, 0.0] if method == "pass_on" else [0.0, 0.4]
+        with colocate.profile(two) as profile:
+            getattr(timed, method)(late)
+        label = f"timed.{method}"
+        assert seconds(profile, label, "compute") == about(0.4)
+        assert seconds(profile, label, "for others") == about(0.4)
+        assert seconds(profile, label, "communication") < SLACK_S
+
+    def test_what_overlaps_isnt_waited_for(self, two: ColocatedGroup) -> None:
+        """An operation that goes on while its rank works costs it nothing; only the rest is a wait."""
+        timed = two.role("timed", Timed)
+        with colocate.profile(two) as profile:
+            timed.overlap([0.0, 0.3])
+        assert seconds(profile, "timed.overlap", "compute") == about(0.5 + 0.3 + 0.5)
+        assert seconds(profile, "timed.overlap", "for others") < SLACK_S
+        with colocate.profile(two) as profile:
+            timed.overlap([0.0, 0.9])
+        assert seconds(profile, "timed.overlap", "compute") == about(0.5 + 0.9 + 0.5)
+        assert seconds(profile, "timed.overlap", "for others") == about(0.4)
+
+    def test_calls_that_overlap_count_once(self, two: ColocatedGroup) -> None:
+        """As those of async methods do."""
+        timed = two.role("timed", Timed)
+        with colocate.profile(two) as profile:
+            calls = [timed.wait.submit(0.4) for _ in range(3)]
+            colocate.wait(calls)
+        assert seconds(profile, "timed.wait", "compute") == about(2 * 0.4)
+
+    def test_one_file(self, two: ColocatedGroup, tmp_path: Path) -> None:
+        """Colocate's calls and the ranks' operators, in one time; no rank takes another's process, thread or flow."""
+        timed = two.role("timed", Timed)
+        with colocate.profile(two) as profile:
+            timed.multiply()
+            timed.step([0.0, 0.0])
+        assert [path.name for path in tmp_path.iterdir()] == ["profile.json"] == [profile.trace.name]
+        found = events(profile)
+        spans = [each for each in found if each["ph"] == "X" and each["cat"] == "timed"]
+        assert {each["name"] for each in spans} == {"timed.multiply", "timed.step"}
+        ranks = [[each for each in found if each["tid"] in threads(profile, slot)] for slot in (0, 1)]
+        for slot, own in enumerate(ranks):
+            (call,) = [each for each in spans if each["name"] == "timed.multiply" and each["args"]["rank"] == slot]
+            (range_,) = [each for each in own if each["name"] == "timed.multiply"]
+            (product,) = [each for each in own if each["name"] == "aten::mm" and _inside(each, range_)]
+            assert _inside(product, call, slack=1000)
+            assert abs(range_["ts"] - call["ts"]) < SLACK_S * 1e6
+            assert product["tid"] == range_["tid"] != call["tid"]
+            assert product["pid"] == call["pid"]
+            assert sum(each["name"] == "aten::mm" and _inside(each, call, slack=1000) for each in own) == 1
+        for key in ("id", "tid"):
+            mine, others = ({each.get(key) for each in own} - {None} for own in ranks)
+            assert mine
+            assert others
+            assert not mine & others
+
+    def test_only_some_ranks(self, two: ColocatedGroup) -> None:
+        """Other ranks have no profile, and no hook of it; and nobody has one before and after."""
+        timed = two.role("timed", Timed)
+        assert timed.hooks() == [0, 0]
+        with colocate.profile(two, roles="timed", ranks=1) as profile:
+            assert timed.hooks() == [0, 2]
+            assert timed.patched() == [False, True]
+            timed.work([0.2, 0.1])
+        assert timed.hooks() == [0, 0]
+        assert timed.patched() == [False, False]
+        assert profile.slots == {two.name: (1,)}
+        assert seconds(profile, "timed.work", "compute") == about(0.1)
+        assert (bool(threads(profile, 0)), bool(threads(profile, 1))) == (False, True)
+        with colocate.profile(two) as again:
+            timed.work([0.1, 0.1])
+        assert again.trace.name == "profile-2.json"
+        assert seconds(again, "timed.work", "compute") == about(0.2)
+
+    def test_a_clock_that_is_ahead(self, spawn: Spawn, in_its_folder: None) -> None:
+        """A worker whose time is five seconds from the driver's: the same table, and one time in the file."""
+        group = spawn({"timed": colocate.role(Shifted, 5.0)})
+        timed = group.role("timed", Shifted)
+        timed.reduce([0.0, 0.0])
+        with colocate.profile(group) as profile:
+            began = time.time()
+            timed.reduce([0.0, 0.4])
+            time.sleep(0.2)
+            timed.multiply()
+            took = time.time() - began
+        assert seconds(profile, "timed.reduce", "for others") == about(0.4)
+        assert seconds(profile, "timed.reduce", "compute") == about(0.4)
+        assert seconds(profile, "timed.multiply", "for the driver") == about(2 * 0.2)
+        assert profile.seconds == pytest.approx(took, abs=SLACK_S)
+        found = [each for each in events(profile) if each["ph"] == "X" and each["name"] == "timed.multiply"]
+        assert len(found) == 4  # a call and a range on each of two ranks
+        assert max(each["ts"] for each in found) - min(each["ts"] for each in found) < SLACK_S * 1e6
+
+    def test_a_block_that_fails(self, two: ColocatedGroup, tmp_path: Path) -> None:
+        """A block that fails leaves nothing, and the next profile can begin."""
+        with pytest.raises(ZeroDivisionError), colocate.profile(two):
+            _ = 1 / 0
+        assert list(tmp_path.iterdir()) == []
+        assert two.role("timed", Timed).hooks() == [0, 0]
+        with colocate.profile(two) as profile:
+            two.role("timed", Timed).multiply()
+        assert profile.trace.exists()
+
+    def test_a_block_that_fails_amid_a_call(self, two: ColocatedGroup, tmp_path: Path) -> None:
+        """Nobody waits for a rank, which may never end its call; once it does, the next profile can begin."""
+        timed, calls = two.role("timed", Timed), list[Any]()
+
+        def fail() -> None:
+            with colocate.profile(two):
+                calls.append(timed.work.submit([3.0, 3.0]))
+                raise ZeroDivisionError
+
+        with pytest.raises(ZeroDivisionError):
+            fail()
+        assert not calls[0].done()
+        assert list(tmp_path.iterdir()) == []
+        with colocate.profile(two) as profile:
+            timed.multiply()
+        assert [path.name for path in tmp_path.iterdir()] == [profile.trace.name]
+        assert timed.hooks() == [0, 0]
+
+    def test_an_interrupted_profile(self, two: ColocatedGroup, tmp_path: Path) -> None:
+        """Who is interrupted while ranks write leaves nothing, and no call of a role fails of it."""
+        timed = two.role("timed", Timed)
+        previous = signal.signal(signal.SIGUSR1, _interrupt)
+        with Gate() as gate, ThreadPoolExecutor(1) as other:
+
+            def interrupt() -> None:
+                gate.wait_for()
+                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
+
+            timed.write_late(gate.address)
+            interrupted = other.submit(interrupt)
+            try:
+                with pytest.raises(InterruptedError), colocate.profile(two):
+                    pass
+            finally:
+                interrupted.result()  # before: a signal that comes later would end this process
+                signal.signal(signal.SIGUSR1, previous)
+            call = timed.multiply.submit()
+            gate.open()
+            call.result(PATIENCE_S)
+        assert list(tmp_path.iterdir()) == []
+        with colocate.profile(two) as profile:
+            timed.multiply()
+        assert profile.trace.exists()
+
+    def test_a_rank_that_cant_begin(self, two: ColocatedGroup, tmp_path: Path) -> None:
+        """Another profile goes on in its process, say: this one is refused with its words, and nothing else fails."""
+        timed = two.role("timed", Timed)
+        timed.refuse_next()
+        words = r"the profile of worker 1 of group .* can't begin: RuntimeError: another one goes on"
+        with pytest.raises(ColocateError, match=words), colocate.profile(two):
+            raise AssertionError
+        assert timed.hooks() == [0, 0]
+        assert list(tmp_path.iterdir()) == []
+        with colocate.profile(two) as profile:
+            timed.multiply()
+        assert profile.trace.exists()
+
+    @needs_feature("looking")
+    def test_two_at_once(self, spawn: Spawn, in_its_folder: None, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Profiles of two groups that begin at the same moment have a file each."""
+        groups = [spawn({"echo": colocate.role(Echo, "the tag")}, slots=1) for _ in range(2)]
+        from colocate.features.profiling.driver import _Session  # which needs that feature
+
+        both, begin = threading.Barrier(2), _Session.begin
+
+        def begin_together(session: _Session) -> None:
+            both.wait(PATIENCE_S)
+            begin(session)
+
+        monkeypatch.setattr(_Session, "begin", begin_together)
+
+        def profile(group: ColocatedGroup) -> str:
+            with colocate.profile(group) as profile:
+                group.role("echo", Echo).noop()
+            assert profile.parts["echo.noop"].calls == 1
+            return profile.trace.name
+
+        with ThreadPoolExecutor(2) as threads:
+            assert {*threads.map(profile, groups)} == {"profile.json", "profile-2.json"}
+
+    def test_another_group_that_hangs(self, two: ColocatedGroup, spawn: Spawn) -> None:
+        """That one's clock isn't known, and the profile of another group is as ever."""
+        other = spawn({"other": colocate.role(Counting)}, slots=1)
+        pid = other.role("other", Counting).pid()[0]
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            with colocate.profile(two) as profile:
+                two.role("timed", Timed).multiply()
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        assert profile.trace.exists()
+
+    def test_one_profile_at_a_time(self, two: ColocatedGroup) -> None:
+        """A second one is refused, and the first one goes on."""
+        timed = two.role("timed", Timed)
+        with colocate.profile(two) as outer:
+            with pytest.raises(ColocateError, match="is being profiled already"), colocate.profile(two):
+                raise AssertionError
+            timed.work([0.1, 0.1])
+        assert seconds(outer, "timed.work", "compute") == about(0.2)
+
+    def test_what_cant_be_profiled(self, two: ColocatedGroup) -> None:
+        """Mistakes are told before anything begins."""
+        with pytest.raises(ConfigError, match=r"no role 'tined'.*timed"), colocate.profile(two, roles="tined"):
+            raise AssertionError
+        with (
+            pytest.raises(ConfigError, match=r"role 'timed' has 2, no rank 2"),
+            colocate.profile(two, roles=["timed"], ranks=[0, 2]),
+        ):
+            raise AssertionError
+        with pytest.raises(ConfigError, match="none of these ranks has a GPU"), colocate.profile(two, memory=True):
+            raise AssertionError
+        assert two.role("timed", Timed).hooks() == [0, 0]
+
+    def test_stacks(self, two: ColocatedGroup) -> None:
+        """What a rank does in Python, by the driver's clock, below its calls."""
+        timed = two.role("timed", Timed)
+        with colocate.profile(two, ranks=1, sampler="py-spy") as profile:
+            timed.multiply()
+            timed.work([0.0, 0.8])
+        found = events(profile)
+        (call,) = [each for each in found if each["name"] == "timed.work" and each.get("args", {}).get("rank") == 1]
+        (stacks,) = {
+            each["tid"] for each in found if each["name"] == "thread_name" and each["args"]["name"] == "slot 1: stacks"
+        }
+        seen = [each for each in found if each["tid"] == stacks and each["name"].endswith("work")]
+        assert {each["ph"] for each in seen} == {"B", "E"}
+        start, end = min(each["ts"] for each in seen), max(each["ts"] for each in seen)
+        assert start == pytest.approx(call["ts"], abs=SLACK_S * 1e6)
+        assert end == pytest.approx(call["ts"] + call["dur"], abs=SLACK_S * 1e6)
+        assert seconds(profile, "timed.work", "compute") == about(0.8)
+        with pytest.raises(ConfigError, match="only torch's"), colocate.profile(two, memory=True, sampler="py-spy"):
+            raise AssertionError
+        with pytest.raises(ConfigError, match="'torch' or 'py-spy'"), colocate.profile(two, sampler="pyspy"):
+            raise AssertionError
+
+    def test_roles_without_torch(self, spawn: Spawn, in_its_folder: None) -> None:
+        """Calls of such roles are told, and their waits for each other and for the driver."""
+        group = spawn({"echo": colocate.role(Echo, "the tag")})
+        with colocate.profile(group) as profile:
+            group.role("echo", Echo).noop()
+        assert profile.parts["echo.noop"].calls == 2
+        assert profile.seconds > 0
+
+
+def _interrupt(number: int, frame: object) -> None:
+    raise InterruptedError
+
+
+def _inside(inner: dict[str, Any], outer: dict[str, Any], slack: float = 0.0) -> bool:
+    return bool(outer["ts"] - slack <= inner["ts"] and inner["ts"] + inner["dur"] <= outer["ts"] + outer["dur"] + slack)
+
+
+AREAS = [Profiling]

@@ -1,0 +1,189 @@
+"""Values of rows are those of the moment at which they were given, returned or yielded."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
+
+import pytest
+from tests.suite.marks import of_executor
+from tests.suite.rows.reading import OUT, RowsCase
+
+import colocate
+from colocate import Concat, First, Role, RoleSpec, Runtime, Scatter, method
+from colocate.executor import OwnProcess
+from colocate.testing.executors._base import Shared, Spawn, needs
+from colocate.testing.gate import Address, Gate, pass_gate_async
+from colocate.testing.waiting import PATIENCE_S
+
+_SIZE = 1024  # elements of a row, so that its memory travels beside the pickle
+
+
+def total(value: Any) -> float:
+    """Sum a value's numbers."""
+    if isinstance(value, dict):
+        return sum(map(total, value.values()))
+    return float(sum(value)) if isinstance(value, (list, bytearray)) else float(value.sum())
+
+
+class Buffering(Role):
+    """A role that uses its buffers again, and whose caller does so too."""
+
+    def __init__(self) -> None:
+        import numpy as np
+        import torch
+
+        self.turn = 0
+        self.frames = torch.zeros(3, _SIZE)
+        self.buffers: dict[str, Any] = {
+            "array": np.zeros(_SIZE, np.float32),
+            "view": self.frames[1],
+            "ids": [0],
+            "inside": {"array": np.zeros((2, 2), np.int64)},
+        }
+
+    def _fill(self, number: int) -> dict[str, Any]:
+        self.buffers["array"][:] = number
+        self.frames.fill_(number)
+        self.buffers["ids"][0] = number
+        self.buffers["inside"]["array"].fill(number)
+        return self.buffers
+
+    @method(rows="row", concurrency=2)
+    async def add(self, row: Any, beside: Any, gate: Address, how: str = "") -> float:
+        """Sum a row and what all rows have got, behind a gate; what else happens there, `how` says."""
+        await pass_gate_async(gate)
+        if how == "raise" and self.ctx.rank == 0:
+            raise ValueError(how)
+        if how == "die" and self.ctx.generation == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return total(row) + total(beside)
+
+    @method(dispatch=Scatter("batch"))
+    def fill(self, batch: list[int]) -> Iterator[tuple[int, Any]]:
+        """Yield the same buffers for each row."""
+        for index, number in enumerate(batch):
+            yield index, self._fill(number)
+
+    @method(dispatch=Scatter("batch"))
+    async def fill_later(self, batch: list[int]) -> AsyncIterator[tuple[int, Any]]:
+        """Yield the same buffers for each row."""
+        for index, number in enumerate(batch):
+            yield index, self._fill(number)
+
+    @method(rows="row", concurrency=2)
+    async def fill_row(self, row: int) -> Any:
+        """Return the same buffers for each row."""
+        return self._fill(row)
+
+    @method(dispatch=Scatter("rows"), collect=Concat())
+    def totals(self, rows: list[Any]) -> list[float]:
+        """Sum each row."""
+        return [*map(total, rows)]
+
+    @method(collect=First())
+    def step(self) -> Any:
+        """Return the same buffers each time."""
+        self.turn += 1
+        return self._fill(self.turn)
+
+
+class Buffers(RowsCase):
+    """Buffers that are used again."""
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def shared_buffering(cls, runtime: Runtime) -> Iterator[Shared]:
+        """Two slots of a runtime where values travel by value: with `strict=True` if they otherwise don't."""
+        pytest.importorskip("torch")
+        roles: dict[str, RoleSpec[Any]] = {"buffering": colocate.role(Buffering)}
+        if runtime._node.services.executor.codec.name != "reference":
+            yield Shared(runtime, roles, 2, "buffering")
+            return
+        with cls().connect(strict=True) as strict:
+            yield Shared(strict, roles, 2, "buffering")
+
+    @pytest.fixture
+    def buffering(self, no_leaks: None, shared_buffering: Shared) -> Buffering:
+        """The view of the role."""
+        return shared_buffering.get().role("buffering", Buffering)
+
+    @of_executor
+    @pytest.mark.parametrize("kind", ["array", "tensor", "mapping"])
+    @pytest.mark.parametrize("how", ["", "raise"])
+    def test_rows_are_taken_when_the_call_is_written(self, buffering: Buffering, kind: str, how: str) -> None:
+        """Rows that are sent later, and again, are those that the caller gave; so is what all rows get."""
+        add = buffering.add.options(retry=1) if how else buffering.add
+        for begin in (add.stream, add.submit):
+            rows, overwrite = _rows(kind, 3 * OUT)
+            with Gate() as gate:
+                beside, expected = _rows("array", 2)[0], _expected(rows, kind)
+                call: Any = begin(rows, beside, gate.address, how)
+                gate.wait_for(4)
+                overwrite()
+                beside[:] = -1
+                gate.open()
+                found = call.result(PATIENCE_S) if begin == add.submit else [value for _, value in sorted(call)]
+            assert found == expected
+
+    @needs(OwnProcess)
+    def test_rows_after_a_restart(self, spawn: Spawn) -> None:
+        """The workers of a restarted group are given the rows, and what all rows get, as both were."""
+        pytest.importorskip("torch")
+        buffering = spawn({"buffering": colocate.role(Buffering)}, on_failure="restart").role("buffering", Buffering)
+        rows, overwrite = _rows("array", 3 * OUT)
+        with Gate() as gate:
+            beside, expected = _rows("array", 2)[0], _expected(rows, "array")
+            stream = buffering.add.options(retry=1).stream(rows, beside, gate.address, "die")
+            gate.wait_for(4)
+            overwrite()
+            beside[:] = -1
+            gate.open()
+            assert [value for _, value in sorted(stream)] == expected
+
+    @of_executor
+    def test_values_of_one_buffer(self, buffering: Buffering) -> None:
+        """Each row has its own values, called, submitted, streamed and kept; so has each call."""
+        batch = [*range(12)]
+        sizes = total({"array": [1] * _SIZE, "view": [1] * _SIZE, "ids": [1], "inside": [1] * 4})
+        expected = [sizes * number for number in batch]
+        for fill in (buffering.fill, buffering.fill_later, buffering.fill_row):
+            assert [*map(total, fill(batch))] == expected
+            assert [*map(total, fill.submit(batch).result(PATIENCE_S))] == expected
+            assert [total(value) for _, value in sorted(fill.stream(batch), key=_index)] == expected
+        for kept in (buffering.fill.keep(batch), buffering.fill_later.keep(batch)):
+            assert buffering.totals(kept.ref) == expected
+            assert [*map(total, kept.fetch())] == expected
+        calls = [buffering.step.submit() for _ in range(6)]
+        calls[-1].result(PATIENCE_S)
+        found = [total(call.result(PATIENCE_S)) for call in calls]
+        assert [after - before for before, after in itertools.pairwise(found)] == [sizes] * 5
+
+
+def _index(row: tuple[int, Any]) -> int:
+    return row[0]
+
+
+def _rows(kind: str, count: int) -> tuple[Any, Callable[[], object]]:
+    """Return rows, and what writes other values into their memory."""
+    import numpy as np
+    import torch
+
+    array = np.arange(count * _SIZE, dtype=np.float64).reshape(count, _SIZE) % 97
+    tensor = torch.from_numpy(array.copy())
+    rows: dict[str, Any] = {"array": array, "tensor": tensor, "mapping": {"array": array, "tensor": tensor}}
+
+    def overwrite() -> None:
+        array[:] = -1
+        tensor.fill_(-1)
+
+    return rows[kind], overwrite
+
+
+def _expected(rows: Any, kind: str) -> list[float]:
+    arrays = rows.values() if kind == "mapping" else [rows]
+    beside = total(_rows("array", 2)[0])
+    return [sum(map(total, parts)) + beside for parts in zip(*arrays, strict=True)]

@@ -1,0 +1,253 @@
+"""Who reads a stream: several at once, some of whom are interrupted."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from tests.suite.rows.probes import PLACES, Playing, Ringing, Yielding
+
+import colocate
+from colocate import ColocatedGroup, RoleSpec, Runtime
+from colocate._signals.deferred import settle
+from colocate.errors import CallTimeout, ClosedError, RoleError
+from colocate.executor import OwnProcess
+from colocate.testing.executors._base import ExecutorCase, Shared, Spawn, needs
+from colocate.testing.gate import Gate
+from colocate.testing.probes.plain import Log
+from colocate.testing.waiting import PATIENCE_S, wait_until
+
+READERS = 3
+OUT = 2 * PLACES * 2
+"""How many rows of two ranks are begun and not read, at most."""
+
+
+class RowsCase(ExecutorCase):
+    """Base of the areas of rows."""
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def shared_playing(cls, runtime: Runtime) -> Shared:
+        """Two slots with a role of each kind."""
+        roles: dict[str, RoleSpec[Any]] = {
+            "playing": colocate.role(Playing),
+            "yielding": colocate.role(Yielding),
+            "log": colocate.role(Log),
+        }
+
+        def warm_up(group: ColocatedGroup) -> None:
+            group.role("playing", Playing).play([1, 2, 3])
+
+        return Shared(runtime, roles, 2, "playing", warm_up=warm_up)
+
+    @pytest.fixture
+    def streaming(self, no_leaks: None, shared_playing: Shared) -> ColocatedGroup:
+        """The roles whose rows end one by one, which all tests share."""
+        return shared_playing.get()
+
+    @pytest.fixture
+    def playing(self, streaming: ColocatedGroup) -> Playing:
+        """The view of the playing role, with an empty log."""
+        view = streaming.role("playing", Playing)
+        view.logged()
+        return view
+
+
+class Alarm(Exception):
+    """What a user's handler raises."""
+
+
+@contextlib.contextmanager
+def alarms() -> Iterator[None]:
+    """A block in which SIGUSR1 raises."""
+
+    def ring(number: int, frame: object) -> None:
+        raise Alarm
+
+    before = signal.signal(signal.SIGUSR1, ring)
+    try:
+        yield
+    finally:
+        Ringing.rings.clear()
+        signal.signal(signal.SIGUSR1, before)
+
+
+def by_threads(stream: Any, meanwhile: Callable[[], object] = lambda: None) -> list[tuple[list[int], type | None]]:
+    """Return what each of some threads reads of a stream, and what they are told at its end."""
+    found: list[tuple[list[int], type | None]] = []
+
+    def read() -> None:
+        rows: list[int] = []
+        try:
+            rows.extend(index for index, _ in stream)
+            found.append((rows, None))
+        except Exception as error:
+            found.append((rows, type(error)))
+
+    readers = [threading.Thread(target=read, daemon=True) for _ in range(READERS)]
+    for each in readers:
+        each.start()
+    meanwhile()
+    for each in readers:
+        each.join(PATIENCE_S)
+    return found
+
+
+def by_tasks(stream: Any, meanwhile: Callable[[], object] = lambda: None) -> list[tuple[list[int], type | None]]:
+    """The same of tasks."""
+
+    async def read() -> tuple[list[int], type | None]:
+        rows: list[int] = []
+        try:
+            async for index, _ in stream:
+                rows.append(index)
+        except Exception as error:
+            return rows, type(error)
+        return rows, None
+
+    async def main() -> list[tuple[list[int], type | None]]:
+        tasks = [asyncio.create_task(read()) for _ in range(READERS)]
+        await asyncio.to_thread(meanwhile)
+        return await asyncio.wait_for(asyncio.gather(*tasks), PATIENCE_S)
+
+    return asyncio.run(main())
+
+
+class Reading(RowsCase):
+    """Several readers of one stream, and interruptions."""
+
+    @pytest.mark.parametrize("by", [by_threads, by_tasks])
+    def test_several_read_one_stream(self, playing: Playing, by: Callable[..., Any]) -> None:
+        """Each row goes to one of them, and all are told of its end, of what has ended it, and when it is closed."""
+        found = by(playing.play.stream(list(range(10 * OUT))))
+        assert sorted(row for rows, _ in found for row in rows) == [*range(10 * OUT)]
+        assert [told for _, told in found] == [None] * READERS
+        with Gate() as gate:
+            stream = playing.wait.options(timeout=0.5).stream([True] * 4, gate.address)
+            assert by(stream) == [([], CallTimeout)] * READERS
+            returning = playing.wait.options(timeout=0.5, on_error="return").stream([True] * 4, gate.address)
+            assert sorted(row for rows, _ in by(returning) for row in rows) == [0, 1, 2, 3]
+            stream = playing.wait.stream([True] * 4, gate.address)
+
+            def close() -> None:
+                gate.wait_for(2 * PLACES)
+                wait_until(lambda: len(stream._arrivals._waiting) == READERS, "all wait")  # type: ignore[attr-defined]
+                stream.close()
+
+            assert by(stream, close) == [([], ClosedError)] * READERS
+
+    @needs(OwnProcess)  # on threads values are handed over as they are
+    @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGINT])
+    def test_interrupted_while_a_value_is_rebuilt(self, playing: Playing, number: signal.Signals) -> None:
+        """Who asks again has it: of a stream, of a call, of calls as they end."""
+        rows, got = list(range(3 * OUT)), list[int]()
+
+        def interrupted(asks: Callable[[], Any]) -> Any:
+            Ringing.rings.append(number)
+            with pytest.raises((Alarm, KeyboardInterrupt)):
+                asks()
+            return asks()
+
+        with alarms():
+            stream = playing.ring.stream(rows)
+            while len(got) < len(rows):
+                got.append(interrupted(lambda: next(stream))[0])
+            assert sorted(got) == rows
+            with pytest.raises(StopIteration):
+                next(stream)
+            call = playing.ring.submit(rows)
+            assert [value.row for value in interrupted(lambda: call.result(PATIENCE_S))] == rows
+
+            async def first() -> Any:
+                return await anext(later)
+
+            later, got = playing.ring.stream(rows), []
+            while len(got) < len(rows) and number == signal.SIGUSR1:  # asyncio.run has a handler of its own for SIGINT
+                got.append(interrupted(lambda: asyncio.run(first()))[0])
+            assert sorted([*got, *(index for index, _ in later)]) == rows
+
+    def test_who_stops_waiting(self, playing: Playing) -> None:
+        """Tasks that are cancelled while they wait for a row have taken none."""
+        rows, got = list(range(10 * OUT)), list[int]()
+
+        async def main() -> None:
+            stream = playing.play.stream(rows)
+            within = 1e-5
+            while True:
+                try:
+                    got.append((await asyncio.wait_for(anext(stream), within))[0])
+                except TimeoutError:
+                    within *= 2
+                except StopAsyncIteration:
+                    return
+                else:
+                    within = 1e-5
+
+        asyncio.run(main())
+        assert sorted(got) == rows
+
+    def test_what_was_read_is_told_by_one(self, playing: Playing) -> None:
+        """Rows that the main thread reads, while nobody can be told of that, have no thread begin each."""
+        stream = playing.play.stream(list(range(3 * OUT)))
+        call = stream._call  # type: ignore[attr-defined]
+        wait_until(lambda: len(call.ends) == OUT, "as many rows as may have ended")
+        held, goes_on = threading.Event(), threading.Event()
+
+        def hold() -> None:
+            with call._lock:
+                held.set()
+                goes_on.wait(PATIENCE_S)
+
+        holder = threading.Thread(target=hold)
+        holder.start()
+        held.wait(PATIENCE_S)
+        try:
+            got = [next(stream)[0] for _ in range(OUT)]
+            assert settle(0.0)  # else each has a thread that waits for that
+        finally:
+            goes_on.set()
+            holder.join(PATIENCE_S)
+        assert sorted([*got, *(index for index, _ in stream)]) == [*range(3 * OUT)]
+
+    @pytest.mark.parametrize("how", ["closed", "failed", "yields"])
+    def test_what_swallows_its_cancellation(self, spawn: Spawn, how: str) -> None:
+        """Where nobody waits for its rows any more it has the time of a hold to end; then the group fails, and why."""
+        group = spawn({"playing": colocate.role(Playing), "yielding": colocate.role(Yielding)}, slots=1)
+        group._node.grace = 0.2
+        role: Any = group["yielding" if how == "yields" else "playing"]
+        with Gate() as gate:
+            if how == "failed":
+                role.swallow.submit(["a", "fail"], gate.address)
+            else:
+                stream = role.swallow.stream(["a"], gate.address)
+                gate.wait_for(1)
+                stream.close()
+            error = group.role("yielding", Yielding).one.submit().exception(PATIENCE_S)
+        assert isinstance(error, RoleError)
+        where = "row 0" if how != "yields" else "swallow"
+        assert re.search(r"swallow did not end on slot 0 .* within 0.2 s after nobody waited for its rows", str(error))
+        assert where in str(error)
+        assert (error.method, error.rank) == ("swallow", 0)
+
+    def test_left_before_it_has_begun(self, spawn: Spawn) -> None:
+        """A stream that is left while an earlier call runs, however long that takes, is no failure."""
+        group = spawn({"playing": colocate.role(Playing)}, slots=1)
+        playing, order = group.role("playing", Playing), group._node.order
+        with Gate() as gate:
+            earlier = playing.wait.submit([True], gate.address)
+            gate.wait_for(1)
+            group._node.grace = 0.01
+            playing.play.stream([1]).close()
+            wait_until(lambda: order.stacks.ran, "it was looked for")
+            asked, order.stacks.ran = order.stacks.ran, {}
+            wait_until(lambda: order.stacks.ran, "and again")
+            assert asked == order.stacks.ran
+            gate.open()
+            assert earlier.result(PATIENCE_S) == [(0, 0)]
+        assert playing.count() == [[0, 1]]
