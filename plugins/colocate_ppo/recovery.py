@@ -53,7 +53,7 @@ class Recovery:
                     return do()
             except RoleError as error:
                 self.failed += 1
-                if not left or isinstance(error, RenewalError):
+                if not left or _is_final(error):
                     raise
                 left -= 1
                 _log.warning("%s is done again: %s", name, _what(error))
@@ -69,7 +69,7 @@ class Recovery:
         Raises:
             RoleError: It isn't, there is no checkpoint, or it was gone back to often enough.
         """
-        if self.how != "restore" or isinstance(error, RenewalError) or self._restored >= self.limit:
+        if self.how != "restore" or _is_final(error) or self._restored >= self.limit:
             raise error
         step = run.rewind()
         if step is None:
@@ -87,6 +87,11 @@ class Recovery:
         """Return what a step has to say about this: `failed_calls`, if any has failed since the last one."""
         failed, self.failed = self.failed, 0
         return {"failed_calls": failed} if failed else {}
+
+
+def _is_final(error: RoleError) -> bool:
+    """Whether another attempt would fail in the same way: ranks that disagree, or a mistake in the config."""
+    return isinstance(error, RenewalError) or isinstance(error.__cause__, ConfigError)
 
 
 def _what(error: RoleError) -> str:

@@ -26,7 +26,14 @@ class FakeRun:
         return self.step
 
 
-def failing(times: int, error: type[RoleError] = RoleError) -> tuple[Callable[[], str], list[int]]:
+def mistake(message: str) -> RoleError:
+    """Return a call's error whose cause is a mistake in the config."""
+    error = RoleError(message)
+    error.__cause__ = ConfigError("there is no chat template")
+    return error
+
+
+def failing(times: int, error: Callable[[str], RoleError] = RoleError) -> tuple[Callable[[], str], list[int]]:
     """What raises so often before it succeeds, and how often it was called."""
     called: list[int] = []
 
@@ -53,13 +60,19 @@ def test_a_part_is_done_again_so_often() -> None:
 
 @pytest.mark.parametrize(
     ("how", "limit", "error"),
-    [("restore", 3, RoleError), ("fail", 3, RoleError), ("retry", 0, RoleError), ("retry", 3, RenewalError)],
+    [
+        ("restore", 3, RoleError),
+        ("fail", 3, RoleError),
+        ("retry", 0, RoleError),
+        ("retry", 3, RenewalError),
+        ("retry", 3, mistake),
+    ],
 )
-def test_it_is_not_done_again(how: OnStepFailure, limit: int, error: type[RoleError]) -> None:
+def test_it_is_not_done_again(how: OnStepFailure, limit: int, error: Callable[[str], RoleError]) -> None:
     """Where nobody wants that, or it can't be."""
     run: Any = FakeRun()
     do, called = failing(1, error)
-    with pytest.raises(error):
+    with pytest.raises(RoleError, match="no"):
         Recovery(how, limit).part(run, "rollout", do)
     assert len(called) == 1
 
@@ -77,12 +90,13 @@ def test_a_checkpoint_is_gone_back_to_so_often() -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "step", "error"), [("retry", 7, RoleError), ("restore", None, RoleError), ("restore", 7, RenewalError)]
+    ("how", "step", "error"),
+    [("retry", 7, RoleError), ("restore", None, RoleError), ("restore", 7, RenewalError), ("restore", 7, mistake)],
 )
-def test_nothing_is_gone_back_to(how: OnStepFailure, step: int | None, error: type[RoleError]) -> None:
+def test_nothing_is_gone_back_to(how: OnStepFailure, step: int | None, error: Callable[[str], RoleError]) -> None:
     """Where nobody wants that, there is no checkpoint, or the group can't go on."""
     run: Any = FakeRun(step)
-    with pytest.raises(error) as caught:
+    with pytest.raises(RoleError) as caught:
         Recovery(how, 3).restore(run, error("no"), lambda: pytest.fail("it was restored"))
     notes = getattr(caught.value, "__notes__", [])
     assert bool(notes) == (step is None)
