@@ -1,4 +1,4 @@
-"""A mark of the laws of features that are tried on each executor, as they stand on what it does itself."""
+"""Mark the laws of features that each executor is tried on: they stand on what it does itself."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar

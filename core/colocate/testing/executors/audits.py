@@ -1,4 +1,4 @@
-"""The ownership graph; audits: what the cluster has and no graph owns, and the reverse."""
+"""Audits: the workers and slots that a cluster has and no graph owns, and the reverse."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from colocate._owned.owned import Owned
 from colocate._role.budget import Budget
 from colocate.errors import RoleStartError
 from colocate.executor import Reservation
-from colocate.testing.executors._base import ExecutorCase, Spawn, smoke
+from colocate.testing.executors._base import ExecutorCase, Spawn, needs_feature, smoke
 from colocate.testing.gate import Gate
 from colocate.testing.probes.faulty import FailsToStart, Faulty
 from colocate.testing.probes.plain import Echo
@@ -51,6 +51,7 @@ class Auditing(ExecutorCase):
     """`runtime.audit()`: false when the graph and the cluster agree."""
 
     @smoke
+    @needs_feature("looking")
     def test_clean_at_each_stage(self, runtime: Runtime) -> None:
         """Nothing is found before, between and after: reserved, spawned, called, failed to start, closed."""
         assert not runtime.audit()
@@ -73,6 +74,7 @@ class Auditing(ExecutorCase):
         assert (audit.leaked, audit.missing) == ((), ())
         assert str(audit) == "clean: nothing is leaked, nothing is missing"
 
+    @needs_feature("looking")
     def test_forgotten_group(self, spawn: Spawn) -> None:
         """Workers that run although no group has them are leaked, with what is known of them."""
         group = spawn(ROLES)
@@ -92,6 +94,7 @@ class Auditing(ExecutorCase):
         assert audit.data()["clean"] is False
         assert not group.owner.owner.audit()
 
+    @needs_feature("looking")
     def test_claimed_worker(self, spawn: Spawn) -> None:
         """A worker that the graph has and nobody runs is missing, with the line that made its group."""
         group = spawn(ROLES)
@@ -110,6 +113,7 @@ class Auditing(ExecutorCase):
         assert str(audit).startswith("missing: worker ")
         assert not group.owner.owner.audit()
 
+    @needs_feature("looking")
     def test_claimed_pool(self, runtime: Runtime) -> None:
         """Slots that the graph has and nobody holds are missing."""
         with runtime.reserve(1, cpus=0) as real:

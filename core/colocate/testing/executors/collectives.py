@@ -1,13 +1,11 @@
-"""torch.distributed groups of a role's ranks, and what becomes of who waits in them when a call fails."""
+"""Process groups of torch across the slots of an executor, and their end when a call fails."""
 
 from __future__ import annotations
 
 from colocate import ColocatedGroup
-from colocate.errors import (
-    RoleError,
-)
+from colocate.errors import RoleError
 from colocate.executor import OwnProcess
-from colocate.testing.executors._base import ExecutorCase, needs
+from colocate.testing.executors._base import ExecutorCase, needs, needs_feature
 from colocate.testing.gate import Gate
 from colocate.testing.probes.collectives import Collective
 from colocate.testing.waiting import PATIENCE_S
@@ -17,6 +15,7 @@ class ProcessGroups(ExecutorCase):
     """`ctx.process_group()`."""
 
     @needs(OwnProcess)
+    @needs_feature("process_groups")
     def test_all_ranks(self, ring: ColocatedGroup) -> None:
         """Without an axis the group has all ranks of the role, and torch knows their numbers."""
         assert ring.role("all", Collective).sum_each([1.0, 2.0, 3.0, 4.0]) == [10.0] * 4  # type: ignore[arg-type]
@@ -25,6 +24,7 @@ class ProcessGroups(ExecutorCase):
         assert ring.role("pair", Collective).facts() == [(0, 2), (1, 2)]
 
     @needs(OwnProcess)
+    @needs_feature("process_groups")
     def test_default_group(self, ring: ColocatedGroup) -> None:
         """Once a role has asked for a group, torch's default one has all slots, and the groups of all roles in it."""
         assert ring.role("all", Collective).in_default() == [(slot, 4, [0, 1, 2, 3]) for slot in range(4)]
@@ -36,6 +36,7 @@ class CutProcessGroups(ExecutorCase):
     """Who waits in a collective for one that has failed is freed: the group is cut, and made anew."""
 
     @needs(OwnProcess)
+    @needs_feature("process_groups")
     def test_hold_in_a_collective(self, ring: ColocatedGroup) -> None:
         """Rank 1 raises before a collective in which rank 0 waits: its error comes at once, and rank 0 is freed."""
         pair = ring.role("pair", Collective)
