@@ -12,6 +12,7 @@ isn't recorded and isn't read.
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import datetime
 import decimal
@@ -242,7 +243,7 @@ class _Encoder:
         if numpy is not None and isinstance(value, numpy.ndarray | numpy.generic):
             return self._of_array(numpy, kind, value)
         if numpy is not None and isinstance(value, numpy.dtype):
-            return ["dtype", _dtype_code(numpy, value)]
+            return ["dtype", _dtype_code(value)]
         if torch is not None and isinstance(value, torch.dtype | torch.layout | torch.memory_format):
             return ["torch", str(value).removeprefix("torch.")]
         if torch is not None and isinstance(value, torch.device):
@@ -280,9 +281,8 @@ class _Encoder:
         array = numpy.asarray(value)
         if isinstance(value, numpy.ndarray) and kind is not numpy.ndarray:
             raise NotRecorded(f"an array of {kind.__qualname__}, {array.dtype}, isn't recorded")
-        code = _dtype_code(numpy, array.dtype)
         number = self._add("uint8", (array.nbytes,), array.tobytes(), math.gcd(array.dtype.alignment, 8))
-        return ["array" if array is value else "scalar", [number, code, [*array.shape]]]
+        return ["array" if array is value else "scalar", [number, _dtype_code(array.dtype), [*array.shape]]]
 
     def _of_tensor(self, torch: Any, tensor: Any) -> list[Any]:
         if tensor.is_nested and str(tensor.layout) == "torch.jagged":
@@ -381,32 +381,18 @@ def _checked(keys: Collection[Any]) -> Collection[Any]:
     return keys
 
 
-def _dtype_code(numpy: Any, dtype: Any) -> Any:
-    code = _code(dtype)
+def _dtype_code(dtype: Any) -> str:
+    """Return a dtype as NumPy's own files have it; refuse one that these don't have whole."""
+    from numpy.lib.format import dtype_to_descr
+
     try:
-        is_whole = not dtype.hasobject and _dtype_of(code) == dtype
+        code = repr(dtype_to_descr(dtype))
+        is_whole = _dtype_of(code) == dtype
     except (TypeError, ValueError):
         is_whole = False
     if not is_whole:
         raise NotRecorded(f"NumPy's {dtype!r} isn't recorded")
     return code
-
-
-def _code(dtype: Any) -> Any:
-    if dtype.subdtype is not None:
-        base, shape = dtype.subdtype
-        return [_code(base), [*shape]]
-    if dtype.names is None:
-        return dtype.str
-    fields = [dtype.fields[name] for name in dtype.names]
-    titles = {"titles": [field[2] if len(field) > 2 else None for field in fields]}
-    return {
-        "names": [*dtype.names],
-        "formats": [_code(field[0]) for field in fields],
-        "offsets": [field[1] for field in fields],
-        "itemsize": dtype.itemsize,
-        **(titles if any(titles["titles"]) else {}),
-    }
 
 
 def packed(value: Any, about: Mapping[str, Any]) -> tuple[list[Any], int]:
@@ -584,8 +570,10 @@ class _Decoder:
         found = found.reshape(shape)
         return found.to(self._device) if on_device and self._device is not None else found
 
-    def _array(self, number: int, code: Any, shape: Sequence[int]) -> Any:
-        numpy, dtype, part = _numpy(), _dtype_of(code), self.part(number)
+    def _array(self, number: int, code: str, shape: Sequence[int]) -> Any:
+        import numpy
+
+        dtype, part = _dtype_of(code), self.part(number)
         return numpy.ndarray(shape, dtype, part) if len(part) else numpy.zeros(shape, dtype)
 
 
@@ -593,12 +581,6 @@ def _torch() -> Any:
     import torch
 
     return torch
-
-
-def _numpy() -> Any:
-    import numpy
-
-    return numpy
 
 
 def _of_torch(name: str) -> Any:
@@ -609,12 +591,10 @@ def _of_torch(name: str) -> Any:
     return found
 
 
-def _dtype_of(code: Any) -> Any:
-    numpy = _numpy()
-    if isinstance(code, dict):
-        dtype = numpy.dtype({**code, "formats": [_dtype_of(each) for each in code["formats"]]})
-    else:
-        dtype = numpy.dtype(code if isinstance(code, str) else (_dtype_of(code[0]), tuple(code[1])))
+def _dtype_of(code: str) -> Any:
+    from numpy.lib.format import descr_to_dtype
+
+    dtype = descr_to_dtype(ast.literal_eval(code))
     if dtype.hasobject:
         raise ValueError(f"{dtype} has objects")
     return dtype
