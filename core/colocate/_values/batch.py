@@ -5,7 +5,6 @@ Nothing here changes a value that it was given; parts may share its memory.
 
 from __future__ import annotations
 
-import abc
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -27,66 +26,10 @@ _HAVE_ROWS = (
 )
 
 
-class Deferred(abc.ABC):
-    """A leaf whose rows are not on the driver: a resident's reference.
+class Deferred:
+    """A leaf whose rows are not on the driver: a resident's reference. Dispatches ask its methods for placeholders."""
 
-    What `part`, `slice` and `whole` return are placeholders that the worker turns into values. `of` is, here and below,
-    how many rows stay together.
-    """
-
-    @abc.abstractmethod
-    def sizes(self, axis: str, mesh: str | None, count: int, of: int = 1) -> list[int]:
-        """Return the rows of each of `count` parts along that axis; blocks until they are known."""
-
-    @abc.abstractmethod
-    def part(self, index: int, count: int, axis: str, mesh: str | None, padding: Padding, of: int = 1) -> Any:
-        """Return part `index` of `count`: the producer's own where its partition matches, otherwise an even one.
-
-        With the padding "even" it is an even one, padded, whatever the producer's partition.
-        """
-
-    def own(
-        self, axis: str, mesh: str | None, count: int, of: int = 1, partition: Sequence[Sequence[int]] | None = None
-    ) -> Any | None:
-        """Return a placeholder for all these parts, because each rank has its own already; None if it hasn't.
-
-        They have the rows that the partition says; None: contiguous ones.
-        """
-        return None
-
-    @property
-    def partition(self) -> Sequence[Sequence[int]] | None:
-        """The rows of the whole in the part of each rank, where these were chosen by what they cost."""
-        return None
-
-    def pick(self, rows: Sequence[int], beside: Beside) -> Any:
-        """Return these rows; their rank compares how many there are of the whole."""
-        raise NotImplementedError(f"{type(self).__name__} can't be balanced")
-
-    @property
-    def known(self) -> bool:
-        """Whether its rows are known now, so that `sizes` doesn't block."""
-        return True
-
-    def share(self, index: int, count: int, padding: Padding, beside: Beside, of: int = 1) -> Any:
-        """Return part `index` of `count` even ones, whatever the producer's partition; its rank compares its rows."""
-        raise NotImplementedError(f"{type(self).__name__} is always known")
-
-    def items(self, count: int, parameter: str) -> Sequence[Any] | None:
-        """Return placeholders for the items of a list of so many; None where only the value itself tells."""
-        return None
-
-    @abc.abstractmethod
-    def slice(self, start: int, stop: int) -> Any:
-        """Return exactly these rows."""
-
-    @abc.abstractmethod
-    def whole(self) -> Any:
-        """Return the whole value."""
-
-    @abc.abstractmethod
-    def fetch(self) -> Any:
-        """Return the value itself, collected on the driver; blocks."""
+    __slots__ = ()
 
 
 @by_type

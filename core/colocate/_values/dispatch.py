@@ -16,7 +16,6 @@ from colocate._system.numbers import amount_problem, plural
 from colocate._values.batch import (
     Beside,
     Cut,
-    Deferred,
     Padding,
     check_sets,
     count_rows,
@@ -164,11 +163,10 @@ class PerRank(_Named):
         targets = range(ranks.world_size) if ranks.targets is None else ranks.targets
         lists: dict[str, Sequence[Any]] = {}
         for name in self.parameters:
-            value = arguments.get(name)
-            if isinstance(value, Deferred) and (items := value.items(len(targets), name)) is not None:
-                lists[name] = items
+            value: Any = arguments.get(name)
+            if is_deferred(type(value)):
+                lists[name] = value.items(len(targets), name)
             elif value is not None:
-                value = value.fetch() if isinstance(value, Deferred) else value
                 lists[name] = check_items(name, value, len(targets))
         others = whole({name: value for name, value in arguments.items() if name not in lists})
         result: list[Arguments] = [others] * ranks.world_size
@@ -486,7 +484,7 @@ def plan(dispatch: Dispatch, arguments: Arguments, ranks: Ranks, select: Sequenc
     return Plan([parts[rank] for rank in targets], targets, columns[0], columns[1])
 
 
-def resolve(value: Any, leaf: Callable[[Deferred], Any]) -> Any:
+def resolve(value: Any, leaf: Callable[[Any], Any]) -> Any:
     """Replace every `Deferred` in a value by `leaf(it)`; without one it is the value itself, and cheaply."""
     if all(map(is_plain, value.values())) if type(value) is dict else is_plain(value):  # as those of many a call
         return value
