@@ -46,8 +46,8 @@ class OwnTypes(TensorCase):
 
     @pytest.fixture(scope="class")
     @classmethod
-    def shared_packed_copying(cls, shared_copying: Shared) -> Shared:
-        return _packed(shared_copying)
+    def shared_packed_copying(cls, shared_packed: Shared, shared_copying: Shared) -> Shared:
+        return shared_packed if shared_copying.runtime is shared_packed.runtime else _packed(shared_copying)
 
     @pytest.fixture
     def packed(self, torch: Any, no_leaks: None, shared_packed: Shared) -> ColocatedGroup:
@@ -55,42 +55,45 @@ class OwnTypes(TensorCase):
         return shared_packed.get()
 
     @pytest.fixture
-    def tensors(self, packed: ColocatedGroup) -> Packed:
+    def packed_tensors(self, packed: ColocatedGroup) -> Packed:
         return packed.role("tensors", Packed)
 
     @of_executor
-    def test_own_types_sent(self, torch: Any, tensors: Packed) -> None:
+    def test_own_types_sent(self, torch: Any, packed_tensors: Packed) -> None:
         """Values are sent as their leaves, without the graph, and find themselves on the worker's device."""
         mine = Packing({"x": torch.ones(4), "grad": torch.ones(4, requires_grad=True) * 2}, "mine")
         facts = {"rows": [2.0, 2.0], "name": "mine", "requires_grad": False, "device": True, "was_packed": False}
-        assert tensors.facts_of_own_type(mine) == [facts] * 2
+        assert packed_tensors.facts_of_own_type(mine) == [facts] * 2
         assert mine.tensors["grad"].requires_grad
-        back = tensors.made_of_own_type(2)
+        back = packed_tensors.made_of_own_type(2)
         assert (back.tensors["grad"].tolist(), back.name, back.was_packed) == ([0.0, 3.0] * 2, "made", False)
         assert not back.tensors["grad"].requires_grad
 
     @of_executor
-    def test_own_types_kept(self, packed: ColocatedGroup, tensors: Packed) -> None:
+    def test_own_types_kept(self, packed: ColocatedGroup, packed_tensors: Packed) -> None:
         """A kept one has no graph, its bytes are counted and its structure is told; other slots get its leaves."""
-        with tensors.made_of_own_type.keep(2) as kept:
+        with packed_tensors.made_of_own_type.keep(2) as kept:
             assert kept.spec.bytes_per_rank == (16, 16)
             leaves = {"tensors": dict.fromkeys(("x", "grad"), "Tensor[2] float32"), "name": "str"}
             assert kept.spec.structure == {"Packing": leaves}
             facts = {"rows": [0.0, 3.0], "name": "made", "requires_grad": False, "device": True, "was_packed": False}
-            assert tensors.facts_of_own_type(kept.ref) == [facts] * 2
+            assert packed_tensors.facts_of_own_type(kept.ref) == [facts] * 2
             for side in ("left_tensors", "right_tensors"):
                 found = packed.role(side, Packed).facts_of_own_type(kept.ref)
                 assert found == [facts | {"rows": [0.0, 3.0] * 2}]
 
-    def test_own_types_written(self, tensors: Packed) -> None:
+    def test_own_types_written(self, packed_tensors: Packed) -> None:
         """Whoever writes into a kept one is named, as an argument and as what was returned."""
         with (
-            tensors.made_of_own_type.keep(2) as kept,
+            packed_tensors.made_of_own_type.keep(2) as kept,
             pytest.raises(RoleError, match=r"write_into_own_type changed in place a value that .*made_of_own_type"),
         ):
-            tensors.write_into_own_type(kept.ref)
-        with tensors.made_of_own_type.keep(2), pytest.raises(RoleError, match="write_into_what_it_returned changed"):
-            tensors.write_into_what_it_returned()
+            packed_tensors.write_into_own_type(kept.ref)
+        with (
+            packed_tensors.made_of_own_type.keep(2),
+            pytest.raises(RoleError, match="write_into_what_it_returned changed"),
+        ):
+            packed_tensors.write_into_what_it_returned()
 
     def test_own_types_written_strictly(self, torch: Any, shared_packed_copying: Shared) -> None:
         """With `strict=True` so is whoever writes into an argument."""
@@ -101,9 +104,9 @@ class OwnTypes(TensorCase):
             tensors.write_into_own_type(mine)
         assert mine.tensors["x"].tolist() == [1.0, 1.0]
 
-    def test_own_types_without_leaves(self, tensors: Packed) -> None:
+    def test_own_types_without_leaves(self, packed_tensors: Packed) -> None:
         """Nobody looks into one that was registered without them; it can be kept, cut and joined."""
-        with tensors.made_of_own_type.keep(2, opaque=True) as kept:
+        with packed_tensors.made_of_own_type.keep(2, opaque=True) as kept:
             assert kept.spec.bytes_per_rank == (0, 0)
             assert kept.spec.structure == "Opaque"
             assert kept.fetch().tensors["x"].tolist() == [0.0, 1.0] * 2
