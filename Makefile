@@ -55,7 +55,7 @@ $(BARE)/.installed: $(INSTALLED)  # an environment without any extra, in which s
 	touch $@
 
 test: install $(BARE)/.installed
-	COLOCATE_BASE_PYTHON=$(CURDIR)/$(BARE)/bin/python $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not long" -rfE \
+	COLOCATE_BASE_PYTHON=$(CURDIR)/$(BARE)/bin/python $(BIN)/python -m pytest -n 3 --dist loadgroup --no-loadscope-reorder -m "not long" -rfE \
 		--ignore tests/docs/test_site.py --ignore tests/typing $(FILES)  # `make check` has the site, and both type checkers
 
 fresh:  ## install and test as on a machine that nobody has used, twice; with /tmp in memory; beside another user's files. FILES= for some tests

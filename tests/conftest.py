@@ -49,6 +49,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return next((i for i, start in enumerate(LONGEST) if path.startswith(start)), len(LONGEST))
 
     items.sort(key=turn)
+    for item in items:  # who runs a test of a file runs all of them, as they share its fixtures
+        item.add_marker(pytest.mark.xdist_group(item.path.relative_to(HERE).as_posix()))
 
 
 def pytest_collection() -> None:

@@ -1,44 +1,48 @@
-"""How much of the suite runs where: core's laws once, on processes, and what an executor does itself on each.
+"""How much of the suite runs where in `make test`: each law once, and what an executor does itself on each.
 
-`make test` asks engines of others, and what stands for them, for the tests to begin with; Dask stands for all that is
-kept by keepers, and what lies on two machines has tests of its own. Features run on core alone: their tests have
-processes, and what threads may do otherwise. `make suites` runs all that the test files ask for.
+A law that needs no process of its own runs on threads, where it takes milliseconds; what transports, serialises, dies
+or signals runs on processes. Engines of others, and what stands for them, run the tests to begin with; Dask stands for
+all that is kept by keepers, and what lies on two machines has tests of its own. `make suites` runs all laws everywhere.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 
-LEVELS = ("none", "smoke", "executor", "core")
-IN_MAKE_TEST = {
-    "test_processes": "core",
-    "test_threads": "executor",
-    "test_dask": "executor",
-    "test_two_machines": "none",
+WHEEL, CORE, SUITE = "colocate.testing.executors.", "tests.suite.core.", "tests.suite."
+ON_PROCESSES = {
+    *("closing", "context", "definitions", "devices", "drivers", "engines", "numbers", "residents", "restarting"),
+    *("sharing", "startup", "tensors", "threads"),
 }
+"""Areas whose laws are of processes, or of values on their way between them."""
 # Pools without a driver: each test takes several drivers of their own. `make test` has what holds of one that leaves.
-DETACHED = ("attaching",)
-CORE = ("tests.suite.core.", "colocate.testing.executors.")
+DETACHED = "attaching"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark what `make test` leaves out, and have `-k` find all tests of an area by its module's name."""
     for item in items:
         function = getattr(item, "function", None)
-        if function is None or not function.__module__.startswith(("colocate.testing.", "tests.suite.")):
+        if function is None or not function.__module__.startswith((WHEEL, SUITE)):
             continue
         area = function.__module__.removesuffix(".suite").rpartition(".")[2]
         item.extra_keyword_matches.add(area)
-        most = IN_MAKE_TEST.get(item.path.stem, "smoke")
-        if item.path.stem == "test_dask" and not function.__module__.startswith(CORE):
-            most = "smoke"
-        if LEVELS.index(_level(function)) > LEVELS.index(most) or area in DETACHED:
+        if item.path.stem in ("test_processes", "test_threads"):
+            item.add_marker(pytest.mark.xdist_group(area))  # they share no fixture that is dear to make
+        if area == DETACHED or not _is_in_make_test(item.path.stem, area, function):
             item.add_marker("long")
 
 
-def _level(function: Callable[..., object]) -> str:
-    if function.__module__.startswith("colocate."):
-        return "smoke" if hasattr(function, "smoke") else "executor"
-    return getattr(function, "level", "core")
+def _is_in_make_test(file: str, area: str, function: object) -> bool:
+    module, is_law = str(function.__module__), not hasattr(function, "level")
+    if file == "test_threads":
+        return module.startswith(WHEEL) or (is_law and not _needs_processes(area, function))
+    if file == "test_processes":
+        return module.startswith(WHEEL) or not is_law or _needs_processes(area, function)
+    if file == "test_dask":
+        return module.startswith((WHEEL, CORE))
+    return hasattr(function, "smoke") and file != "test_two_machines"
+
+
+def _needs_processes(area: str, function: object) -> bool:
+    return area in ON_PROCESSES or hasattr(function, "capability")
