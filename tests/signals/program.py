@@ -13,6 +13,8 @@ import contextlib
 import dis
 import faulthandler
 import gc
+import itertools
+import operator
 import os
 import signal
 import sys
@@ -21,6 +23,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -34,6 +37,7 @@ from colocate._signals.deferred import COURIER
 from colocate._system.lines import is_own_code
 
 HANGS_AFTER_S = 30.0
+PUT_OFF_S = 10.0  # a handler that comes amid code of ours runs by then
 ENDS_WITHIN_S = 10.0
 CLOSES_WITHIN_S = 8.0
 ROWS = 12  # of a stream: more than may have begun and aren't read
@@ -140,40 +144,53 @@ def leave(stage: Stage) -> None:
         assert view(group).add(1, 2) == 3
 
 
-def read(nexts: Callable[[], Any]) -> list[Any]:
-    """All that there is, with asking again after an interruption; nothing is lost by that."""
+def read(take: Callable[[list[Any]], bool], index: Callable[[Any], int] = operator.itemgetter(0)) -> None:
+    """Take all that there is, and go on after an interruption; nothing is lost by that.
+
+    An item gets into the list in the step that gives it, so that no handler of a user's comes in between.
+    """
     found, raised = list[Any](), None
     while True:
         try:
-            found.append(nexts())
-        except (StopIteration, StopAsyncIteration):
-            break
+            if not take(found):
+                break
         except (KeyboardInterrupt, Ended) as error:
             raised = error
-    assert sorted(index for index, _ in found) == [*range(ROWS)]
+    assert sorted(map(index, found)) == [*range(ROWS)]
     if raised is not None:
         raise raised
-    return found
+
+
+def _take_next(items: Iterator[Any], found: list[Any]) -> bool:
+    before = len(found)
+    found.extend(itertools.islice(items, 1))
+    return len(found) > before
 
 
 def stream(stage: Stage) -> None:
     rows = stage.kept = view(stage.group).twice.stream(list(range(ROWS)))
-    read(lambda: next(rows))
+    read(partial(_take_next, rows))
 
 
 def stream_async(stage: Stage) -> None:
     rows = stage.kept = view(stage.group).twice.stream(list(range(ROWS)))
 
-    async def one() -> Any:
-        return await anext(rows)
+    def take(found: list[Any]) -> bool:
+        async def one() -> bool:
+            try:
+                found.append(await anext(rows))
+            except StopAsyncIteration:
+                return False
+            return True
 
-    read(lambda: asyncio.run(one()))
+        return asyncio.run(one())
+
+    read(take)
 
 
 def completed(stage: Stage) -> None:
     calls = {view(stage.group).add.submit(number, 0): number for number in range(ROWS)}
-    ended = colocate.as_completed(calls)
-    read(lambda: (calls[next(ended)], None))
+    read(partial(_take_next, colocate.as_completed(calls)), calls.__getitem__)
 
 
 OPERATIONS: dict[str, Callable[[Stage], None]] = {
@@ -313,7 +330,10 @@ def run(operation: Callable[[Stage], None], engine: str, handler: str, places: P
         stage.group = stage.spawn(stage.runtime)
     handled: list[bool] = []
 
+    arrived = threading.Event()
+
     def handle(number: int, frame: FrameType | None) -> None:
+        arrived.set()
         faulthandler.dump_traceback_later(HANGS_AFTER_S, exit=True)
         HANDLERS[handler](stage)
         handled.append(True)
@@ -323,11 +343,14 @@ def run(operation: Callable[[Stage], None], engine: str, handler: str, places: P
     raised: BaseException | None = None
     sys.settrace(places)
     try:
-        operation(stage)
+        try:
+            operation(stage)
+        finally:
+            sys.settrace(None)
+            arrived.wait(PUT_OFF_S if places.fired else 0.0)
     except BaseException as error:
         raised = error
     finally:
-        sys.settrace(None)
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     if not places.fired:
         if raised is not None:

@@ -17,7 +17,7 @@ from colocate._calls.services import Services
 from colocate._owned.dispatcher import Dispatcher
 from colocate._owned.owned import Owned, raise_together
 from colocate._plugins.needs import require
-from colocate._signals import deferred
+from colocate._signals import deferred, guard
 from colocate._signals.in_framework import DISPATCHER
 from colocate._system.jobs import JobThread, error_text, report_exception
 from colocate._system.limits import SETTLES_AT_EXIT_S
@@ -79,6 +79,7 @@ class Connection(Owned):
         self._group_numbers = itertools.count(1)
         self._slow = SlowCalls(self.services, self.worker_groups)
         live[id(self)] = self
+        guard.connected.add(id(self))
 
     def _timers_failed(self, error: BaseException) -> None:
         """A job that a group needs has failed: which one's isn't known, and none is to wait for what never comes."""
@@ -164,6 +165,7 @@ class Connection(Owned):
                 self.services.timers.close()
                 self.services.printer.close()
                 live.pop(id(self), None)
+                guard.connected.discard(id(self))
                 self.life.end()
         raise_together(f"runtime {self.name!r} was closed, and this had gone wrong", errors)
 

@@ -18,6 +18,7 @@ from colocate._role.call import Call, Underway
 from colocate._role.method_spec import MethodSpec
 from colocate._role.role import RoleInfo
 from colocate._signals.deferred import run_deferred
+from colocate._signals.guard import calls_users_code
 from colocate._system.jobs import Timer, error_text
 from colocate._system.lines import at, shown
 from colocate._system.tracebacks import NotRebuilt, rebuilding
@@ -265,6 +266,7 @@ class PendingCall(Underway):
             self.link.failed(self, error)
         return True
 
+    @calls_users_code
     def _joined(self, raw: Sequence[Any]) -> Any:
         info, spec, link = self.info, self.spec, self.link
         if self.keep is not None or info is None or spec is None or link is None:

@@ -25,6 +25,7 @@ from colocate._definitions.pickler import Pickler, is_special
 from colocate._definitions.structure import named, structure_of
 from colocate._devices.copies import Copies, exposed, flat, line_of, on_host
 from colocate._devices.lending import handle_of
+from colocate._signals.guard import interruptible
 from colocate._system.by_type import by_type
 from colocate.errors import SerializationError
 
@@ -43,6 +44,7 @@ _ITEMS = 10_000
 _here = threading.local()  # .copies: where unpack, on this thread, puts tensors that came from a device
 
 
+@interruptible
 def pack(value: Any) -> Packed:
     """Encode a value without copying the memory of its tensors and arrays.
 
@@ -76,6 +78,7 @@ def pickler_for(file: Any, buffer_callback: Callable[[Any], Any], bundle: Any = 
     return kind(file, buffer_callback, bundle)
 
 
+@interruptible
 def unpack(packed: Packed, device: str | torch.device | None = None) -> Any:
     """Decode a value; its tensors and arrays are made on the packed memory, without a copy."""
     outer = _copies()

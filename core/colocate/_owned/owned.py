@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
 from colocate._role.call import OnDriver
+from colocate._signals import guard
 from colocate._signals.deferred import run_deferred
 from colocate._signals.in_framework import refuse_to_wait
 from colocate._system.deadline import Deadline
@@ -226,7 +227,11 @@ class Making(Generic[N]):
     def run(self, work: Callable[[], N], name: Callable[[N], H]) -> H:
         """Do the work, which says `made`, and wait for it; what users hold of the node is made there, too."""
         refuse_to_wait(self._what)
-        return run_deferred(lambda: name(work()), self.give_up, GIVEN_UP_WITHIN_S)
+        guard.start()
+        try:
+            return run_deferred(lambda: name(work()), self.give_up, GIVEN_UP_WITHIN_S)
+        finally:
+            guard.stop()  # unless something is connected now
 
 
 class Owned(OnDriver):
@@ -394,6 +399,8 @@ class Owned(OnDriver):
                 for each in error.exceptions if isinstance(error, BaseExceptionGroup) else (error,):
                     interruption.add_note(f"and then, closing {self.kind} {self.name!r}: {type(each).__name__}: {each}")
             raise
+        finally:
+            guard.stop()  # unless something else is connected
         if wrong:
             try:
                 raise wrong.pop()

@@ -16,7 +16,8 @@ from typing import Any, ClassVar, Generic, NoReturn, Self, TypeAlias, TypeVar
 import attrs
 
 from colocate._signals.arrivals import Arrivals
-from colocate._signals.deferred import SLICE_S, Flag, on_main
+from colocate._signals.deferred import SLICE_S, Flag
+from colocate._signals.guard import calls_users_code, on_main
 from colocate._signals.in_framework import refuse_to_wait
 from colocate._system.deadline import Deadline
 from colocate._system.jobs import message_of
@@ -220,6 +221,7 @@ class Underway(Flag):
                 return
             self._dispatch(callback, own)
 
+    @calls_users_code
     def _dispatch(self, callback: Callable[[Any], object], own: bool) -> None:
         callback(self)
 

@@ -15,7 +15,7 @@ from functools import partial
 from itertools import starmap
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from colocate._signals.deferred import SLICE_S
+from colocate._signals.deferred import SLICE_S, wait_for
 
 if TYPE_CHECKING:
     import asyncio
@@ -68,7 +68,7 @@ class Arrivals(Generic[T]):
         self._waiting.append(lock.release)
         try:
             if not (self.come or self.is_over):
-                lock.acquire(timeout=at_most_s)
+                wait_for(lock, at_most_s)
         finally:
             with contextlib.suppress(ValueError):
                 self._waiting.remove(lock.release)

@@ -29,9 +29,17 @@ from contextvars import copy_context
 from types import FrameType
 from typing import Any, Generic, TypeVar
 
+from colocate._signals.guard import interruptible, on_main
+
 T = TypeVar("T")
 # A signal that comes just before a lock is waited for is seen only when that ends: so it is waited for in slices.
 SLICE_S = 1.0
+
+
+@interruptible
+def wait_for(lock: _thread.LockType, seconds: float) -> None:
+    """Wait for a lock that this thread alone waits for, and nobody holds for anything."""
+    lock.acquire(timeout=seconds)
 
 
 class Flag:
@@ -69,7 +77,7 @@ class Flag:
                 with contextlib.suppress(ValueError):  # just now
                     self._waiting.remove(wake)
                 break
-            wake.acquire(timeout=min(left, SLICE_S))
+            wait_for(wake, min(left, SLICE_S))
         return self.is_set
 
 
@@ -195,29 +203,16 @@ def _has_started_processes() -> bool:
 _WAIT = 2  # as many couriers wait at most: one that ends with each job would be one that starts with each
 COURIER = "colocate-courier-"
 _here = threading.local()
-_main: int | None = threading.main_thread().ident
 _couriers = _Couriers()
 
 
 def _forget_fork() -> None:
-    """In a forked child the couriers are gone, and the main thread is the one that forked."""
-    global _main, _couriers
-    _main = threading.main_thread().ident
+    """In a forked child the couriers are gone."""
+    global _couriers
     _couriers = _Couriers()
 
 
 os.register_at_fork(after_in_child=_forget_fork)
-
-
-def work_on_main() -> None:
-    """In a worker process, where handlers run in role code only: the main thread does its work itself, as any other."""
-    global _main
-    _main = None
-
-
-def on_main() -> bool:
-    """Return whether this is the thread on which signals' handlers run."""
-    return _thread.get_ident() == _main
 
 
 def frames() -> Iterator[FrameType]:
@@ -255,7 +250,7 @@ def run_deferred(
     Raises:
         BaseException: What the work raises, or the handler of a signal.
     """
-    if _thread.get_ident() != _main:
+    if not on_main():
         return work()
     job = _Job(work, sys._getframe(1))
     try:
@@ -286,7 +281,7 @@ def defer(work: Callable[[], object]) -> Flag | None:
     Returns:
         What is set when it is done; None if it has been done here.
     """
-    if _thread.get_ident() != _main:
+    if not on_main():
         work()
         return None
 

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Literal
 import attrs
 
 from colocate import features
+from colocate._signals.guard import calls_users_code
 from colocate._system.nearest import did_you_mean
 from colocate._system.numbers import amount_problem, plural
 from colocate._values.batch import (
@@ -448,6 +449,7 @@ class Plan:
     """The numbers of the rows of each, where these were chosen by what they cost."""
 
 
+@calls_users_code
 def plan(dispatch: Dispatch, arguments: Arguments, ranks: Ranks, select: Sequence[int] | None = None) -> Plan:
     """Work out what a call sends to whom; `select` are the ranks that the call itself named, if it did."""
     if select is not None:

@@ -28,7 +28,8 @@ from colocate._protocol.bundle import together
 from colocate._role import context
 from colocate._role.method_spec import MethodSpec
 from colocate._role.role import RoleInfo
-from colocate._signals.deferred import defer, on_main, run_deferred
+from colocate._signals.deferred import defer, run_deferred
+from colocate._signals.guard import on_main
 from colocate._signals.in_framework import in_framework
 from colocate._system.lines import place
 from colocate._system.numbers import FOREVER_S

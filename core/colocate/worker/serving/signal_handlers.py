@@ -22,7 +22,7 @@ import attrs
 from colocate._role.awaited import awaited
 from colocate._role.context import current
 from colocate._role.method_spec import MethodSpec
-from colocate._signals.deferred import work_on_main
+from colocate._signals.guard import work_on_main
 from colocate._system.lines import is_own_code
 from colocate._system.tracebacks import told
 

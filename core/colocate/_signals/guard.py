@@ -1,0 +1,171 @@
+"""One rule for signals: a handler that comes amid colocate's own code is put off, in drivers as in workers.
+
+Python runs handlers on the main thread, between any two bytecodes. Amid colocate's own code a handler would find locks
+taken, and an exception that it raises would leave half of a change behind. So while a runtime is connected each handler
+runs at once in users' code, in waits, and in code of users' that colocate calls; anywhere else it runs as soon as the
+main thread is back there. Workers have the same rule for role code: `worker/serving/signal_handlers.py`.
+"""
+
+from __future__ import annotations
+
+import _thread
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from types import CodeType, FrameType
+from typing import Any, TypeAlias, TypeVar
+
+Handler: TypeAlias = Callable[[int, FrameType | None], object]
+F = TypeVar("F", bound=Callable[..., Any])
+
+_CORE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_TESTING = os.path.join(_CORE, "testing", "")  # the suites are users of colocate
+_AGAIN_S = 0.001
+_interruptible: set[CodeType] = set()
+_calls_users_code: set[CodeType] = set()
+_late: set[int] = set()
+_wake = _thread.allocate_lock()
+_set, _get = signal.signal, signal.getsignal
+_main: int | None = threading.main_thread().ident
+_is_on = False
+_has_thread = False
+connected: set[int] = set()
+"""The ids of runtimes that aren't closed."""
+
+
+def on_main() -> bool:
+    """Return whether this is the thread on which signals' handlers run."""
+    return _thread.get_ident() == _main
+
+
+def work_on_main() -> None:
+    """In a worker process, which has a guard of its own: the main thread does its work itself, as any other."""
+    global _main
+    _main = None
+
+
+def interruptible(function: F) -> F:
+    """Declare that handlers may run, and raise, anywhere in a function and in what it calls: a wait, or packing."""
+    _interruptible.add(function.__code__)
+    return function
+
+
+def calls_users_code(function: F) -> F:
+    """Declare that a function calls users' code with nothing half done: handlers may run, and raise, in that code."""
+    _calls_users_code.add(function.__code__)
+    return function
+
+
+def start() -> None:
+    """Guard all handlers of this process from now on, until `stop`. Does nothing on other threads than the main one."""
+    global _set, _get, _is_on, _has_thread
+    if _is_on or not on_main():
+        return
+    if not _has_thread:
+        _wake.acquire(blocking=False)
+        _thread.start_new_thread(_send_again, ())
+        _has_thread = True
+    _is_on = True
+    if signal.signal is not _signal:  # a host may have one of its own, which is asked as before
+        _set, _get = signal.signal, signal.getsignal
+        signal.signal, signal.getsignal = _signal, _getsignal
+    for number in signal.valid_signals():
+        handler = _get(number)
+        if callable(handler) and _is_guardable(handler):
+            _set(number, _Guarded(handler))
+
+
+def stop() -> None:
+    """Put back what was there before `start`, and deliver what was put off, unless a runtime is connected."""
+    global _is_on
+    if connected or not _is_on:
+        return
+    _is_on = False
+    if signal.signal is _signal:
+        signal.signal, signal.getsignal = _set, _get
+    if not on_main():  # which alone may set handlers; guarded ones pass everything on now
+        return
+    for number in signal.valid_signals():
+        handler = _get(number)
+        if isinstance(handler, _Guarded):
+            _set(number, handler.handler)
+    while _late:
+        signal.raise_signal(_late.pop())
+
+
+class _Guarded:
+    """A handler as Python has it."""
+
+    def __init__(self, handler: Handler) -> None:
+        self.handler = handler
+
+    @calls_users_code
+    def __call__(self, number: int, frame: FrameType | None) -> object:
+        if not _is_on or _may_run(frame):
+            return self.handler(number, frame)
+        _late.add(number)
+        if _wake.locked():
+            _wake.release()
+        return None
+
+
+def _may_run(frame: FrameType | None) -> bool:
+    """Return whether a handler may run in a frame: by the frames of ours, from the innermost one on."""
+    is_called = is_ours = False
+    while frame is not None:
+        code = frame.f_code
+        if not code.co_filename.startswith(_CORE) or code.co_filename.startswith(_TESTING):
+            is_called = True
+        elif code in _interruptible:
+            return True
+        elif code in _calls_users_code:
+            return is_called and not is_ours
+        else:
+            is_ours = True
+        frame = frame.f_back
+    return not is_ours
+
+
+def _send_again() -> None:
+    """Send signals that were put off, on a thread of our own: by the system, which ends a wait of the main thread."""
+    while True:
+        _wake.acquire()
+        time.sleep(_AGAIN_S)
+        while _late:
+            number = _late.pop()
+            if callable(_get(number)):  # else the handler is gone, and the signal might end the process
+                signal.pthread_kill(_main or 0, number)
+
+
+def _is_guardable(handler: Any) -> bool:
+    # asyncio's own does nothing: the event loop learns from a descriptor, once for each time that the signal comes.
+    is_asyncio = str(getattr(handler, "__module__", "")).startswith("asyncio.")
+    return callable(handler) and not isinstance(handler, _Guarded) and not is_asyncio
+
+
+def _signal(signalnum: Any, handler: Any) -> Any:
+    """See `signal.signal`."""
+    return _bare(_set(signalnum, _Guarded(handler) if _is_guardable(handler) else handler))
+
+
+def _getsignal(signalnum: Any) -> Any:
+    """See `signal.getsignal`."""
+    return _bare(_get(signalnum))
+
+
+def _bare(handler: Any) -> Any:
+    return handler.handler if isinstance(handler, _Guarded) else handler
+
+
+def _forget_fork() -> None:
+    """A forked child has no runtime, and not the thread; its main thread is the one that has forked."""
+    global _main, _is_on, _has_thread
+    _main = threading.main_thread().ident
+    _is_on = _has_thread = False
+    connected.clear()
+    _late.clear()
+
+
+os.register_at_fork(after_in_child=_forget_fork)
