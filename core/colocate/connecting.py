@@ -13,7 +13,6 @@ import attrs
 
 from colocate._definitions import ids
 from colocate._plugins.plugins import find_executor
-from colocate._signals.deferred import run_deferred
 from colocate._signals.in_framework import waited_for
 from colocate._system.nearest import nearest
 from colocate._system.own_modules import keep_modules
@@ -77,10 +76,10 @@ def connect(
     _refuse_while_importing(f"connect({executor!r})")
     fold_uncaught()
     cls = find_executor(executor)
-    run_deferred(lambda: cls.foresee(options))
+    cls.foresee(options)
     from colocate._api.runtime import begin
 
-    run_deferred(keep_modules)
+    keep_modules()
     with _suggesting(connect, cls):
         return begin(
             executor,

@@ -28,7 +28,7 @@ from colocate._protocol.commands import Seen as Seen
 from colocate._protocol.message import read as read
 from colocate._protocol.requests import Requests as Requests
 from colocate._role.context import Context as Context, current
-from colocate._signals.deferred import defer, run_deferred as run_deferred
+from colocate._signals.deferred import run_deferred as run_deferred
 from colocate._system.deadline import Deadline as Deadline
 from colocate._system.files import (
     GrowingFile as GrowingFile,
@@ -229,7 +229,7 @@ class Driver:
         call this.
         """
         self._services.is_ending = True
-        defer(_let_all_go)
+        _let_all_go()
 
     @property
     def resumed(self) -> Mapping[str, Path]:
@@ -300,7 +300,7 @@ def regrow(group: ColocatedGroup) -> ColocateError | None:
         return found.begin_resize(node) if found.has_more(node) else None
 
     is_short = node.size < len(node.whole) and checkpoints_of(group).checkpoint is not None
-    return run_deferred(begin) if is_short else None
+    return begin() if is_short else None
 
 
 def fail(group: ColocatedGroup, error: ColocateError) -> None:

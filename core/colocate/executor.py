@@ -15,7 +15,6 @@ import attrs
 
 from colocate import wire
 from colocate._values.codec import BY_REFERENCE as BY_REFERENCE, BY_VALUE as BY_VALUE, STRICT as STRICT, Codec as Codec
-from colocate.wire import Posting as Posting
 
 
 @attrs.frozen
@@ -230,7 +229,7 @@ class Host(abc.ABC):
 
     Attributes:
         pid: Its process id, where the executor knows it first.
-        lane: The connection by which messages go to the worker, once there is one; see `Executor.post`.
+        lane: The connection by which messages go to the worker, once there is one.
         token: What another driver can take it up by (`Detachable.take`).
     """
 
@@ -262,9 +261,9 @@ class Executor(abc.ABC):
     parameters (or those of `connect`, where that is overridden) are the options that a config may give. `name` is that
     of the entry point, which users write.
 
-    Core calls its methods on any thread but the driver's main one, several at once: no signal interrupts them. The main
-    thread calls `numbered` and `post`, which take no lock and change nothing that others see; and at interpreter exit,
-    when no thread can be started any more, the others.
+    Core calls its methods on any thread, several at once; on the driver's main thread only `frame`, `numbered`,
+    `discard` and `Host.send`, and the others at interpreter exit, when no thread can be started any more. No signal's
+    handler interrupts any of them.
     """
 
     name: ClassVar[str]
@@ -389,7 +388,7 @@ class Executor(abc.ABC):
         return wire.encode(head, body)
 
     def numbered(self, message: Any, body: Any) -> tuple[Any, Sequence[Callable[[int], object]]]:
-        """A message with calls, encoded as by `frame`, and functions (in C for `post`) that put their numbers into it.
+        """A message with calls, encoded as by `frame`, and functions that put the calls' numbers into the frame.
 
         Args:
             message: Of one or of several calls (`message.numbered`), whose numbers are `wire.HOLE` and those after it.
@@ -397,17 +396,6 @@ class Executor(abc.ABC):
         """
         found = wire.numbered(message.head(), len(message.numbered), body)
         return found, found.puts
-
-    def post(self, hosts: Sequence[Host], frames: Sequence[Any]) -> Posting | None:
-        """Say how frames of `numbered` are sent without a lock, one to each of some hosts; on any thread.
-
-        Calls that are posted and calls that are sent begin in the order in which they were given.
-
-        Returns:
-            None where they can't be just now: then `Host.send` is called. So it is where hosts have no `lane`.
-        """
-        lanes = [host.lane for host in hosts if host.lane is not None]
-        return wire.posting(lanes, frames) if len(lanes) == len(hosts) else None
 
     def discard(self, frame: Any) -> None:
         """The frame has been given to all its hosts: what it holds may go once they have it."""

@@ -13,7 +13,7 @@ from typing import Any
 
 import attrs
 
-from colocate.driver import GrowingFile, atomic_folder, complete_folders, remove_folder, run_deferred, tidy, write_whole
+from colocate.driver import GrowingFile, atomic_folder, complete_folders, remove_folder, tidy, write_whole
 from colocate.errors import ConfigError
 from colocate_run.lock import LOCK
 
@@ -135,7 +135,7 @@ class RunFolder:
     def tidy(self) -> None:
         """Clean up unfinished checkpoints of a killed driver. Only for the driver that holds the folder's lock."""
         if (folder := self.path / "checkpoints").is_dir():
-            run_deferred(lambda: tidy(folder, _STEP.pattern, is_alone=True))
+            tidy(folder, _STEP.pattern, is_alone=True)
 
     def of(self, step: int) -> Path:
         """Where the checkpoint of a step is, if there is one."""

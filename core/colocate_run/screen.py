@@ -268,10 +268,10 @@ class Screen:
 
     def stopping(self, received: str) -> None:
         """Say that a signal was noted. Runs in its handler: it must neither block nor write to a buffered stream."""
-        at_once = " (a second one ends it at once)" if received == "SIGINT" else ""
-        self._bar.tasks[0].description = f"stopping after a checkpoint{at_once}"
+        hint = " (a second one ends it at once)" if received == "SIGINT" else ""
+        self._bar.tasks[0].description = f"stopping after a checkpoint{hint}"
         limit = None if is_asked() else time_limit()
-        line = f"{received}: stopping after a checkpoint{at_once}" + (f"; {limit}" if limit else "") + "\n"
+        line = f"{received}: stopping after a checkpoint{hint}" + (f"; {limit}" if limit else "") + "\n"
         if self._log is not None:
             self._log.write(line)
         if self._live is None and not self.quiet:

@@ -9,9 +9,9 @@ from functools import partial
 from typing import Any
 
 from colocate.errors import ColocateError
-from colocate.executor import BY_REFERENCE, STRICT, Boot, Exit, Host, HostEvents, Node, Place, Posting, Running
+from colocate.executor import BY_REFERENCE, STRICT, Boot, Exit, Host, HostEvents, Node, Place, Running
 from colocate.worker.residents.peers import LocalPeers
-from colocate.worker.serving.host import LANE, WorkerHost, takes
+from colocate.worker.serving.host import LANE, WorkerHost
 from colocate.worker.serving.service import hello
 from colocate_local.machine import Machine
 
@@ -47,16 +47,6 @@ class LocalThreads(Machine):
     def numbered(self, message: Any, body: Any) -> tuple[Any, Sequence[Callable[[int], object]]]:
         """Calls are handed over as they are, and are told their numbers."""
         return (message, body), [partial(setattr, call, "seq") for call in message.numbered]
-
-    def post(self, hosts: Sequence[Host], frames: Sequence[Any]) -> Posting:
-        """Put messages into the queues of lanes."""
-        workers = [host.worker for host in hosts if isinstance(host, ThreadHost)]
-
-        def look_again() -> None:
-            for worker in workers:
-                worker.lane.look_again()
-
-        return Posting(takes(workers, frames), iter(()), look_again, look_again)
 
     def discard(self, frame: Any) -> None:
         """Nothing to free."""

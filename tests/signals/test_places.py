@@ -32,12 +32,6 @@ def run(module: str, arguments: Sequence[object]) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("engine", SAMPLE)
-def test_law(engine: str) -> None:
-    """The main thread takes no lock of the framework, whatever is called."""
-    assert run("law", [engine]) == "none\n"
-
-
 def tried(operations: Iterable[str], engine: str, handler: str, share: int, of: int) -> list[int]:
     """At how many places of each operation there was a signal."""
     return [int(count) for count in run("program", [",".join(operations), engine, handler, share, of]).split()]

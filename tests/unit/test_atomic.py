@@ -8,9 +8,16 @@ from pathlib import Path
 
 import pytest
 
+import colocate
 from colocate._system import files as atomic
 from colocate._system.files import atomic_folder
-from colocate.testing.waiting import PATIENCE_S
+from colocate.testing.waiting import PATIENCE_S, wait_until
+
+
+def written_and_interrupted(final: Path) -> None:
+    """Put a folder there, and wait for an interruption."""
+    written(final, "new")
+    wait_until(lambda: False, "the interruption comes")
 
 
 @pytest.fixture
@@ -48,7 +55,7 @@ def test_renaming_fails(final: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_interrupted_while_it_gets_its_name(final: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C there, on the main thread: one of the two is there, whole, and nothing else."""
+    """Ctrl-C there, while a runtime is connected: it comes when the new one is there, whole, and nothing else."""
     rename, at_it, may = Path.rename, threading.Event(), threading.Event()
 
     def slow(path: Path, to: Path) -> Path:
@@ -60,20 +67,14 @@ def test_interrupted_while_it_gets_its_name(final: Path, monkeypatch: pytest.Mon
     def interrupt() -> None:
         assert at_it.wait(PATIENCE_S)
         signal.raise_signal(signal.SIGINT)
+        threading.Timer(0.1, may.set).start()
 
     written(final, "old")
     monkeypatch.setattr(Path, "rename", slow)
     monkeypatch.setattr(atomic, "_exchange", lambda path, other: False)
-    remove = atomic._discard
-
-    def discard(part: Path) -> None:
-        threading.Timer(0.1, may.set).start()  # it is waited for there
-        remove(part)
-
-    monkeypatch.setattr(atomic, "_discard", discard)
     interrupting = threading.Thread(target=interrupt)
     interrupting.start()
-    with pytest.raises(KeyboardInterrupt):
-        written(final, "new")
+    with colocate.connect(), pytest.raises(KeyboardInterrupt):
+        written_and_interrupted(final)
     interrupting.join()
     assert found(final) == {"final": "new"}

@@ -19,7 +19,6 @@ from colocate._calls.pending import PendingCall
 from colocate._protocol.ledger import TAGS
 from colocate._protocol.message import read
 from colocate._protocol.to_worker import Call
-from colocate._signals import at_once
 from colocate.features.memory.calls import note
 from colocate.features.memory.marks import Sleepers
 from colocate.testing.gate import Address, Gate, pass_gate
@@ -64,7 +63,6 @@ def test_sent_in_part(count: int, error: BaseException, monkeypatch: pytest.Monk
         kept.fetch()
         with Gate() as gate:
             waiting = echo.wait.submit(gate.address)
-            group._node.order.gate.shut("a test")  # else calls are posted, which can't fail so
             monkeypatch.setattr(ThreadHost, "send", failing)
             with pytest.raises(type(error)):
                 echo.each.keep([kept.ref, kept.ref])
@@ -237,7 +235,7 @@ class Unreadable(PendingCall):
 
 def test_a_wake_whose_answer_can_not_be_read() -> None:
     """The thread that hears of it raises nothing: the calls that it goes before say it, and go behind the next one."""
-    sleepers = Sleepers(at_once.Gate(1))
+    sleepers = Sleepers()
     sleepers.mark("actor", TAGS, until_woken=False)
     call = Unreadable("wake of actor", "", "wake", [0])
     call._settle([])

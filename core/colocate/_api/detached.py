@@ -215,8 +215,6 @@ def _close_all(pool: Slots, by: str) -> list[WorkerGroup]:
         groups = pool.worker_groups
         for group in groups:
             locks.enter_context(group.order.lock)
-            group.order.gate.shut("its detaching")  # calls are posted without that lock
-            locks.callback(group.order.gate.open, "its detaching")
         pool.check()
         if pool.reservation is None:
             raise pool.unreserved("can't be detached: it ")

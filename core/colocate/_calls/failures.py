@@ -9,7 +9,6 @@ from typing import Any
 from colocate._calls.pending import Link, PendingCall
 from colocate._protocol.consequence import OWN_WORDS, Consequence, Poisoned, Unmade
 from colocate._protocol.from_worker import Failure
-from colocate._signals.deferred import run_deferred
 from colocate._system.jobs import OUR_FAULT, error_text
 from colocate._system.lines import with_cells
 from colocate.errors import (
@@ -75,7 +74,7 @@ def failure_error(
     )
     error._follows = follows
     if not follows:  # unpickled later, not on this thread, which reads all connections
-        error._unpickle = lambda: run_deferred(lambda: original(link, body, kind, text))
+        error._unpickle = lambda: original(link, body, kind, text)
     return error
 
 

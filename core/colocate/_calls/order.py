@@ -15,12 +15,11 @@ that concerns all roles has its place in each order by its number.
 from __future__ import annotations
 
 import itertools
-import operator
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from itertools import chain, repeat
+from itertools import chain
 from typing import Any
 
 import attrs
@@ -29,16 +28,12 @@ from colocate._calls.failures import (
     failure_error,
     hung_error,
     later_error,
-    never_sent,
     timeout_error,
 )
 from colocate._calls.pending import Link, PendingCall
 from colocate._protocol import from_worker, to_worker
 from colocate._protocol.consequence import CAUSE_MAY_COME_LATE
 from colocate._protocol.requests import Request, Requests
-from colocate._signals import at_once
-from colocate._signals.at_once import Gate
-from colocate._signals.deferred import defer
 from colocate._signals.in_framework import Section
 from colocate._system.jobs import JobThread, Timer
 from colocate._system.limits import (
@@ -48,11 +43,7 @@ from colocate._system.limits import (
     WITHDRAWN_WITHIN_S,
 )
 from colocate.errors import CallCancelled, ColocateError
-from colocate.executor import Posting
 
-_seq = operator.attrgetter("seq")
-_call: Callable[..., object] = operator.call
-_STEPS = 5  # of calls that are sent at once
 NO_ANSWER = "no answer (C code may hold the GIL, or it is stopped)"
 """What stands where a rank's stack would, if neither the rank nor its machine tells it."""
 HAS_LEFT = "running nothing; its lane has ended"
@@ -119,20 +110,18 @@ class CallOrder:
 
     Attributes:
         lock: Held while anything of them changes.
-        pending: The calls that were sent and aren't done, by number. Others may come at any time, without the lock.
-        gate: Whether calls may be posted.
+        pending: The calls that were sent and aren't done, by number.
         stacks: What their ranks are doing.
     """
 
     def __init__(self, link: Link) -> None:
         self.lock = Section()
         self.pending: dict[int, PendingCall] = {}
-        self.gate = Gate(_STEPS)
         self.link = link
         self._timers = link.services.timers
         self.stacks = StackQuestions(link, self._timers, self.lock)
         self._withdrawals: Requests[int, bool] = Requests(link.base)
-        self._numbers = itertools.count(link.base + 1)  # 0 is the construction of the roles
+        self._last_seq = link.base  # 0 is the construction of the roles
         self._resumed: dict[str, int] = {}  # by lane
         self._holds: dict[str, Hold] = {}  # likewise
         self._ended: dict[tuple[str, int], float] = {}  # by lane and slot: when the last call that it told of was over
@@ -147,67 +136,16 @@ class CallOrder:
 
     @property
     def next_seq(self) -> int:
-        """The number of the next call: a look, which takes none."""
-        return int(repr(self._numbers).removeprefix("count(").removesuffix(")"))
+        """The number of the next call."""
+        return self._last_seq + 1
 
     def enter(self, call: PendingCall) -> int:
         """Give a call its place in the order. The lock is held, and the call is sent before it is released."""
         call.unsent = None
         call.link = self.link
-        call.seq = next(self._numbers)
+        self._last_seq = call.seq = self._last_seq + 1
         self.pending[call.seq] = call
         return call.seq
-
-    def post(
-        self,
-        calls: Sequence[PendingCall],
-        puts: Sequence[Callable[[int], object]],
-        whose: Sequence[PendingCall],
-        posting: Posting,
-        passes: Sequence[bool],
-    ) -> bool:
-        """Send calls at once, to all their ranks, unless the gate is shut: without a lock, and on any thread.
-
-        Args:
-            calls: The calls, in order.
-            puts: Functions in C that put a call's number into a message.
-            whose: Of each of these, the call.
-            posting: How these are sent.
-            passes: What the gate had when they were made ready.
-
-        Returns:
-            Whether they were sent.
-        """
-        steps: list[Iterator[object]] = [
-            map(setattr, calls, repeat("seq"), self._numbers),
-            map(setattr, calls, repeat("unsent"), repeat(None)),
-            map(_call, puts, map(_seq, whose)),
-            # Not by a method of the dict's, which makes a tuple.
-            map(operator.setitem, repeat(self.pending), map(_seq, calls), calls),
-            posting.queues,
-        ]
-        try:
-            may_begin = at_once.when(steps, passes)
-            at_once.run(chain(may_begin, posting.writes))
-            if posting.after is not None:
-                posting.after()
-        except BaseException as error:
-            mend = partial(self._mend, calls, posting, error)
-            try:
-                defer(mend)
-            except BaseException:  # before it was, perhaps
-                defer(mend)
-                raise
-            trace = error.__traceback__
-            if not isinstance(error, OSError) or (trace is not None and trace.tb_next is not None):
-                raise  # of a signal's handler, which comes between two of these lines, and not of a socket
-        return calls[0].seq >= 0
-
-    def _mend(self, calls: Sequence[PendingCall], posting: Posting, error: BaseException) -> None:
-        posting.mend()
-        for call in calls:
-            if call.seq < 0:
-                self.drop(call, never_sent(call, error))
 
     def give_up(self, call: PendingCall, error: BaseException, sent: bool) -> None:
         """A call couldn't be sent to all its ranks, but perhaps to some (`sent`). The lock is held."""
@@ -237,16 +175,19 @@ class CallOrder:
             live = set(self.link.live())
             slots = [slot for slot in call.targets if slot in live]
             request = self._withdrawals.open(slots)
-        self.link.send(slots, to_worker.Withdraw(request.token, call.seq, call.lane))
-        request.wait(WITHDRAWN_WITHIN_S)
-        self._withdrawals.drop(request)
-        with self.lock:
-            can = request.error is None and not request.owing and all(request.answers.values())
-            drop = can and call.seq in self.pending
-            self.link.send(slots, to_worker.Decided(request.token, call.seq, drop, call.lane))
-            if drop:
-                self.drop(call, CallCancelled(f"{call.label} was cancelled before any rank had begun it"))
-            return drop
+        is_dropped = False
+        try:
+            self.link.send(slots, to_worker.Withdraw(request.token, call.seq, call.lane))
+            request.wait(WITHDRAWN_WITHIN_S)
+        finally:  # after an interruption, too: ranks wait for the decision
+            self._withdrawals.drop(request)
+            with self.lock:
+                can = request.error is None and not request.owing and all(request.answers.values())
+                is_dropped = can and call.seq in self.pending
+                self.link.send(slots, to_worker.Decided(request.token, call.seq, is_dropped, call.lane))
+                if is_dropped:
+                    self.drop(call, CallCancelled(f"{call.label} was cancelled before any rank had begun it"))
+        return is_dropped
 
     def watch(self, call: PendingCall, timeout: float) -> None:
         """Give up on a call after `timeout` seconds."""
@@ -413,14 +354,12 @@ class CallOrder:
             if hold.timer is not None:
                 hold.timer.cancel()
         self._holds.clear()
-        self.gate.open("a hold")
 
     def _begin_hold(self, failed: int, known: int | None, cut: bool = False, lane: str = "") -> Hold:
         live = self.link.live()
         hold = Hold(self._resumed.get(lane, self.link.base) + 1, lane, failed, set(live), set(live) - {known})
         hold.withdrawn.add(failed)
         self._holds[lane] = hold
-        self.gate.shut("a hold")
         self._arm(hold, self.link.grace)
         # To the rank that failed too, which has stopped by itself: another async call may wait there for its peers.
         self.link.send(live, to_worker.Hold(hold.number, failed, cut, lane))
@@ -483,8 +422,6 @@ class CallOrder:
         self._resumed[hold.lane] = hold.number
         del self._holds[hold.lane]
         self.link.send(self.link.live(), to_worker.Resume(hold.number, sorted(hold.withdrawn), hold.lane))
-        if not self._holds:
-            self.gate.open("a hold")
 
     def _arm(self, hold: Hold, seconds: float) -> None:
         hold.armed = time.time()

@@ -17,7 +17,6 @@ from colocate._protocol.taken import Taken
 from colocate._role.call import Call, Underway
 from colocate._role.method_spec import MethodSpec
 from colocate._role.role import RoleInfo
-from colocate._signals.deferred import run_deferred
 from colocate._signals.guard import calls_users_code
 from colocate._system.jobs import Timer, error_text
 from colocate._system.lines import at, shown
@@ -216,7 +215,7 @@ class PendingCall(Underway):
         self._check_fork()
         self._check_unsent()
         link = self.link
-        return link is not None and not self.done() and run_deferred(lambda: link.cancel(self))
+        return link is not None and not self.done() and link.cancel(self)
 
     def _wait(self, timeout: float | None) -> None:
         if self.unsent is not None:
@@ -286,7 +285,7 @@ class PendingCall(Underway):
         self._check_fork()
         self._callbacks.append((callback, own))
         if self.done():
-            run_deferred(self._run_callbacks)
+            self._run_callbacks()
 
     def _dispatch(self, callback: Callable[[Any], object], own: bool) -> None:
         if self.link is None:

@@ -16,7 +16,7 @@ import attrs
 
 from colocate._calls.records import CALL_FINISHED, Observers
 from colocate._owned.dispatcher import Dispatcher
-from colocate._signals.deferred import Flag, run_deferred
+from colocate._signals.deferred import Flag
 from colocate._system.jobs import JobThread
 from colocate._system.limits import TOLD_WITHIN_S
 from colocate._system.printer import Printer
@@ -83,7 +83,7 @@ class Services:
     def settle(self) -> bool:
         """Wait until observers have been told of all that has happened; False when one of them doesn't return."""
         told = Flag()
-        run_deferred(lambda: self.dispatcher.soon(told.set))
+        self.dispatcher.soon(told.set)
         return told.wait(TOLD_WITHIN_S)
 
     def undelivered(self, tell: Callable[..., object]) -> Counter[str]:

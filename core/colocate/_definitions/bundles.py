@@ -23,7 +23,6 @@ from colocate._definitions.ids import Definition, Name, Need, id_of
 from colocate._definitions.making import Making, bind
 from colocate._definitions.names import MISSING, is_main, script_names
 from colocate._definitions.packed import Packed
-from colocate._signals.deferred import run_deferred
 from colocate._system.tracebacks import rebuilding, without_own_frames
 from colocate.errors import SerializationError
 
@@ -267,7 +266,7 @@ class Arrived:
         if self.error is not None:
             raise self.error
         if self._body is not None:
-            run_deferred(self._load)
+            self._load()
 
     def _load(self) -> None:
         with _lock:
@@ -326,7 +325,7 @@ class ReceivedDefinitions:
     def load(self, count: int) -> None:
         """Load the first `count` bundles: what was sent before a message is there when that is read."""
         if count > self._whole:
-            run_deferred(lambda: self._load(count))
+            self._load(count)
 
     def _load(self, count: int) -> None:
         with _lock:

@@ -13,7 +13,6 @@ from colocate import _display as html
 from colocate._calls.pending import PendingCall, result_of
 from colocate._protocol.uses import Item, Origin, Own, Part, Pick, Rows, Source, Use
 from colocate._role.call import INSTEAD_OF_RESIDENT, OnDriver, Resident, ResidentSpec
-from colocate._signals.deferred import run_deferred
 from colocate._signals.in_framework import refuse_to_wait
 from colocate._system.lines import at
 from colocate._system.numbers import FOREVER_S, limit, size_text
@@ -238,7 +237,7 @@ class KeptResident(Resident[T_co]):
         link = self._residents.link
         if link.forked:
             link.check()
-        run_deferred(lambda: self._residents.release(self._kept, "free()"), waits_s=None)
+        self._residents.release(self._kept, "free()")
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -28,7 +28,6 @@ from colocate._protocol import from_worker, to_worker
 from colocate._protocol.message import Message
 from colocate._protocol.requests import Requests
 from colocate._protocol.uses import Source
-from colocate._signals.deferred import run_deferred
 from colocate._system.deadline import Deadline
 from colocate._system.here import Here
 from colocate._system.jobs import error_text
@@ -268,31 +267,18 @@ class Residents:
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:
-        """Free what this thread or task keeps in the block; raise the failures of kept calls that nobody has used.
-
-        Where there is nothing to tell, as in nearly every step of a training loop, the main thread leaves by itself.
-        """
+        """Free what this thread or task keeps in the block; raise the failures of kept calls that nobody has used."""
         scope = Scope(self, caller())
         self.scopes.add(scope)
         _open.set((*(found for found in _open.get() if found() is not None), weakref.ref(scope)))
-        errors: Sequence[BaseException] = ()
-        silent = True
         try:
             yield
-            silent = False
+        except BaseException:
+            self.leave(scope)
+            raise
         finally:
             _open.set(tuple(found for found in _open.get() if found() is not scope))
-            try:
-                kept = () if silent else (*scope.kept, *list(self.kept.values()))
-                silent = all(each.call._error is None for each in kept)
-                if silent:
-                    self.leave(scope)
-            except BaseException:  # of a signal's handler
-                run_deferred(lambda: self.leave(scope), in_any_case=True)
-                raise
-            if not silent:
-                errors = run_deferred(lambda: self._take_untold(scope), in_any_case=True)
-        self._raise(errors)
+        self._raise(self._take_untold(scope))
 
     def leave(self, scope: Scope) -> None:
         """Free what was kept in a scope. Idempotent, and it takes no lock."""
@@ -481,22 +467,19 @@ class Residents:
         def too_late(owing: str) -> str:
             return f"worker {owing} has not sent its part of the resident in time"
 
-        def get() -> list[Any]:
-            pin, asked = self.pin(kept), time.time()
-            try:
-                bodies = requests.ask([kept.source.slot(rank) for rank in ranks], send, deadline, too_late)
-            except Refused as refused:
-                raise failure_error(link, call, refused.slot, refused.failure, refused.body) from None
-            finally:
-                del pin  # a traceback keeps what is in frames
-            # Unless the parts were in this process anyway.
-            if contents and link.services.observers and not link.services.executor.in_process:
-                nbytes = sum(map(packed_bytes, bodies))
-                record = FetchRecord(link.name, call.role, call.method, tuple(ranks), nbytes, asked, time.time())
-                link.services.tell("colocate_result_fetched", record)
-            return bodies
-
-        return run_deferred(get)
+        pin, asked = self.pin(kept), time.time()
+        try:
+            bodies = requests.ask([kept.source.slot(rank) for rank in ranks], send, deadline, too_late)
+        except Refused as refused:
+            raise failure_error(link, call, refused.slot, refused.failure, refused.body) from None
+        finally:
+            del pin  # a traceback keeps what is in frames
+        # Unless the parts were in this process anyway.
+        if contents and link.services.observers and not link.services.executor.in_process:
+            nbytes = sum(map(packed_bytes, bodies))
+            record = FetchRecord(link.name, call.role, call.method, tuple(ranks), nbytes, asked, time.time())
+            link.services.tell("colocate_result_fetched", record)
+        return bodies
 
     def answered(self, slot: int, fetched: from_worker.Fetched, body: Any) -> None:
         """Take the part that a worker has sent."""

@@ -20,7 +20,7 @@ from typing import Any, Generic, TypeVar
 
 from colocate._role.call import OnDriver
 from colocate._signals import guard
-from colocate._signals.deferred import run_deferred
+from colocate._signals.deferred import Flag, run_deferred
 from colocate._signals.in_framework import refuse_to_wait
 from colocate._system.deadline import Deadline
 from colocate._system.limits import GIVEN_UP_WITHIN_S, LEAST_GRACE_S
@@ -78,7 +78,6 @@ class Lifecycle:
         failure: What keeps it from going on.
         recovers: Whether it is rebuilt after that failure.
         overcome: A failure that it was rebuilt after, as long as nobody has taken note of that.
-        on_change: Called after each change, on any thread but the main one.
     """
 
     def __init__(self, state: State) -> None:
@@ -90,33 +89,32 @@ class Lifecycle:
         self._is_told = True  # the failure, to whoever uses it
         self._before = state
         self._closer: int | None = None
-        self._closing = threading.Event()  # this closing: set when it has ended, or come to nothing
-        self._news = threading.Condition()
-        self.on_change: Callable[[], object] = lambda: None
+        self._closing = Flag()  # this closing: set when it has ended, or come to nothing
+        self._changed = Flag()  # set with the next change of the state
+        self._lock = threading.RLock()
 
     def _enter(self, state: State, *before: State) -> bool:
         """Be in another state, from one of these; whether that was so. The lock is held."""
         if self.state not in before:
             return False
         self.state = state
-        self._news.notify_all()
-        self.on_change()
+        self._changed.set()
+        self._changed = Flag()
         return True
 
     # -- use
 
     def ready(self) -> bool:
         """Have the node be usable, with no failure left; False when it is closed."""
-        with self._news:
+        with self._lock:
             if not self._enter(State.READY, State.STARTING, State.RESTARTING):
                 return False
             self.failure, self.recovers, self._is_told = None, False, True
-            self.on_change()
             return True
 
     def fail(self, failure: ColocateError, is_told: bool, recovers: bool) -> None:
         """Note why the node can't go on; `is_told`: somebody is about to be told; `recovers`: it will be rebuilt."""
-        with self._news:
+        with self._lock:
             self.failure, self._is_told, self.recovers = failure, is_told, recovers
             if recovers:
                 self.overcome = failure
@@ -124,7 +122,7 @@ class Lifecycle:
 
     def restart(self) -> bool:
         """Note that the node is being rebuilt; False when it is closed."""
-        with self._news:
+        with self._lock:
             return self._enter(State.RESTARTING, State.FAILED, State.RESTARTING)
 
     def told(self) -> ColocateError | None:
@@ -148,8 +146,14 @@ class Lifecycle:
 
     def wait_settled(self, timeout: float | None) -> bool:
         """Wait for that, at most so many seconds; whether it is so."""
-        with self._news:
-            return self._news.wait_for(lambda: self.is_settled, timeout)
+        deadline = Deadline(timeout)
+        while True:
+            with self._lock:
+                changed = self._changed
+                if self.is_settled:
+                    return True
+            if not changed.wait(deadline.left):
+                return self.is_settled
 
     @property
     def is_plain(self) -> bool:
@@ -158,15 +162,14 @@ class Lifecycle:
 
     def noted(self) -> None:
         """Somebody has taken note that it was rebuilt."""
-        with self._news:
+        with self._lock:
             self.overcome = None
-            self.on_change()
 
     # -- closing
 
     def close(self, by: str) -> bool:
         """Note what closes it; False when something has done so before."""
-        with self._news:
+        with self._lock:
             if self.closed_by is not None:
                 return False
             self.closed_by = by
@@ -177,21 +180,21 @@ class Lifecycle:
 
     def reopen(self) -> None:
         """Be as before: what was to close the node came to nothing, and whoever waits for its closing may try."""
-        with self._news:
+        with self._lock:
             self.closed_by = self._closer = None
             self._enter(self._before, State.CLOSING)
-            came_to_nothing, self._closing = self._closing, threading.Event()
+            came_to_nothing, self._closing = self._closing, Flag()
         came_to_nothing.set()
 
     def end(self) -> None:
         """Note that the node is closed."""
-        with self._news:
+        with self._lock:
             self._enter(State.CLOSED, State.CLOSING)
         self._closing.set()
 
     def wait_closed(self) -> bool:
         """Wait until who closes it has done so, unless that is this thread; False when it came to nothing."""
-        with self._news:
+        with self._lock:
             closing = self._closing
             if self.closed_by is None:
                 return False

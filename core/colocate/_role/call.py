@@ -17,7 +17,7 @@ import attrs
 
 from colocate._signals.arrivals import Arrivals
 from colocate._signals.deferred import SLICE_S, Flag
-from colocate._signals.guard import calls_users_code, on_main
+from colocate._signals.guard import calls_users_code
 from colocate._signals.in_framework import refuse_to_wait
 from colocate._system.deadline import Deadline
 from colocate._system.jobs import message_of
@@ -85,7 +85,7 @@ class Underway(Flag):
         self.is_set = False
         self._waiting = []
         self.label = label
-        self._collecting = _thread.allocate_lock()
+        self._collecting = _thread.RLock()
         self._raw: Any = None
         self._outcomes: list[_Outcome] = []  # the first one counts
         self._error: BaseException | None = None
@@ -125,12 +125,8 @@ class Underway(Flag):
         The value is collected first, which may fail.
         """
         if self._error is None:
-            if self._outcomes:
-                pass
-            elif on_main():  # which holds nothing: a signal's handler may ask for the same value, and has it collected
-                self._collect()
-            else:
-                with self._collecting:
+            if not self._outcomes:
+                with self._collecting:  # reentrant: a signal's handler may ask for the same value amid users' code
                     self._collect()
             _, self._error, self._trace = self._outcomes[0]
         return self._error

@@ -1,8 +1,6 @@
-"""`Arrivals`: what comes for threads and tasks that wait for it, of which no interruption loses anything.
+"""`Arrivals`: a queue for threads and tasks, of which no interruption loses anything.
 
-A signal's handler may raise between any two lines of who takes one, also of the main thread's. So it is taken into a
-list in one step (`at_once.py`), and whoever is interrupted puts the contents of that list back, as the first thing in
-an `except` clause: `come.extendleft(mine)`, before which Python runs no handler.
+A reader takes an item into a list of its own, and puts the list's contents back when a wait, or users' code, raises.
 """
 
 from __future__ import annotations
@@ -12,8 +10,7 @@ import contextlib
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from itertools import starmap
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from colocate._signals.deferred import SLICE_S, wait_for
 
@@ -21,7 +18,6 @@ if TYPE_CHECKING:
     import asyncio
 
 T = TypeVar("T")
-_ONCE: tuple[tuple[Any, ...]] = ((),)
 
 
 class Arrivals(Generic[T]):
@@ -54,9 +50,9 @@ class Arrivals(Generic[T]):
                 self._waiting.popleft()()
 
     def take(self, into: deque[T]) -> bool:
-        """Move the next one into a list, in one step; False where there is none."""
+        """Move the next one into a list; False where there is none."""
         try:
-            into.extend(starmap(self.come.popleft, _ONCE))
+            into.append(self.come.popleft())
         except IndexError:
             return False
         return True

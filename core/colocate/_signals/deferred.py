@@ -1,17 +1,10 @@
-"""The law of signals: the main thread holds no lock of the framework and changes none of its state. It hands over.
+"""Waits that an interruption can't break, and the threads that do what takes long in place of the main one.
 
-Python runs signals' handlers on the main thread, between any two of its bytecodes, and what they raise (Ctrl-C's
-KeyboardInterrupt, say) comes out there. So whatever takes a lock or changes state is done by another thread, a courier;
-the main thread waits for that on a raw lock, which an interruption can't leave in a wrong state. A handler that calls
-into colocate finds no lock that the frame which it has interrupted holds, and an interruption tears nothing.
+The main thread hands over connecting, spawning, closing and other work that goes on though its wait is interrupted. A
+signal's handler that raises there ends the wait at once, while the work ends on its own thread.
 
-Handing over takes longer than most of what is handed over. So what is done again and again the main thread does by
-itself, where it needs no lock for that: it sends calls, in steps that nothing comes in between (`at_once.py`); it
-records those in a pipeline's block, by one append; it leaves a scope where nothing has failed. Whoever is interrupted
-in any of these has the rest done by another thread.
-
-On all other threads `run_deferred` runs its work here and now: no signal comes there. Nor does one come amid colocate's
-own code in a worker process, whose main thread is the lane (`worker/serving/signal_handlers.py`).
+On all other threads `run_deferred` runs its work here and now: no signal comes there. When handlers run is decided in
+`guard.py`.
 """
 
 from __future__ import annotations
@@ -240,7 +233,7 @@ def run_deferred(
     """Do some work on a thread that isn't the main one, and wait for it.
 
     Args:
-        work: What takes locks or changes state.
+        work: What takes long, or has to come to its end.
         interrupted: Called on a third thread when the wait is interrupted, to have the work end soon, or to undo it. It
             always goes on to its end, unless it had not begun.
         waits_s: How long both ends are waited for then, at most; None for as long as it takes. A second interruption

@@ -19,8 +19,6 @@ from io import BufferedReader, FileIO
 from pathlib import Path
 from typing import Any
 
-from colocate._signals.deferred import run_deferred
-
 _OLD, _PART = ".old-", ".part-"  # prefixes of the folders that are replaced or written
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of Linux
 _MOST_JSON = 2**26  # bytes of a file
@@ -41,16 +39,16 @@ def atomic_folder(final: Path, naming: AbstractContextManager[object] | None = N
         naming: Is entered while the folder gets its name; when that raises, it gets none.
     """
     final.parent.mkdir(parents=True, exist_ok=True)
-    run_deferred(lambda: tidy(final.parent, re.escape(final.name)))
+    tidy(final.parent, re.escape(final.name))
     part = _part(final)
     part.mkdir()
     try:
         yield part
         for path in [*part.rglob("*"), part]:  # on the disk before the name says that it is complete
             _sync(path)
-        run_deferred(lambda: _name(part, final, naming))
+        _name(part, final, naming)
     finally:
-        run_deferred(lambda: _discard(part))  # half a folder, or what was replaced
+        _discard(part)  # half a folder, or what was replaced
     _sync(final.parent)
 
 
@@ -66,24 +64,16 @@ def complete_folders(parent: Path) -> dict[str, Path]:
     """Return the complete folders in a folder by name, and where each lies: one of `places`."""
     if not parent.is_dir():
         return {}
-
-    def look() -> list[str]:
-        with nobody_renames(parent / _OLD):
-            return os.listdir(parent)
-
-    names = run_deferred(look)
+    with nobody_renames(parent / _OLD):
+        names = os.listdir(parent)
     beside = {name.removeprefix(_OLD): parent / name for name in names if name.startswith(_OLD)}
     return beside | {name: parent / name for name in names if not name.startswith((_OLD, _PART))}
 
 
 def remove_folder(final: Path) -> None:
     """Remove a complete folder. A removal that is cut short leaves no half of a folder under its name."""
-
-    def remove() -> None:
-        doomed = final.rename(_part(final))
-        _remove(doomed)
-
-    run_deferred(remove)
+    doomed = final.rename(_part(final))
+    _remove(doomed)
 
 
 def tidy(parent: Path, name: str = ".*", *, is_alone: bool = False) -> None:

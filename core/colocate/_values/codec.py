@@ -9,6 +9,7 @@ import attrs
 
 from colocate import wire
 from colocate._definitions.packed import Plain, owned
+from colocate._system.tracebacks import is_of_handler
 from colocate._values.leaving import handed_over
 from colocate._values.nesting import no_end
 from colocate._values.plain import is_plain
@@ -28,6 +29,8 @@ class Codec:
         try:
             return self.pack(value)
         except Exception as error:
+            if is_of_handler(error):
+                raise
             raise explain(value, name, what, error) from error
 
     def pack_arguments(self, arguments: dict[str, Any], what: str) -> Any:
@@ -37,6 +40,8 @@ class Codec:
         try:
             return self.pack(arguments)
         except Exception as error:
+            if is_of_handler(error):
+                raise
             for name, value in arguments.items():
                 try:
                     self.pack(value)

@@ -7,7 +7,6 @@ part. Features may put calls before them: one that wakes a role that may sleep, 
 from __future__ import annotations
 
 import time
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from contextvars import ContextVar
@@ -28,8 +27,6 @@ from colocate._protocol.bundle import together
 from colocate._role import context
 from colocate._role.method_spec import MethodSpec
 from colocate._role.role import RoleInfo
-from colocate._signals.deferred import defer, run_deferred
-from colocate._signals.guard import on_main
 from colocate._signals.in_framework import in_framework
 from colocate._system.lines import place
 from colocate._system.numbers import FOREVER_S
@@ -210,33 +207,21 @@ def submit(draft: Draft) -> PendingCall:
         draft.recorder.add(draft)
     elif in_framework():
         _send_soon(draft)
-    elif not (messages := Messages((draft,))).post():
-        run_deferred(lambda: _send(messages), waits_s=None)
+    else:
+        send_now(draft)
     return draft.call
 
 
 def start(draft: Draft) -> PendingCall:
-    """As `submit`, for who waits for the call at once: that it can't be sent is its error then."""
+    """Send a call whose caller waits for the result at once."""
     if held_open:
         draft.call.refuse_in_vain()
-    messages = Messages((draft,))
-    if not messages.post():
-        if not on_main():
-            _send(messages)
-            return draft.call
-
-        def send_or_fail() -> None:
-            try:
-                _send(messages)
-            except BaseException as error:
-                draft.worker_group.order.drop(draft.call, error)
-
-        defer(send_or_fail)
+    send_now(draft)
     return draft.call
 
 
 def keep(draft: Draft) -> KeptResident[Any]:
-    """As `submit`, with the result staying in the workers. There is a handle from the moment when it is sent."""
+    """Send a call whose result stays in the workers, and return the handle of the result."""
     worker_group, call = draft.worker_group, draft.call
     residents = worker_group.residents
     call.keep = worker_group.base + worker_group.services.new_key()
@@ -253,11 +238,9 @@ def keep(draft: Draft) -> KeptResident[Any]:
         residents.add(kept)
         residents.flush_later()
         try:
-            if not (messages := Messages((draft,))).post():
-                run_deferred(lambda: _send(messages), waits_s=None)
-        except BaseException as error:  # of a signal's handler, perhaps; if it is the call's, it is told here
-            if call.seq < 0 or error is call._error:
-                residents.forget_unsent(kept)
+            send_now(draft)
+        except BaseException:
+            residents.forget_unsent(kept)
             raise
     residents.free_with(scopes, kept)
     return resident
@@ -293,12 +276,12 @@ def _send_soon(draft: Draft) -> None:
 
 
 def send_now(draft: Draft) -> None:
-    """Send a call, where the framework may be at work; not on the main thread."""
+    """Send a call."""
     _send(Messages((draft,)))
 
 
 def send_with(messages: Messages, more: Callable[[], object], is_again: bool) -> None:
-    """Send a call, and what belongs to it, with nothing between; not on the main thread.
+    """Send a call, and what belongs to it, with nothing between.
 
     Args:
         messages: The call.
@@ -392,48 +375,7 @@ class Messages:
         frame, puts = self._worker_group.services.executor.numbered(message, body)
         self._frames.append((frame, slots))
         self._puts += puts
-        for draft, _ in lot:
-            self._calls.append(draft.call)
-            self._needs = self._needs or draft.call.is_for_all
-
-    def post(self) -> bool:
-        """Send the calls at once, on the caller's thread; False where there is something to be seen to first."""
-        worker_group = self._worker_group
-        order, passes = (
-            worker_group.order,
-            worker_group.order.gate.passes,
-        )  # before the workers: a restart has others, and another list
-        workers = worker_group.workforce.workers
-        if self._needs or not passes:
-            return False
-        if self._told is None and worker_group.frees_first and worker_group.residents.ended:  # calls may need the room
-            return False
-        hosts, frames = [], []
-        for frame, slots in self._frames:
-            for slot in slots:
-                hosts.append(workers[slot].host)
-                frames.append(frame)
-        posting = worker_group.services.executor.post(hosts, frames)
-        if posting is None:
-            return False
-        calls = []
-        for draft in self.drafts:
-            call = draft.call
-            calls.append(call)
-            if call.uses and draft.recorder is None:
-                try:
-                    draft.lend()
-                except ColocateError:  # which is told again
-                    return False
-            if draft.timeout < FOREVER_S and call.timer is None:
-                call.timer = worker_group.services.timers.after(
-                    draft.timeout, partial(order.late, weakref.ref(call), draft.timeout)
-                )
-        if not order.post(calls, self._puts, self._calls, posting, passes):
-            return False
-        if self._told is not None:
-            self._told()
-        return True  # what is so small holds nothing to be discarded
+        self._calls += [draft.call for draft, _ in lot]
 
     def send(self) -> None:
         """Give the calls their places in the group's order, and send them. The order's lock is held.
@@ -444,22 +386,20 @@ class Messages:
         worker_group, drafts = self._worker_group, self.drafts
         order, workers = worker_group.order, worker_group.workforce.workers
         sent = False
-        order.gate.shut("a message")  # what is posted amid it would come before it at some workers, behind it at others
         try:
             for worker in self._unlocated:  # the next large body is passed on
                 worker.locate(lambda *_: None)
-            slots = [slot for _, slots in self._frames for slot in slots]
-            worker_group.published.before(slots, (body for draft in drafts for body in draft.bodies))
+            if self._needs:
+                slots = [slot for _, slots in self._frames for slot in slots]
+                worker_group.published.before(slots, (body for draft in drafts for body in draft.bodies))
             for draft in drafts:
                 for part in worker_group.parts.values() if draft.call.is_for_all else ():
                     part.sends(draft.call)
                 order.enter(draft.call)
             for call, put in zip(self._calls, self._puts, strict=True):
                 put(call.seq)
-            if (
-                self._told is None and worker_group.frees_first and worker_group.residents.ended
-            ):  # the calls may need the room
-                worker_group.residents.tell()
+            if self._told is None and worker_group.frees_first and worker_group.residents.ended:
+                worker_group.residents.tell()  # the calls may need the room
             for frame, slots in self._frames:
                 for slot in slots:
                     sent = True
@@ -470,8 +410,6 @@ class Messages:
             for draft in drafts:
                 order.give_up(draft.call, error, sent)
             raise
-        finally:
-            order.gate.open("a message")
 
     def discard(self) -> None:
         """Forget the messages: they have been sent, or won't be."""
@@ -538,7 +476,7 @@ def send(messages: Messages) -> Sequence[Draft]:
     """Send calls of one group, with those that features put before them; all of these. The order's lock is held."""
     drafts, worker_group = messages.drafts, messages._worker_group
     found = drafts
-    for part in worker_group.parts.values():
+    for part in worker_group.drafting:
         found = part.drafted(found)
     if found is drafts:
         messages.send()

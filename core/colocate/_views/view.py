@@ -157,7 +157,7 @@ class ViewCall(OnDriver):
     def _send(self, how: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Send it: `start`, `submit` or `keep`."""
         worker_group, role, spec, label = self._worker_group, self._role, self._spec, self._label
-        if not worker_group.order.gate.passes:
+        if not worker_group.life.is_plain:
             worker_group.check()
         if context.current() is not None:
             refuse_inside(label, worker_group.name)

@@ -294,14 +294,11 @@ class WorkerGroup(Link):
         self.number = services.new_key()  # which no group of its name has had before
         self._origins: dict[str, Origin] = {}  # by method
         self.order = CallOrder(self)
-        self.life.on_change = self._look_at_life
-        self._look_at_life()
         self.background = declared.background  # its roles that have a lane of their own
-        if self.background:
-            self.order.gate.shut("background roles")  # only with the order's lock are messages in one order everywhere
         self.published = Published(self, self.order.lock, lambda: self.workforce.workers)
         self.restarts = Restarts(self, restarts)
         self._parts: dict[str, OfGroup] = {}  # the halves of features that are there, by the names of these
+        self.drafting: list[OfGroup] = []  # those that put calls before others
         self.frees_first = False  # whether a call may need the room of what was freed before
         for options in (services, home, declared, *declared.specs.values()):
             for feature in features.of_options(options):
@@ -322,6 +319,8 @@ class WorkerGroup(Link):
 
     def check(self, notes_restarts: bool = True) -> None:
         """Raise unless it can be called: it is closed, or has failed, or nobody has noted that it was restarted."""
+        if self.life.is_plain and not self.forked:
+            return
         if self.life.failure is not None and self.alive and (failure := self.life.told()) is not None:
             raise copy.copy(failure)
         super().check()
@@ -381,8 +380,11 @@ class WorkerGroup(Link):
             CapabilityError: There is no such feature here.
         """
         found = self._parts.get(name)
-        if found is None:  # without a lock, as the main thread may ask: of two that are made one counts
-            found = self._parts.setdefault(name, features.of_group(name)(self))
+        if found is None:
+            made = features.of_group(name)(self)
+            found = self._parts.setdefault(name, made)  # of two threads' one counts
+            if found is made and type(made).drafted is not OfGroup.drafted:
+                self.drafting.append(made)
         return found
 
     @property
@@ -522,10 +524,6 @@ class WorkerGroup(Link):
     def _tell_state(self, state: State, cause: ColocateError | None = None) -> None:
         """Tell observers."""
         self.services.tell("colocate_group_changed", self.name, state.value, cause)
-
-    def _look_at_life(self) -> None:
-        """Let calls be sent at once while `check` has nothing to say."""
-        (self.order.gate.open if self.life.is_plain else self.order.gate.shut)("its life")
 
     def became_ready(self) -> None:
         """Let the group be called, as its workers are ready, unless it is closed."""

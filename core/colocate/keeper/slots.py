@@ -190,7 +190,7 @@ class Keepers:
     def _hub_ended(self, reason: str) -> None:
         """Note that nothing would be heard of the workers any more; their keepers end them, being left alone."""
         for slot in list(self._slots):
-            slot._over(reason, at_once=True)
+            slot._over(reason, is_final=True)
 
 
 class KeptSlot:
@@ -389,12 +389,12 @@ class KeptSlot:
             over = partial(self._over, f"{self._is_gone}: {reason}")
             self.keepers.event_loop.later(self.keepers.patience.words_s, over)
 
-    def _over(self, reason: str, *, at_once: bool = False) -> None:
+    def _over(self, reason: str, *, is_final: bool = False) -> None:
         """Note that the keeper is gone, and its workers with it; or at once that nothing is heard of them any more."""
-        self._lost = self._lost or (reason if at_once else self._words or reason)
+        self._lost = self._lost or (reason if is_final else self._words or reason)
         self._requests.fail_all(ClusterError(reason))
         for host in list(self.hosts.values()):
-            host.ended(Exit(detail=self._lost), at_once=at_once)
+            host.ended(Exit(detail=self._lost), is_final=is_final)
 
 
 class KeptHost(Host):
@@ -490,10 +490,10 @@ class KeptHost(Host):
 
     # -- on the event loop's thread
 
-    def ended(self, exit: Exit, *, at_once: bool = False) -> None:
+    def ended(self, exit: Exit, *, is_final: bool = False) -> None:
         """Note that it is gone. What it has said before is taken first, unless nothing is heard of it any more."""
         known, self._exit = self._exit, self._exit or exit
-        if at_once or (known is None and (self.lane is None or self.lane.finished)):
+        if is_final or (known is None and (self.lane is None or self.lane.finished)):
             self._finish()
         elif known is None:
             self.slot.keepers.event_loop.later(LANE_ENDS_WITHIN_S, self._finish)

@@ -7,7 +7,7 @@ from colocate.wire.arriving import Arriving
 from colocate.wire.event_loop import LOOPBACK, EventLoop, Listener, listen, listen_widely, listening_within
 from colocate.wire.framing import HOLE, Area, Frame, Head, InFile, Message, encode, numbered
 from colocate.wire.hello import KEY_BYTES, connect, new_key
-from colocate.wire.lane import OnClosed, OnMessage, Posting, SocketLane, posting
+from colocate.wire.lane import OnClosed, OnMessage, SocketLane
 from colocate.wire.peer import PeerChannel
 from colocate.wire.tls import CUT_AFTER_S, Tls, anew, cut_after, cut_here_after, hand_on, take_over
 from colocate.wire.turns import Turns
@@ -30,7 +30,6 @@ __all__ = [
     "OnMessage",
     "Packed",
     "PeerChannel",
-    "Posting",
     "SocketLane",
     "Tls",
     "Turns",
@@ -47,7 +46,6 @@ __all__ = [
     "new_key",
     "numbered",
     "pack",
-    "posting",
     "take_over",
     "track",
     "track_socket",

@@ -12,7 +12,6 @@ import select
 import socket
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -72,12 +71,9 @@ class EventLoop:
         self._own_thread = own_thread
         self._on_death = on_death
         self._epoll = select.epoll()
-        # Sockets, and no eventfd: a step may be under way when this is closed, and the number somebody else's then.
         self._woken, self._waker = socket.socketpair()
         for sock in (self._woken, self._waker):
             track_socket(sock).setblocking(False)
-        self.jobs: deque[Callable[[], object]] = deque()
-        self.wake = partial(self._waker.send, b"\0")
         self._epoll.register(self._woken, select.EPOLLIN)
         self._handlers: dict[int, Callable[[int], None]] = {self._woken.fileno(): self._on_wake}
         self._lanes: dict[int, SocketLane] = {}
@@ -290,13 +286,11 @@ class EventLoop:
 
     def _wake(self) -> None:
         with suppress(BlockingIOError):  # it has been woken so often that it hasn't come to that yet
-            self.wake()
+            self._waker.send(b"\0")
 
     def _on_wake(self, _events: int) -> None:
         with suppress(BlockingIOError):
             self._woken.recv_into(self.scratch)
-        while self.jobs:
-            _try(self.jobs.popleft())
 
     def _end(self, reason: str = "the event loop was closed") -> None:
         with self._lock:

@@ -62,7 +62,7 @@ class Frame:
     Whoever encodes it closes it; sockets that are still sending keep its memory until they are through.
 
     Attributes:
-        puts: Put numbers into the head, each into its place; functions in C, unless the payload lies in a file.
+        puts: Put numbers into the head, each into its place.
         small: All of it, where it is so little that a socket which takes anything takes all; else None.
     """
 
@@ -75,9 +75,9 @@ class Frame:
             [partial(_NUMBER.pack_into, inline, place) for place in places] if places else ()
         )
 
-    def sending(self, passes_files: bool) -> Posted | Sending:
+    def sending(self, passes_files: bool) -> SmallSending | Sending:
         """Return what writes the frame to one socket, and holds its memory until then."""
-        return Posted(self._inline)
+        return SmallSending(self._inline)
 
     def hold(self) -> None:
         """Keep the memory until `close` is called once more."""
@@ -317,29 +317,22 @@ def _split(payload: memoryview, sizes: tuple[int, ...]) -> Packed:
     return Packed(segments[0], tuple(segments[1:]))
 
 
-class Posted:
-    """A frame without a file on its way through one socket: perhaps bytes of it were sent in a step, the rest isn't.
+class SmallSending:
+    """A frame without a file on its way through one socket."""
 
-    Attributes:
-        written: How many bytes have been written, each time.
-    """
+    __slots__ = ("_left",)
 
-    __slots__ = ("_data", "written")
-
-    def __init__(self, data: bytearray) -> None:
-        self._data = data
-        self.written: list[int] = []
+    def __init__(self, data: bytearray, sent: int = 0) -> None:
+        self._left = memoryview(data)[sent:]
 
     def write(self, sock: socket.socket) -> bool:
         """As `Sending.write`."""
-        left = memoryview(self._data)[sum(self.written) :]
-        while left:
-            self.written.append(sock.send(left))
-            left = left[self.written[-1] :]
+        while self._left:
+            self._left = self._left[sock.send(self._left) :]
         return True
 
     def close(self) -> None:
-        """Drop what was posted: the lane is through."""
+        """Nothing is held."""
 
     abandon = close
 

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import errno
-import operator
 import select
 import socket
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
-from itertools import chain, compress
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from colocate._definitions.packed import Packed
-from colocate._signals import at_once
 from colocate._system.deadline import Deadline
 from colocate._system.jobs import report_exception
 from colocate._system.readable import readable
 from colocate.wire.arriving import Arrives
-from colocate.wire.framing import Frame, Head, Posted, Reader, Sending, encode
+from colocate.wire.framing import Frame, Head, Reader, Sending, SmallSending, encode
 from colocate.wire.tls import secured
 
 if TYPE_CHECKING:
@@ -32,37 +28,10 @@ _GONE = frozenset({errno.EPIPE, errno.ECONNRESET})
 _TAKEN = frozenset({errno.EBADF, errno.ENOTSOCK})
 
 
-_LOOKS_S = 0.05
-
-
-class Posting(NamedTuple):
-    """How frames are sent in steps that nothing comes in between (`_signals.at_once`).
-
-    Attributes:
-        queues: Steps, functions in C that `map` calls, by which each gets its place behind what was sent before.
-        writes: Steps that send them on from there.
-        after: Called afterwards.
-        mend: Called instead, perhaps twice, when something was raised in between: by the operating system, or by a
-            signal's handler.
-    """
-
-    queues: Iterator[object]
-    writes: Iterator[object]
-    after: Callable[[], object] | None
-    mend: Callable[[], object]
-
-
 class Server(Protocol):
     """What a lane needs of the event loop that serves it."""
 
     scratch: memoryview
-
-    jobs: deque[Callable[[], object]]  # what its thread is to do soon, once it was woken
-
-    @property
-    def wake(self) -> Callable[[], object]:
-        """Wakes it; a function in C."""
-        ...
 
     def look_for(self, sock: socket.socket, events: int) -> None:
         """Look for these events of a socket from now on."""
@@ -87,7 +56,7 @@ class SocketLane:
         self._empty = threading.Condition(self._lock)
         self._reading = threading.RLock()  # held while messages are received and handled: one thread at a time does
         self._lent = False
-        self._queue: deque[Sending | Posted] = deque()
+        self._queue: deque[Sending | SmallSending] = deque()
         self._hub_writes = False  # what is in the queue; who has put something there no longer does
         self._can_send = True
         self._closing = False
@@ -166,7 +135,7 @@ class SocketLane:
         deadline = Deadline(timeout)
         with self._empty:
             while self._queue and self._can_send and not deadline.is_over:
-                self._empty.wait(deadline.at_most(_LOOKS_S))  # whoever empties it by steps says nothing
+                self._empty.wait(deadline.left)
             return not self._queue and self._can_send
 
     def finish(self, reason: str) -> None:
@@ -184,22 +153,16 @@ class SocketLane:
         with self._lock:
             if not self._can_send:
                 return False
-            before: list[int] = []
-            sending = frame.sending(self._passes_files)
-            queue = self._queue
-            at_once.run(chain(map(before.append, map(len, (queue,))), map(queue.append, (sending,))))
-            if not before[0]:
-                try:
-                    if (
-                        (data := frame.small) is None
-                        or self._secured is not None
-                        or not self._sends_whole(sending, data)
-                    ):
+            try:
+                if self._queue or frame.small is None or self._secured is not None:
+                    self._queue.append(frame.sending(self._passes_files))
+                    if len(self._queue) == 1:
                         self._write()
-                except BaseException:
-                    # Ctrl-C, say. Nobody knows how much was written, and half a message would garble all others.
-                    self._shut("interrupted in the middle of sending a message")
-                    raise
+                else:
+                    self._send_small(frame.small)
+            except BaseException:  # nobody knows how much was written, and half a message would garble all others
+                self._shut("failed in the middle of sending a message")
+                raise
             return self._can_send
 
     # For the thread that has taken its turn (see `turns.py`):
@@ -247,12 +210,6 @@ class SocketLane:
             self._flush()
         if events & ~select.EPOLLOUT or not self._settled:
             self.receive(self._event_loop.scratch)
-
-    def _take_over(self) -> None:
-        """Write what others have put into the queue, and couldn't write."""
-        with self._lock:
-            self._hub_writes = True
-        self._flush()
 
     def _flush(self) -> None:
         with self._lock:
@@ -309,35 +266,29 @@ class SocketLane:
 
     # With the lock held:
 
-    def _sends_whole(self, sending: Posted | Sending, data: bytearray) -> bool:
-        """Send the only thing in the queue at once, as nearly always; whether nothing is left to be written."""
+    def _send_small(self, data: bytearray) -> None:
+        """Send the only message at once, as nearly always; the event loop sends what the socket doesn't take."""
         try:
-            written = self._sock.send(data)
+            sent = self._sock.send(data)
         except BlockingIOError:
-            return False
+            sent = 0
         except OSError as error:  # which the kernel tells once
             self._break(error)
-            return True
-        if written < len(data):
-            assert isinstance(sending, Posted)
-            sending.written.append(written)
-            return False
-        queue, left = self._queue, list[int]()
-        at_once.run(chain(map(_popleft, (queue,)), map(left.append, map(len, (queue,)))))  # in one step, as there
-        return not left[0]
+            return
+        if sent < len(data):
+            self._queue.append(SmallSending(data, sent))
+            self._hub_writes = True
+            self._show_interest()
 
     def _write(self) -> None:
         """Write what is in the queue, as it is this thread's turn to; the event loop goes on if that takes long."""
-        queue, left = self._queue, [1]
+        queue = self._queue
         try:
-            while left.pop():
+            while queue:
                 if not queue[0].write(self._sock):
                     self._hub_writes = True
                     break
-                done = queue[0]
-                # In one step: from the moment when it is empty whoever fills it writes.
-                at_once.run(chain(at_once.called((queue.popleft,)), map(left.append, map(len, (queue,)))))
-                done.close()
+                queue.popleft().close()
         except BlockingIOError:
             self._hub_writes = True
         except OSError as error:
@@ -372,9 +323,8 @@ class SocketLane:
     def _stop_sending(self) -> None:
         self._can_send = False
         self._hub_writes = False
-        queue, self._queue = self._queue, deque()  # another one: steps may be under way in this one
-        for each in list(queue):
-            each.close()
+        while self._queue:
+            self._queue.popleft().close()
         self._empty.notify_all()
 
     def _forget_fork(self) -> None:
@@ -389,61 +339,6 @@ class SocketLane:
         self._queue.clear()
         self._reader.close()
         self._sock.close()
-
-
-def posting(lanes: Sequence[SocketLane], frames: Sequence[Frame]) -> Posting | None:
-    """How frames are sent without a lock, one by each of some lanes of one event loop.
-
-    Whoever puts something into the empty queue of a lane is the one that writes, until the queue is empty again, or the
-    event loop has been told to.
-
-    Returns:
-        None where they can't be: one is large, or its lane is closed, or one of TLS.
-    """
-    event_loop, datas, queues, socks = (
-        lanes[0]._event_loop,
-        list[bytearray](),
-        list[deque[Any]](),
-        list[socket.socket](),
-    )
-    posted, writes, owns = list[Posted](), list[list[int]](), list[bool]()
-    take_overs: list[Callable[[], object]] = []  # made now, as no step may make a method of an object
-    for lane, frame in zip(lanes, frames, strict=True):
-        data = frame.small
-        if data is None or lane._secured is not None or not lane._can_send:
-            return None
-        datas.append(data)
-        queues.append(lane._queue)
-        socks.append(lane._sock)
-        take_overs.append(lane._take_over)
-        posted.append(each := Posted(data))
-        writes.append(each.written)
-    queued = chain(map(owns.append, map(operator.not_, map(len, queues))), map(_append, queues, posted))
-    whole = map(operator.eq, map(sum, compress(writes, owns)), map(len, compress(datas, owns)))
-    written = chain(
-        map(_append_to_list, compress(writes, owns), map(_send, compress(socks, owns), compress(datas, owns))),
-        map(_popleft, compress(compress(queues, owns), whole)),
-        _tell(event_loop, take_overs, queues, owns),
-    )
-
-    def mend() -> None:
-        with suppress(BlockingIOError):  # it has been woken so often that it hasn't come to that yet
-            at_once.run(_tell(event_loop, take_overs, queues, owns))
-
-    return Posting(queued, written, None, mend)
-
-
-def _tell(
-    event_loop: Server, take_overs: Sequence[Callable[[], object]], queues: Sequence[deque[Any]], owns: list[bool]
-) -> Iterator[object]:
-    """Tell the event loop to write what is left in queues of those that whoever posts has to empty."""
-    left = compress(compress(take_overs, owns), map(bool, compress(queues, owns)))
-    wakes = compress((event_loop.wake,), map(bool, (event_loop.jobs,)))
-    return chain(map(event_loop.jobs.append, left), map(_call, (owns.clear,)), map(_call, wakes))
-
-
-_append, _popleft, _append_to_list, _send = deque[Any].append, deque[Any].popleft, list[Any].append, socket.socket.send
-_call: Callable[..., object] = operator.call
 
 
 def _is_taken(sock: socket.socket) -> bool:

@@ -9,7 +9,6 @@ import contextlib
 import queue
 import sys
 import threading
-from collections import deque
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
@@ -131,7 +130,6 @@ class Lane:
         on_broken: Callable[[BaseException], None] = lambda error: None,
         turns: Turns | None = None,
         own_thread: bool = True,
-        works_of: Callable[[Any, Any], Sequence[Work]] = lambda message, body: (),
         on_end: Callable[[], object] = lambda: None,
     ) -> None:
         """Start the thread, if it is to have one of its own: else it is the main thread, which calls `run`.
@@ -144,14 +142,10 @@ class Lane:
             turns: How the lane receives messages itself while it idles; None where others always bring them.
             own_thread: Whether it has one, for whose end, and that of threads which role code starts, the process
                 doesn't wait.
-            works_of: Makes work of calls that have come by `take`: of the message, and its body.
             on_end: Called on the lane when it has run its last call.
         """
         self._queue: queue.SimpleQueue[_Item] = queue.SimpleQueue()
-        self.take = self._queue.put  # a call as it is, in a step (`_signals.at_once`); `look_again` is to follow
-        self._works_of = works_of
         self._on_end = on_end
-        self._split: deque[Work] = deque()  # of what was taken so
         self._on_held = on_held
         self._on_broken = on_broken
         self._scope = scope
@@ -317,15 +311,6 @@ class Lane:
         self._queue.put(item)
         self.look_again()
 
-    def _got(self) -> _Item:
-        """The next thing that has come; calls that have come as they are, as work."""
-        while not self._split:
-            item = self._queue.get()
-            if type(item) is not tuple:
-                return item
-            self._split.extend(self._works_of(*item))
-        return self._split.popleft()
-
     # -- on the lane
 
     def run(self) -> None:
@@ -352,7 +337,7 @@ class Lane:
         """The next call to begin, or None to end."""
         while True:
             if self._is_plain():  # as nearly always: the next item in the queue is what to do
-                item = self._got()
+                item = self._queue.get()
                 if isinstance(item, Work):
                     return item
                 self._note(item)
@@ -387,7 +372,7 @@ class Lane:
             return
         if self._turns is not None:
             self._turns.wait(self._has_news)
-        self._note(self._got())
+        self._note(self._queue.get())
         self._note_all()
 
     def _loop_goes_on(self) -> bool:
@@ -399,11 +384,11 @@ class Lane:
         return len(self.tasks) > 0 or self.tasks.go_on()
 
     def _has_news(self) -> bool:
-        return bool(self._split) or not self._queue.empty()
+        return not self._queue.empty()
 
     def _note_all(self) -> None:
         while self._has_news():  # nobody else takes from it
-            self._note(self._got())
+            self._note(self._queue.get())
 
     def _note(self, item: _Item) -> None:
         if isinstance(item, _GivenUp):
@@ -485,7 +470,7 @@ class Lane:
         while not goes_on():
             self._tell(runs := len(self.running))
             if not may_begin or (other := self._order.next_stand(runs)) is None:
-                self._note(self._got())
+                self._note(self._queue.get())
             elif self._order.begins(other, runs):
                 self._run(other)
 

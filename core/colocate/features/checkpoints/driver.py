@@ -18,7 +18,6 @@ from colocate._calls.records import CheckpointRecord
 from colocate._protocol import to_worker
 from colocate._protocol.message import Message
 from colocate._role.role import RoleInfo
-from colocate._signals.deferred import run_deferred
 from colocate._system.deadline import Deadline
 from colocate._system.files import atomic_folder, nobody_renames
 from colocate._system.limits import AFTER_FORCE_S
@@ -449,7 +448,7 @@ def _submit(
     planned = plan(spec.dispatch, {"directory": str(folder), **more}, role.ranks)
     call = PendingCall(what, "", what, role.slots)
     draft = ready(worker_group, call, role, spec, planned, [], FOREVER_S)  # large ones take long
-    run_deferred(lambda: send_with(Messages((draft,)), then, False), waits_s=None)
+    send_with(Messages((draft,)), then, False)
     return call
 
 

@@ -10,7 +10,6 @@ from typing import Any, TypeAlias, cast
 
 from colocate import _display as html
 from colocate._owned.owned import Owned
-from colocate._signals.deferred import run_deferred
 from colocate._system.deadline import Deadline
 from colocate._system.jobs import error_text
 from colocate._system.limits import LEDGERS_WITHIN_S
@@ -43,7 +42,7 @@ class Graph:
         if memory and self._root.forked:
             self._root.check()
         deadline = Deadline(LEDGERS_WITHIN_S)
-        return _node(self._root, run_deferred(lambda: _measured(self._root, deadline)) if memory else {})
+        return _node(self._root, _measured(self._root, deadline) if memory else {})
 
     def render(self, format: str = "tree", memory: bool = False) -> str:
         """The graph as text.

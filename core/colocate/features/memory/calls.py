@@ -9,7 +9,6 @@ from typing import Any, cast
 from colocate._calls.pending import PendingCall
 from colocate._plugins.needs import require
 from colocate._role.method import DISCARDABLE, TAGS
-from colocate._signals.deferred import run_deferred
 from colocate._signals.in_framework import refuse_to_wait
 from colocate._system.nearest import did_you_mean
 from colocate._system.numbers import FOREVER_S
@@ -61,11 +60,11 @@ def start_sleep(
             "wake for their calls"
         )
     mark = partial(_sleepers(worker_group).mark, role, chosen, until_woken)
-    run_deferred(mark)
+    mark()
     worker_group.home.changed()
     given = {**_arguments(role, chosen), "discard": lost}
     call = _start(worker_group, SLEEP, f"sleep of {role}", given, timeout)
-    run_deferred(mark)  # what has woken it before that doesn't count
+    mark()  # what has woken it before that doesn't count
     return call
 
 

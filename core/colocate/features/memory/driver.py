@@ -9,7 +9,6 @@ from typing import Any
 from colocate._calls.records import MoveRecord
 from colocate._protocol.message import Message
 from colocate._role.method import TAGS
-from colocate._signals.deferred import run_deferred
 from colocate._system.deadline import Deadline
 from colocate._system.limits import LEDGERS_WITHIN_S
 from colocate._views.sending import Draft
@@ -34,7 +33,7 @@ class MemoryOfGroup(OfGroup):
     def __init__(self, worker_group: WorkerGroup) -> None:
         self._worker_group = worker_group
         self._ledgers = Ledgers(worker_group)
-        self.sleepers = Sleepers(worker_group.order.gate)
+        self.sleepers = Sleepers()
         for role in worker_group.roles if worker_group.home.attachment is not None else ():
             self.sleepers.mark(role, TAGS, until_woken=False)  # another driver may have put it to sleep
         if worker_group.declared.budgets:
@@ -162,5 +161,5 @@ class MemoryOfGroup(OfGroup):
             yield
         except MemoryBudgetError as error:
             with suppress(ColocateError, TimeoutError):
-                error.add_note(str(run_deferred(lambda: self.asked(Deadline(LEDGERS_WITHIN_S)))))
+                error.add_note(str(self.asked(Deadline(LEDGERS_WITHIN_S))))
             raise

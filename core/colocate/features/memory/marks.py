@@ -8,8 +8,6 @@ from typing import TypeAlias
 
 import attrs
 
-from colocate._signals.at_once import Gate
-
 Mark: TypeAlias = tuple[str, str]
 """A role and a tag of its memory."""
 
@@ -24,21 +22,17 @@ class Slept:
 class Sleepers:
     """Marks for what may sleep. A call whose role has some is sent behind a call that wakes it, or fails of them.
 
-    As long as there are any no call is sent at once (`Gate`). A mark is made before a sleep is sent and renewed after
-    that, and what has been woken takes away only marks that it has seen: whatever comes between, a mark stays too long
-    at worst.
+    A mark is made before a sleep is sent and renewed after that, and what has been woken takes away only marks that it
+    has seen: whatever comes between, a mark stays too long at worst.
     """
 
-    def __init__(self, gate: Gate) -> None:
-        """Args: gate: Of the group's calls."""
+    def __init__(self) -> None:
         self.marks: dict[Mark, Slept] = {}  # the marks
-        self._gate = gate
-        self._lock = threading.Lock()  # held while they change, which is never on the main thread
+        self._lock = threading.Lock()  # held while they change
 
     def mark(self, role: str, tags: Iterable[str], until_woken: bool) -> None:
         """Mark what is about to sleep, or has been told to."""
         with self._lock:
-            self._gate.shut("sleep")
             for tag in tags:
                 self.marks[role, tag] = Slept(until_woken)
 
@@ -65,11 +59,8 @@ class Sleepers:
             for mark, slept in seen.items():
                 if self.marks.get(mark) is slept:
                     del self.marks[mark]
-            if not self.marks:
-                self._gate.open("sleep")
 
     def renew(self) -> None:
         """Forget all: the roles have been made anew."""
         with self._lock:
             self.marks.clear()
-            self._gate.open("sleep")

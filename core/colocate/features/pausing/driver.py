@@ -7,7 +7,6 @@ from typing import Any
 
 from colocate._calls.pending import PendingCall, held_open
 from colocate._protocol.message import Message
-from colocate._signals.deferred import run_deferred
 from colocate._signals.in_framework import refuse_to_wait
 from colocate._system.nearest import did_you_mean
 from colocate._views.sending import refuse_inside
@@ -71,13 +70,13 @@ def pause(worker_group: WorkerGroup, pauses: Pauses, role: str, how: str, timeou
         ends = PendingCall(f"pause of role {role!r}", role, "pause", worker_group.roles[role].slots)
         ends.link, ends.lane = worker_group, role
         ends.refuse_in_vain()
-    run_deferred(lambda: pauses.pause(role, how, timeout))
+    pauses.pause(role, how, timeout)
 
 
 def resume(worker_group: WorkerGroup, pauses: Pauses, role: str) -> None:
     """Have a background role go on, after a look whether that can be."""
     _check(worker_group, role, "resume")
-    run_deferred(lambda: pauses.resume(role))
+    pauses.resume(role)
 
 
 def _check(worker_group: WorkerGroup, role: str, what: str) -> None:

@@ -9,12 +9,10 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 from colocate._calls.failures import never_sent
 from colocate._owned.owned import forks
-from colocate._signals.deferred import run_deferred
 from colocate._system.here import Here
 from colocate._system.lines import caller
 from colocate._views.sending import OPEN, Draft, Messages, send, watch
@@ -66,25 +64,17 @@ class Pipeline:
     # -- recording
 
     def add(self, draft: Draft) -> None:
-        """Record a call. What it uses is lent to it from now on.
-
-        The main thread does this by itself, which is several times faster than handing it over, and may be interrupted
-        anywhere in it. Until the draft is in the list nothing of it outlives the frames that made it; from then on it
-        is recorded, and the end of the block does the rest.
-        """
+        """Record a call. What it uses is lent to it from now on."""
         snapshots = {id(body): self._memory.snapshot(body) for body in draft.bodies}
         draft.bodies = [snapshots[id(body)] for body in draft.bodies]
         draft.call.unsent, kept = self, draft.kept
         if kept is not None:
-            draft.pin = draft.worker_group.residents.pin(
-                kept
-            )  # until it has been sent, no worker is to be told to forget it
+            # Until the call has been sent, no worker is to be told to forget its result.
+            draft.pin = draft.worker_group.residents.pin(kept)
         draft.lend()
         self._drafts.append(draft)
         if kept is not None:
-            draft.worker_group.residents.add(
-                kept
-            )  # so that a restart tells it; who is interrupted here has no handle of it
+            draft.worker_group.residents.add(kept)  # so that a restart tells it
 
     # -- the block
 
@@ -125,15 +115,13 @@ class Pipeline:
             for worker_group, lot, messages in zip(worker_groups, lots, [Messages(lot) for lot in lots], strict=True):
                 for draft in lot:
                     draft.call.submitted = time.time()
-                if any(map(_has_failed, lot)) or not messages.post():
-                    run_deferred(partial(_send, messages), waits_s=None)
+                _send(messages)
                 for draft in lot:
                     if draft.kept is not None:
                         worker_group.residents.flush_later()
                     draft.kept = draft.pin = None
         except BaseException as error:
-            failure = error
-            run_deferred(lambda: self._give_up(failure), waits_s=None, in_any_case=True)
+            self._give_up(error)
             raise
 
     def _give_up(self, error: BaseException) -> None:
@@ -178,11 +166,6 @@ def _send(messages: Messages) -> None:
     watch(sent)
 
 
-def _has_failed(draft: Draft) -> bool:
-    """Whether a call can't be sent: it has failed, or a resident that it uses has, or is gone."""
-    return draft.call.done() or any(use._kept.error is not None for use in draft.call.uses)
-
-
 def _is_lost(draft: Draft) -> bool:
     """Whether a call has failed before it could be sent: it uses a resident whose call has, or that is gone."""
     gone = (use._kept.lost for use in draft.call.uses if use._kept.lost is not None)
@@ -211,8 +194,7 @@ def pipeline(worker_group: WorkerGroup) -> Iterator[None]:
     except BaseException as error:
         if found.open and not found.forked:  # nothing of it has been sent
             found.open = False
-            failure = error
-            run_deferred(lambda: found.forget(0, failure), waits_s=None)
+            found.forget(0, error)
         raise
     finally:
         OPEN.set(None)
@@ -226,8 +208,7 @@ def _nested(outer: Pipeline, worker_group: WorkerGroup) -> Iterator[None]:
         yield
     except BaseException as error:
         if not outer.forked:
-            failure = error
-            run_deferred(lambda: outer.forget(start, failure), waits_s=None)
+            outer.forget(start, error)
             outer.worker_groups[:] = known
         raise
 

@@ -8,7 +8,6 @@ from typing import Any
 from colocate._calls.failures import original
 from colocate._calls.pending import Link, PendingCall
 from colocate._protocol.from_worker import Failure
-from colocate._signals.deferred import run_deferred
 from colocate._system.lines import with_cells
 from colocate.errors import ColocateError, RenewalError, RoleError
 
@@ -26,7 +25,7 @@ def renew_error(link: Link, slot: int, failure: Failure, body: Any, cause: Coloc
         node=link.node(slot),
         remote_traceback=with_cells(failure.traceback),
     )
-    error.__cause__ = run_deferred(lambda: original(link, body, kind, text))
+    error.__cause__ = original(link, body, kind, text)
     return error
 
 

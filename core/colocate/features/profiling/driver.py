@@ -22,7 +22,6 @@ from colocate._calls.pending import PendingCall
 from colocate._calls.records import CallRecord, MoveRecord
 from colocate._protocol.message import Message
 from colocate._protocol.requests import Requests
-from colocate._signals.deferred import run_deferred
 from colocate._signals.in_framework import refuse_to_wait
 from colocate._system.deadline import Deadline
 from colocate._system.nearest import did_you_mean
@@ -269,7 +268,7 @@ class _Session:
                 within_s, errors = (1.0, (ColocateError, TimeoutError)) if is_other else (_CLOCKS_WITHIN_S, ())
                 with contextlib.suppress(*errors):
                     ahead = partial(cast("ProfilingOfGroup", node.part("profiling")).ahead, within_s)
-                    self._ahead |= {(node.name, slot): seconds for slot, seconds in run_deferred(ahead).items()}
+                    self._ahead |= {(node.name, slot): seconds for slot, seconds in ahead().items()}
         self._make_folder()
         runtime: Runtime = Runtime._of(self._connection)
         runtime.observe(self._told)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import abc
 import contextlib
-import operator
 import time
 import weakref
 from collections import Counter, deque
@@ -25,7 +24,6 @@ from colocate._definitions.packed import owned, packed_bytes
 from colocate._kept.handles import Consumer, Reference
 from colocate._role.method_spec import MethodSpec
 from colocate._role.role import RoleInfo
-from colocate._signals.deferred import run_deferred
 from colocate._system.jobs import error_text
 from colocate._system.numbers import plural
 from colocate._values.dispatch import plan
@@ -36,7 +34,6 @@ from colocate.errors import CallCancelled, ClosedError, ColocateError, RoleError
 from colocate.features.rows.messages import AHEAD, NoMoreRows, ReadRows, Row, RowEnded
 from colocate.features.rows.row_stream import OnError
 
-_slot_of = operator.itemgetter(0)
 _OUT = 2  # rows that are given and not read, at most, for each that can run at once
 
 
@@ -272,21 +269,17 @@ class RowsCall(PendingCall, abc.ABC):
                 self._end_rows(withdrawn=True)
 
     def note_read(self, row: int) -> None:
-        """A row was read, of which it takes note once. This takes no lock, as the main thread mayn't."""
-        with contextlib.suppress(KeyError):
-            self._read.extend(map(_slot_of, map(self.ends.pop, (row,))))  # in one step; see `_signals.at_once`
+        """Note once that a row was read."""
+        if (end := self.ends.pop(row, None)) is not None:
+            self._read.append(end[0])
         self.tell_read()
 
     def tell_read(self) -> None:
         """Have its ranks told of rows that were read: of all those together that are by then."""
         if self._is_telling or not self._wants_read():
             return
-        try:  # first, as a signal may come behind any line: twice is once too often, and never is a hang
-            self._is_telling = True
-            self.group.services.timers.soon(self._note_read)
-        except BaseException:  # of a signal's handler, say: it is told when the next one is read, or waited for
-            self._is_telling = False
-            raise
+        self._is_telling = True
+        self.group.services.timers.soon(self._note_read)
 
     @abc.abstractmethod
     def _wants_read(self) -> bool:
@@ -607,14 +600,9 @@ class Asked:
         self.at = call.at = self.at or call.at
         if worker_group.services.observers and not worker_group.services.executor.in_process:
             call.sent += sum(packed_bytes(self.bodies[row]) for row in rows) if spec.rows is not None else 0
-        messages = Messages((draft,))
-
-        def send_and_copy() -> None:
-            send_with(messages, call.begin, is_again)
-            if isinstance(call, GivenRows) and not is_again:
-                call.copy_rows()
-
-        run_deferred(send_and_copy, call.withdraw, waits_s=None)
+        send_with(Messages((draft,)), call.begin, is_again)
+        if isinstance(call, GivenRows) and not is_again:
+            call.copy_rows()
         return call
 
     def _take_number(self) -> int:

@@ -20,7 +20,7 @@ from typing import Any, TypeAlias
 
 from colocate._calls.pending import PendingCall, held_open
 from colocate._signals.arrivals import Arrivals
-from colocate._signals.deferred import run_deferred, settle, who_waits
+from colocate._signals.deferred import settle, who_waits
 from colocate._signals.in_framework import refuse_to_wait
 from colocate._system.numbers import plural
 from colocate._system.tracebacks import is_of_handler
@@ -165,7 +165,7 @@ class Stream(RowStream[Any]):
                 elif (found := self._taken(mine)) is not None:
                     return found
                 elif mine:
-                    run_deferred(partial(self._see_to_end, mine[0][0]), in_any_case=True)
+                    self._see_to_end(mine[0][0])
                     mine.clear()
             raise end
         except BaseException as error:
@@ -330,6 +330,9 @@ class Stream(RowStream[Any]):
                 return
             self._asked.begin(rows, self._is_ahead, self._hear, is_again=True)
         except BaseException as error:
+            if not isinstance(error, Exception) or is_of_handler(error):  # who reads next begins once more
+                self._unended.append(call)
+                raise
             if self._call is call or self._claims(self._call):
                 self._conclude(rows, self._call, error)
             return

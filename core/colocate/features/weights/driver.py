@@ -24,7 +24,6 @@ from colocate._protocol.uses import Origin, Source
 from colocate._role.call import Call
 from colocate._role.method import RoleMethod
 from colocate._role.role import RoleInfo
-from colocate._signals.deferred import run_deferred
 from colocate._signals.in_framework import in_framework, refuse_to_wait
 from colocate._system.nearest import did_you_mean
 from colocate._system.numbers import FOREVER_S, limit, parse_bytes, plural
@@ -472,7 +471,7 @@ def _send_both(gives: Draft, takes: Draft) -> None:
     if in_framework():
         takes.worker_group.services.timers.soon(send)
     else:
-        run_deferred(send, waits_s=None)
+        send()
 
 
 def _fail_too(other: Draft, call: PendingCall) -> None:

@@ -8,18 +8,16 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from itertools import chain
 from typing import Any
 
 from colocate._protocol import from_worker, to_worker
 from colocate._protocol.bundle import take_apart
-from colocate._protocol.message import Head, read
+from colocate._protocol.message import Head, Message, read
 from colocate._protocol.to_worker import Call
 from colocate._protocol.uses import Peers
-from colocate._signals import at_once
 from colocate._system.jobs import OUR_FAULT, JobThread, error_text, report_exception
 from colocate._system.own_modules import keep_modules
 from colocate._values.codec import Codec
@@ -34,7 +32,6 @@ from colocate.worker.birth.imports import importing
 from colocate.worker.birth.template import tell_imports
 from colocate.worker.context import WorkerContext
 from colocate.worker.lane import Lane, Work
-from colocate.worker.residents.store import Entry
 from colocate.worker.runner import Runner
 from colocate.worker.serving import failure
 from colocate.worker.serving.build import FUNCTION, GROUP_WIDE_CALLS, hosted_functions
@@ -87,7 +84,6 @@ class WorkerHost(WorkerContext):
             self._lane_broken,
             turns,
             in_process,
-            self._works_of,
             lambda: self._runner.close(),
         )
         self._runner = Runner(self, self.broken)
@@ -104,97 +100,107 @@ class WorkerHost(WorkerContext):
 
     def receive(self, head: Head, body: Any) -> None:
         """Take a message."""
-        match read(head):
-            case to_worker.Call() as call:
-                if call.passed is not None and call.passed[2]:
-                    body = self.peers.passed(call.passed)
-                if (called := self._work_of(call, body)) is not None:
-                    self.lane_for(call.role).put(called)
-            case to_worker.Batch() as batch:
-                if batch.passed is not None and batch.passed[2]:
-                    body = self.peers.passed(batch.passed)
-                if batch.frees:
-                    self.store.free(batch.frees)
-                for call, its_body in take_apart(batch.calls, body):
-                    if (called := self._work_of(call, its_body)) is not None:
-                        self.lane_for(call.role).put(called)
-            case to_worker.Free() as message:
-                self.store.free(message.keys)
-                for part in self.parts.values():
-                    part.freed()
-            case to_worker.Define() as message:
-                self.definitions.arrived(message, body)
-            case to_worker.Build() as message:
-                self.slots, self.collective_timeout = message.slots, message.collective_timeout
-                for name in message.background:
-                    found = Background(name, self.boot, self.scope, partial(self._stopped, name), self._lane_broken)
-                    found.runner = Runner(self, self.broken, found)
-                    self.background[name] = found
-                work = Work(0, self._runner.build, "build", message, body)
-                work.bundles_seen = self.definitions.received.count
-                self.lane.put(work)
-            case to_worker.Hold() as hold:
-                self.say(from_worker.Alive(hold.number, hold.lane))
-                self._named(hold.lane).hold(hold.number, hold.failed)
-                what = "a call" if hold.failed else "the constructor of a role on another rank"
-                self.scope.end(hold.failed, f"{what} of group {self.boot.group!r} has failed", hold.lane)
-                if hold.cut and not hold.lane:  # an earlier call goes on
-                    self.frees(lambda: any(running >= hold.failed for running in list(self.lane.running)))
-            case to_worker.Resume() as resume:
-                self.scope.resume(resume.lane)
-                for role in list(self.roles.values()):
-                    role.take_back(resume.withdrawn)
-                self._named(resume.lane).resume(resume.number, frozenset(resume.withdrawn))
-            case to_worker.Unwanted() as message:
-                for part in self.parts.values():
-                    part.unwanted(message.seq)
-                for lane in self.lanes:
-                    lane.give_up(message.seq, message.seq)
-            case to_worker.Stop():
-                for lane in self.lanes:
-                    lane.stop()
-                for part in self.parts.values():
-                    part.stops()
-            case to_worker.Withdraw() as asked:
-                can = self._named(asked.lane).hold_up(asked.token, asked.seq)
-                self.say(from_worker.CanWithdraw(asked.token, can))
-            case to_worker.Decided() as decided:
-                if not decided.drop:
-                    self._named(decided.lane).cancel(decided.seq, decided.seq)
-                self._named(decided.lane).decide(decided.token, decided.seq if decided.drop else None)
-            case to_worker.AskStack() as asked:
-                running = tuple(seq for lane in self.lanes for seq in _runs(lane))
-                self.say(from_worker.Stack(asked.token, self.stack(), running))
-            case to_worker.Fetch() as asked:
-                self._transfer.soon(partial(self._fetch, asked))
-            case to_worker.Listen():
-                try:
-                    self.say(from_worker.Address(self.peers.address))
-                except (OSError, RuntimeError) as error:  # no descriptor is free, or no thread to be had
-                    self.say(from_worker.Address(None, error_text(error)))
-            case to_worker.Answer() as answer:
-                if answer.error is None:
-                    self._questions.answered(answer.token, None, answer.answer)
-                else:
-                    self._questions.refused(answer.token, ColocateError(answer.error))
-            case to_worker.Close() as message:
-                self.close(message.reason)
-            case message:
-                feature = of_message(type(message).__name__)
-                assert feature is not None, message
-                self.part(feature).heard(message, body)
+        message = read(head)
+        if (handler := _HANDLERS.get(type(message))) is not None:
+            handler(self, message, body)
+            return
+        feature = of_message(type(message).__name__)
+        assert feature is not None, message
+        self.part(feature).heard(message, body)
 
-    def _works_of(self, message: to_worker.Call | to_worker.Batch, body: Any) -> Sequence[Work]:
-        """Return what the lane has to do for calls."""
-        if isinstance(message, to_worker.Call):
-            works = [self._work_of(message, body, is_expected=True)]
+    def _on_call(self, call: to_worker.Call, body: Any) -> None:
+        if call.passed is not None and call.passed[2]:
+            body = self.peers.passed(call.passed)
+        self._queue(call, body)
+
+    def _on_batch(self, batch: to_worker.Batch, body: Any) -> None:
+        if batch.passed is not None and batch.passed[2]:
+            body = self.peers.passed(batch.passed)
+        if batch.frees:
+            self.store.free(batch.frees)
+        for call, call_body in take_apart(batch.calls, body):
+            self._queue(call, call_body)
+
+    def _queue(self, call: to_worker.Call, body: Any) -> None:
+        if (work := self._work_of(call, body)) is not None:
+            self.lane_for(call.role).put(work)
+
+    def _on_free(self, free: to_worker.Free, body: Any) -> None:
+        self.store.free(free.keys)
+        for part in self.parts.values():
+            part.freed()
+
+    def _on_define(self, define: to_worker.Define, body: Any) -> None:
+        self.definitions.arrived(define, body)
+
+    def _on_build(self, build: to_worker.Build, body: Any) -> None:
+        self.slots, self.collective_timeout = build.slots, build.collective_timeout
+        for name in build.background:
+            background = Background(name, self.boot, self.scope, partial(self._stopped, name), self._lane_broken)
+            background.runner = Runner(self, self.broken, background)
+            self.background[name] = background
+        work = Work(0, self._runner.build, "build", build, body)
+        work.bundles_seen = self.definitions.received.count
+        self.lane.put(work)
+
+    def _on_hold(self, hold: to_worker.Hold, body: Any) -> None:
+        self.say(from_worker.Alive(hold.number, hold.lane))
+        self._named(hold.lane).hold(hold.number, hold.failed)
+        what = "a call" if hold.failed else "the constructor of a role on another rank"
+        self.scope.end(hold.failed, f"{what} of group {self.boot.group!r} has failed", hold.lane)
+        if hold.cut and not hold.lane:  # an earlier call goes on
+            self.frees(lambda: any(running >= hold.failed for running in list(self.lane.running)))
+
+    def _on_resume(self, resume: to_worker.Resume, body: Any) -> None:
+        self.scope.resume(resume.lane)
+        for role in list(self.roles.values()):
+            role.take_back(resume.withdrawn)
+        self._named(resume.lane).resume(resume.number, frozenset(resume.withdrawn))
+
+    def _on_unwanted(self, unwanted: to_worker.Unwanted, body: Any) -> None:
+        for part in self.parts.values():
+            part.unwanted(unwanted.seq)
+        for lane in self.lanes:
+            lane.give_up(unwanted.seq, unwanted.seq)
+
+    def _on_stop(self, stop: to_worker.Stop, body: Any) -> None:
+        for lane in self.lanes:
+            lane.stop()
+        for part in self.parts.values():
+            part.stops()
+
+    def _on_withdraw(self, withdraw: to_worker.Withdraw, body: Any) -> None:
+        can = self._named(withdraw.lane).hold_up(withdraw.token, withdraw.seq)
+        self.say(from_worker.CanWithdraw(withdraw.token, can))
+
+    def _on_decided(self, decided: to_worker.Decided, body: Any) -> None:
+        if not decided.drop:
+            self._named(decided.lane).cancel(decided.seq, decided.seq)
+        self._named(decided.lane).decide(decided.token, decided.seq if decided.drop else None)
+
+    def _on_ask_stack(self, question: to_worker.AskStack, body: Any) -> None:
+        running = tuple(seq for lane in self.lanes for seq in _runs(lane))
+        self.say(from_worker.Stack(question.token, self.stack(), running))
+
+    def _on_fetch(self, fetch: to_worker.Fetch, body: Any) -> None:
+        self._transfer.soon(partial(self._fetch, fetch))
+
+    def _on_listen(self, listen: to_worker.Listen, body: Any) -> None:
+        try:
+            self.say(from_worker.Address(self.peers.address))
+        except (OSError, RuntimeError) as error:  # no descriptor is free, or no thread to be had
+            self.say(from_worker.Address(None, error_text(error)))
+
+    def _on_answer(self, answer: to_worker.Answer, body: Any) -> None:
+        if answer.error is None:
+            self._questions.answered(answer.token, None, answer.answer)
         else:
-            self.store.free(message.frees)
-            apart = take_apart(message.calls, body)
-            works = [self._work_of(call, its_body, is_expected=True) for call, its_body in apart]
-        return [work for work in works if work is not None]
+            self._questions.refused(answer.token, ColocateError(answer.error))
 
-    def _work_of(self, call: to_worker.Call, body: Any, is_expected: bool = False) -> Work | None:
+    def _on_close(self, close: to_worker.Close, body: Any) -> None:
+        self.close(close.reason)
+
+    def _work_of(self, call: to_worker.Call, body: Any) -> Work | None:
         """Return what the lane has to do for a call."""
         if call.frees:
             self.store.free(call.frees)
@@ -219,8 +225,7 @@ class WorkerHost(WorkerContext):
             self._place(work, call)
         work.bundles_seen = self.definitions.received.count
         if call.keep is not None:
-            if not is_expected:
-                self.store.expect(call.keep)
+            self.store.expect(call.keep)
             work.on_drop = partial(self.store.fail, call.keep, f"{work.label} was withdrawn after a failure")
         return work
 
@@ -351,6 +356,27 @@ class WorkerHost(WorkerContext):
             self.say(from_worker.Fetched(asked.token, None, told), body)
 
 
+_HANDLERS: Mapping[type[Message], Callable[[WorkerHost, Any, Any], None]] = {
+    to_worker.Call: WorkerHost._on_call,
+    to_worker.Batch: WorkerHost._on_batch,
+    to_worker.Free: WorkerHost._on_free,
+    to_worker.Define: WorkerHost._on_define,
+    to_worker.Build: WorkerHost._on_build,
+    to_worker.Hold: WorkerHost._on_hold,
+    to_worker.Resume: WorkerHost._on_resume,
+    to_worker.Unwanted: WorkerHost._on_unwanted,
+    to_worker.Stop: WorkerHost._on_stop,
+    to_worker.Withdraw: WorkerHost._on_withdraw,
+    to_worker.Decided: WorkerHost._on_decided,
+    to_worker.AskStack: WorkerHost._on_ask_stack,
+    to_worker.Fetch: WorkerHost._on_fetch,
+    to_worker.Listen: WorkerHost._on_listen,
+    to_worker.Answer: WorkerHost._on_answer,
+    to_worker.Close: WorkerHost._on_close,
+}
+"""What a worker does with each message; features have the others."""
+
+
 def _runs(lane: Lane) -> dict[int, Work]:
     """The calls that a lane runs, by number."""
     return {seq: work for seq, work in dict(lane.running).items() if not work.stands}
@@ -382,20 +408,6 @@ def _stack_now(lane: Lane) -> str:
     if not running and lane.tasks is not None:
         told += [f"awaiting in a task\n{''.join(failure.role_code_in(frames))}" for frames in lane.tasks.left()]
     return "".join(told)
-
-
-def takes(workers: Sequence[WorkerHost], frames: Sequence[tuple[Any, Any]]) -> Iterator[object]:
-    """Make steps (`_signals.at_once`) by which messages with calls get to workers of this process, one to each.
-
-    `lane.look_again` of each is to follow.
-    """
-    kept = [
-        map(worker.store.entries.setdefault, (call.keep,), (Entry(),))  # it may be freed from now on
-        for worker, (message, _) in zip(workers, frames, strict=True)
-        for call in message.numbered
-        if call.keep is not None
-    ]
-    return chain(*kept, at_once.called([worker.lane.take for worker in workers], frames))
 
 
 def snapshot(worker_context: WorkerContext) -> dict[str, Any]:

@@ -1,0 +1,204 @@
+"""When a signal's handler runs in a driver: in users' code and in waits at once, amid core's own code afterwards."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import FrameType, FunctionType
+from typing import Any
+
+import pytest
+
+import colocate
+from colocate import First, Role, method
+from colocate._signals import guard
+from colocate.testing.waiting import PATIENCE_S, wait_until
+
+
+class Echo(Role):
+    @method(collect=First())
+    def echo(self, value: Any) -> Any:
+        return value
+
+    @method(collect=First())
+    def nap(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+
+class Interruption(Exception):
+    """What a handler raises."""
+
+
+Set = Callable[[Callable[[int, FrameType | None], object]], None]
+
+
+@pytest.fixture
+def handler() -> Iterator[Set]:
+    """Set a handler of SIGUSR1 for one test."""
+    before = signal.getsignal(signal.SIGUSR1)
+    yield lambda function: void(signal.signal(signal.SIGUSR1, function))
+    signal.signal(signal.SIGUSR1, before)
+
+
+def void(_: object) -> None:
+    """Drop a value."""
+
+
+def interrupt(number: int, frame: FrameType | None) -> None:
+    raise Interruption
+
+
+def send() -> None:
+    signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
+
+
+def test_handlers_of_before_and_of_later_are_guarded_and_come_back(handler: Set) -> None:
+    """Also where `signal.signal` was somebody else's, which is asked as before."""
+    ours, asked = signal.signal, list[int]()
+
+    def of_the_host(number: Any, function: Any) -> Any:
+        asked.append(number)
+        return ours(number, function)
+
+    handler(interrupt)
+    signal.signal = of_the_host
+    try:
+        with colocate.connect():
+            assert signal.getsignal(signal.SIGUSR1) is interrupt
+            assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+            assert type(guard._get(signal.SIGUSR1)) is type(guard._get(signal.SIGINT)) is guard._Guarded
+            asked.clear()
+            handler(lambda number, frame: None)
+            assert type(guard._get(signal.SIGUSR1)) is guard._Guarded
+            assert asked == [signal.SIGUSR1]
+            handler(interrupt)
+        assert signal.signal is of_the_host
+    finally:
+        signal.signal = ours
+    assert signal.getsignal(signal.SIGUSR1) is interrupt
+    assert not isinstance(signal.getsignal(signal.SIGINT), guard._Guarded)
+
+
+def test_it_stays_until_the_last_runtime_is_closed(handler: Set) -> None:
+    handler(interrupt)
+    first = colocate.connect()
+    with colocate.connect():
+        first.close()
+        assert isinstance(guard._get(signal.SIGUSR1), guard._Guarded)
+    assert guard._get is signal.getsignal
+    assert signal.getsignal(signal.SIGUSR1) is interrupt
+
+
+def test_amid_our_own_code_it_is_put_off(handler: Set, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The call is sent as a whole, and the handler runs behind it, in the user's line."""
+    with colocate.spawn({"echo": colocate.role(Echo)}) as group:
+        echo = group.role("echo")
+        order, ran = group._node.order, list[str]()
+        enter = order.enter
+
+        def interrupted(call: Any) -> int:
+            seq = enter(call)
+            send()
+            ran.append("sent")
+            return seq
+
+        handler(lambda number, frame: ran.append("handled"))
+        monkeypatch.setattr(order, "enter", guarded(interrupted))
+        call = echo.echo.submit(1)
+        monkeypatch.undo()
+        wait_until(lambda: "handled" in ran, "the handler has run")
+        assert ran == ["sent", "handled"]
+        assert call.result() == 1
+
+
+def guarded(function: Any) -> Any:
+    """Return a function with the same code, which counts as core's own."""
+    code = function.__code__.replace(co_filename=guard.__file__)
+    return FunctionType(code, function.__globals__, function.__name__, None, function.__closure__)
+
+
+def test_in_a_wait_it_runs_at_once_and_may_call(handler: Set) -> None:
+    """What it calls is sent behind what is waited for; what it raises ends the wait."""
+    with colocate.spawn({"echo": colocate.role(Echo)}) as group:
+        echo, sent = group.role("echo"), list[Any]()
+
+        def submit_and_raise(number: int, frame: FrameType | None) -> None:
+            sent.append(echo.echo.submit("by the handler"))
+            raise Interruption
+
+        handler(submit_and_raise)
+        threading.Timer(0.1, send).start()
+        began = time.monotonic()
+        with pytest.raises(Interruption):
+            echo.nap(5.0)
+        assert time.monotonic() - began < 5.0
+        assert sent[0].result(PATIENCE_S) == "by the handler"
+
+
+class Slow:
+    """Takes its time to be pickled, the first time, and is interrupted in that."""
+
+    is_first = True
+
+    def __reduce__(self) -> Any:
+        if Slow.is_first:
+            Slow.is_first = False
+            send()
+            time.sleep(PATIENCE_S)
+        return Slow, ()
+
+
+def test_packing_is_interrupted(handler: Set) -> None:
+    handler(interrupt)
+    with colocate.spawn({"echo": colocate.role(Echo)}, strict=True) as group:
+        echo, began = group.role("echo", Echo), time.monotonic()
+        with pytest.raises(Interruption):
+            echo.echo(Slow())
+        assert time.monotonic() - began < PATIENCE_S
+        assert echo.echo(1) == 1
+
+
+@pytest.mark.parametrize("processes", [False, True])
+def test_thousands_of_alarms(handler: Set, processes: bool) -> None:
+    """Whatever they come amid, each call gives its own value, and nothing is left pending."""
+    count = 0
+
+    def note(number: int, frame: FrameType | None) -> None:
+        nonlocal count
+        count += 1
+
+    with colocate.spawn({"echo": colocate.role(Echo)}, processes=processes) as group:
+        echo, sent = group.role("echo", Echo), 0
+        before = signal.signal(signal.SIGALRM, note)
+        signal.setitimer(signal.ITIMER_REAL, 0.0005, 0.0005)
+        try:
+            while count < 2000:
+                assert echo.echo(sent) == sent
+                sent += 1
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+        assert not group._node.order.pending
+
+
+def test_a_forked_child_has_its_handlers() -> None:
+    """Amid whatever the driver has forked: the child is no driver, and a handler runs anywhere in it."""
+    code = """
+        import os, signal, colocate
+        ran = []
+        signal.signal(signal.SIGUSR1, lambda number, frame: ran.append(number))
+        with colocate.connect():
+            child = os.fork()
+            if not child:
+                os.kill(os.getpid(), signal.SIGUSR1)
+                os._exit(0 if ran else 1)
+            print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, env=os.environ)
+    assert (done.stdout, done.stderr) == ("0\n", "")
