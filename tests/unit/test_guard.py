@@ -67,7 +67,7 @@ def test_handlers_of_before_and_of_later_are_guarded_and_come_back(handler: Set)
         return ours(number, function)
 
     handler(interrupt)
-    signal.signal = of_the_host
+    signal.signal = of_the_host  # type: ignore[assignment]
     try:
         with colocate.connect():
             assert signal.getsignal(signal.SIGUSR1) is interrupt
@@ -165,7 +165,7 @@ def test_packing_is_interrupted(handler: Set) -> None:
 
 
 @pytest.mark.parametrize("processes", [False, True])
-def test_thousands_of_alarms(handler: Set, processes: bool) -> None:
+def test_hundreds_of_alarms(handler: Set, processes: bool) -> None:
     """Whatever they come amid, each call gives its own value, and nothing is left pending."""
     count = 0
 
@@ -175,15 +175,15 @@ def test_thousands_of_alarms(handler: Set, processes: bool) -> None:
 
     with colocate.spawn({"echo": colocate.role(Echo)}, processes=processes) as group:
         echo, sent = group.role("echo", Echo), 0
-        before = signal.signal(signal.SIGALRM, note)
-        signal.setitimer(signal.ITIMER_REAL, 0.0005, 0.0005)
+        before = signal.signal(signal.SIGPROF, note)
+        signal.setitimer(signal.ITIMER_PROF, 0.0005, 0.0005)
         try:
-            while count < 2000:
+            while count < 300:
                 assert echo.echo(sent) == sent
                 sent += 1
         finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            signal.signal(signal.SIGALRM, before)
+            signal.setitimer(signal.ITIMER_PROF, 0)
+            signal.signal(signal.SIGPROF, before)
         assert not group._node.order.pending
 
 

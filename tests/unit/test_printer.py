@@ -64,7 +64,7 @@ def test_streams_of_the_users_own(monkeypatch: pytest.MonkeyPatch) -> None:
 DRIVER = """
 import sys
 import colocate
-from colocate.testing.probes.plain import Talker
+from tests.suite.probes.plain import Talker
 
 with colocate.connect("local", processes=True) as runtime:
     group = runtime.reserve(2).spawn({"talker": colocate.role(Talker)})

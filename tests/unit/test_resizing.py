@@ -284,7 +284,7 @@ def test_a_node_on_which_workers_die(runtime: Runtime, machines: Machines) -> No
 
 def resizable(job: object) -> dict[str, Any]:
     """A config of three slots that may be two, and what is run on them."""
-    roles = {"count": "colocate.testing.probes.lasting:Resizable"}
+    roles = {"count": "tests.suite.probes.lasting:Resizable"}
     pool = {"slots": 3, "at_least": 2, "regrow_timeout": 0.1}
     groups = {"g": {"pool": "main", "on_failure": "restart", "roles": roles}}
     return {"name": "resized", "pools": {"main": pool}, "groups": groups, "job": job}

@@ -28,6 +28,7 @@ from colocate._protocol import from_worker, to_worker
 from colocate._protocol.message import Message
 from colocate._protocol.requests import Requests
 from colocate._protocol.uses import Source
+from colocate._signals.guard import calls_users_code
 from colocate._system.deadline import Deadline
 from colocate._system.here import Here
 from colocate._system.jobs import error_text
@@ -444,6 +445,7 @@ class Residents:
         self.check(kept)
         return deadline
 
+    @calls_users_code
     def fetch(self, kept: Kept, timeout: float | None = None) -> Any:
         """Return the collected value of a resident; see `made`."""
         deadline = self.made(kept, timeout)

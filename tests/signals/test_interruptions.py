@@ -1,0 +1,92 @@
+"""Ctrl-C at random moments of spawn, call, stream and close, on each executor: nothing is left, and nothing is lost."""
+
+from __future__ import annotations
+
+import random
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+import pytest
+from tests.conformance.shared import cluster
+from tests.signals.program import Adder, nothing_more_than, view, what_is_there
+
+import colocate
+from colocate import Runtime
+
+TRIALS = 200
+LOCAL: dict[str, dict[str, Any]] = {"threads": {}, "processes": {"processes": True}}
+
+
+@contextmanager
+def interrupted_within(seconds: float) -> Iterator[None]:
+    """Raise KeyboardInterrupt once in a block, after a time, and catch the exception outside of the block."""
+    is_over = False
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        if not is_over:
+            raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGUSR1, interrupt)
+    timer = threading.Timer(seconds, signal.pthread_kill, (threading.main_thread().ident or 0, signal.SIGUSR1))
+    try:
+        try:
+            timer.start()
+            yield
+        finally:
+            is_over = True
+    except KeyboardInterrupt:
+        pass
+    finally:
+        is_over = True
+        timer.cancel()
+        timer.join()
+        time.sleep(0)  # a signal that has come is handled before its handler goes
+        signal.signal(signal.SIGUSR1, before)
+
+
+def use(runtime: Runtime) -> None:
+    with runtime.reserve(1, cpus=0) as pool, pool.spawn({"adder": colocate.role(Adder)}) as group:
+        assert view(group).add(1, 2) == 3
+        with group.scope(), view(group).add.keep(1, 2) as kept:
+            assert kept.fetch() == 3
+        assert sorted(view(group).twice.stream([1, 2, 3])) == [(0, 2), (1, 4), (2, 6)]
+
+
+@pytest.fixture(scope="module", params=[*LOCAL, "ray", "dask"])
+def connection(request: pytest.FixtureRequest) -> Iterator[dict[str, Any]]:
+    """What to connect with."""
+    engine: str = request.param
+    if engine in LOCAL:
+        yield {"executor": "local", **LOCAL[engine]}
+    else:
+        with cluster(engine) as options:
+            yield {"executor": engine, **options}
+
+
+@pytest.mark.long
+def test_ctrl_c(connection: dict[str, Any]) -> None:
+    rnd = random.Random(7)
+    with colocate.connect(**connection) as runtime:
+        bystander = view(runtime.reserve(1, cpus=0).spawn({"adder": colocate.role(Adder)}, "bystander"))
+        use(runtime)  # with imports, which come once
+        began = time.monotonic()
+        use(runtime)
+        takes = time.monotonic() - began
+        before = what_is_there()
+        interrupted = 0
+        for _ in range(TRIALS):
+            with interrupted_within(rnd.uniform(0.0005, 1.2 * takes)):
+                interrupted += 1
+                use(runtime)
+                interrupted -= 1
+            assert bystander.add(2, 3) == 5
+            assert list(runtime.groups) == ["bystander"]
+            assert not runtime.audit()
+        if connection["executor"] == "local":
+            nothing_more_than(before)
+        assert interrupted > TRIALS / 3
