@@ -196,7 +196,7 @@ def _full_names(node: ast.AST, package: str) -> Iterator[str]:
     elif isinstance(node, ast.Attribute) and (name := ast.unparse(node)).startswith("colocate."):
         yield name
     elif isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in (
-        *("import_module", "import_whole", "__import__"),
+        *("import_module", "__import__"),
     ):
         constants = [each.value for each in node.args if isinstance(each, ast.Constant)]
         if constants and isinstance(constants[0], str):

@@ -3,9 +3,9 @@
 Names are imported when they are first used: a worker needs a part of them only, and starts that much sooner.
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from colocate._system.imported import import_whole
 from colocate._version import __version__ as __version__
 
 if TYPE_CHECKING:
@@ -246,11 +246,11 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     home = _HOME_OF.get(name)
     if home is not None:
-        value = getattr(import_whole(f"colocate.{home}"), name)
+        value = getattr(import_module(f"colocate.{home}"), name)
     elif name in _BESIDE:
-        value = getattr(import_whole(_BESIDE[name]), name)
+        value = getattr(import_module(_BESIDE[name]), name)
     elif name in ("config", "errors", "executor", "torch"):
-        value = import_whole(f"colocate.{name}")
+        value = import_module(f"colocate.{name}")
     else:
         raise AttributeError(f"module 'colocate' has no attribute {name!r}")
     globals()[name] = value

@@ -34,7 +34,7 @@ class Held(OnDriver, Generic[N]):
     @classmethod
     def _of(cls, node: N) -> Self:
         """Return what users hold of a node: the same object as long as it lives."""
-        # In one step and without a lock: a signal's handler may come between any two lines, and ask for the same.
+        # By `setdefault`, as other threads may ask for the same.
         found: Self = node.names.get(cls) or node.names.setdefault(cls, cls(node))
         return found
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Collection, Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -21,7 +22,6 @@ from colocate._role.budget import NO_BUDGET, Budget
 from colocate._signals.deferred import run_deferred
 from colocate._signals.in_framework import refuse_to_wait
 from colocate._signatures import options_of, path_text
-from colocate._system.imported import import_whole
 from colocate._system.limits import DEBUGGED_S, REGROWN_WITHIN_S
 from colocate._system.lines import at, caller
 from colocate._system.numbers import (
@@ -184,7 +184,7 @@ class Runtime(Held[Connection], node=Connection, by="colocate.connect"):
         """Write a trace in a time of its own, see `Trace`."""
         self._node.check()
         # A package beside core: only traces need colocate_report.
-        trace: Trace = import_whole("colocate_report.trace").Trace(self, path, ahead or {}, zero, without)
+        trace: Trace = import_module("colocate_report.trace").Trace(self, path, ahead or {}, zero, without)
         self.observe(trace)
         return trace
 

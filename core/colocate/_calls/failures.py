@@ -79,7 +79,7 @@ def failure_error(
 
 
 def never_sent(call: PendingCall, error: BaseException) -> BaseException:
-    """The error of a call that hasn't been sent, for this error; one of a signal's handler isn't the call's."""
+    """Return the error of a call that was never sent; an interruption isn't the call's own error."""
     if isinstance(error, Exception):
         return error
     return ColocateError(f"{call.label} was never sent: it was interrupted by {error_text(error)}", method=call.method)

@@ -231,7 +231,7 @@ def _alone() -> Bundle:
 
 # -- what has come
 
-_lock = threading.RLock()  # never taken on the main thread: nobody finds a definition that isn't whole
+_lock = threading.RLock()  # nobody finds a definition that isn't whole
 _arrived: weakref.WeakValueDictionary[int, Arrived] = weakref.WeakValueDictionary()
 
 

@@ -227,7 +227,7 @@ class Residents:
         kept.used = True
 
     def pin(self, kept: Kept) -> Pin:
-        """Return what keeps the value in the workers, or raise. It takes no lock and notes nothing."""
+        """Return what keeps the value in the workers, or raise."""
         handle = kept.handle()
         pin = None if handle is None else handle._hold
         if pin is None or kept.lost is not None:
@@ -282,7 +282,7 @@ class Residents:
         self._raise(self._take_untold(scope))
 
     def leave(self, scope: Scope) -> None:
-        """Free what was kept in a scope. Idempotent, and it takes no lock."""
+        """Free what was kept in a scope. Idempotent."""
         self.scopes.discard(scope)
         for kept in scope.kept:
             self.release(kept, "the end of its scope")
@@ -329,7 +329,7 @@ class Residents:
     # -- other groups' calls
 
     def lend(self, call: PendingCall, kept: Kept, borrower: Residents) -> Pin | Borrow:
-        """Have a call use a resident until it lets go of what this returns, or raise. It takes no lock."""
+        """Lend a resident to a call, until the returned object is dropped, or raise."""
         pin = self.pin(kept)
         if borrower is self:
             return pin

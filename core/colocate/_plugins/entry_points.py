@@ -192,8 +192,8 @@ def entry_error(entry: EntryPoint, message: str, hint: str | None = None) -> Plu
 def raise_broken(what: str, how: str, error: BaseException, entry: EntryPoint | None) -> NoReturn:
     """Raise a PluginError for plugin code that raised, with plugin, cause, place and the packages to install.
 
-    A module that isn't installed has no useful traceback: the message is complete. An error of a signal handler is
-    raised again: such a handler runs between any two steps of the main thread.
+    A module that isn't installed has no useful traceback: the message is complete. The error of a signal's handler that
+    has interrupted the plugin's code is raised again.
     """
     if is_of_handler(error):
         raise error

@@ -292,11 +292,6 @@ def defer(work: Callable[[], object]) -> Flag | None:
     return job.done
 
 
-def has_couriers() -> bool:
-    """Return whether the main thread has handed over anything yet."""
-    return _couriers._all > 0
-
-
 def settle(timeout: float) -> bool:
     """Wait for work that nobody waits for, as at the interpreter's exit; whether all of it has ended."""
     return _couriers.settle(timeout)

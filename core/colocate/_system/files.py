@@ -23,7 +23,7 @@ _OLD, _PART = ".old-", ".part-"  # prefixes of the folders that are replaced or 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of Linux
 _MOST_JSON = 2**26  # bytes of a file
 _numbers = itertools.count(1)
-_naming = threading.Lock()  # never taken on the main thread
+_naming = threading.Lock()
 
 
 @contextlib.contextmanager
@@ -102,7 +102,7 @@ def tidy(parent: Path, name: str = ".*", *, is_alone: bool = False) -> None:
 def nobody_renames(final: Path) -> Iterator[None]:
     """A block in which nobody else gives a name in this folder's parent: no thread, and no process of this machine.
 
-    It is never entered on the main thread. Across machines nothing is locked, nor where a file system knows no locks.
+    Across machines nothing is locked, nor where a file system knows no locks.
     """
     with _naming, contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):  # a file system without such locks, or no parent

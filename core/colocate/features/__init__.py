@@ -11,9 +11,9 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Mapping
+from importlib import import_module
 from typing import Any, NamedTuple
 
-from colocate._system.imported import import_whole
 from colocate.errors import CapabilityError
 
 
@@ -185,7 +185,7 @@ def module(where: str) -> Any:
     thread = threading.get_ident()
     importing.add(thread)
     try:
-        return import_whole(f"{__name__}.{where}")
+        return import_module(f"{__name__}.{where}")
     finally:
         importing.discard(thread)
 

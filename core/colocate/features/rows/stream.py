@@ -1,7 +1,7 @@
 """`Stream`: what the rows of a call are read from on the driver, by any number of threads and tasks.
 
-A signal's handler may raise between any two lines of who reads: the row that it has taken is put back, and found by who
-reads next. What follows the end of a call is done on another thread, once.
+A signal's handler may raise while a row is waited for, or made of what has come: the row is put back, and the next
+reader finds it. One reader sees to what follows the end of a call.
 """
 
 from __future__ import annotations
@@ -235,7 +235,7 @@ class Stream(RowStream[Any]):
         return copy.copy(self._why) if isinstance(self._why, ColocateError) else self._why
 
     def _before_waiting(self, awaits: bool) -> None:
-        self._call.tell_read()  # who was to tell may have been interrupted
+        self._call.tell_read()
         if not awaits:
             refuse_to_wait(self._asked.label)
         if held_open:
@@ -271,7 +271,7 @@ class Stream(RowStream[Any]):
         end = call.ends.get(row)
         return end is not None and (end[2] is None or self._asked.options.on_error == "return")
 
-    # -- the end of a call; not on the main thread
+    # -- the end of a call
 
     def _see_to_end(self, call: RowsCall) -> None:
         """Find out what becomes of the rows that haven't ended: they begin once more, or it is told why not."""
