@@ -141,6 +141,21 @@ def test_in_a_wait_it_runs_at_once_and_may_call(handler: Set) -> None:
         assert sent[0].result(PATIENCE_S) == "by the handler"
 
 
+def test_what_hangs_is_ended(handler: Set, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where core's own code hangs by a mistake, a handler comes late, and comes."""
+    monkeypatch.setattr(guard, "AT_LATEST_S", 0.2)
+    lock = threading.Lock()
+
+    def hang() -> None:
+        send()
+        lock.acquire()
+
+    with colocate.connect(), lock:
+        handler(interrupt)
+        with pytest.raises(Interruption):
+            guarded(hang)()
+
+
 class Slow:
     """Takes its time to be pickled, the first time, and is interrupted in that."""
 

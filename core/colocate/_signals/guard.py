@@ -3,7 +3,8 @@
 Python runs handlers on the main thread, between any two bytecodes. Amid colocate's own code a handler would find locks
 taken, and an exception that it raises would leave half of a change behind. So while a runtime is connected each handler
 runs at once in users' code, in waits, and in code of users' that colocate calls; anywhere else it runs as soon as the
-main thread is back there. Workers have the same rule for role code: `worker/serving/signal_handlers.py`.
+main thread is back there. It runs after `AT_LATEST_S` in any case: Ctrl-C ends also what hangs by a mistake of ours.
+Workers have the same rule for role code: `worker/serving/signal_handlers.py`.
 """
 
 from __future__ import annotations
@@ -22,10 +23,12 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 _CORE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _TESTING = os.path.join(_CORE, "testing", "")  # the suites are users of colocate
+AT_LATEST_S = 10.0
 _AGAIN_S = 0.001
 _interruptible: set[CodeType] = set()
 _calls_users_code: set[CodeType] = set()
-_late: set[int] = set()
+_late: dict[int, float] = {}
+"""Signals that were put off, and since when (of time.monotonic())."""
 _wake = _thread.allocate_lock()
 _set, _get = signal.signal, signal.getsignal
 _main: int | None = threading.main_thread().ident
@@ -91,8 +94,9 @@ def stop() -> None:
         handler = _get(number)
         if isinstance(handler, _Guarded):
             _set(number, handler.handler)
-    while _late:
-        signal.raise_signal(_late.pop())
+    for late in list(_late):
+        del _late[late]
+        signal.raise_signal(late)
 
 
 class _Guarded:
@@ -103,9 +107,11 @@ class _Guarded:
 
     @calls_users_code
     def __call__(self, number: int, frame: FrameType | None) -> object:
-        if not _is_on or _may_run(frame):
+        now = time.monotonic()
+        if not _is_on or _may_run(frame) or now - _late.get(number, now) > AT_LATEST_S:
+            _late.pop(number, None)
             return self.handler(number, frame)
-        _late.add(number)
+        _late.setdefault(number, now)
         if _wake.locked():
             _wake.release()
         return None
@@ -133,10 +139,11 @@ def _send_again() -> None:
     while True:
         _wake.acquire()
         time.sleep(_AGAIN_S)
-        while _late:
-            number = _late.pop()
-            if callable(_get(number)):  # else the handler is gone, and the signal might end the process
+        for number in list(_late):
+            if callable(_get(number)):
                 signal.pthread_kill(_main or 0, number)
+            else:  # the handler is gone, and the signal might end the process
+                _late.pop(number, None)
 
 
 def _is_guardable(handler: Any) -> bool:
