@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 from tests.cli.conftest import CommandLine
+from tests.distributions.install import Installed
+from tests.forked import Forks
 
 from colocate import load_recording
 from colocate.errors import ConfigError
@@ -15,13 +17,21 @@ ROOT = Path(__file__).parents[2]
 SECRET = "--set", "groups.players.roles.judge.with.secret=cccc"  # which is found in step 6; that of the file in step 2
 
 
-@pytest.fixture
-def words(colocate: CommandLine) -> CommandLine:
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory, installed: Installed, forks: Forks) -> Path:
     """A folder with the example, of which `runs/words` has the guesser's and the judge's calls."""
+    colocate = CommandLine(tmp_path_factory.mktemp("words"), installed, forks)
     for name in ("words.py", "words.yaml"):
         shutil.copy(ROOT / "docs" / "examples" / name, colocate.folder)
     done = colocate("run", "words.yaml", "--record", "guesser", "--record", "judge", *SECRET)
     assert (done.returncode, done.stderr) == (0, "")
+    return colocate.folder
+
+
+@pytest.fixture
+def words(colocate: CommandLine, recorded: Path) -> CommandLine:
+    """A copy of that folder."""
+    shutil.copytree(recorded, colocate.folder, dirs_exist_ok=True)
     return colocate
 
 
