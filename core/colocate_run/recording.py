@@ -38,7 +38,7 @@ from colocate_run.observing import LEAVING, RunObservers
 from colocate_run.profiling import StepProfile, Wanted
 from colocate_run.recorded import RecordedRoles
 from colocate_run.run import Run
-from colocate_run.screen import Screen
+from colocate_run.screen import Screen, Unread
 from colocate_run.stopping import Asked, StopSignals
 from colocate_run.store import Store
 
@@ -312,9 +312,12 @@ def _is_good(error: BaseException) -> bool:
 
 def _finish(begun: Begun, run: Run, record: Callable[[], RunRecord]) -> None:
     run.record = record()
-    begun.screen.finished(run.record)
+    with contextlib.suppress(Unread):  # of `colocate run FILE | head`, which has seen enough: nothing is lost any more
+        begun.screen.finished(run.record)
     try:
-        begun.screen.reported(_report(run.record))
+        report = _report(run.record)
+        with contextlib.suppress(Unread):
+            begun.screen.reported(report)
     finally:
         begun.observers.end(run.record, None)
 

@@ -338,6 +338,27 @@ class TestErrors:
             "nobody reads its output any more: everything is closed, what came after the last checkpoint is lost\n",
         )
 
+    def test_a_reader_that_leaves_behind_the_last_step_ends_nothing(self, colocate: CommandLine) -> None:
+        """Only the tables are unread then, and they are in the report."""
+        colocate.write("demo.yaml", ACME.replace("acme.tally", "beside:job").replace(", with: {steps: 3}", ""))
+        colocate.write(
+            "beside.py",
+            "import pathlib, time\ndef job(run):\n    run.log(1, x=1)\n"
+            "    while not pathlib.Path('left').exists():\n        time.sleep(0.01)\n",
+        )
+        with colocate.start("run", "demo.yaml", distributions=("acme",)) as running:
+            assert running.stdout is not None
+            assert running.stderr is not None
+            while "step 1" not in running.stdout.readline():
+                pass
+            running.stdout.close()
+            (colocate.folder / "left").touch()
+            said = running.stderr.read()
+        assert (running.returncode, said) == (0, "")
+        folder = colocate.folder / "runs" / "demo"
+        assert (folder / "report.html").exists()
+        assert not (folder / "error.txt").exists()
+
     def test_a_step_or_a_number_that_none_can_keep(self, colocate: CommandLine) -> None:
         """A line whose step is no whole number would be lost by a run that goes back to a checkpoint."""
         refused = {
