@@ -42,11 +42,13 @@ def _made(value: Any, annotation: Any, place: Place, wrong: list[Problem]) -> An
         return _WRONG if found else value
     if container is dict:
         if _is_of(dict, "a mapping", value, place, wrong):
+            assert value is not None
             made = {key: _of_class(each, kind, (*place, key), wrong) for key, each in value.items()}
             return {key: each for key, each in made.items() if each is not _WRONG}
         return _WRONG
     if container is list:
         if _is_of(list, "a list", value, place, wrong):
+            assert value is not None
             items = [_of_class(each, kind, (*place, index), wrong) for index, each in enumerate(value)]
             return items if all(each is not _WRONG for each in items) else _WRONG
         return _WRONG

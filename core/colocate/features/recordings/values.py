@@ -27,6 +27,7 @@ import types
 import uuid
 from collections import Counter, OrderedDict, UserDict, defaultdict, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from importlib import import_module
 from itertools import chain
 from typing import Any, cast
@@ -385,14 +386,11 @@ def _dtype_code(dtype: Any) -> str:
     """Return a dtype as NumPy's own files have it; refuse one that these don't have whole."""
     from numpy.lib.format import dtype_to_descr
 
-    try:
+    with suppress(TypeError, ValueError):
         code = repr(dtype_to_descr(dtype))
-        is_whole = _dtype_of(code) == dtype
-    except (TypeError, ValueError):
-        is_whole = False
-    if not is_whole:
-        raise NotRecorded(f"NumPy's {dtype!r} isn't recorded")
-    return code
+        if _dtype_of(code) == dtype:
+            return code
+    raise NotRecorded(f"NumPy's {dtype!r} isn't recorded")
 
 
 def packed(value: Any, about: Mapping[str, Any]) -> tuple[list[Any], int]:
