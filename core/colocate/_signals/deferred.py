@@ -1,4 +1,4 @@
-"""Waits that an interruption can't break, and the threads that do what takes long in place of the main one.
+"""Interruptible waits, and threads that run long operations in place of the main thread.
 
 The main thread hands over connecting, spawning, closing and other work that goes on though its wait is interrupted. A
 signal's handler that raises there ends the wait at once, while the work ends on its own thread.

@@ -50,13 +50,13 @@ def work_on_main() -> None:
 
 
 def interruptible(function: F) -> F:
-    """Declare that handlers may run, and raise, anywhere in a function and in what it calls: a wait, or packing."""
+    """Let handlers run, and raise, anywhere in a function and its callees: in a wait, or while arguments are packed."""
     _interruptible.add(function.__code__)
     return function
 
 
 def calls_users_code(function: F) -> F:
-    """Declare that a function calls users' code with nothing half done: handlers may run, and raise, in that code."""
+    """Let handlers run, and raise, in the users' code that a function calls: no change of ours is half done then."""
     _calls_users_code.add(function.__code__)
     return function
 
@@ -81,7 +81,7 @@ def start() -> None:
 
 
 def stop() -> None:
-    """Put back what was there before `start`, and deliver what was put off, unless a runtime is connected."""
+    """Restore the handlers of before `start`, and deliver late signals, unless a runtime is connected."""
     global _is_on
     if connected or not _is_on:
         return
@@ -167,7 +167,7 @@ def _bare(handler: Any) -> Any:
 
 
 def _forget_fork() -> None:
-    """A forked child has no runtime, and not the thread; its main thread is the one that has forked."""
+    """Reset the state in a forked child: no runtime, no thread of ours, and another main thread."""
     global _main, _is_on, _has_thread
     _main = threading.main_thread().ident
     _is_on = _has_thread = False

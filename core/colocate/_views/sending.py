@@ -213,7 +213,7 @@ def submit(draft: Draft) -> PendingCall:
 
 
 def start(draft: Draft) -> PendingCall:
-    """Send a call whose caller waits for the result at once."""
+    """Send a call, and refuse one that its caller would wait for in vain."""
     if held_open:
         draft.call.refuse_in_vain()
     send_now(draft)
@@ -281,7 +281,7 @@ def send_now(draft: Draft) -> None:
 
 
 def send_with(messages: Messages, more: Callable[[], object], is_again: bool) -> None:
-    """Send a call, and what belongs to it, with nothing between.
+    """Send a call together with its further messages, under one hold of the order's lock.
 
     Args:
         messages: The call.

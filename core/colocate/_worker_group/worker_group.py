@@ -298,7 +298,7 @@ class WorkerGroup(Link):
         self.published = Published(self, self.order.lock, lambda: self.workforce.workers)
         self.restarts = Restarts(self, restarts)
         self._parts: dict[str, OfGroup] = {}  # the halves of features that are there, by the names of these
-        self.drafting: list[OfGroup] = []  # those that put calls before others
+        self.drafting: list[OfGroup] = []  # features that insert calls before others
         self.frees_first = False  # whether a call may need the room of what was freed before
         for options in (services, home, declared, *declared.specs.values()):
             for feature in features.of_options(options):

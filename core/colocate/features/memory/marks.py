@@ -28,7 +28,7 @@ class Sleepers:
 
     def __init__(self) -> None:
         self.marks: dict[Mark, Slept] = {}  # the marks
-        self._lock = threading.Lock()  # held while they change
+        self._lock = threading.Lock()  # held while marks change
 
     def mark(self, role: str, tags: Iterable[str], until_woken: bool) -> None:
         """Mark what is about to sleep, or has been told to."""

@@ -74,7 +74,7 @@ class Pipeline:
         draft.lend()
         self._drafts.append(draft)
         if kept is not None:
-            draft.worker_group.residents.add(kept)  # so that a restart tells it
+            draft.worker_group.residents.add(kept)  # so that a restart reports the loss
 
     # -- the block
 
