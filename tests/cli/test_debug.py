@@ -20,6 +20,7 @@ from tests.cli.conftest import CommandLine
 
 from colocate.features.debugging.attach import stopped_drivers
 from colocate.testing.waiting import PATIENCE_S, Processes, wait_until
+from colocate_report.jobs import jobs
 from colocate_run.cli.stacks import folded
 
 ROLES = """
@@ -160,6 +161,7 @@ def driver(colocate: CommandLine, screen: Callable[..., Screen]) -> Iterator["su
             yield found
         finally:
             found.kill()
+    wait_until(lambda: found.pid not in {each.pid for each in jobs()}, "its workers, which hold its socket, have ended")
 
 
 def test_another_terminal(

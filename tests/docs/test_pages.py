@@ -85,7 +85,7 @@ def test_the_commands_of_the_demo() -> None:
     config = load_config(ROOT / command.split()[-1])
     assert config.job is not None
     commands = re.findall(r"(?:--(?:set|executor) [\w.]+(?:=\w+)?\s?)+", readme)
-    assert len(commands) == 3
+    assert len(commands) == 4  # the last one is the recording's
     for options in commands:
         executor = next(iter(re.findall(r"--executor (\S+)", options)), None)
         config = load_config(ROOT / command.split()[-1], executor=executor, set=re.findall(r"--set (\S+)", options))

@@ -101,8 +101,8 @@ MUTANTS: dict[str, tuple[Mutant, ...]] = {
             "inner-block-takes-outer",
             "A pipeline inside of another one that fails takes its own calls with it, and no others.",
             "core/colocate/features/pipelines/driver.py",
-            "outer.forget(start, failure)",
-            "outer.forget(0, failure)",
+            "outer.forget(start, error)",
+            "outer.forget(0, error)",
             _on_threads("test_pipeline_nested"),
         ),
         Mutant(

@@ -125,8 +125,9 @@ def test_a_template_of_ones_own(runtime: Runtime, monkeypatch: pytest.MonkeyPatc
         assert not psutil.pid_exists(template.pid)
 
 
-def test_what_forks_have_imported(runtime: Runtime) -> None:
+def test_what_forks_have_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     """Later ones find it: here what looking up the version of a role's distribution takes, which a script's has not."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "5")  # with a template of its own: another test's workers have told others
 
     class Looks(colocate.Role):
         def __init__(self) -> None:
@@ -138,7 +139,7 @@ def test_what_forks_have_imported(runtime: Runtime) -> None:
 
     found: list[bool] = []
     beside: list[dict[str, RoleSpec[Any]]] = [{}, {"echo": colocate.role(Echo)}, {}]
-    with runtime.reserve(1) as pool:
+    with colocate.connect("local", processes=True) as runtime, runtime.reserve(1) as pool:
         for others in beside:
             with pool.spawn({"looks": colocate.role(Looks), **others}) as group:
                 found += group.role("looks", Looks).look()

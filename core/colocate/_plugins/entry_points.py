@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 import attrs
 import pluggy
 
+from colocate._signals.guard import calls_users_code
 from colocate._system.installed import distribution_line, name_and_version, pip_line, version_of, without_metadata
 from colocate._system.lines import is_own_code
 from colocate._system.nearest import did_you_mean, nearest
@@ -113,6 +114,7 @@ class PluginGroup:
     def _plugin(self, entry: EntryPoint) -> str:
         return f"the {self.noun} {entry.name!r} ({origin(entry)})"
 
+    @calls_users_code
     def _load(self, entry: EntryPoint) -> object:
         try:
             plugin: object = entry.load()
@@ -206,6 +208,7 @@ def raise_broken(what: str, how: str, error: BaseException, entry: EntryPoint | 
     raise refusal from (None if hint else error)
 
 
+@calls_users_code
 def import_reference(reference: str, what: str, entry: EntryPoint | None) -> Any:
     """Return the object that "module:name" stands for, or raise PluginError."""
     module_name, _, path = reference.partition(":")
