@@ -96,7 +96,7 @@ KEPT_SPANS = 100_000  # a long run keeps its last hours in its report, and all o
 
 @attrs.frozen
 class Span:
-    """One rank of one call, or of a role whose memory moved ("sleep", "wake"): where, from when to when, what for."""
+    """One rank of one call, or of a role whose memory moved ("sleep", "wake"): where, from when to when."""
 
     group: str
     slot: int
@@ -104,7 +104,6 @@ class Span:
     method: str
     start: float
     end: float
-    why: str = ""
 
 
 @attrs.frozen
@@ -124,7 +123,7 @@ class CallLog:
 
     _slot: Callable[[str, str, int], int]  # of a group, a role and a rank
     _totals: dict[tuple[str, str, str], tuple[int, float]] = attrs.field(factory=dict, init=False)
-    _spans: deque[Span] = attrs.field(factory=lambda: deque(maxlen=KEPT_SPANS), init=False)
+    # With each span, when it could have begun, and how memory moved, if it did.
     _busy: deque[tuple[Span, float, Move | None]] = attrs.field(factory=lambda: deque(maxlen=KEPT_SPANS), init=False)
     _moved: dict[tuple[str, str], tuple[int, int]] = attrs.field(factory=dict, init=False)
     _transferred: dict[tuple[str, str], int] = attrs.field(factory=dict, init=False)
@@ -155,7 +154,6 @@ class CallLog:
             for rank, start, end in record.ran:
                 slot = self._slot(record.group, record.role, rank)
                 span = Span(record.group, slot, record.role, record.method, start, end)
-                self._spans.append(span)
                 self._busy.append((span, record.ready, None))
                 self._naps.see(record.group, record.role, rank)
             came = sum(each.nbytes for each in record.transfers)
@@ -174,8 +172,7 @@ class CallLog:
         """Note a sleep or a wake. Comes on the runtime's thread."""
         with self._lock:
             slot = self._slot(record.group, record.role, record.rank)
-            span = Span(record.group, slot, record.role, record.kind, record.start, record.end, record.why)
-            self._spans.append(span)
+            span = Span(record.group, slot, record.role, record.kind, record.start, record.end)
             self._idling.move(record)
             self._busy.append((span, record.start, Move.IN_CALL if record.in_call else Move.ALONE))
             times, nbytes = self._moved.get((record.group, record.role), (0, 0))
@@ -220,7 +217,7 @@ class CallLog:
         with self._lock:
             calls, moves = self._idling.copy()
             slots = self._idling.slots()
-            if len(self._spans) >= KEPT_SPANS:
+            if len(self._busy) >= KEPT_SPANS:
                 since = max(since, min((each.start for each in calls), default=since))
         found: dict[str, float] = {}
         for each in idle(calls, moves, dict.fromkeys(slots, (since, until))).values():
@@ -245,7 +242,7 @@ class CallLog:
     def spans(self) -> tuple[Span, ...]:
         """The last spans, in the order in which their calls ended."""
         with self._lock:
-            return tuple(self._spans)
+            return tuple(span for span, _, _ in self._busy)
 
 
 def _add(counts: dict[K, N], key: K, more: N) -> None:

@@ -64,15 +64,6 @@ class Line:
 
 
 @attrs.frozen
-class Hover:
-    """A strip of a plot that shows its values to a pointer: left edge and width in %, and text."""
-
-    left: float
-    width: float
-    text: str
-
-
-@attrs.frozen
 class Chart:
     """A plot."""
 
@@ -80,7 +71,6 @@ class Chart:
     lines: tuple[Line, ...]  # what is drawn
     x_ticks: tuple[tuple[float, str], ...]  # steps: place in %, label
     y_ticks: tuple[tuple[float, str], ...]  # values: place in % from the top, label
-    hovers: tuple[Hover, ...]  # what a pointer is shown
     summary: str  # the plot in words, for those who don't see it
 
 
@@ -170,7 +160,6 @@ def _chart(group: Sequence[Series], span: tuple[int, int], *, large: bool) -> Ch
         lines=lines,
         x_ticks=tuple((percent(x.at(tick)), label) for tick, label in zip(x.ticks, x.labels(), strict=True)),
         y_ticks=tuple((percent(1 - y.at(tick)), label) for tick, label in zip(y.ticks, y.labels(), strict=True)),
-        hovers=tuple(_hovers(group, x, 100 if large else 50)),
         summary=f"Steps {span[0]} to {span[1]}: {'; '.join(said)}.",
     )
 
@@ -223,16 +212,3 @@ def _buckets(points: Sequence[Point], x: Axis, columns: int) -> list[tuple[float
         values = [value for _, value in bucket]
         found.append(((bucket[0][0] + bucket[-1][0]) / 2, fmean(values), min(values), max(values)))
     return found
-
-
-def _hovers(group: Sequence[Series], x: Axis, limit: int) -> Iterable[Hover]:
-    """A strip around each step that has a value, or around every n-th."""
-    finite = [{step: value for step, value in each.points if value is not None} for each in group]
-    steps = sorted(set().union(*finite))
-    steps = steps[:: -(-len(steps) // limit)]
-    for index, step in enumerate(steps):
-        before, after = steps[max(0, index - 1)], steps[min(len(steps) - 1, index + 1)]
-        left, right = x.at((before + step) / 2), x.at((step + after) / 2)
-        names = [f"{each.label} " if len(group) > 1 else "" for each in group]
-        said = [f"{name}{number(values[step])}" for name, values in zip(names, finite, strict=True) if step in values]
-        yield Hover(percent(left), percent(right - left), "\n".join([f"step {step:,}", *said]))

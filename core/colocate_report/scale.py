@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import attrs
 
@@ -110,16 +109,6 @@ def words(name: str) -> str:
 def shorten(text: str, limit: int) -> str:
     """The text, or its beginning and how much is left out."""
     return text if len(text) <= limit else f"{text[:limit]} … ({len(text) - limit:,} more characters)"
-
-
-def share_out(counts: Sequence[int], budget: int) -> list[int]:
-    """How many of each may be shown so that all have a fair part of the budget."""
-    allowed = [0] * len(counts)
-    left = budget
-    for place, index in enumerate(sorted(range(len(counts)), key=counts.__getitem__)):
-        allowed[index] = min(counts[index], left // (len(counts) - place))
-        left -= allowed[index]
-    return allowed
 
 
 def _minus(text: str) -> str:

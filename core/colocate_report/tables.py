@@ -8,11 +8,10 @@ from typing import Any
 import attrs
 
 from colocate.texts import plural
-from colocate_report.scale import number, share_out, shorten, words
+from colocate_report.scale import number, shorten, words
 
-ROWS = 400  # of all tables
-CHARACTERS = 240_000  # of all cells
-SHORTEST = 40
+ROWS = 200
+CHARACTERS = 600  # of a cell
 
 
 @attrs.frozen
@@ -39,29 +38,26 @@ def tables(shown: Mapping[str, Sequence[Mapping[str, Any]]]) -> tuple[Table, ...
 
     A row that has a `right` has its answers marked: `before` and `after`, by whether they equal it.
     """
-    allowed = share_out([len(rows) for rows in shown.values()], ROWS)
-    cells = sum(count * len(keys_of(rows)) for count, rows in zip(allowed, shown.values(), strict=True))
-    limit = max(SHORTEST, CHARACTERS // max(1, cells))
-    return tuple(_table(title, rows, count, limit) for (title, rows), count in zip(shown.items(), allowed, strict=True))
+    return tuple(_table(title, rows) for title, rows in shown.items())
 
 
-def _table(title: str, rows: Sequence[Mapping[str, Any]], count: int, limit: int) -> Table:
+def _table(title: str, rows: Sequence[Mapping[str, Any]]) -> Table:
     columns = keys_of(rows)
-    hidden = len(rows) - count
+    hidden = len(rows) - ROWS
     return Table(
         title=title,
         heads=tuple(words(str(column)) for column in columns),
-        rows=tuple(tuple(_cell(row, column, limit) for column in columns) for row in rows[:count]),
-        hidden=f"and {plural(hidden, 'more row')}" if hidden else "",
+        rows=tuple(tuple(_cell(row, column) for column in columns) for row in rows[:ROWS]),
+        hidden=f"and {plural(hidden, 'more row')}" if hidden > 0 else "",
     )
 
 
-def _cell(row: Mapping[str, Any], column: str, limit: int) -> Cell:
+def _cell(row: Mapping[str, Any], column: str) -> Cell:
     value = row.get(column)
     numeric = isinstance(value, int | float) and not isinstance(value, bool)
     text = "" if value is None else number(value) if numeric else str(value)
     judged = column in ("before", "after") and row.get("right") is not None
-    return Cell(shorten(text, limit), numeric, value == row["right"] if judged else None)
+    return Cell(shorten(text, CHARACTERS), numeric, value == row["right"] if judged else None)
 
 
 def keys_of(rows: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:

@@ -43,7 +43,6 @@ class TestLines:
         (line,) = chart.lines
         assert places(line.path) == places(line.dots) == [(0, HEIGHT), (WIDTH // 2, 0), (WIDTH, HEIGHT // 2)]
         assert chart.summary == "Steps 0 to 10: Loss from 0 to 0.5."
-        assert [hover.text for hover in chart.hovers] == ["step 0\n0", "step 5\n1", "step 10\n0.5"]
 
     def test_what_is_no_number_is_a_gap(self) -> None:
         """And one that no longer is a number isn't shown as it was before."""
@@ -52,7 +51,6 @@ class TestLines:
             (chart,) = drawn(*({"step": step, "loss": value} for step, value in enumerate(values))).large
             assert chart.lines[0].path.count("M") == 2
             assert len(places(chart.lines[0].path)) == 4
-            assert not any("step 2" in hover.text for hover in chart.hovers)
         found = drawn(*({"step": step, "reward": value} for step, value in enumerate((0.5, math.nan, 0.7, math.inf))))
         assert found.large[0].lines[0].last == "not finite"
         assert found.gaps == ("Reward was no finite number 2 of 4 times, first at step 1.",)

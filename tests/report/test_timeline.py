@@ -1,13 +1,11 @@
-"""Lanes: who was busy when, light however many calls there were, and one round up close."""
+"""Lanes: who was busy when, light however many calls there were."""
 
 from __future__ import annotations
 
 import re
 
-from tests.report.sample import ROUND, STARTED, calls
-
 from colocate_report.calls import Restart, Span
-from colocate_report.timeline import LEVELS, Grid, Lane, Mark, closeup, lane, timeline
+from colocate_report.timeline import LEVELS, Grid, Lane, Mark, lane, timeline
 
 ROLES = {"actor": 0, "critic": 1, "reference": 2, "reward": 3}
 
@@ -16,8 +14,8 @@ def span(role: str, start: float, end: float, method: str = "work", slot: int = 
     return Span("policy", slot, role, method, start, end)
 
 
-def drawn(*spans: Span, end: float = 10.0, columns: int = 10, strips: int = 10) -> Lane:
-    return lane("slot 0", spans, ROLES, Grid(0.0, end, columns), strips)
+def drawn(*spans: Span, end: float = 10.0, columns: int = 10) -> Lane:
+    return lane("slot 0", spans, ROLES, Grid(0.0, end, columns))
 
 
 def heights(area: str, columns: int = 10) -> list[int]:
@@ -50,43 +48,3 @@ def test_calls_that_overlap_make_it_no_higher_than_full() -> None:
     found = drawn(span("actor", 0.0, 1.0), span("critic", 0.0, 1.0), span("actor", 0.0, 1.0))
     assert [(role, heights(area)[0]) for role, area in found.areas] == [(1, 100), (0, 67)]
     assert found.busy == "10%"
-
-
-def test_it_shows_one_round_and_not_a_warm_up() -> None:
-    found = closeup({"slot 0": calls(slots=1, warm_ups=500)}, ROLES, STARTED)
-    assert found is not None
-    assert found.anchor == "actor.generate"
-    ((label, rows, bars),) = found.lanes
-    assert (label, rows) == ("slot 0", 1)
-    assert [bar.name for bar in bars] == [method for _, method, _ in ROUND]
-    assert [bar.role for bar in bars] == [ROLES[role] for role, _, _ in ROUND]
-    assert found.lasted == "976 ms"
-    assert bars[0].text == "actor.generate\n300 ms, after 0 ms"
-
-
-def test_it_is_the_median_round() -> None:
-    spans, now = [], STARTED
-    for spent in (9.0, 1.0, 2.0, 8.0, 1.5, 0.5):
-        spans += [span("actor", now, now + 0.1, "act"), span("critic", now + 0.1, now + 0.2, "learn")]
-        now += spent
-    found = closeup({"slot 0": spans}, ROLES, STARTED)
-    assert found is not None
-    assert found.lasted == "2 s"
-
-
-def test_calls_that_overlap_lie_in_rows() -> None:
-    spans = [
-        span("actor", STARTED + n + part / 10, STARTED + n + part / 10 + 0.25, f"m{part}")
-        for n in range(5)
-        for part in range(4)
-    ]
-    found = closeup({"slot 0": spans}, ROLES, STARTED)
-    assert found is not None
-    _, rows, bars = found.lanes[0]
-    assert rows == 3
-    assert [bar.row for bar in bars] == [0, 1, 2, 0]
-
-
-def test_nothing_that_repeats() -> None:
-    assert closeup({"slot 0": calls(rounds=2, slots=1, warm_ups=2)}, ROLES, STARTED) is None
-    assert closeup({}, ROLES, STARTED) is None
