@@ -63,10 +63,10 @@ def test_moves_are_told() -> None:
     calls.colocate_memory_moved(move("actor", 0, 11.0, 12.0, True))
     calls.colocate_memory_moved(attrs.evolve(move("critic", 0, 12.0, 14.0, False, "wake"), in_call=True))
     calls.colocate_memory_moved(move("actor", 0, 14.0, 16.0, False, "wake"))
-    assert [(each.slot, each.role, each.method, each.start, each.end, each.why) for each in calls.spans()] == [
-        (1, "actor", "sleep", 11.0, 12.0, "asked for"),
-        (1, "critic", "wake", 12.0, 14.0, "asked for"),
-        (1, "actor", "wake", 14.0, 16.0, "asked for"),
+    assert [(each.slot, each.role, each.method, each.start, each.end) for each in calls.spans()] == [
+        (1, "actor", "sleep", 11.0, 12.0),
+        (1, "critic", "wake", 12.0, 14.0),
+        (1, "actor", "wake", 14.0, 16.0),
     ]
     assert calls.totals() == ()
     assert {use.role: (use.busy, use.moving, use.moves, use.moved) for use in calls.contention()} == {
