@@ -5,7 +5,6 @@ What this module offers may change with any version; programs need a `Runtime` a
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
@@ -14,7 +13,6 @@ from colocate import features
 from colocate._api.connection import Connection, live
 from colocate._api.held import Held as Held
 from colocate._calls.records import (
-    CALL_FINISHED as CALL_FINISHED,
     OF_RUNS as OF_RUNS,
     CallRecord as CallRecord,
     CheckpointRecord as CheckpointRecord,
@@ -178,10 +176,6 @@ class Driver:
     def settle(self) -> bool:
         """Wait until observers have been told of all that has happened; False when one of them doesn't return."""
         return self._services.settle()
-
-    def undelivered(self, tell: Callable[..., object]) -> Counter[str]:
-        """Return how often observers are still to be told of something, by hook; by `soon`, too, of parts of `tell`."""
-        return self._services.undelivered(tell)
 
     def give_up_while(self, hangs: Callable[[], bool]) -> None:
         """Don't wait for the observers' thread at the end as long as something hangs there."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -11,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from colocate.driver import CALL_FINISHED, OF_RUNS, TOLD_WITHIN_S, check_observer
+from colocate.driver import OF_RUNS, TOLD_WITHIN_S, check_observer
 from colocate.errors import ConfigError, Mistake, PluginError
 from colocate.plugins import find_observer
 from colocate.signatures import arguments_of, path_text
-from colocate.texts import listed, plural, shown, told
+from colocate.texts import plural, shown, told
 from colocate_report.record import RunInfo, RunRecord
 from colocate_run.config.schema import ObserverConfig
 from colocate_run.screen import Screen, short
@@ -141,41 +140,24 @@ class RunObservers:
             driver.soon(partial(self._tell, hook, *args))
 
     def settle(self, driver: Driver, directory: Path) -> None:
-        """Wait until they have been told of all that has happened. Whom somebody keeps from that is named."""
+        """Wait until they have been told of all that has happened; warn of an observer or a callback that hangs."""
         if driver.settle():
             return
         slow = next((each for each in self._told if each.hook is not None), None)
-        listening = [each for each in self._told if not each.stopped]
-        for each in listening:  # before counting: what they haven't been told, they won't be
+        for each in self._told:
             each.stopped = True
-        waiting = driver.undelivered(self._tell)
-        calls = waiting[CALL_FINISHED]
         # It keeps the runtime's thread as long as it likes, and the run has ended well.
         if slow is not None:
             driver.give_up_while(lambda: slow.hook is not None)
         in_the_way = f"{slow.name!r} hasn't returned from {slow.hook}" if slow is not None else "a callback goes on"
-        lines: list[str] = []
-        for each in listening:
-            if each is slow and each.hook is not None:
-                waiting[each.hook] += 1  # nor have those behind it
-            if words := _words(Counter({hook: number for hook, number in waiting.items() if each.has(hook)})):
-                lines.append(f"the observer {each.name!r} hasn't been told of {words}")
-        if calls:
-            lines.append(f"its report lacks {plural(calls, 'call')}")
-        if lines:
-            text = (
-                f"run {short(directory)}, {TOLD_WITHIN_S:g} s after its end: {'; '.join(lines)}, because {in_the_way}"
-            )
-            _log.warning("%s; log.txt there has the stack, metrics.jsonl all that was logged", text)
-            self._screen.note(f"{text}:\n{driver.stack}\n")
+        text = (
+            f"run {short(directory)}, {TOLD_WITHIN_S:g} s after its end: its report lacks the last calls, and "
+            f"observers haven't been told of all, because {in_the_way}"
+        )
+        _log.warning("%s; log.txt there has the stack, metrics.jsonl all that was logged", text)
+        self._screen.note(f"{text}:\n{driver.stack}\n")
 
     def end(self, record: RunRecord, error: BaseException | None) -> None:
         """Tell them that it is over, and how."""
         for each in self._told:
             each.end(record, error)
-
-
-def _words(undelivered: Counter[str]) -> str:
-    steps, calls = undelivered.pop(LOGGED, 0), undelivered.pop(CALL_FINISHED, 0)
-    parts = {"logged step": steps, "call": calls, "other event": undelivered.total()}
-    return listed([plural(number, what) for what, number in parts.items() if number])

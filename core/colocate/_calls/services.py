@@ -6,7 +6,6 @@ import itertools
 import os
 import secrets
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any
 
 import attrs
 
-from colocate._calls.records import CALL_FINISHED, Observers
+from colocate._calls.records import Observers
 from colocate._owned.dispatcher import Dispatcher
 from colocate._signals.deferred import Flag
 from colocate._system.jobs import JobThread
@@ -85,16 +84,6 @@ class Services:
         told = Flag()
         self.dispatcher.soon(told.set)
         return told.wait(TOLD_WITHIN_S)
-
-    def undelivered(self, tell: Callable[..., object]) -> Counter[str]:
-        """How often observers are still to be told of something, by hook: by this runtime, or by such a function."""
-        found: Counter[str] = Counter()
-        for job in self.dispatcher.waiting():
-            if isinstance(job, partial) and job.func in (self.observers.tell, tell):
-                found[job.args[0]] += 1
-            elif isinstance(job, partial) and job.func == self.observers.tell_call:
-                found[CALL_FINISHED] += 1
-        return found
 
     def tell(self, hook: str, *args: Any) -> None:
         """Tell the observers what has happened, on the dispatcher's thread."""

@@ -40,10 +40,6 @@ class Dispatcher(JobThread):
         if self._ended:
             self._catch_up()
 
-    def waiting(self) -> list[Callable[[], object]]:
-        """The jobs that are still to be run, but for those that are due later."""
-        return list(self._gathered.copy())
-
     @property
     def stack(self) -> str:
         """Return what its thread is doing."""
