@@ -3,7 +3,6 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 BARE := .venv/bare
-MONARCH := .venv/monarch
 OLDEST := .venv/oldest
 NEWEST := .venv/newest
 TRAINERS := .venv/trainers
@@ -160,8 +159,7 @@ versions: pythons $(OLDEST)/.installed $(TORCHES:%=$(TORCH)-%/.installed)  ## Da
 	$(PYTHON) -m venv --clear $(NEWEST)  # each time: what colocate needs as it is released today, without the pins
 	$(NEWEST)/bin/python -m pip install --quiet --editable '.[ray,dask]'
 	$(call BESIDE,$(NEWEST))
-	$(NEWEST)/bin/python -m pytest -n 2 --dist loadfile -m "not long" tests/unit tests/identity tests/config \
-		--deselect tests/unit/test_gpu_run.py::test_nothing_is_missing  # whose list of wheels is one of the pins
+	$(NEWEST)/bin/python -m pytest -n 2 --dist loadfile -m "not long" tests/unit tests/identity tests/config
 
 SITE := build/site/.built
 SITE_FROM := mkdocs.yml $(sort $(shell find docs core executors plugins -name __pycache__ -prune -o -type f -print))
@@ -186,17 +184,11 @@ check: install $(SITE)
 	$(BIN)/python -m tests.checkers
 	$(BIN)/python -m pytest -q tests/docs/test_site.py tests/typing
 
-$(MONARCH)/.installed: $(INSTALLED)  # Monarch beside what .venv has, for a comparison in the bench only
-	$(PYTHON) -m venv $(MONARCH)
-	$(call BESIDE,$(MONARCH))
-	$(MONARCH)/bin/python -m pip install --quiet torchmonarch==0.7.0
-	touch $@
-
 bench-before: install  ## what calls cost beside an earlier commit, which has to be in the clone's history
 	$(BIN)/python -m tests.bench before
 
-bench: install $(VERL_TESTS)/.installed $(MONARCH)/.installed  ## one table; ratios are of things measured side by side in this run
-	VERL_PYTHON=$(CURDIR)/$(VERL_TESTS)/bin/python MONARCH_PYTHON=$(CURDIR)/$(MONARCH)/bin/python $(BIN)/python -m tests.bench
+bench: install $(VERL_TESTS)/.installed  ## one table; ratios are of things measured side by side in this run
+	VERL_PYTHON=$(CURDIR)/$(VERL_TESTS)/bin/python $(BIN)/python -m tests.bench
 
 COUNT ?= 250
 MINUTES ?= 60

@@ -5,16 +5,12 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings, strategies as st
 
-from colocate import Concat, ConfigError, DispatchError, Ranks, Scatter
-from colocate._values.dispatch import plan
-from colocate._values.mesh import Mesh
+from colocate import DispatchError
 from colocate._values.plain import even_sizes
-from colocate.features.balance.parts import balanced, inverse, keeps_sets, row_costs
+from colocate.features.balance.parts import balanced, inverse, keeps_sets
 
 COSTS = st.lists(st.integers(0, 40), min_size=1, max_size=6)
 PARTS = st.integers(1, 3)
@@ -64,46 +60,8 @@ def test_what_is_even_as_it_lies_stays_there() -> None:
     assert balanced([18, 18, 2], 2) == [[0], [1, 2]]
 
 
-@pytest.mark.parametrize(
-    "value",
-    [
-        [2, 0, 1],
-        torch.tensor([2, 0, 1]),
-        np.array([2, 0, 1]),
-        torch.tensor([[True, True], [False, False], [False, True]]),
-        np.array([[True, True], [False, False], [False, True]]),
-    ],
-)
-def test_numbers_and_masks(value: Any) -> None:
-    assert row_costs(value, "tokens") == [2, 0, 1]
-
-
-@pytest.mark.parametrize(
-    "value", [[1.0], "ab", 3, [[1]], {"a": [1]}, torch.ones(2), torch.ones(2, 2, dtype=torch.int64), np.ones((1, 1, 1))]
-)
-def test_anything_else_is_refused(value: Any) -> None:
-    with pytest.raises(DispatchError, match="'tokens' says what each row costs") as caught:
-        row_costs(value, "tokens")
-    assert caught.value.parameter == "tokens"
-
-
 def test_what_is_no_partition_of_the_rows_is_refused() -> None:
     with pytest.raises(DispatchError, match="another axis"):
         inverse([[0, 2], [0, 2]], [2, 2], [0, 1])
     with pytest.raises(DispatchError, match="rank 3 was given 1 row that"):
         inverse([[0, 2], [1]], [2, 2], [0, 3])
-
-
-def test_along_an_axis_of_a_mesh() -> None:
-    """The ranks of a place get the same rows, and one copy of each comes back in order."""
-    ranks = Ranks(4, {"": Mesh({"dp": 2, "tp": 2})})
-    arguments = {"rows": [*"abcd"], "costs": [9, 9, 1, 1]}
-    planned = plan(Scatter("rows", balance="costs"), arguments, ranks)
-    found = [part["rows"] for part in planned.arguments]
-    assert found == [["a", "d"], ["a", "d"], ["b", "c"], ["b", "c"]]
-    told = Ranks(4, ranks.meshes, rows=planned.valid, partition=planned.partition)
-    assert Concat().join(found, told) == arguments["rows"]
-    with pytest.raises(DispatchError, match="along another axis than that of Concat"):
-        Concat("tp").join(found, told)
-    with pytest.raises(ConfigError, match="padding makes parts of equally many rows"):
-        Scatter("rows", balance="costs", pad=True)

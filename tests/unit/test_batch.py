@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import collections
 import itertools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from tensordict import NonTensorStack, TensorDict, lazy_stack, tensorclass
-from tests.laws.values import difference
 from tests.unit.rows import split
 
 import colocate
@@ -20,11 +18,6 @@ from colocate._values import batch
 from colocate._values.codec import BY_VALUE
 from colocate._values.leaving import ordinary
 from colocate.errors import ConfigError, DispatchError, SerializationError
-
-
-class Pair(NamedTuple):
-    left: Any
-    right: Any
 
 
 class Text:
@@ -69,31 +62,6 @@ def jagged(lengths: Sequence[int]) -> torch.Tensor:
     offsets = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int64)
     values = torch.arange(int(offsets[-1]) * 2, dtype=torch.float32).view(-1, 2)
     return torch.nested.nested_tensor_from_jagged(values, offsets=offsets)
-
-
-VALUES = {
-    "NamedTuple": Pair([1, 2, 3], None),
-    "OrderedDict": collections.OrderedDict(a=[1, 2, 3], b=None),
-    "defaultdict": collections.defaultdict(list, a=[1, 2, 3]),
-    "masked": np.ma.masked_array(np.arange(3), mask=[True, False, True]),
-    "registered": {"text": LongText("abc")},
-    "TensorDict": TensorDict({"a": jagged([2, 0, 1]), "in": TensorDict({"b": torch.ones(3)}, [3])}, [3]),
-}
-
-
-@pytest.mark.parametrize("value", VALUES.values(), ids=VALUES)
-def test_taken_apart_and_joined(value: Any) -> None:
-    """It is what it was, in any number of parts; slices are the rows in between, and padding repeats the last."""
-    for sizes in ([1, 2], [0, 3, 0], [1, 1, 1]):
-        parts = split(value, sizes)
-        assert [batch.rows(part, "part") for part in parts] == sizes
-        assert difference(batch.concat(parts, "value"), value) is None
-    first, rest = split(value, [1, 2])
-    assert difference(batch.slice_rows(value, 1, 9), rest) is None
-    padded = batch.pad(value, 5)
-    assert difference(batch.slice_rows(padded, 0, 1), first) is None
-    for row in (2, 3, 4):
-        assert difference(batch.slice_rows(padded, row, row + 1), split(value, [2, 1])[1]) is None
 
 
 def test_jagged_tensors_that_compute_together_still_do() -> None:

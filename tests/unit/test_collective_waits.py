@@ -9,7 +9,6 @@ from collections.abc import Callable
 
 import pytest
 
-from colocate._protocol.consequence import Consequence
 from colocate.features.process_groups import waits as collective_waits
 
 SLICE = collective_waits._SLICE
@@ -67,25 +66,6 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> Looks:
 
 
 wait = collective_waits._guarded(as_torch_waits)
-
-
-@pytest.mark.parametrize("reason", [None, "a call failed on another rank"])
-def test_its_own_error(looks: Looks, reason: str | None) -> None:
-    """What torch says is what the caller sees, after however many slices while there is hope. Without it is given a
-    moment, as it may come just after the connection has gone."""
-    work = Work()
-    looks.reason = reason
-    looks.at[2 if reason else 5] = lambda: work.end(ConnectionError("closed by peer"))
-    with pytest.raises(ConnectionError, match="closed by peer") as caught:
-        wait(work)
-    assert caught.value.__context__ is None
-
-
-def test_hopeless(looks: Looks) -> None:
-    """It ends with the reason, which is a consequence of something else."""
-    looks.reason = "a call failed on another rank"
-    with pytest.raises(Consequence, match="on another rank"):
-        wait(Work())
 
 
 def test_the_callers_timeout(looks: Looks) -> None:

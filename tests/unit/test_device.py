@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,8 +11,6 @@ import colocate
 from colocate import ColocatedGroup, Role, method
 from colocate.errors import RoleError, WorkerDied
 from colocate.worker import device as devices
-from colocate.worker.device import Device
-from colocate.worker.settings import Setting, Settings
 
 torch = pytest.importorskip("torch")
 
@@ -142,70 +139,3 @@ def test_a_context_that_is_lost(group: ColocatedGroup, gpu: Gpu, raises: bool) -
     text = str(caught.value)
     assert "this process can't use cpu any more: CUDA error: device-side assert triggered" in text
     assert "fault of colocate" not in text
-
-
-def test_outputs_of_graphs(gpu: Gpu) -> None:
-    """What lies in a pool of a graph's own is told from what doesn't; the allocator is asked when it has changed."""
-    device = Device("cuda:0", in_process=False)
-    mine, other = torch.ones(64), torch.ones(64)
-    start = mine.untyped_storage().data_ptr()
-
-    class OnGpu:
-        device, layout, is_meta = torch.device("cuda", 0), torch.strided, False
-
-        def __init__(self, tensor: Any) -> None:
-            self.untyped_storage = tensor.untyped_storage
-
-    assert not device.lends(OnGpu(mine))
-    gpu.segments += [
-        {"address": start - 64, "total_size": 512, "segment_pool_id": (0, 1)},
-        {"address": other.untyped_storage().data_ptr(), "total_size": 256, "segment_pool_id": (0, 0)},
-    ]
-    looks = gpu.looks
-    for _ in range(2):
-        assert device.lends(OnGpu(mine))
-        assert device.lends(OnGpu(mine[10:]))
-        assert not device.lends(OnGpu(other))
-        assert not device.lends(mine)  # a tensor of the host
-    assert gpu.looks == looks + 1
-
-
-def test_an_allocator_in_the_place_of_torch_s(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It keeps no books, as torch says then: any result may be a graph's output."""
-
-    def refuse(*_: object) -> Any:
-        raise RuntimeError("CUDAPluggableAllocator does not yet support snapshot.")
-
-    monkeypatch.setattr(gpu, "memory_snapshot", refuse)
-    assert Device("cuda:0", in_process=False).is_private(1 << 45)
-
-
-def test_streams(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A role computes on the stream that its constructor has left, and others on the usual one; a call ends with the
-    work on either, whichever is current then."""
-    from colocate.worker import settings
-
-    device = Device("cuda:0", in_process=False)
-    setting = Setting("cuda:0", False, device.leaves)
-    setting.have(setting.base)  # the device isn't in use
-    monkeypatch.setattr(settings, "in_use", lambda name: gpu)
-    side = Stream()
-    gpu.set_stream(side)
-    of_role = setting.now()
-    assert of_role.stream is side
-    assert gpu.device is None
-    for wrong in (None, "misaligned address"):
-        side.begun.append(wrong)
-        setting.have(setting.base)
-        assert gpu.current_stream("cuda:0") is gpu
-        with pytest.raises(RuntimeError, match="misaligned") if wrong else contextlib.nullcontext():
-            device.end("actor.step")
-        assert side.begun == []
-        setting.have(of_role)
-        assert gpu.current_stream("cuda:0") is side
-    assert (gpu.after, side.after) == ([side] * 2, [gpu] * 2)
-    assert gpu.device == "cuda:0"
-    gpu.is_capturing = True  # a role's graph, of which the usual stream is to be no part
-    setting.have(Settings())
-    assert gpu.current_stream("cuda:0") is gpu
-    assert gpu.after == [side] * 2

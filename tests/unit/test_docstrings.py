@@ -50,24 +50,3 @@ def test_no_docstring_begins_with_a_pronoun(folder: str) -> None:
         for name, docstring, is_function in docstrings(ast.parse(path.read_text(encoding="utf-8")))
         if begins_with_pronoun(docstring, is_function)
     ] == []
-
-
-@pytest.mark.parametrize(
-    "docstring",
-    ["It in this process.", "Those that run.", "They need none.", "That of one node.", "One of a group.", "Its name."],
-)
-def test_pronouns(docstring: str) -> None:
-    assert begins_with_pronoun(docstring)
-
-
-def test_nouns() -> None:
-    """A word before its noun is no pronoun, and a class may be what a clause says."""
-    for docstring in (
-        "One slot of a pool.",
-        "All ranks, in order.",
-        "Return what a role has.",
-        "`connect` and `spawn`.",
-    ):
-        assert not begins_with_pronoun(docstring, is_function=True)
-    assert not begins_with_pronoun("What a role has.")
-    assert begins_with_pronoun("What a role has.", is_function=True)

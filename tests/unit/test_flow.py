@@ -59,36 +59,6 @@ def test_the_least_loaded_one_comes_first() -> None:
     assert flow.give() == [(7, 4)]
 
 
-def test_no_more_are_out_than_may_be() -> None:
-    """Those that have ended count until they are read."""
-    flow = Flow(range(5), [0], 2, ahead=3)
-    assert [row for _, row in flow.give()] == [0, 1]
-    flow.ended(0)
-    assert [row for _, row in flow.give()] == [2]
-    flow.ended(1)
-    assert flow.give() == []
-    assert flow.is_stalled
-    flow.read()
-    assert [row for _, row in flow.give()] == [3]
-
-
-def test_a_row_that_begins_anew_goes_elsewhere() -> None:
-    """If there is another slot; its tries are counted."""
-    tries = {0: 2, 1: 2}
-    flow = Flow([0, 1], [0, 1], 1, tries=tries)
-    assert flow.give() == [(0, 0), (1, 1)]
-    assert tries == {0: 1, 1: 1}
-    flow.ended(0, again=True)
-    assert flow.give() == []  # the other one is busy
-    flow.ended(1)
-    assert flow.give() == [(1, 0)]
-    assert tries[0] == 0
-    alone = Flow([0], [3], 1, tries={0: 2})
-    alone.give()
-    alone.ended(0, again=True)
-    assert alone.give() == [(3, 0)]
-
-
 def test_rows_leave_a_slot_on_which_they_fail() -> None:
     """Others take them, with all rows of their keys, until one has ended there otherwise; or there is no other slot."""
     flow = Flow(range(20), [0, 1], 1, keys={row: row % 2 for row in range(20)})
@@ -118,12 +88,3 @@ def test_rows_leave_a_slot_on_which_they_fail() -> None:
     assert flow.give() == []
     flow.ended(0, again=True, is_bereft=True)
     assert flow.give() == [(1, 0)]
-
-
-def test_stopped() -> None:
-    flow = Flow(range(4), [0], 1, keys=dict.fromkeys(range(4), "key"))
-    flow.give()
-    flow.stop()
-    flow.ended(0)
-    assert flow.give() == []
-    assert not flow.waits

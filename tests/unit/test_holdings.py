@@ -44,56 +44,6 @@ class Holder:
         """It has one."""
 
 
-def trained() -> tuple[nn.Module, torch.optim.Optimizer]:
-    """A model after a step of Adam; its gradients are there."""
-    model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 4))
-    optimizer = torch.optim.Adam(model.parameters())
-    model(torch.ones(2, 8)).sum().backward()
-    optimizer.step()
-    return model, optimizer
-
-
-def bytes_of(tensors: Any) -> int:
-    """What torch says that tensors take."""
-    return sum(each.numel() * each.element_size() for each in tensors)
-
-
-@pytest.mark.parametrize("where", ["its own", "deep", "without the model"])
-def test_a_model_and_its_optimizer(where: str) -> None:
-    """By kinds, as torch itself counts them; also where a role has them in an object, or only what trains them."""
-    model, optimizer = trained()
-    holder = {
-        "its own": Holder(net=model, opt=optimizer),
-        "deep": Holder(learner=Holder(parts=[{"net": model}, (optimizer,)])),
-        "without the model": Holder(opt=optimizer),
-    }[where]
-    parameters = list(model.parameters())
-    state = [value for each in optimizer.state.values() for value in each.values()]
-    expected = {
-        "parameters": bytes_of(parameters),
-        "gradients": bytes_of(each.grad for each in parameters),
-        "optimizer": bytes_of(state),
-        "buffers": bytes_of(model.buffers()),
-    }
-    if where == "without the model":
-        del expected["buffers"]
-    assert counted(holder) == expected
-
-
-def test_memory_that_is_shared() -> None:
-    """Tied weights, views, a second name, an array over a tensor: each byte once, as the first of its kinds."""
-    tied = nn.Linear(32, 32, bias=False)
-    model = nn.Sequential(tied, nn.Linear(32, 32, bias=False))
-    model[1].weight = tied.weight
-    whole = torch.zeros(100)
-    holder = Holder(model=model, again=tied, part=tied.weight[2:5], halves=whole.split(50), array=whole[10:].numpy())
-    assert counted(holder) == {"parameters": 32 * 32 * FLOAT, "tensors": 100 * FLOAT}
-    weights = torch.ones(8, requires_grad=True)  # trained, and in no module
-    weights.grad = torch.ones(8)
-    holder = Holder(weights=weights, optimizer=torch.optim.SGD([weights], lr=0.1))
-    assert counted(holder) == {"parameters": 8 * FLOAT, "gradients": 8 * FLOAT}
-
-
 @attrs.define
 class Slotted:
     inside: Any
@@ -143,12 +93,6 @@ def test_what_is_not_looked_into() -> None:
     assert counted(asked, apart=(other,)) == {}
     assert holdings.search(asked, apart=[other]).met
     assert not holdings.search(asked, apart=[Holder()]).met
-
-
-def test_declared() -> None:
-    """What a role says that it holds besides is that, though it is found as well."""
-    cache = torch.zeros(10)
-    assert counted(Holder(seen=cache), declared=([{"cache": cache}],)) == {"declared": 10 * FLOAT}
 
 
 def test_tensors_without_a_storage() -> None:

@@ -21,7 +21,7 @@ from colocate._protocol.message import Message, read
 from colocate._protocol.to_worker import Listen
 from colocate.executor import Boot, Exit, Host
 from colocate.keeper import Keeper, Keepers, KeptSlot, Patience
-from colocate.testing.waiting import starter_of, wait_until
+from colocate.testing.waiting import wait_until
 
 WAIT_S = 20
 
@@ -79,17 +79,6 @@ def kept(keepers: Keepers) -> Iterator[Kept]:
     kept.keeper.close()
 
 
-def test_a_worker_comes_and_goes(kept: Kept, keepers: Keepers) -> None:
-    host, heard = kept.launch()
-    hello = heard.hello()
-    assert starter_of(hello["pid"]) == os.getpid()
-    assert [one.id for one in keepers.running()] == ["w"]
-    host.kill()
-    assert heard.exits.get(timeout=WAIT_S) == Exit(signal="SIGKILL")
-    assert keepers.running() == []
-    host.kill()  # harmless
-
-
 def test_a_worker_dies_before_it_has_read_what_its_keeper_told_it(keepers: Keepers) -> None:
     """That is an end like any other, and no mistake of the keeper's."""
     kept = Kept(keepers, env={}, detachable=True)
@@ -101,15 +90,6 @@ def test_a_worker_dies_before_it_has_read_what_its_keeper_told_it(keepers: Keepe
     os.kill(pid, signal.SIGKILL)
     assert heard.exits.get(timeout=WAIT_S).signal == "SIGKILL"
     kept.keeper.close()
-
-
-def test_the_driver_lets_go(kept: Kept) -> None:
-    _host, heard = kept.launch()
-    pid = heard.hello()["pid"]
-    kept.slot.close()
-    assert kept.ended.wait(WAIT_S)
-    assert not psutil.pid_exists(pid)
-    assert heard.exits.get(timeout=WAIT_S).detail == "its keeper was let go"
 
 
 def test_nobody_listens(keepers: Keepers) -> None:

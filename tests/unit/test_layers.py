@@ -36,27 +36,6 @@ def test_no_import_goes_down() -> None:
     ] == []
 
 
-@pytest.mark.parametrize(
-    ("line", "imported"),
-    [
-        ("from colocate._api.runtime import Runtime", "_api.runtime"),
-        ("import colocate\ndef f():\n    colocate.connect()", "connecting"),
-        ("import colocate\ncolocate.testing.leaks", "testing"),
-        ("from importlib import import_module\nimport_module('.._api.runtime', __package__)", "_api.runtime"),
-        ("__import__('colocate._api.runtime')", "_api.runtime"),
-        ("from colocate import errors, __version__\nimport colocate\ncolocate.errors, colocate.__version__", None),
-        ("from ..errors import ColocateError\nfrom . import b", None),
-    ],
-)
-def test_what_goes_down(tmp_path: Path, line: str, imported: str | None) -> None:
-    """It is found however it is written."""
-    for name, text in {"_system/a": line, "_system/b": "", "_api/runtime": "", "errors": ""}.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / f"{name}.py").write_text(text)
-    below = {layers.Arrow("_system.a", imported)} if imported else set()
-    assert set(layers.against(tmp_path)) == below
-
-
 def test_features_on_features() -> None:
     """One imports another only by a row of the table, and each has its row in that of core, and its folder."""
     assert layers.between_features() == layers.FEATURES_ON
@@ -103,18 +82,6 @@ def test_no_circle() -> None:
 def test_no_circle_in_a_drawing() -> None:
     """A drawing of all imports has no circle: names that a package has on first use, types and functions included."""
     assert layers.circles_of(layers.drawing()) == []
-
-
-@pytest.mark.parametrize("line", ["from ours import a", "import ours.a", "def f():\n    from .a import x"])
-def test_a_circle_in_a_drawing(tmp_path: Path, line: str) -> None:
-    """A package that offers what imports it is in a circle, however that is written."""
-    package = tmp_path / "ours"
-    package.mkdir()
-    lazy = "from importlib import import_module\ndef __getattr__(name): return import_module('ours.b')\n"
-    for name, text in {"__init__": lazy, "a": "from ours import x", "b": line}.items():
-        (package / f"{name}.py").write_text(text)
-    found = layers.circles_of(layers.drawing(["ours"], tmp_path))
-    assert found == [{"ours", "ours.a", "ours.b"}]
 
 
 @pytest.mark.parametrize("package", layers.AROUND)

@@ -11,7 +11,6 @@ import ctypes
 import gc
 import os
 import random
-import re
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -184,23 +183,6 @@ class KeptAddresses(Sleeps):
         self.segments.segments.clear()
 
 
-def test_what_wakes_is_in_large_pages() -> None:
-    """The host's memory is asked for so: else a wake takes three times as long, for the pages alone."""
-    offload, chosen = Offload("cpu"), storages(tensor := torch.ones(8 * MIB))
-    offload.put_away(offload.write(chosen))
-    offload.bring_back(chosen)
-    assert bool((tensor == 1).all())
-    at, flags, is_there = tensor.data_ptr() + 16 * MIB, "", False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        if found := re.match("([0-9a-f]+)-([0-9a-f]+) ", line):
-            is_there = int(found[1], 16) <= at < int(found[2], 16)
-        elif is_there and line.startswith("VmFlags:"):
-            flags = line
-    if not Path("/sys/kernel/mm/transparent_hugepage").exists():
-        pytest.skip("this kernel has no large pages")
-    assert "hg" in flags.split()
-
-
 def test_any_order_at_the_same_addresses(segments: Segments, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is awake has its contents and its addresses, whatever sleeps beside it."""
     monkeypatch.setattr(offload_module, "name_of", lambda device: "other:0")
@@ -300,24 +282,6 @@ def test_a_file_that_can_not_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
     assert bool((tensor == 7).all())
 
 
-def test_as_much_is_pinned_as_sleeps_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What has come back leaves its place to the next one, and a sleep for which there is none is refused."""
-    monkeypatch.setattr(offload_module, "name_of", lambda device: "other:0")
-    offload = Offload("cpu", lambda: 8 * MIB - offload.pinned)
-    one, other = torch.ones(2 * MIB), torch.full((2 * MIB,), 2.0)
-    for tensor in (one, other, one):
-        chosen, before = storages(tensor), tensor.clone()
-        offload.put_away(offload.write(chosen))
-        offload.bring_back(chosen)
-        offload.let_go(chosen)
-        assert torch.equal(tensor, before)
-    assert offload.pinned == 8 * MIB
-    with pytest.raises(MemoryError, match=r"8 MiB .* to be pinned, beside the 8 MiB that are: 0 B are free"):
-        offload.write(storages(one, other))
-    offload.close()
-    assert offload.pinned == 0
-
-
 class Played:
     """Plays the driver."""
 
@@ -346,28 +310,6 @@ def test_pinned_as_long_as_it_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     assert played.now
     del part
     assert not played.now
-
-
-def test_where_the_driver_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch has its own way; in pieces that it doesn't round up."""
-    empty, sizes = torch.empty, list[int]()
-
-    def noted(size: int, pin_memory: bool = False, **options: Any) -> Any:
-        sizes.extend([size] if pin_memory else [])
-        return empty(size, **options)
-
-    monkeypatch.setattr(torch, "empty", noted)
-    monkeypatch.setattr(offload_module, "driver", lambda device: None)
-    monkeypatch.setattr(offload_module, "in_use", lambda device: torch)
-    kept = Pinned("cuda:0", lambda: 1 << 40)
-    kept.grow(21 * MIB)
-    assert sizes == [16 * MIB, 4 * MIB, 2 * MIB]
-    for start in (0, 15 * MIB, 19 * MIB):  # in one of them, in two and in all three
-        view, found = torch.arange(2 * MIB + 5, dtype=torch.uint8), torch.empty(2 * MIB + 5, dtype=torch.uint8)
-        kept.write(view, start)
-        kept.read(found, start)
-        assert torch.equal(found, view)
-    assert kept.own == 0  # of the process's own
 
 
 def test_in_a_process_that_is_forked() -> None:

@@ -15,42 +15,19 @@ import torch
 
 import colocate
 from colocate.errors import CapabilityError, ConfigError
-from colocate.features.looking.idle import Called, Known
+from colocate.features.looking.idle import Called
 from colocate.features.profiling import traces
 from colocate.features.profiling.collectives import Collectives
 from colocate.features.profiling.messages import Meeting
-from colocate.features.profiling.parts import LAST, Part, Piece, rows, split
+from colocate.features.profiling.parts import LAST, Part, rows
 from colocate.features.profiling.traces import CLOCK, Rank, Read, convert, events, waits
 from colocate_run.profiling import Wanted
 
 A, B = ("policy", 0), ("policy", 1)
-NOW = 1_700_000_000.0
 
 
 def call(label: str, start: float, end: float, slot: tuple[str, int] = A) -> Called:
     return Called(label, start, start, {slot: (start, end)})
-
-
-def test_each_moment_counts_once() -> None:
-    """Calls that overlap, communication beyond its call, memory amid both: the sum is the window, for each slot."""
-    calls = [call("a.run", 1.0, 5.0), call("b.run", 2.0, 3.0), call("b.run", 6.0, 8.0)]
-    moves = [(A, (4.5, 5.5))]
-    pieces = [Piece(1.5, 2.5, 1.75), Piece(4.0, 4.75, 4.25), Piece(4.1, 4.2, 0.0), Piece(7.5, 9.0, 9.5)]
-    found = split(Known(calls, moves), {A: pieces}, (0.0, 10.0))
-    assert {label: part.calls for label, part in found.items()} == {"a.run": 1, "b.run": 2, LAST: 0}
-    # One second of a.run is that of the call in it; until 1.75 and 4.25 others are waited for.
-    whose = {"compute": 0.5 + 1.0, "for others": 0.25 + 0.15, "communication": 0.25 + 0.1 + 0.25}
-    assert found["a.run"].seconds == pytest.approx({**whose, "memory": 0.5, "for the driver": 1.0})
-    whose = {"compute": 0.5 + 1.5, "for others": 0.5, "communication": 0.5}
-    assert found["b.run"].seconds == pytest.approx({**whose, "memory": 0.5, "for the driver": 0.5})
-    assert found[LAST].seconds == pytest.approx({"for the driver": 2.0})
-    assert sum(sum(part.seconds.values()) for part in found.values()) == pytest.approx(10.0)
-
-
-def test_calls_at_the_windows_ends() -> None:
-    """Only what is inside counts: of a call that had begun before, and of one that goes on after it."""
-    found = split(Known([call("a.run", 0.0, 2.0), call("a.run", 3.0, 9.0)], ()), {A: ()}, (1.0, 5.0))
-    assert found == {"a.run": Part(2, {"compute": 3.0, "for the driver": 1.0})}
 
 
 def test_a_table() -> None:
@@ -109,38 +86,6 @@ def test_a_trace_is_read_bit_by_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         list(events(file))
 
 
-def test_times_threads_and_flows(tmp_path: Path) -> None:
-    """Each time is the driver's, from the file's zero on; nothing of one rank has a number of another one's."""
-    path = written(
-        tmp_path,
-        [
-            event("aten::mm", 2.0, 2.5),
-            event("kernel", 2.25, 2.75, "kernel", tid=7, pid=0),
-            {"ph": "s", "id": 3, "pid": 50, "tid": 7, "ts": 102.0e6, "cat": "ac2g", "name": "ac2g"},
-            {"ph": "M", "name": "process_name", "pid": 50, "tid": 0, "ts": 0, "args": {"name": "python"}},
-            {"ph": "M", "name": "thread_name", "pid": 50, "tid": 7, "ts": 0, "args": {"name": "thread 7 (python)"}},
-            {"ph": "M", "name": "thread_name", "pid": 0, "tid": 7, "ts": 0, "args": {"name": "stream 7"}},
-            {"ph": "X", "name": "PyTorch Profiler", "pid": "Spans", "tid": "x", "ts": 0, "dur": 1, "cat": "Trace"},
-        ],
-    )
-    ranks = [converted(path, Collectives(), index)[0] for index in (0, 1)]
-    first = {each["name"]: each for each in ranks[0] if each["ph"] != "M"}
-    assert (first["aten::mm"]["ts"], first["aten::mm"]["dur"]) == (pytest.approx(1e6), pytest.approx(5e5))
-    assert first["kernel"]["ts"] == pytest.approx(1.25e6)
-    assert first["ac2g"]["ts"] == pytest.approx(1e6)
-    named = {each["tid"]: each["args"]["name"] for each in ranks[0] if each["ph"] == "M"}
-    assert named == {
-        first["aten::mm"]["tid"]: "slot 0: thread 7 (python)",
-        first["kernel"]["tid"]: "slot 0 GPU 0: stream 7",
-    }
-    assert {each["pid"] for each in ranks[0]} == {2}
-    assert "PyTorch Profiler" not in first
-    for key in ("tid", "id"):
-        mine, others = ({each[key] for each in events if key in each} for events in ranks)
-        assert not mine & others
-    assert len({each["tid"] for each in ranks[0] if each["ph"] == "X"}) == 2
-
-
 def test_a_trace_without_its_clock(tmp_path: Path) -> None:
     """Its times mean nothing then: that is told, and no file is made of it."""
     path = written(tmp_path, [])
@@ -178,35 +123,6 @@ def test_sends_of_devices_are_nobody_elses(tmp_path: Path) -> None:
     """They have no number that both ranks know: how long one waited for the other isn't guessed."""
     arrived, _ = found_in(tmp_path, [nccl(1.0, 2.0, kind="SendRecv")])
     assert [*arrived] == [("device 0 [0, 1] of slot 0", 0)]
-
-
-def test_operations_that_cpp_begins(tmp_path: Path) -> None:
-    """DDP's, which the thread waits for where it runs no operator; Python's own, and functional ones, are others."""
-    noted = Collectives()
-    noted.calls.append((("group", 0), 4_000_000_000, 4_200_000_000))  # the worker's time: 1.0 to 1.2 of the driver's
-    noted.waits.append((("group", 0), 4_200_000_000, 5_000_000_000))
-    arrived, pieces = found_in(
-        tmp_path,
-        [
-            event("c10d::allreduce_", 1.1, 1.15),
-            event("gloo:all_reduce", 1.15, 2.0, "user_annotation", tid=9),
-            event("c10d::allreduce_", 3.0, 3.1),
-            event("gloo:all_reduce", 3.05, 5.0, "user_annotation", tid=8),
-            event("aten::mul", 3.2, 4.0),
-            event("_c10d_functional::all_reduce", 6.0, 6.2),
-            event("c10d::allreduce_", 6.1, 6.15),
-            event("gloo:all_reduce", 6.15, 8.0, "user_annotation", tid=9),
-            event("_c10d_functional::wait_tensor", 7.0, 8.0),
-        ],
-        noted,
-    )
-    assert arrived == {("group", 0): pytest.approx(1.0), ("C++ allreduce", 0): pytest.approx(3.0)}
-    assert [(each[0], round(each[1], 4), round(each[2], 4)) for each in pieces] == [
-        (("group", 0), 1.2, 2.0),
-        (("C++ allreduce", 0), 3.1, 3.2),
-        (("C++ allreduce", 0), 4.0, 5.0),
-        (("", -1), 7.0, 8.0),
-    ]
 
 
 def test_what_the_option_says() -> None:

@@ -5,10 +5,7 @@ from __future__ import annotations
 import collections
 import copy
 import dataclasses
-import datetime
-import decimal
 import enum
-import fractions
 import functools
 import json
 import os
@@ -19,21 +16,19 @@ import shutil
 import subprocess
 import sys
 import threading
-import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from io import FileIO
 from pathlib import Path
 from typing import Any
 
-import attrs
 import numpy as np
 import pytest
 import torch
 
 import colocate
 from colocate import Role, method
-from colocate.errors import ConfigError, SerializationError
+from colocate.errors import SerializationError
 from colocate.features.recordings import files
 from colocate.features.recordings.differences import Difference
 from colocate.features.recordings.digests import digest_of, first_difference
@@ -49,54 +44,13 @@ class Batch:
     name: str
 
 
-class Colour(enum.Enum):
-    RED = 1
-
-
-Pair = collections.namedtuple("Pair", "first second")
-
-
 class Plain:
     pass
-
-
-class Access(enum.Flag):
-    READ = 1
-    WRITE = 2
-    RUN = 4
-
-
-class Output(collections.UserDict):  # type: ignore[type-arg]
-    pass
-
-
-@attrs.frozen
-class Frozen:
-    """A record whose attributes lie in slots."""
-
-    name: str
-    _own: int = 1
 
 
 @dataclasses.dataclass
 class Empty:
     pass
-
-
-@dataclasses.dataclass
-class Mapped(collections.OrderedDict):  # type: ignore[type-arg]
-    """A record that is a mapping, too, as outputs of transformers' models are."""
-
-    x: int = 0
-
-
-class LostError(Exception):
-    def __init__(self, why: str) -> None:
-        super().__init__(f"lost: {why}")
-        self.why = why
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, LostError) and (other.args, other.why) == (self.args, self.why)
 
 
 RAN = list[str]()
@@ -195,7 +149,6 @@ def _local() -> Any:
 Local = _local()
 LEADS_BACK: list[Any] = [[]]
 LEADS_BACK[0].append(LEADS_BACK)
-POINT = np.dtype([("reward", "f4"), ("done", "?"), ("obs", ">f4", (2,)), ("at", "M8[s]")])
 
 
 def _written(value: Any, **about: Any) -> bytes:
@@ -211,122 +164,12 @@ def _read(data: bytes) -> Any:
     return unpacked(bytearray(data[head:]), entries, finder())
 
 
-def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor):
-        return type(other) is torch.Tensor and one.dtype == other.dtype and torch.equal(one, other)
-    if isinstance(one, np.ndarray):
-        same = type(other) is np.ndarray and one.dtype == other.dtype and one.shape == other.shape
-        return bool(same and one.tobytes() == other.tobytes())
-    if isinstance(one, list):
-        return type(other) is list and all(map(_same, one, other))
-    return type(one) is type(other) and bool(one == other)
-
-
-@pytest.mark.parametrize(
-    "value",
-    [
-        *(torch.arange(6).to(dtype).view(2, 3) for dtype in (torch.int64, torch.bfloat16, torch.float16, torch.uint8)),
-        torch.tensor(1.5),
-        torch.empty(0, 3),
-        torch.arange(12.0).view(3, 4).t(),
-        torch.tensor([True, False]),
-        torch.tensor([1 + 2j]),
-        np.arange(6, dtype="i2").reshape(2, 3),
-        np.array(["a", "bc"]),
-        np.float64(0.1),
-        float("inf"),
-        -0.0,
-        10**40,
-        "\udcff",
-        {"a": [1, (2, b"3")], 4: {5, frozenset({6})}},
-        Colour.RED,
-        Pair(1, None),
-        torch.float32,
-        collections.OrderedDict(a=1),
-        collections.Counter("aab"),
-        collections.defaultdict(list, {1: [2]}),
-        collections.deque([1, 2], 3),
-        Path("a/b"),
-        None,
-        b"\xff",
-        bytearray(b""),
-        1 + 2j,
-        range(1, 9, 2),
-        slice(1, None),
-        datetime.datetime(2026, 1, 2, 3, 4, 5, 6, datetime.timezone(datetime.timedelta(hours=1)), fold=1),
-        datetime.date(2026, 1, 2),
-        datetime.UTC,
-        datetime.time(1, 2, tzinfo=datetime.UTC, fold=1),
-        datetime.timedelta(-1, 2, 3),
-        decimal.Decimal("1.50"),
-        fractions.Fraction(1, 3),
-        uuid.UUID(int=7),
-        torch.Size([2, 3]),
-        torch.device("cpu"),
-        Access.READ | Access.RUN,
-        Access(0),
-        Output(a=[1]),
-        Frozen("x"),
-        Empty(),
-        LostError("here"),
-        np.zeros(2, POINT),
-        np.zeros((), POINT),
-        np.zeros(0, POINT),
-        np.zeros(2, np.dtype({"names": ["x"], "formats": ["i2"], "offsets": [3], "itemsize": 9})),
-        np.zeros(2, np.dtype([("a", "i1"), ("b", "f8")], align=True)),
-        np.array(["NaT", "2026-01-01"], "M8[D]"),
-        np.zeros(0),
-        np.float32("inf"),
-        np.datetime64("2026-01-01"),
-        np.arange(4, dtype=">i4"),
-        POINT,
-        np.zeros(3, "S0"),
-        {("a", 1): {(Pair(1, 2), Colour.RED)}},
-        [*range(100)],
-        (*range(2**40, 2**40 + 100),),
-        [float("inf"), -0.0] * 50,
-        [True] * 100,
-        [1, 2.0] * 50,
-        [2**64] * 100,
-    ],
-    ids=lambda value: type(value).__name__,
-)
-def test_they_come_back(value: Any) -> None:
-    assert _same(value, _read(_written(value)))
-
-
 def test_records_and_what_is_there_twice() -> None:
     ids = torch.arange(3)
     one, other = _read(_written([Batch(ids, "x"), ids]))
     assert (type(one), one.name) == (Batch, "x")
     assert one.ids is other
     assert torch.equal(other, ids)
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        ValueError("x", 1),
-        KeyError("k"),
-        OSError(2, "no", "f"),
-        OSError(2, "no", "f", None, "g"),
-        OSError("no"),
-        ImportError("no", name="n", path="p"),
-        AttributeError("no", name="n", obj=[1]),
-        NameError("no", name="n"),
-        StopIteration(3),
-        SyntaxError("no", ("f", 1, 2, "text", 1, 3)),
-        UnicodeDecodeError("utf8", b"a", 0, 1, "no"),
-        ExceptionGroup("no", [ValueError(1), FileNotFoundError(2, "no", "f")]),
-    ],
-    ids=lambda error: type(error).__name__,
-)
-def test_builtin_exceptions(error: BaseException) -> None:
-    """Also attributes that aren't of `args` come back."""
-    found = _read(_written({"error": error}))["error"]
-    assert (type(found), repr(found), str(found)) == (type(error), repr(error), str(error))
-    names = ("errno", "filename", "filename2", "name", "obj", "path", "value", "lineno", "object", "reason")
-    assert [getattr(found, name, None) for name in names] == [getattr(error, name, None) for name in names]
 
 
 def test_a_parameter_with_a_graph_comes_back_without() -> None:
@@ -610,51 +453,6 @@ def test_a_disk_that_is_full_ends_it_with_a_word(tmp_path: Path, monkeypatch: py
     assert "rank 3, is recorded any more: FileNotFoundError" in said[0]
 
 
-def test_where_arguments_differ() -> None:
-    """The first path at which they do is told, with what was there and what is."""
-    given: dict[str, Any] = {
-        "batch": {"ids": torch.arange(6).view(2, 3), "large": torch.zeros(100_000), "texts": ["a"] * 40},
-        "temperature": 0.7,
-        "record": Batch(torch.ones(2), "x" * 100),
-        "pairs": [(1, 2), (3, None)],
-    }
-    told = json.loads(json.dumps(digest_of(given)))
-
-    def difference(change: Callable[[dict[str, Any]], object]) -> str | None:
-        other = copy.deepcopy(given)
-        change(other)
-        return first_difference(told, digest_of(other))
-
-    assert difference(lambda it: None) is None
-    assert difference(lambda it: it.update(temperature=1)) == "temperature is 1, and was 0.7"
-    assert difference(lambda it: it.update(top_k=1)) == "top_k is given, and was not"
-    assert difference(lambda it: it.pop("pairs")) == "pairs was given, and is not"
-    assert difference(lambda it: it["batch"]["ids"].add_(1)) == "batch['ids'] is int64[2, 3] with other contents"
-    assert (
-        difference(lambda it: it["batch"].update(ids=torch.zeros(2)))
-        == "batch['ids'] is float32[2], and was int64[2, 3]"
-    )
-    assert (
-        difference(lambda it: it["batch"]["large"][-1:].fill_(1))
-        == "batch['large'] is float32[100000] with other contents"
-    )
-    assert difference(lambda it: it["batch"]["texts"].append("b")) == "batch['texts'] is list of 41, and was list of 40"
-    assert difference(lambda it: it["batch"].pop("ids")) == "batch['ids'] was given, and is not"
-    assert (
-        difference(lambda it: setattr(it["record"], "name", "y" * 100))
-        == "record.name is str of 102 with other contents"
-    )
-    assert difference(lambda it: it["pairs"].append(5)) == "pairs is list of 3, and was list of 2"
-    assert difference(lambda it: it.update(pairs=tuple(it["pairs"]))) == "pairs is tuple of 2, and was list of 2"
-    assert difference(lambda it: it["batch"].update(texts=("a",) * 40)) == (
-        "batch['texts'] is tuple of 40, and was list of 40"
-    )
-    assert difference(lambda it: it.update(batch=collections.OrderedDict(it["batch"]))) == (
-        "batch is a OrderedDict, and was a dict"
-    )
-    assert difference(lambda it: it["pairs"].__setitem__(1, (3, 4))) == "pairs[1][1] is 4, and was None"
-
-
 def test_of_a_tensor_the_same_is_remembered_however_it_lies() -> None:
     tensor = torch.randn(300, 400)
     assert (
@@ -789,63 +587,3 @@ def test_somebody_elses_words(recorded: Path, name: str, what: str, tmp_path: Pa
     make[what]()
     with pytest.raises(SerializationError, match=re.escape(str(file))):
         _all_of(other)
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"ranks": "1"}, "damaged at byte 0: ranks is '1'"),
-        ({"ranks": 10**8}, "damaged at byte 0: ranks is 100000000"),
-        ({"ranks": -1}, "damaged at byte 0: ranks is -1"),
-        ({"methods": None}, "damaged at byte 0: methods is None"),
-        ({"more": 1}, "damaged at byte 0: "),
-        ({"format": 2}, "by an earlier version of colocate, in format 2; this one reads format 3: record it anew"),
-        ({"format": 9}, "by a later version of colocate, in format 9"),
-    ],
-)
-def test_another_role_file(recorded: Path, change: dict[str, Any], words: str, tmp_path: Path) -> None:
-    """With a digest that is right, too, whatever it says is looked at."""
-    shutil.copytree(recorded, other := tmp_path / "it")
-    file = other / "group.counter" / "role.json"
-    told = json.loads(file.read_text())
-    del told["digest"]
-    file.write_text(files.to_line({**told, **change}))
-    with pytest.raises(ConfigError if "format" in change else SerializationError, match=re.escape(words)):
-        colocate.load_recording(other)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        *({name: None} for name in ("method", "call", "place", "seq", "begun", "ended", "digest")),
-        {"digest": {"to": 5}},
-        {"digest": {"to": [["", 1]]}},
-        {"row": "1"},
-        {"rows": "1"},
-        {"error": {"class": "x"}},
-        {"missing": 1},
-    ],
-    ids=str,
-)
-def test_an_entry_that_tells_something_else_of_itself(change: dict[str, Any], tmp_path: Path) -> None:
-    """With digests that are right, too, whatever it says is looked at."""
-    writer = Writer(tmp_path, 0, None, pytest.fail)
-    writer.add(*packed(1, {**_ABOUT, **change}))
-    writer.close()
-    with pytest.raises(SerializationError, match=r"rank-0\.0000\.calls is damaged at byte 0: its "):
-        RankCalls(tmp_path, 0).all()
-
-
-def test_values_are_read_when_they_are_asked_for(tmp_path: Path) -> None:
-    """Calls are listed without them: of one that is damaged nothing is lost but its value."""
-    with colocate.connect() as runtime, runtime.reserve(1) as pool:
-        view = pool.spawn({"counter": colocate.role(Counter)}, name="group").role("counter", Counter)
-        with runtime.record(view, tmp_path / "it"):
-            view.count(2)
-            view.count(3)
-    (file,) = (tmp_path / "it" / "group.counter").glob("*.calls")
-    file.write_bytes(file.read_bytes()[:-4] + b"\xff" * 4)
-    first, second = colocate.load_recording(tmp_path / "it")["counter"].calls
-    assert (first.value(), second.arguments()["to"]) == ([0, 1], [["", "3"]])
-    with pytest.raises(SerializationError, match=r"rank-0\.0000\.calls is damaged at byte \d+: these aren't the bytes"):
-        second.value()

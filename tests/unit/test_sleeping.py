@@ -90,27 +90,6 @@ def worker(monkeypatch: pytest.MonkeyPatch) -> Any:
     return Worker(Boot("worker", "group", 0, "node", DEVICE))
 
 
-def test_refused_by_another_rank(worker: Any) -> None:
-    """It stays awake, or asleep, as it was: awake nothing is lost, and asleep it is what it would have been."""
-    model = worker.add("model", Model())
-    before, sleeper, discard = model.contents(), Sleeper(worker), ("grads", "cache")
-    zeros = [torch.zeros_like(each) for each in before[:3]]
-    worker.refusal = "rank 7: no room"
-    assert sleeper.sleep("model", ALL, discard, 1).refusal == "rank 7: no room"
-    assert all(map(torch.equal, model.contents(), before))
-    worker.refusal = None
-    size, lost = (sum(each.nbytes for each in some) for some in (before, zeros))
-    assert sleeper.sleep("model", ALL, discard, 1) == Outcome(nbytes=size)
-    assert sleeper.asleep.by_role() == {"model": (size, lost)}
-    worker.refusal = "rank 7: no room"
-    assert sleeper.wake("model", ALL, 1).refusal == "rank 7: no room"
-    assert model.cache.untyped_storage().nbytes() == 0
-    worker.refusal = None
-    assert sleeper.wake("model", ALL, 1) == Outcome(nbytes=size)
-    assert all(map(torch.equal, model.contents(), [*zeros, *before[3:]]))
-    assert (sleeper.asleep.by_role(), sleeper.asleep.emptied) == ({}, set())
-
-
 def test_a_host_without_room(worker: Any) -> None:
     """What would be pinned has to be free."""
     worker.add("model", Model())
@@ -120,39 +99,6 @@ def test_a_host_without_room(worker: Any) -> None:
     assert re.search("2 MiB of the host's memory are needed, to be pinned: 1 MiB are free", refused.refusal or "")
     sleeper.free = lambda: 2 << 20
     assert sleeper.sleep("model", ALL, (), 1).refusal is None
-
-
-WHO = ("cache", "optimizer", "declared", "a role", "a role that sleeps", "declared by a role", "a resident")
-
-
-@pytest.mark.parametrize("who", WHO)
-def test_discard_of_what_somebody_needs(worker: Any, who: str) -> None:
-    """Contents are let go of where only what is discarded has them: nothing else of the role, and nobody else."""
-    model = worker.add("model", Model())
-    grad, bias = model.net.weight.grad, model.net.bias.grad
-    if who == "cache":
-        model.seen = grad.view(-1)
-    elif who == "optimizer":
-        model.optimizer.state[model.net.weight]["momentum_buffer"] = grad
-    elif who == "declared":
-        model.device_state = lambda: [grad]
-    elif who == "a resident":
-        worker.store.expect(1)
-        worker.store.put(1, grad[3:], "model.make", None)
-    elif who == "declared by a role":
-        worker.add("other", types.SimpleNamespace(device_state=lambda: {"grad": grad.detach()}))
-    else:
-        worker.add("other", types.SimpleNamespace(grad=grad.detach()))
-    before, sleeper = grad.clone(), Sleeper(worker)
-    if who == "a role that sleeps":
-        sleeper.sleep("other", ALL, (), 1)
-    sleeper.sleep("model", ("grads", "optimizer"), ("grads",), 1)
-    users = {"a role": "role 'other'", "declared by a role": "role 'other'", "a resident": "residents"}
-    assert (grad.untyped_storage().nbytes() > 0) == (who in users)
-    assert sleeper.asleep.kept_awake("model") == ({f"used by {users[who]}": grad.nbytes} if who in users else {})
-    sleeper.wake("model", ALL, 1)
-    assert torch.equal(grad, before)
-    assert not bias.any()
 
 
 def test_discard_of_what_a_backward_pass_needs(worker: Any) -> None:
@@ -189,16 +135,6 @@ def test_more_than_can_be_looked_at(worker: Any, monkeypatch: pytest.MonkeyPatch
     worker.add("model", Model())
     monkeypatch.setattr(holdings, "_LOOKS", 2)
     assert "holds more objects than were looked at" in (Sleeper(worker).sleep("model", ALL, (), 1).refusal or "")
-
-
-def test_what_was_empty_and_grows_while_the_role_sleeps(worker: Any) -> None:
-    """It never slept, so a wake leaves it as it is."""
-    role = worker.add("role", types.SimpleNamespace(seen=torch.empty(0), weights=torch.ones(5000)))
-    sleeper = Sleeper(worker)
-    sleeper.sleep("role", ALL, (), 1)
-    role.seen.resize_(1000).fill_(7)
-    sleeper.wake("role", ALL, 1)
-    assert (float(role.seen.sum()), float(role.weights.sum())) == (7000.0, 5000.0)
 
 
 class TestKeptAddresses:

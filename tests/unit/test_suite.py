@@ -14,7 +14,7 @@ from tests.suite import whole
 from tests.suite.whole import ExecutorSuite
 
 from colocate.testing import executors
-from colocate.testing.executors import Executor, Smoke, drivers
+from colocate.testing.executors import Executor, drivers
 
 
 def test_no_area_hides_a_test_of_another() -> None:
@@ -43,16 +43,3 @@ def test_a_process_that_outlives_a_script_is_named(monkeypatch: pytest.MonkeyPat
     with pytest.raises(AssertionError, match=rf"these still have its output open.*: {pid} \(sleep 1000\)"):
         scripts.close()
     os.kill(pid, signal.SIGKILL)
-
-
-def test_levels_of_the_suite() -> None:
-    """Each has the tests of the one before, and is larger by far; each test is the suite's."""
-    smoke, executor, ours, everything = (
-        {name for name in dir(level) if name.startswith("test_") and getattr(level, name) is not None}
-        for level in (Smoke, Executor, whole.Executor, ExecutorSuite)
-    )
-    assert smoke < executor < ours < everything
-    assert 18 <= len(smoke) <= 25
-    assert 4 * len(smoke) < len(executor) < len(everything) / 2
-    for level, names in ((Smoke, smoke), (Executor, executor), (whole.Executor, ours)):
-        assert all(getattr(level, name) is getattr(ExecutorSuite, name) for name in names)

@@ -140,17 +140,6 @@ def test_its_starter_may_read_its_memory() -> None:
     assert subprocess.run(command, check=True, capture_output=True, text=True).stdout == "True\n"
 
 
-@pytest.mark.parametrize("victim", ["starter", "upper", "lower", "worker"])
-def test_all_of_it_ends(victim: str) -> None:
-    """By SIGKILL of any one: also what has a session of its own, and what has lost its parent."""
-    with started(FAMILY + "signal.pause()") as (starter, pids):
-        wait_until(lambda: len(psutil.Process(pids[-2]).children(recursive=True)) >= 5, "the family is there")
-        family = below(pids[0])
-        os.kill({"starter": starter.pid, "upper": pids[0], "lower": pids[1], "worker": pids[2]}[victim], signal.SIGKILL)
-        family.wait()
-        family.close()
-
-
 @pytest.mark.parametrize("stopped", ["upper", "lower", "worker"])
 def test_though_one_is_stopped(stopped: str) -> None:
     """The starter is killed while one of them, or the worker, is stopped."""
