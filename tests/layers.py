@@ -1,7 +1,9 @@
 """The layers of core, and the imports between them: `python -m tests.layers` prints the tables of docs/architecture.md.
 
-A package imports only from those above it. Imports for type checkers and inside functions count, relative ones and
-those by `import_module` too. What the package itself offers is imported from its home. `testing` is below all.
+A package imports only from those above it. Imports inside functions count, relative ones and those by `import_module`
+too. Inside of the kernel (all but features) an import for type checkers may go down, so that no interface has to stand
+between two classes that know each other. What the package itself offers is imported from its home. `testing` is below
+all.
 
 The packages around core have layers of modules: one imports only from the layers before its own, and of colocate's
 packages no other but core.
@@ -48,10 +50,8 @@ LAYERS = {
     "plugins": "the same, for packages beside core",
     "texts": "numbers, names and errors in messages, for packages beside core",
     "_owned": "the ownership law",
-    "_calls": "one order of calls, the hold, deadlines",
-    "_kept": "residents, the driver's half",
+    "_calls": "a call: its view, its messages, its place in the order, the hold, residents",
     "_worker_group": "the workers of a group: start, watch, end, restart",
-    "_views": "sending: views",
     "_api": "the live objects",
     "features.*": "what isn't kernel, a folder for each: the table below",
     "torch": "what features offer to roles with torch",
@@ -68,6 +68,7 @@ BESIDE = {"colocate_report": "what is known of a run; its page, its trace", "col
 # Public signatures of the kernel name these classes of features, for type checkers.
 DOORS = {
     ("_api.group", "features.memory.tables"),
+    ("_calls.sending", "features.pipelines.driver"),
     ("_role.context", "features.children.child"),
     ("_api.runtime", "features.looking.audit"),
     ("_api.runtime", "features.looking.graph"),
@@ -180,10 +181,23 @@ def _package(name: str, path: Path) -> str:
 
 
 def _imported(path: Path, package: str, known: dict[str, Path]) -> Iterator[str]:
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    for_checkers = set() if _is_feature(package) else _for_checkers(tree)
+    for node in ast.walk(tree):
         for name in _full_names(node, package):
-            if (found := _module_of(name, known)) is not None:
+            found = _module_of(name, known)
+            if found is not None and (node not in for_checkers or _is_feature(name)):
                 yield found
+
+
+def _is_feature(name: str) -> bool:
+    return name.startswith("colocate.features.")
+
+
+def _for_checkers(tree: ast.AST) -> set[ast.AST]:
+    """Return what stands below `if TYPE_CHECKING`."""
+    blocks = (node for node in ast.walk(tree) if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
+    return {node for block in blocks for line in block.body for node in ast.walk(line)}
 
 
 def _full_names(node: ast.AST, package: str) -> Iterator[str]:
@@ -295,10 +309,12 @@ def drawing(folders: Iterable[str] = PACKAGES, root: Path = ROOT) -> dict[str, l
     ways: dict[str, list[str]] = {}
     for importer, path in known.items():
         package = importer if path.name == "__init__.py" else importer.rpartition(".")[0]
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        for_checkers = _for_checkers(tree) if importer.startswith("colocate.") and not _is_feature(importer) else set()
         names = [
             name
-            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-            if not isinstance(node, ast.Attribute)
+            for node in ast.walk(tree)
+            if not isinstance(node, ast.Attribute) and node not in for_checkers
             for name in _full_names(node, package)
         ]
         found = (name if name in known else name.rpartition(".")[0] for name in names)

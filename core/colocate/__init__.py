@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from colocate._api.pool import Pool, PoolPart, Slot
     from colocate._api.runtime import Runtime
     from colocate._calls.records import CallRecord, CheckpointRecord, FetchRecord, MoveRecord, TransferRecord
+    from colocate._calls.view import Inspection, RoleView, inspect
     from colocate._plugins.entry_points import hookimpl
     from colocate._plugins.needs import checks, needs
     from colocate._role.call import Call, Resident, ResidentSpec, as_completed, wait
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from colocate._values.collect import Collect, Concat, First, Gather, Reduce
     from colocate._values.dispatch import Broadcast, Dispatch, OnRank, PerRank, Scatter
     from colocate._values.mesh import Mesh, Ranks
-    from colocate._views.view import Inspection, RoleView, inspect
     from colocate.connecting import connect, spawn
     from colocate.errors import (
         BorrowedError,
@@ -97,7 +97,7 @@ _HOMES = {
     "_role.role": "Role RoleSpec role",
     "_api.runtime": "Runtime",
     "_system.lines": "library",
-    "_views.view": "Inspection RoleView inspect",
+    "_calls.view": "Inspection RoleView inspect",
     "features.children.child": "Child",
     "features.memory.tables": "GroupMemory RoleMemory SlotMemory",
     "features.devices.driver": "DeviceSample",

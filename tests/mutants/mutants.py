@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import attrs
 
-OF_DRIVERS = ("_api", "_calls", "_kept", "_owned", "_views", "_worker_group")
+OF_DRIVERS = ("_api", "_calls", "_owned", "_worker_group")
 OF_DRIVERS_HALVES = ("driver.py", "marks.py")  # of features
 IN_ONE_PROCESS = ("test_threads.py", "[threads]", "test_simulator.py")
 
@@ -42,7 +42,7 @@ def _on_threads(name: str) -> str:
 
 _CALLS, _WORKER, _DEFINITIONS = "core/colocate/_calls", "core/colocate/worker", "core/colocate/_definitions"
 _ORDER, _LANE_ORDER = f"{_CALLS}/order.py", f"{_WORKER}/lane_order.py"
-_KEPT, _HANDLES = "core/colocate/_kept/residents.py", "core/colocate/_kept/handles.py"
+_KEPT, _HANDLES = f"{_CALLS}/residents.py", f"{_CALLS}/handles.py"
 _USES, _MEMORY = "core/colocate/_protocol/uses.py", "core/colocate/features/memory"
 _SLEEP, _TURNS = f"{_MEMORY}/sleep.py", f"{_MEMORY}/turns.py"
 _SIMULATOR = "tests/laws/test_simulator.py::test_order_and_hold"

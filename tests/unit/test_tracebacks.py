@@ -159,7 +159,7 @@ def test_what_ends_a_script(tmp_path: Path, what: str) -> None:
     done = subprocess.run([sys.executable, "script.py", what], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 1
     assert ("frame" in done.stderr) == (what in ("fail", "fale"))
-    assert "_views" not in done.stderr
+    assert "_calls" not in done.stderr
     assert ", in called\n" in done.stderr or what in ("early", "own")
     if what == "fale":
         assert done.stderr.count("did you mean") == 1

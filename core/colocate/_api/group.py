@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any, Concatenate, Literal, NoReturn, ParamSpec
 
 from colocate import features
 from colocate._api.held import Held
+from colocate._calls.sending import recording
+from colocate._calls.view import RoleView
 from colocate._display import table
 from colocate._role.call import Call, Underway
 from colocate._role.context import Context
@@ -20,8 +22,6 @@ from colocate._signals.in_framework import refuse_to_wait
 from colocate._system.deadline import Deadline
 from colocate._system.limits import LEDGERS_WITHIN_S
 from colocate._system.numbers import limit
-from colocate._views.sending import recording
-from colocate._views.view import RoleView
 from colocate._worker_group.worker_group import WorkerGroup
 from colocate.errors import ConfigError
 

@@ -14,7 +14,7 @@ from typing import Any
 import attrs
 
 from colocate._api.connection import Connection
-from colocate._owned.owned import raise_together
+from colocate._owned.owned import Owned, raise_together
 from colocate._protocol.versions import base_of
 from colocate._role.budget import Budget
 from colocate._signals.in_framework import Section
@@ -32,7 +32,7 @@ from colocate._system.limits import (
 )
 from colocate._system.threads import Thread
 from colocate._worker_group.spawn import Declared
-from colocate._worker_group.worker_group import Attachment, GroupOwner, WorkerGroup
+from colocate._worker_group.worker_group import Attachment, WorkerGroup
 from colocate._worker_group.workforce import Worker
 from colocate.errors import ClusterError, ColocateError, PlacementError
 from colocate.executor import Place, Request, Reservation, Watchable
@@ -58,7 +58,7 @@ def _refused() -> Iterator[None]:
         raise _Refused(error) from error
 
 
-class Slots(GroupOwner):
+class Slots(Owned):
     """The slots of a pool, and the worker groups on them.
 
     Attributes:
@@ -73,6 +73,7 @@ class Slots(GroupOwner):
         epoch: How many drivers have commanded it.
         attachment: How this driver has it, if it was detached once.
         lock: Held while any of these changes.
+        telling: Held while workers on a slot are told of one another, which is in order then.
     """
 
     def __init__(
@@ -91,7 +92,7 @@ class Slots(GroupOwner):
         self.where = where(request)
         self.budget = budget
         self.regrow_timeout = regrow_timeout
-        self.least = request.slots if least is None else least  # with how many its groups go on
+        self.least = request.slots if least is None else least  # with how many slots a group that has all of it goes on
         self.wanted = attrs.evolve(request, slots=request.slots + spares)  # what is reserved
         self.reservation: Reservation | None = None
         self.epoch = 1
@@ -168,6 +169,8 @@ class Slots(GroupOwner):
 
     def places_for(self, worker_group: WorkerGroup) -> list[Place]:
         """Return where a group's slots lie. If the cluster has lost some, there are others in their place.
+
+        Where the group may have fewer, set which it has (`indices`).
 
         These are spares, or are reserved: in their place, or all of the pool's anew where an executor can't do that. Of
         groups that have lost the same slots the first does so, and the others find them. What doesn't fit, or can never

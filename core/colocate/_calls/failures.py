@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from colocate._calls.pending import Link, PendingCall
+from colocate._calls.pending import PendingCall
 from colocate._protocol.consequence import OWN_WORDS, Consequence, Poisoned, Unmade
 from colocate._protocol.from_worker import Failure
 from colocate._system.jobs import OUR_FAULT, error_text
@@ -22,6 +22,9 @@ from colocate.errors import (
 )
 from colocate.executor import Exit
 
+if TYPE_CHECKING:
+    from colocate._worker_group.worker_group import WorkerGroup
+
 
 def _names(*kinds: type[ColocateError]) -> set[str]:
     """As a worker tells them."""
@@ -34,7 +37,7 @@ _OF_A_CALL = ("group", "role", "method", "rank", "node", "remote_traceback", "ca
 
 
 def failure_error(
-    link: Link, call: PendingCall, slot: int, failure: Failure, body: Any, row: int | None = None
+    link: WorkerGroup, call: PendingCall, slot: int, failure: Failure, body: Any, row: int | None = None
 ) -> ColocateError:
     """The error for a call that raised on a rank, or for a row of one."""
     kind, text, role = failure.type, failure.text, failure.role
@@ -85,7 +88,7 @@ def never_sent(call: PendingCall, error: BaseException) -> BaseException:
     return ColocateError(f"{call.label} was never sent: it was interrupted by {error_text(error)}", method=call.method)
 
 
-def original(link: Link, body: Any, kind: str, text: str) -> BaseException:
+def original(link: WorkerGroup, body: Any, kind: str, text: str) -> BaseException:
     if body is not None:
         try:
             value = link.unpack(body)
@@ -129,7 +132,7 @@ def later_error(error: ColocateError, root: ColocateError | None, follows: bool)
     return found
 
 
-def timeout_error(link: Link, call: PendingCall, timeout: float, stacks: Mapping[int, str]) -> CallTimeout:
+def timeout_error(link: WorkerGroup, call: PendingCall, timeout: float, stacks: Mapping[int, str]) -> CallTimeout:
     """The error of a call that outlived its timeout."""
     late = list(stacks)
     by_rank = {call.rank_of(slot): stack for slot, stack in stacks.items()}
@@ -148,7 +151,7 @@ def timeout_error(link: Link, call: PendingCall, timeout: float, stacks: Mapping
 
 
 def hung_error(
-    link: Link, slot: int, phase: tuple[str, float] | None, cause: ColocateError | None, stack: str
+    link: WorkerGroup, slot: int, phase: tuple[str, float] | None, cause: ColocateError | None, stack: str
 ) -> ColocateError:
     """The error of a group one of whose ranks didn't come back after a failed call, or from a phase of its hold."""
     what = f"{link.grace:g} s" if phase is None else f"{phase[1]:g} s from {phase[0]}"
@@ -163,7 +166,7 @@ def hung_error(
     return error
 
 
-def broken_error(link: Link, slot: int, pid: int | None, reason: str, log_tail: str) -> WorkerDied:
+def broken_error(link: WorkerGroup, slot: int, pid: int | None, reason: str, log_tail: str) -> WorkerDied:
     """The error of a group of whose workers one is of no use any more."""
     return _died(link, slot, pid, f"can't go on: {reason}", detail=reason, log_tail=log_tail or None)
 
@@ -173,7 +176,7 @@ def thread_error(name: str, reason: str) -> ColocateError:
     return ColocateError(f"group {name!r} can't go on: {reason}. {OUR_FAULT}", group=name)
 
 
-def death_error(link: Link, slot: int, pid: int | None, exit: Exit, running: str | None) -> WorkerDied:
+def death_error(link: WorkerGroup, slot: int, pid: int | None, exit: Exit, running: str | None) -> WorkerDied:
     """The error of a group one of whose workers is gone."""
     if exit.signal is not None:
         how = f"was killed by {exit.signal}"
@@ -196,7 +199,7 @@ def death_error(link: Link, slot: int, pid: int | None, exit: Exit, running: str
     )
 
 
-def _died(link: Link, slot: int, pid: int | None, how: str, **known: Any) -> WorkerDied:
+def _died(link: WorkerGroup, slot: int, pid: int | None, how: str, **known: Any) -> WorkerDied:
     """The error of a group that has lost a worker."""
     where = f"pid {pid}, node {link.node(slot)}" if pid is not None else f"node {link.node(slot)}"
     return WorkerDied(
@@ -209,7 +212,7 @@ def _died(link: Link, slot: int, pid: int | None, how: str, **known: Any) -> Wor
     )
 
 
-def worker_error(link: Link, slot: int, pid: int | None, what: str) -> RoleError:
+def worker_error(link: WorkerGroup, slot: int, pid: int | None, what: str) -> RoleError:
     """The error of a worker that is as it mustn't be, before it runs or when it should have ended."""
     where = f"node {link.node(slot)}" if pid is None else f"node {link.node(slot)}, pid {pid}"
     return RoleError(

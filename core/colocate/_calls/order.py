@@ -20,7 +20,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attrs
 
@@ -30,7 +30,7 @@ from colocate._calls.failures import (
     later_error,
     timeout_error,
 )
-from colocate._calls.pending import Link, PendingCall
+from colocate._calls.pending import PendingCall
 from colocate._protocol import from_worker, to_worker
 from colocate._protocol.consequence import CAUSE_MAY_COME_LATE
 from colocate._protocol.requests import Request, Requests
@@ -43,6 +43,9 @@ from colocate._system.limits import (
     WITHDRAWN_WITHIN_S,
 )
 from colocate.errors import CallCancelled, ColocateError
+
+if TYPE_CHECKING:
+    from colocate._worker_group.worker_group import WorkerGroup
 
 NO_ANSWER = "no answer (C code may hold the GIL, or it is stopped)"
 """What stands where a rank's stack would, if neither the rank nor its machine tells it."""
@@ -114,7 +117,7 @@ class CallOrder:
         stacks: What their ranks are doing.
     """
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: WorkerGroup) -> None:
         self.lock = Section()
         self.pending: dict[int, PendingCall] = {}
         self.link = link
@@ -560,7 +563,7 @@ class StackQuestions:
         ran: The calls that each rank ran when it last told its stack.
     """
 
-    def __init__(self, link: Link, timers: JobThread, lock: Section) -> None:
+    def __init__(self, link: WorkerGroup, timers: JobThread, lock: Section) -> None:
         self.ran: dict[int, tuple[int, ...]] = {}
         self._link, self._timers, self._lock = link, timers, lock
         self._requests: Requests[int, str] = Requests(link.base)

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import abc
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import CodeType, MappingProxyType
-from typing import Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from colocate._calls.services import Services
-from colocate._owned.owned import Owned, State
-from colocate._protocol.message import Message
 from colocate._protocol.taken import Taken
 from colocate._role.call import Call, Underway
 from colocate._role.method_spec import MethodSpec
@@ -24,112 +20,17 @@ from colocate._system.tracebacks import NotRebuilt, rebuilding
 from colocate._values.mesh import Ranks
 from colocate.errors import ColocateError, ForkedError, SerializationError
 
+if TYPE_CHECKING:
+    from colocate._worker_group.worker_group import WorkerGroup
+
 OnEnd: TypeAlias = Callable[["PendingCall", BaseException | None], None]
 
 
-class Link(Owned, abc.ABC):
-    """A group as its parts know it: its life, and the way to its workers.
-
-    Attributes:
-        services: What it shares with all that its runtime owns.
-        size: How many slots it has.
-        base: The numbers of its calls, holds and residents are above this: those up to it were an earlier driver's.
-        grace: Seconds that ranks have to come back after a failed call.
-        generation: How often it has been restarted.
-    """
-
-    grace: float = 10.0
-
-    def __init__(self, name: str, owner: Owned, services: Services, size: int, base: int, generation: int) -> None:
-        super().__init__("group", name, owner, State.STARTING)
-        self.size = size
-        self.services = services
-        self.base = base
-        self.generation = generation
-
-    @property
-    def failure(self) -> ColocateError | None:
-        """Say why the group can't be called, if something has gone wrong."""
-        return self.life.failure
-
-    @abc.abstractmethod
-    def cancel(self, call: PendingCall) -> bool:
-        """Withdraw a call from all ranks, if none has begun it."""
-
-    @abc.abstractmethod
-    def failed(self, call: PendingCall, error: BaseException) -> None:
-        """Have it told that a call has failed, unless somebody asks."""
-
-    @abc.abstractmethod
-    def is_paused(self, role: str) -> bool:
-        """Whether a background role is paused."""
-
-    @abc.abstractmethod
-    def stood(self, since: float) -> float:
-        """Return seconds since a time (of time.time()) that no deadline counts: somebody had ranks stand still."""
-
-    @abc.abstractmethod
-    def report_unfinished(self, back: Mapping[int, Any]) -> None:
-        """Warn of calls of an earlier driver that only some ranks have finished; `Held` by slot."""
-
-    @abc.abstractmethod
-    def halted(self, hold: Any, slot: int, told: Mapping[str, Any], is_back: bool) -> None:
-        """Tell features that a rank begins nothing more in a hold (`OfGroup.halted`)."""
-
-    @abc.abstractmethod
-    def ended(self, call: PendingCall, slot: int, told: Mapping[str, Any]) -> None:
-        """Tell features how a call has ended on a rank (`OfGroup.ended`)."""
-
-    @abc.abstractmethod
-    def all_back(self, hold: Any) -> bool:
-        """Ask features whether ranks that are all back in a hold do something before they go on."""
-
-    @abc.abstractmethod
-    def send(self, slots: Sequence[int], message: Message, body: Any = None) -> None:
-        """Send one message to some workers."""
-
-    @abc.abstractmethod
-    def teller(self) -> Callable[[int, Message], None]:
-        """Return a function that sends a message to one worker of this generation, if it runs."""
-
-    @abc.abstractmethod
-    def look(self, slot: int, then: Callable[[str | None], None]) -> None:
-        """Have said what a rank does, as it is seen from outside."""
-
-    @abc.abstractmethod
-    def node(self, slot: int) -> str:
-        """Return the node of a slot."""
-
-    @abc.abstractmethod
-    def live(self) -> list[int]:
-        """Return the slots whose workers run."""
-
-    @abc.abstractmethod
-    def has_left(self, slot: int) -> bool:
-        """Whether a slot's worker runs no role code any more: its lane or connection has ended, or all of it."""
-
-    @abc.abstractmethod
-    def became_ready(self) -> None:
-        """Note that all workers are ready: the group can be called, unless it is closed."""
-
-    @abc.abstractmethod
-    def fail(self, error: ColocateError) -> None:
-        """End every pending call with an error, and every worker: the group can't go on."""
-
-    def refuse_closed(self) -> None:
-        """Raise if the group is closed, whatever else there is."""
-        super().check()
-
-    @abc.abstractmethod
-    def unpack(self, body: Any) -> Any:
-        """Return the value of a body."""
-
-
-class Unsent(Protocol):
-    """Where calls are that haven't been sent yet."""
+class Unsent:
+    """Holds calls that haven't been sent yet; until then nobody may use their residents."""
 
     def refuse_wait(self, label: str, awaits: bool) -> None:
-        """Raise when whoever waits for this call is who has to send it."""
+        """Raise when whoever waits for this call is who has to send it: nobody, where a thread of ours sends it."""
 
 
 class PendingCall(Underway):
@@ -159,7 +60,7 @@ class PendingCall(Underway):
         failure: What has ended it, where its ranks answer as ever.
     """
 
-    link: Link | None = None
+    link: WorkerGroup | None = None
     info: RoleInfo | None = None
     spec: MethodSpec | None = None
     keep: int | None = None
@@ -215,7 +116,7 @@ class PendingCall(Underway):
         self._check_fork()
         self._check_unsent()
         link = self.link
-        return link is not None and not self.done() and link.cancel(self)
+        return link is not None and not self.done() and link.order.cancel(self)
 
     def _wait(self, timeout: float | None) -> None:
         if self.unsent is not None:
@@ -262,7 +163,7 @@ class PendingCall(Underway):
     def _tell_failure(self) -> bool:
         error = self._error or self.failure
         if self.handle is not None and self.link is not None and error is not None:
-            self.link.failed(self, error)
+            self.link.unasked.failed(self, error)
         return True
 
     @calls_users_code
@@ -322,7 +223,7 @@ held_open: dict[PendingCall, Callable[[PendingCall, PendingCall, bool], None]] =
 """Calls that end only when somebody does something, and what raises where it is they who wait for a later one."""
 
 
-def result_of(link: Link, call: PendingCall, slot: int, body: Any) -> Any:
+def result_of(link: WorkerGroup, call: PendingCall, slot: int, body: Any) -> Any:
     """Return what a call has returned on a rank.
 
     Raises:

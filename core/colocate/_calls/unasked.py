@@ -6,12 +6,15 @@ import logging
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from colocate._calls.pending import Link, PendingCall
+from colocate._calls.pending import PendingCall
 from colocate._role.call import Call
 from colocate._system.jobs import message_of
 from colocate.errors import ClosedError, ColocateError, GroupRestarted
+
+if TYPE_CHECKING:
+    from colocate._worker_group.worker_group import WorkerGroup
 
 _log = logging.getLogger("colocate")
 
@@ -39,7 +42,7 @@ class _Drop(weakref.ref[Call[Any]]):
 class Unasked:
     """The failures of one group that nobody has asked about. No lock is taken."""
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: WorkerGroup) -> None:
         self._link = link
         self._left: dict[PendingCall, _Drop] = {}  # by calls that somebody has yet, and may ask about
         self._closed: list[PendingCall] = []  # those that the group's end has ended

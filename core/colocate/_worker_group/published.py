@@ -10,12 +10,12 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import compress
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import attrs
 
 from colocate._calls.order import CallOrder
-from colocate._calls.pending import Link, PendingCall
+from colocate._calls.pending import PendingCall
 from colocate._definitions import ids, making, sources
 from colocate._definitions.bundles import Bundle, ReceivedDefinitions, Table
 from colocate._definitions.ids import Definition, Need
@@ -29,6 +29,9 @@ from colocate._system.threads import Thread
 from colocate._worker_group.workforce import Worker
 from colocate.errors import ColocateError
 
+if TYPE_CHECKING:
+    from colocate._worker_group.worker_group import WorkerGroup
+
 _LOOKS, _LOOK_S = 16, 1.0
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
 
@@ -36,7 +39,7 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes)
 class Published:
     """Sends definitions to the workers of one group, and holds them: its results may name them as long as it exists."""
 
-    def __init__(self, link: Link, lock: Section, workers: Callable[[], Sequence[Worker]]) -> None:
+    def __init__(self, link: WorkerGroup, lock: Section, workers: Callable[[], Sequence[Worker]]) -> None:
         """Args: link: The group. lock: That of its calls. workers: Those that it has now."""
         self._link = link
         self._lock = lock

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import abc
 import copy
 import logging
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attrs
 
 from colocate import features
 from colocate._calls.order import CallOrder
-from colocate._calls.pending import Link, PendingCall
+from colocate._calls.passing import ways
+from colocate._calls.pending import PendingCall
+from colocate._calls.residents import Residents
 from colocate._calls.services import Services
 from colocate._calls.unasked import Unasked
-from colocate._kept.residents import Residents
 from colocate._owned.owned import Owned, State, raise_together
 from colocate._protocol import from_worker, questions, to_worker
 from colocate._protocol.message import Message
@@ -31,12 +31,14 @@ from colocate._system.numbers import FOREVER_S
 from colocate._system.threads import Thread
 from colocate._values.mesh import Ranks
 from colocate._worker_group.hooks import OfGroup
-from colocate._worker_group.passing import ways
 from colocate._worker_group.published import Published, Questions, Tell
 from colocate._worker_group.spawn import Declared, resize, warn_of_rebound
 from colocate._worker_group.workforce import Worker, Workforce
 from colocate.errors import ClosedError, ClusterError, ColocateError, GroupRestarted, RoleStartError, WorkerDied
-from colocate.executor import Place, Request
+from colocate.executor import Place
+
+if TYPE_CHECKING:
+    from colocate._api.slots import Slots
 
 _log = logging.getLogger("colocate")
 
@@ -52,51 +54,6 @@ class Attachment:
     # Tells those after this driver which groups there are, and what they are to know of them
     changed: Callable[[], None]
     lock: threading.Lock = attrs.field(factory=threading.Lock)  # what its keepers are told is told in order
-
-
-class GroupOwner(Owned, abc.ABC):
-    """What a worker group needs of the pool whose slots it has."""
-
-    request: Request
-    least: int  # with how many slots a group that has all of it goes on
-    attachment: Attachment | None
-    telling: threading.Lock  # held while workers on a slot are told of one another, which is in order then
-
-    @abc.abstractmethod
-    def others(self) -> Mapping[str, WorkerGroup]:
-        """Return the worker groups of its runtime, by name."""
-
-    @abc.abstractmethod
-    def beside(self, worker_group: WorkerGroup, slot: int) -> Sequence[Worker]:
-        """Return the workers of other groups that share a slot of a group."""
-
-    @abc.abstractmethod
-    def places_for(self, worker_group: WorkerGroup) -> Sequence[Place]:
-        """Return where its slots lie, with others for lost ones; where it may have fewer, set which (`indices`)."""
-
-    @abc.abstractmethod
-    def regrow(self, worker_group: WorkerGroup) -> int:
-        """Return how many slots a group would have if it were restarted now."""
-
-    @abc.abstractmethod
-    def died(self, node: str) -> str:
-        """Note that a worker has died on a node; return what is to be said of that node, if anything."""
-
-    @abc.abstractmethod
-    def changed(self) -> None:
-        """Note that what drivers after this one are to know of its groups has changed."""
-
-    @abc.abstractmethod
-    def goes_on(self, worker_group: WorkerGroup) -> bool:
-        """Return whether it lives on when this driver lets go of it."""
-
-    @abc.abstractmethod
-    def forget(self, worker_group: WorkerGroup) -> None:
-        """Free its name."""
-
-    @abc.abstractmethod
-    def vacate(self, worker_group: WorkerGroup) -> None:
-        """Free its slots, as it has gone."""
 
 
 class Restarts:
@@ -268,13 +225,23 @@ class Restarts:
         self._group.services.printer.soon(lambda: _log.warning(text))
 
 
-class WorkerGroup(Link):
-    """The workers of a group, with the order of their calls, what they keep, and how they start and end."""
+class WorkerGroup(Owned):
+    """The workers of a group, with the order of their calls, what they keep, and how they start and end.
+
+    Attributes:
+        services: The settings and threads of the runtime.
+        size: The number of slots.
+        base: The numbers of its calls, holds and residents are above this: those up to it were an earlier driver's.
+        grace: Seconds that ranks have to come back after a failed call.
+        generation: How often it has been restarted.
+    """
+
+    grace = 10.0
 
     def __init__(
         self,
         services: Services,
-        home: GroupOwner,
+        home: Slots,
         base: int,
         indices: Sequence[int],
         places: Sequence[Place],
@@ -283,7 +250,11 @@ class WorkerGroup(Link):
         restarts: int = 0,
         generation: int = 0,
     ) -> None:
-        super().__init__(name, home, services, len(places), base, generation)
+        super().__init__("group", name, home, State.STARTING)
+        self.services = services
+        self.size = len(places)
+        self.base = base
+        self.generation = generation
         self.home = home
         self.whole = indices  # the slots of the pool that were given to it
         self.indices = indices  # those of them that it has now
@@ -327,13 +298,14 @@ class WorkerGroup(Link):
         if notes_restarts:
             self.restarts.check()
 
-    def cancel(self, call: PendingCall) -> bool:
-        """Withdraw a call from all ranks, if none has begun it."""
-        return self.order.cancel(call)
+    @property
+    def failure(self) -> ColocateError | None:
+        """Say why the group can't be called, if something has gone wrong."""
+        return self.life.failure
 
-    def failed(self, call: PendingCall, error: BaseException) -> None:
-        """Have it told that a call has failed, unless somebody asks."""
-        self.unasked.failed(call, error)
+    def refuse_closed(self) -> None:
+        """Raise if the group is closed, whatever else there is."""
+        super().check()
 
     def is_paused(self, role: str) -> bool:
         """Return whether a background role is paused."""

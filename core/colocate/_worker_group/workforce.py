@@ -6,13 +6,13 @@ import enum
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attrs
 
 from colocate._calls.failures import broken_error, death_error, failure_error, worker_error
 from colocate._calls.order import CallOrder, Stacks
-from colocate._calls.pending import Link, PendingCall
+from colocate._calls.pending import PendingCall
 from colocate._definitions.bundles import Table
 from colocate._owned.owned import State
 from colocate._plugins.needs import imports_of
@@ -26,6 +26,9 @@ from colocate._worker_group.spawn import Declared, builds, start_error
 from colocate.errors import ClusterError, ColocateError, WorkerDied
 from colocate.executor import Boot, Detachable, Exit, Host, Place, Request
 from colocate.worker.serving.output import Tail, log_levels, split_label
+
+if TYPE_CHECKING:
+    from colocate._worker_group.worker_group import WorkerGroup
 
 
 class Stage(enum.IntEnum):
@@ -219,7 +222,7 @@ class Workforce:
 
     def __init__(
         self,
-        link: Link,
+        link: WorkerGroup,
         order: CallOrder,
         request: Request,
         places: Sequence[Place],

@@ -15,6 +15,7 @@ import attrs
 
 from colocate._calls.pending import PendingCall
 from colocate._calls.records import CheckpointRecord
+from colocate._calls.sending import Messages, everyone, ready, refuse_inside, send_with
 from colocate._protocol import to_worker
 from colocate._protocol.message import Message
 from colocate._role.role import RoleInfo
@@ -25,7 +26,6 @@ from colocate._system.numbers import FOREVER_S, shown
 from colocate._system.threads import Thread
 from colocate._values.dispatch import plan
 from colocate._version import __version__
-from colocate._views.sending import Messages, everyone, ready, refuse_inside, send_with
 from colocate._worker_group.hooks import OfGroup
 from colocate._worker_group.worker_group import WorkerGroup
 from colocate._worker_group.workforce import Worker

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from colocate._calls.failures import failure_error
-from colocate._calls.pending import Link, PendingCall
+from colocate._calls.pending import PendingCall
 from colocate._protocol.requests import Requests
 from colocate._role.call import Underway
 from colocate._system.deadline import NEVER
+from colocate._worker_group.worker_group import WorkerGroup
 from colocate._worker_group.workforce import Worker
 from colocate.errors import ColocateError, ForkedError
 from colocate.features.checkpoints.checkpoint import Tag
@@ -22,7 +23,7 @@ from colocate.features.checkpoints.messages import AskSaved, Saved
 class Saves:
     """What the workers of one generation of a group are asked of a checkpoint, beside their calls."""
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: WorkerGroup) -> None:
         self._link = link
         self._tell = link.teller()
         self._slots = range(link.size)
@@ -87,7 +88,7 @@ class Saving(Underway):
 
     __slots__ = ("_is_asked", "_link", "folder", "is_void", "tag")
 
-    def __init__(self, link: Link, tag: Tag, folder: Path) -> None:
+    def __init__(self, link: WorkerGroup, tag: Tag, folder: Path) -> None:
         super().__init__(f"the checkpoint {tag!r}")
         self._link, self.tag, self.folder = link, tag, folder
         self._is_asked = self.is_void = False

@@ -6,14 +6,14 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from colocate._calls.handles import Consumer, Reference
 from colocate._calls.pending import PendingCall
+from colocate._calls.sending import everyone, ready, recording, refuse_inside, start
+from colocate._calls.view import with_references
 from colocate._definitions.names import path_of
-from colocate._kept.handles import Consumer, Reference
 from colocate._signals.in_framework import refuse_to_wait
 from colocate._values.dispatch import plan
 from colocate._values.nesting import no_end
-from colocate._views.sending import everyone, ready, recording, refuse_inside, start
-from colocate._views.view import with_references
 from colocate._worker_group.spawn import ship
 from colocate._worker_group.worker_group import WorkerGroup
 from colocate.features.functions.worker import RUN

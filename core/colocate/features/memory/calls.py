@@ -7,13 +7,13 @@ from functools import partial
 from typing import Any, cast
 
 from colocate._calls.pending import PendingCall
+from colocate._calls.sending import Draft, everyone, give_place, ready, recording, refuse_inside, settled, start
 from colocate._plugins.needs import require
 from colocate._role.method import DISCARDABLE, TAGS
 from colocate._signals.in_framework import refuse_to_wait
 from colocate._system.nearest import did_you_mean
 from colocate._system.numbers import FOREVER_S
 from colocate._values.dispatch import plan
-from colocate._views.sending import Draft, everyone, give_place, ready, recording, refuse_inside, settled, start
 from colocate._worker_group.worker_group import WorkerGroup
 from colocate.errors import ConfigError, MemoryBudgetError, RoleError
 from colocate.executor import OwnProcess

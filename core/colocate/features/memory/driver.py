@@ -7,11 +7,11 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from colocate._calls.records import MoveRecord
+from colocate._calls.sending import Draft
 from colocate._protocol.message import Message
 from colocate._role.method import TAGS
 from colocate._system.deadline import Deadline
 from colocate._system.limits import LEDGERS_WITHIN_S
-from colocate._views.sending import Draft
 from colocate._worker_group.hooks import OfGroup
 from colocate._worker_group.worker_group import WorkerGroup
 from colocate._worker_group.workforce import Worker

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from colocate._calls.pending import Link
 from colocate._protocol.requests import Requests
 from colocate._system.deadline import Deadline
+from colocate._worker_group.worker_group import WorkerGroup
 from colocate._worker_group.workforce import Worker
 from colocate.errors import ColocateError, RoleError
 from colocate.features.memory.messages import AskLedger, Ledger, LedgerTold
@@ -15,7 +15,7 @@ from colocate.features.memory.messages import AskLedger, Ledger, LedgerTold
 class Ledgers:
     """The questions for memory to one generation of a group's workers."""
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: WorkerGroup) -> None:
         self._link = link
         self._requests: Requests[int, Ledger] = Requests(link.base)
 

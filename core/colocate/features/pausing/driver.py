@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from colocate._calls.pending import PendingCall, held_open
+from colocate._calls.sending import refuse_inside
 from colocate._protocol.message import Message
 from colocate._signals.in_framework import refuse_to_wait
 from colocate._system.nearest import did_you_mean
-from colocate._views.sending import refuse_inside
 from colocate._worker_group.hooks import OfGroup
 from colocate._worker_group.worker_group import WorkerGroup
 from colocate._worker_group.workforce import Worker

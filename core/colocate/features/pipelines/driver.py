@@ -12,10 +12,11 @@ from contextlib import contextmanager
 from typing import Any
 
 from colocate._calls.failures import never_sent
+from colocate._calls.pending import Unsent
+from colocate._calls.sending import OPEN, Draft, Messages, send, watch
 from colocate._owned.owned import forks
 from colocate._system.here import Here
 from colocate._system.lines import caller
-from colocate._views.sending import OPEN, Draft, Messages, send, watch
 from colocate._worker_group.worker_group import WorkerGroup
 from colocate.errors import ColocateError, PipelineError
 from colocate.wire import Packed
@@ -23,7 +24,7 @@ from colocate.wire import Packed
 _EDGE_BYTES = 64
 
 
-class Pipeline:
+class Pipeline(Unsent):
     """The calls of one thread's or task's pipelines that are open now."""
 
     def __init__(self) -> None:

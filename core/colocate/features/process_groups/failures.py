@@ -6,13 +6,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from colocate._calls.failures import original
-from colocate._calls.pending import Link, PendingCall
+from colocate._calls.pending import PendingCall
 from colocate._protocol.from_worker import Failure
 from colocate._system.lines import with_cells
+from colocate._worker_group.worker_group import WorkerGroup
 from colocate.errors import ColocateError, RenewalError, RoleError
 
 
-def renew_error(link: Link, slot: int, failure: Failure, body: Any, cause: ColocateError | None) -> RenewalError:
+def renew_error(link: WorkerGroup, slot: int, failure: Failure, body: Any, cause: ColocateError | None) -> RenewalError:
     """The error of a group one of whose roles could not go on with new process groups."""
     kind, text = failure.type, failure.text
     error = RenewalError(
@@ -29,7 +30,7 @@ def renew_error(link: Link, slot: int, failure: Failure, body: Any, cause: Coloc
     return error
 
 
-def holders_error(link: Link, slot: int, names: Sequence[str], cause: ColocateError | None) -> RenewalError:
+def holders_error(link: WorkerGroup, slot: int, names: Sequence[str], cause: ColocateError | None) -> RenewalError:
     """The error of a group with a role that holds on to a process group which is of no use any more."""
     own = f"{link.name}/"
     name = names[0].removeprefix(own).partition("#")[0]
@@ -49,7 +50,7 @@ def holders_error(link: Link, slot: int, names: Sequence[str], cause: ColocateEr
     return error
 
 
-def stranded_error(link: Link, call: PendingCall, done: int, left: int) -> RoleError:
+def stranded_error(link: WorkerGroup, call: PendingCall, done: int, left: int) -> RoleError:
     """The error of a call that one rank has done, on a process group that is dropped before another one begins it."""
     return RoleError(
         f"{call.label} was withdrawn: rank {call.rank_of(done)} had done it, without waiting for rank "
@@ -63,7 +64,7 @@ def stranded_error(link: Link, call: PendingCall, done: int, left: int) -> RoleE
 
 
 def diverged_error(
-    link: Link, call: PendingCall, updates: Mapping[int, int], cause: ColocateError | None
+    link: WorkerGroup, call: PendingCall, updates: Mapping[int, int], cause: ColocateError | None
 ) -> RenewalError:
     """The error of a group whose ranks have gone different numbers of updates of what they share."""
     each = ", ".join(

@@ -20,6 +20,7 @@ from colocate._api.group import ColocatedGroup
 from colocate._api.runtime import Runtime
 from colocate._calls.pending import PendingCall
 from colocate._calls.records import CallRecord, MoveRecord
+from colocate._calls.sending import everyone, ready, recording, refuse_inside, start
 from colocate._protocol.message import Message
 from colocate._protocol.requests import Requests
 from colocate._signals.in_framework import refuse_to_wait
@@ -28,7 +29,6 @@ from colocate._system.nearest import did_you_mean
 from colocate._system.numbers import FOREVER_S
 from colocate._system.recent import Interval
 from colocate._values.dispatch import plan
-from colocate._views.sending import everyone, ready, recording, refuse_inside, start
 from colocate._worker_group.hooks import OfGroup
 from colocate._worker_group.worker_group import WorkerGroup
 from colocate._worker_group.workforce import Worker

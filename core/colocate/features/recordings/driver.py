@@ -18,13 +18,13 @@ import attrs
 
 from colocate import features
 from colocate._calls.pending import PendingCall
+from colocate._calls.sending import everyone, ready, recording, refuse_inside, start
 from colocate._protocol.message import Message
 from colocate._role.role import RoleInfo
 from colocate._signals.in_framework import refuse_to_wait
 from colocate._system.files import GrowingFile
 from colocate._system.numbers import FOREVER_S, parse_bytes
 from colocate._values.dispatch import plan
-from colocate._views.sending import everyone, ready, recording, refuse_inside, start
 from colocate._worker_group.hooks import OfGroup
 from colocate._worker_group.worker_group import WorkerGroup
 from colocate._worker_group.workforce import Worker

@@ -18,17 +18,17 @@ from typing import Any, cast
 import attrs
 
 from colocate._calls.failures import failure_error
+from colocate._calls.handles import Consumer, Reference
 from colocate._calls.order import CallOrder, Stacks
-from colocate._calls.pending import Link, PendingCall, result_of
+from colocate._calls.pending import PendingCall, result_of
+from colocate._calls.sending import Messages, ready, send_with
+from colocate._calls.view import with_references
 from colocate._definitions.packed import owned, packed_bytes
-from colocate._kept.handles import Consumer, Reference
 from colocate._role.method_spec import MethodSpec
 from colocate._role.role import RoleInfo
 from colocate._system.jobs import error_text
 from colocate._system.numbers import plural
 from colocate._values.dispatch import plan
-from colocate._views.sending import Messages, ready, send_with
-from colocate._views.view import with_references
 from colocate._worker_group.worker_group import WorkerGroup
 from colocate.errors import CallCancelled, ClosedError, ColocateError, RoleError, SerializationError
 from colocate.features.rows.messages import AHEAD, NoMoreRows, ReadRows, Row, RowEnded
@@ -255,9 +255,9 @@ class RowsCall(PendingCall, abc.ABC):
                 self._is_to_end()
 
     @property
-    def group(self) -> Link:
+    def group(self) -> WorkerGroup:
         """The group of the call, once that has been sent."""
-        return cast("Link", self.link)
+        return cast("WorkerGroup", self.link)
 
     # -- on any thread
 
@@ -468,7 +468,7 @@ def left_out(call: RowsCall, count: int) -> ColocateError:
     )
 
 
-def left_error(link: Link, call: PendingCall, slot: int, stack: str) -> ColocateError:
+def left_error(link: WorkerGroup, call: PendingCall, slot: int, stack: str) -> ColocateError:
     """The error of a group one of whose ranks goes on with rows that nobody waits for."""
     return RoleError(
         f"group {link.name!r} failed: {call.label} did not end on slot {slot} (node {link.node(slot)}) within "

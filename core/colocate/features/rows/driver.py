@@ -7,8 +7,10 @@ from typing import Any
 
 import attrs
 
+from colocate._calls.handles import Consumer, Reference
 from colocate._calls.order import Hold
-from colocate._kept.handles import Consumer, Reference
+from colocate._calls.sending import recording, refuse_inside
+from colocate._calls.view import ViewCall, with_references
 from colocate._protocol.message import Message
 from colocate._role.call import Call, OnDriver, Resident
 from colocate._role.method_spec import MethodSpec
@@ -18,8 +20,6 @@ from colocate._system.numbers import limit
 from colocate._values.batch import each_row
 from colocate._values.dispatch import chosen_ranks, resolve
 from colocate._values.nesting import no_end
-from colocate._views.sending import recording, refuse_inside
-from colocate._views.view import ViewCall, with_references
 from colocate._worker_group.hooks import OfGroup
 from colocate._worker_group.worker_group import WorkerGroup
 from colocate._worker_group.workforce import Worker

@@ -8,13 +8,13 @@ from typing import Any, NoReturn
 import attrs
 
 from colocate._calls.pending import PendingCall
+from colocate._calls.sending import everyone, ready, recording, refuse_inside, start
 from colocate._display import columns, page, reason, table
 from colocate._role.role import RoleInfo
 from colocate._signals.in_framework import refuse_to_wait
 from colocate._system.nearest import did_you_mean
 from colocate._system.numbers import FOREVER_S, limit
 from colocate._values.dispatch import plan
-from colocate._views.sending import everyone, ready, recording, refuse_inside, start
 from colocate._worker_group.worker_group import WorkerGroup
 from colocate.errors import ConfigError
 from colocate.features.weights.driver import has_method, viewed

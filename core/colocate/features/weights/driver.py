@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, cast
 import attrs
 
 from colocate._calls.pending import PendingCall
+from colocate._calls.sending import Draft, everyone, ready, recording, refuse_inside, send_now, submit
 from colocate._display import weights_age
 from colocate._protocol.uses import Origin, Source
 from colocate._role.call import Call
@@ -29,7 +30,6 @@ from colocate._system.nearest import did_you_mean
 from colocate._system.numbers import FOREVER_S, limit, parse_bytes, plural
 from colocate._values.collect import Gather
 from colocate._values.dispatch import plan
-from colocate._views.sending import Draft, everyone, ready, recording, refuse_inside, send_now, submit
 from colocate._worker_group.hooks import OfGroup
 from colocate._worker_group.worker_group import WorkerGroup
 from colocate.errors import CallCancelled, ColocateError, ConfigError, SleepingError

@@ -14,13 +14,13 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from functools import partial
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import attrs
 
 from colocate._calls.failures import failure_error
 from colocate._calls.order import CallOrder
-from colocate._calls.pending import Link, OnEnd, PendingCall, result_of
+from colocate._calls.pending import OnEnd, PendingCall, result_of
 from colocate._calls.records import FetchRecord
 from colocate._definitions.packed import packed_bytes
 from colocate._owned.owned import Owned
@@ -35,6 +35,10 @@ from colocate._system.jobs import error_text
 from colocate._system.limits import RELEASED_AFTER_S
 from colocate._system.lines import caller
 from colocate.errors import ClosedError, ColocateError, DispatchError
+
+if TYPE_CHECKING:
+    from colocate._calls.handles import KeptResident
+    from colocate._worker_group.worker_group import WorkerGroup
 
 _log = logging.getLogger("colocate")
 
@@ -69,12 +73,6 @@ class PinEnd(weakref.ref[Pin]):
         super().__init__(pin, note)  # type: ignore[call-arg]
 
 
-class Lease(Protocol):
-    """A handle, as far as its group's books go."""
-
-    _hold: Pin | None
-
-
 @attrs.define(eq=False)
 class Kept:
     """The record of one resident.
@@ -91,7 +89,7 @@ class Kept:
 
     source: Source
     call: PendingCall
-    handle: weakref.ref[Lease]
+    handle: weakref.ref[KeptResident[Any]]
     ending: PinEnd
     used: bool = False
     released: str | None = None
@@ -178,7 +176,7 @@ class Residents:
         scopes: The scopes that are open, in whatever thread and task.
     """
 
-    def __init__(self, link: Link, order: CallOrder) -> None:
+    def __init__(self, link: WorkerGroup, order: CallOrder) -> None:
         self.link = link
         self.order = order
         self.kept: dict[int, Kept] = {}
@@ -202,7 +200,7 @@ class Residents:
         kept.used = True
         self.kept.pop(kept.source.key, None)
 
-    def check(self, kept: Kept, by: Link | None = None) -> None:
+    def check(self, kept: Kept, by: WorkerGroup | None = None) -> None:
         """Raise unless it can be used: freed, or made by a call that failed, or its group is closed.
 
         It isn't asked whether its group can be called where that is the one that uses it: whoever calls has looked.
@@ -221,7 +219,7 @@ class Residents:
         if by is not self.link:
             self.link.check()
 
-    def use(self, kept: Kept, by: Link) -> None:
+    def use(self, kept: Kept, by: WorkerGroup) -> None:
         """Make it an argument of a call of a group that can be called, which may be this one."""
         self.check(kept, by)
         kept.used = True

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import attrs
 
+from colocate._calls.handles import Consumer, Reference
 from colocate._calls.pending import PendingCall
-from colocate._kept.handles import Consumer, Reference
+from colocate._calls.sending import OPEN, keep, ready, recording, refuse_inside, start, submit
 from colocate._role import context
 from colocate._role.call import Call, OnDriver, Resident, lives_on_driver
 from colocate._role.method_spec import MethodSpec, no_such_attribute
@@ -19,9 +20,10 @@ from colocate._values.dispatch import Broadcast, chosen_ranks, plan
 from colocate._values.leaves import map_leaves
 from colocate._values.nesting import no_end
 from colocate._values.plain import is_plain
-from colocate._views.sending import OPEN, keep, ready, recording, refuse_inside, start, submit
-from colocate._worker_group.worker_group import WorkerGroup
 from colocate.errors import ColocateError
+
+if TYPE_CHECKING:
+    from colocate._worker_group.worker_group import WorkerGroup
 
 
 class RoleView(OnDriver):

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from colocate._values.batch import Beside, Padding
     from colocate._values.plain import Partition
 
-from colocate._kept.residents import Kept, Pin, PinEnd, Residents
+from colocate._calls.residents import Kept, Pin, PinEnd, Residents
 
 T_co = TypeVar("T_co", covariant=True)
 

@@ -11,17 +11,18 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from contextvars import ContextVar
 from functools import partial
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import attrs
 
+from colocate._calls.handles import KeptResident, Reference
+from colocate._calls.passing import ways
 from colocate._calls.pending import PendingCall, Unsent, held_open
 from colocate._calls.records import Ended
+from colocate._calls.residents import Kept, Pin
 from colocate._definitions.bundles import refuse_apart
 from colocate._definitions.codec import pack
 from colocate._definitions.packed import Packed, owned, packed_bytes
-from colocate._kept.handles import KeptResident, Reference
-from colocate._kept.residents import Kept, Pin
 from colocate._protocol import to_worker
 from colocate._protocol.bundle import together
 from colocate._role import context
@@ -32,34 +33,20 @@ from colocate._system.lines import place
 from colocate._system.numbers import FOREVER_S
 from colocate._values.dispatch import Plan
 from colocate._values.mesh import one_axis
-from colocate._worker_group.passing import ways
-from colocate._worker_group.worker_group import WorkerGroup
-from colocate._worker_group.workforce import Worker
 from colocate.errors import ColocateError, PipelineError
 from colocate.wire import HOLE
 from colocate.worker.serving.build import GROUP_WIDE_CALLS
 
-
-class Recorder(Unsent, Protocol):
-    """What takes calls of groups that are made on a thread or task, as long as it is open there."""
-
-    def records(self, worker_group: WorkerGroup) -> bool:
-        """Whether it takes calls that are made here of a group."""
-        ...
-
-    def add(self, draft: Draft) -> None:
-        """Record a call."""
-        ...
-
-    def refuse_call(self, label: str, how: str = "") -> None:
-        """Refuse a call that blocks."""
-        ...
+if TYPE_CHECKING:
+    from colocate._worker_group.worker_group import WorkerGroup
+    from colocate._worker_group.workforce import Worker
+    from colocate.features.pipelines.driver import Pipeline
 
 
-OPEN: ContextVar[Recorder | None] = ContextVar("colocate_recorder", default=None)
+OPEN: ContextVar[Pipeline | None] = ContextVar("colocate_recorder", default=None)
 
 
-def recording(worker_group: WorkerGroup) -> Recorder | None:
+def recording(worker_group: WorkerGroup) -> Pipeline | None:
     """Return what takes a group's calls on this thread and task, if there is something."""
     found = OPEN.get()
     return found if found is not None and found.records(worker_group) else None
@@ -77,7 +64,7 @@ class Draft:
     bodies: Sequence[Any]
     valid: Sequence[int | None]
     timeout: float
-    recorder: Recorder | None = None
+    recorder: Pipeline | None = None
     kept: Kept | None = None
     pin: Pin | None = None
     wakes: Mapping[str, Sequence[str]] | None = None
@@ -246,13 +233,6 @@ def keep(draft: Draft) -> KeptResident[Any]:
     return resident
 
 
-class _Soon:
-    """Where a call is that is sent when the framework is no longer at work; until then nobody may use its resident."""
-
-    def refuse_wait(self, label: str, awaits: bool) -> None:
-        """Refuse nobody: whoever waits for the call isn't who has to send it."""
-
-
 def _send_soon(draft: Draft) -> None:
     """Send a call that was made where the framework is at work, when that is over."""
     worker_group, kept = draft.worker_group, draft.kept
@@ -263,7 +243,7 @@ def _send_soon(draft: Draft) -> None:
     if kept is not None:
         draft.pin = worker_group.residents.pin(kept)  # until it has been sent, the workers mustn't be told to forget it
         worker_group.residents.add(kept)
-    draft.call.unsent = _Soon()
+    draft.call.unsent = Unsent()
 
     def send_it() -> None:
         with suppress(BaseException):  # which the call has been given

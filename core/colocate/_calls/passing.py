@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from colocate._protocol.to_worker import Passed
-from colocate._worker_group.workforce import Worker
+
+if TYPE_CHECKING:
+    from colocate._worker_group.workforce import Worker
 
 
 def _far(workers: Iterable[Worker]) -> list[list[Worker]]:
