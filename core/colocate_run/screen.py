@@ -8,7 +8,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TypeAlias
@@ -82,40 +82,22 @@ def show_table(title: str, rows: Sequence[Mapping[str, Any]], to: Console, *, sp
         to.print(Text(text), soft_wrap=True)
 
 
-def table_that_fits(
-    rows: Sequence[Mapping[str, Any]], width: int, *, spare: Sequence[str] = (), sizes: Collection[str] = ()
-) -> Group:
-    """A table that is no wider than a terminal: columns are left out, and named below, before a word is broken.
-
-    A word that needs more than half of the width is broken, so that there is a table at all.
-    """
-    cells = {name: [text_of(row.get(name)) for row in rows] for name in keys_of(rows)}
-    most = {name: max(map(cell_len, (name, *each))) for name, each in cells.items()}  # no cell needs a second line
-    least = {  # no word is broken
-        name: most[name]
-        if name in sizes
-        else max(min(width // 2, cell_len(word)) for cell in (name, *each) for word in (*cell.split(), ""))
-        for name, each in cells.items()
-    }
-    found: list[str] = []
-    left = width + 2
-    for name in sorted(cells, key=lambda name: spare[::-1].index(name) + 1 if name in spare else 0):
-        if not found or least[name] + 2 <= left:
-            found.append(name)
-            left -= least[name] + 2
-    found = [name for name in cells if name in found]
-    widths = dict(least)
-    for name in sorted(found, key=lambda name: most[name] - least[name]):
-        widths[name] += min(left, most[name] - least[name])
-        left -= widths[name] - least[name]
+def table_that_fits(rows: Sequence[Mapping[str, Any]], width: int, *, spare: Sequence[str] = ()) -> Group:
+    """Return a table for a terminal: spare columns that it has no room for are left out, and named below."""
+    cells = {name: [name, *(text_of(row.get(name)) for row in rows)] for name in keys_of(rows)}
+    left_out: list[str] = []
+    for name in spare:
+        if sum(2 + max(map(cell_len, each)) for each in cells.values()) - 2 <= width:
+            break
+        if cells.pop(name, None) is not None:
+            left_out.append(name)
     shown = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
-    for name in found:
-        right = name in sizes or _is_numeric(rows, name)
-        shown.add_column(Text(name), justify="right" if right else "left", overflow="fold", width=widths[name])
-    for line in zip(*(cells[name] for name in found), strict=True):
+    for name in cells:
+        shown.add_column(Text(name), justify="right" if _is_numeric(rows, name) else "left", overflow="fold")
+    for line in [*zip(*cells.values(), strict=True)][1:]:
         shown.add_row(*map(Text, line))
-    left_out = ", ".join(name for name in cells if name not in found)
-    return Group(shown, *([Text(f"(a wider terminal shows {left_out}, too)", "dim")] if left_out else []))
+    more = [Text(f"(a wider terminal shows {', '.join(left_out)}, too)", "dim")] if left_out else []
+    return Group(shown, *more)
 
 
 def _is_numeric(rows: Sequence[Mapping[str, Any]], name: str) -> bool:

@@ -196,13 +196,13 @@ def test_a_rank_that_is_ahead() -> None:
 @pytest.mark.parametrize(
     ("width", "dropped"),
     [
-        (60, "node, device, holds, asleep, busy, queue"),
-        (80, "node, device, asleep, queue"),
-        (120, ""),
+        (60, "node, device, holds, asleep, busy, queue, for"),
+        (80, "node, device, asleep, busy, queue"),
+        (140, ""),
     ],
 )
 def test_a_narrow_terminal(width: int, dropped: str) -> None:
-    """It leaves out what matters least, and says so, before it breaks a word; a size is in one line."""
+    """It leaves out what matters least, and says so."""
     held = [("actor", 5_662_310, 0), ("critic", 0, 1_365_632), ("reference_policy", 1_416_832, 0)]
     shown = narrow(width, held)
     assert max(map(len, shown)) <= width

@@ -23,7 +23,6 @@ from colocate_run.cli.output import guarded, print_json
 from colocate_run.screen import console, show_table, table_that_fits
 
 _HERE = "on this machine"
-_SIZES = ("holds", "asleep", "busy", "queue", "for")
 # What a narrow terminal leaves out first. What a role holds and what its slot runs stays longest.
 _SPARE = ("node", "device", "queue", "idle for", "asleep", "busy", "for", "holds")
 
@@ -168,7 +167,7 @@ def _watch(sight: Sight, told: Mapping[str, Any] | None, every: float) -> None:
 
 
 def _page(told: Mapping[str, Any], width: int) -> Group:
-    table = table_that_fits(list(rows(told)), width, spare=_SPARE, sizes=_SIZES)
+    table = table_that_fits(list(rows(told)), width, spare=_SPARE)
     return Group(Text(_title(told), "bold"), table, *(Text(each, "yellow") for each in _troubles(told)))
 
 
