@@ -36,7 +36,6 @@ LONGEST = (
     "dask/",
     "cli/",
     "signals/",
-    "field_notes/",
     "engines/",
     "chaos/",
 )

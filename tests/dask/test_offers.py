@@ -23,6 +23,12 @@ def chosen(offers: list[Offer], request: Wanted) -> list[str] | None:
 CLUSTER = [offer("10.0.0.10:5"), offer("10.0.0.9:11"), offer("10.0.0.9:2"), offer("10.0.0.10:4"), offer("10.0.0.10:3")]
 
 
+def test_spread() -> None:
+    """As many machines as possible; ranks are sorted by machine, numbers by their value."""
+    assert chosen(CLUSTER, wanted(2, strategy="spread")) == ["10.0.0.9:2", "10.0.0.10:3"]
+    assert chosen(CLUSTER, wanted(3, strategy="spread")) == ["10.0.0.9:2", "10.0.0.9:11", "10.0.0.10:3"]
+
+
 def test_too_few() -> None:
     """All or none."""
     assert chosen(CLUSTER, wanted(6)) is None

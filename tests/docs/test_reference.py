@@ -151,3 +151,9 @@ def anchors(page: Path) -> set[str]:
     """The anchors of a page's headings, as GitHub makes them."""
     headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_every_field_note_has_its_test() -> None:
+    for rows in tables(DOCS / "field-notes.md").values():
+        for name, file in (code(row[-1]) for row in rows[1:]):
+            assert f"def {name}(" in (ROOT / file).read_text(encoding="utf-8")

@@ -7,6 +7,7 @@ import threading
 import traceback
 import weakref
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from types import CodeType, SimpleNamespace
 from typing import Any
 
@@ -22,6 +23,7 @@ from colocate.features.process_groups.groups import ProcessGroups
 from colocate.features.process_groups.making import Making
 from colocate.features.process_groups.worker import is_in_backward
 from colocate.testing.gate import Address, Gate, pass_gate
+from colocate.testing.probes.collectives import Collective
 from colocate.testing.waiting import PATIENCE_S, becomes_true, wait_until
 from colocate.worker.serving.failure import LOOKING
 
@@ -218,6 +220,14 @@ def test_a_thread_that_a_role_starts(group: ColocatedGroup) -> None:
             call.result(PATIENCE_S)
     assert group.state == "ready"
     assert threads.meet.submit(None).result(PATIENCE_S) == ["3 ranks"] * 3
+
+
+def test_groups_that_meet_at_the_same_time() -> None:
+    """No port is looked for and then taken: groups that start together don't meet each other."""
+    with colocate.connect(processes=True, cpus=4) as runtime, runtime.reserve(4) as pool, ThreadPoolExecutor(2) as two:
+        groups = list(two.map(lambda part: part.spawn({"ring": colocate.role(Collective)}), (pool[:2], pool[2:])))
+        calls: list[Any] = [group.role("ring").sum.submit(float(number)) for number, group in enumerate(groups, 1)]
+        assert [call.result(PATIENCE_S) for call in calls] == [[2.0, 2.0], [4.0, 4.0]]
 
 
 class Own(Role):

@@ -11,7 +11,8 @@ import torch
 
 import colocate
 from colocate import Broadcast, ColocatedGroup, First, Gather, Role, Scatter, method
-from colocate.errors import ConfigError, DispatchError
+from colocate.errors import ConfigError, DispatchError, RoleStartError
+from colocate.testing.probes.faulty import FailsToStart
 
 
 class Echo(Role):
@@ -28,6 +29,17 @@ class Echo(Role):
 def group() -> Iterator[ColocatedGroup]:
     with colocate.connect() as runtime, runtime.reserve(slots=3) as pool:
         yield pool.spawn({"echo": colocate.role(Echo)}, name="here")
+
+
+def test_a_name_is_free_after_a_failed_start() -> None:
+    """A real clash names the line of the other group."""
+    with colocate.connect() as runtime, runtime.reserve() as pool, runtime.reserve() as other:
+        with pytest.raises(RoleStartError):
+            pool.spawn({"faulty": colocate.role(FailsToStart, (0,))}, name="policy")
+        pool.spawn({"echo": colocate.role(Echo)}, name="policy")
+        words = r"there is a group 'policy' already, made at .*test_refused\.py:\d+"
+        with pytest.raises(ConfigError, match=words):
+            other.spawn({"echo": colocate.role(Echo)}, name="policy")
 
 
 def test_only_calls_are_waited_for(group: ColocatedGroup) -> None:

@@ -145,7 +145,7 @@ class Placement(ExecutorCase):
         found[0].close()
 
     @smoke
-    def test_closefree_portss(self, two_cpus: Runtime) -> None:
+    def test_close_frees_slots(self, two_cpus: Runtime) -> None:
         """When close has returned, the slots can be reserved again, after failures too."""
         runtime = two_cpus
         for _ in range(2):
@@ -153,7 +153,7 @@ class Placement(ExecutorCase):
                 assert pool.spawn({"echo": colocate.role(Echo)}).role("echo", Echo).noop() == [None, None]
 
     @needs(OwnProcess)
-    def test_closefree_portss_after_failures(self, two_cpus: Runtime) -> None:
+    def test_close_frees_slots_after_failures(self, two_cpus: Runtime) -> None:
         """After a close with a hung rank, and with a dead one, the slots can be reserved again."""
         for how in (Faulty.wait, Faulty.kill):
             pool = two_cpus.reserve(slots=2, cpus=1, timeout=0)
