@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -58,14 +56,6 @@ def echo(pool: Pool) -> Echo:
 def everything_is_free(runtime: Runtime, timeout: float = 0) -> None:
     with runtime.reserve(5, cpus=0, timeout=timeout):
         pass
-
-
-@contextlib.contextmanager
-def replacing(runtime: Runtime) -> Iterator[None]:
-    """A block in which a Dask worker ends, and its nanny replaces it: the new one is the cluster's."""
-    with leaks.shared():
-        yield
-        everything_is_free(runtime, timeout=PATIENCE_S)
 
 
 def test_nodes(runtime: Runtime) -> None:
@@ -240,35 +230,6 @@ def test_with_a_client(other: Any, runtime: Runtime) -> None:
     everything_is_free(runtime, timeout=PATIENCE_S)
 
 
-def test_killed_driver(cluster: str, runtime: Runtime, other: Any) -> None:
-    """A driver that is killed leaves no process, and its workers serve others again: though a forked child lives on."""
-    driver = script(
-        """
-        runtime = colocate.connect("dask", address=sys.argv[1])
-        echo = runtime.reserve(5, cpus=0).spawn({"echo": colocate.role(Echo)}).role("echo", Echo)
-        pids = [pid for pid, _, _ in echo.place()]
-        if child := os.fork():
-            print(json.dumps([pids, child]), flush=True)
-        threading.Event().wait()
-        """,
-        cluster,
-    )
-    with driver:
-        assert driver.stdout is not None
-        pids, child = json.loads(driver.stdout.readline())
-        workers, forked = Processes(pids), Processes([child])
-        with pytest.raises(PlacementTimeout):
-            runtime.reserve(1, cpus=0, timeout=0)
-        driver.kill()
-        workers.wait()
-        workers.close()
-    everything_is_free(runtime, timeout=PATIENCE_S)
-    assert statuses(other) == ["running"] * 5
-    os.kill(child, signal.SIGKILL)  # it was still there
-    forked.wait()
-    forked.close()
-
-
 def test_killed_while_it_waits(cluster: str, runtime: Runtime) -> None:
     """A driver that is killed while its request waits gets nothing of what becomes free: others do."""
     with runtime.reserve(5, cpus=0) as everything:
@@ -305,21 +266,6 @@ def waiting(runtime: Runtime) -> int:
     executor: Any = runtime._node.services.executor
     found: int = executor._connection.on_scheduler(count)
     return found
-
-
-def test_restart_after_a_killed_dask_worker(runtime: Runtime, other: Any) -> None:
-    """The pool is reserved anew, with the worker that its nanny has put in the place of the dead one."""
-    with replacing(runtime), runtime.reserve(5, cpus=0) as pool:
-        group = pool.spawn({"lasting": colocate.role(Lasting)}, on_failure="restart")
-        lasting = group.role("lasting", Lasting)
-        pids: dict[str, int] = other.run(os.getpid)
-        os.kill(next(iter(pids.values())), signal.SIGKILL)
-        wait_until(lambda: group.generation, "it is restarted")
-        group.wait_ready(PATIENCE_S)
-        assert lasting.add() == [1] * 5
-        with pytest.raises(PlacementError):
-            runtime.reserve(1, cpus=0, timeout=0)
-    assert statuses(other) == ["running"] * 5
 
 
 def test_hold_of_a_client_that_is_gone(

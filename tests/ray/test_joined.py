@@ -368,19 +368,6 @@ def _raylets(cluster: Any) -> set[int]:
     return {process.pid for process in below if process.name() == "raylet"}
 
 
-def test_lost_node(cluster: Any, runtime: Runtime) -> None:
-    """The worker on it has died; the pool can be closed, and what the others held is free again."""
-    cluster.tell("add")
-    pool = runtime.reserve(3, cpus=1, strategy="spread")
-    assert len({slot.node for slot in pool.slots}) == 3
-    group = pool.spawn({"echo": colocate.role(Echo)})
-    assert group.role("echo", Echo).noop() == [None] * 3
-    cluster.tell("remove")
-    assert "keeper" not in str(death_of(group))  # the user knows of Ray's nodes and actors
-    pool.close()
-    everything_is_free(runtime)
-
-
 @pytest.mark.parametrize("grow", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_a_node_that_goes_before_its_keepers_stand(cluster: Any, tmp_path: Path, grow: bool) -> None:
     """Another one's coming is waited for, as before; where none may come it is said that what is left never fits."""
@@ -485,20 +472,4 @@ def test_restart_when_another_node_has_come(cluster: Any, runtime: Runtime) -> N
         assert [other.add() for other in others] == [[2]] * 3
         assert not runtime.audit()
     cluster.tell("remove")
-    everything_is_free(runtime)
-
-
-@pytest.mark.long
-def test_restart_after_a_lost_node(cluster: Any, runtime: Runtime) -> None:
-    """The pool is reserved anew on the nodes that are left, if it fits there."""
-    cluster.tell("add")
-    with runtime.reserve(3, cpus=1, strategy="spread") as pool:
-        group = pool.spawn({"lasting": colocate.role(Lasting)}, on_failure="restart")
-        lasting = group.role("lasting", Lasting)
-        assert lasting.add() == [1] * 3
-        cluster.tell("remove")
-        wait_until(lambda: group.generation, "it is restarted")
-        group.wait_ready(PATIENCE_S)
-        assert lasting.add() == [1] * 3
-        assert len({slot.node for slot in pool.slots}) == 2
     everything_is_free(runtime)

@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import random
-import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from colocate._protocol.consequence import Consequence
-from colocate.features.process_groups import making as group_making, torch_groups
-from colocate.features.process_groups.making import Making, Together
+from colocate.features.process_groups import torch_groups
 from colocate.features.process_groups.meetings import all_have, all_make, can_not, withdraw
 from colocate.testing import leaks
-from colocate.testing.waiting import PATIENCE_S, becomes_true, wait_until
+from colocate.testing.waiting import PATIENCE_S
 
 RANKS = 3
-SEQ = 3
 
 
 @pytest.fixture
@@ -75,33 +70,3 @@ def test_it_is_the_same_for_all(ranks: list[Any], pool: ThreadPoolExecutor) -> N
         assert all(each.result(PATIENCE_S) == made for each in leaving)
         seen.add(made)
     assert seen == {True, False}
-
-
-@pytest.mark.parametrize("ends", [False, True], ids=["all are there", "a peer is gone, and the worker ends"])
-def test_back_when_it_is_made(ends: bool, monkeypatch: pytest.MonkeyPatch, pool: ThreadPoolExecutor) -> None:
-    """A rank that all have waited for makes the group with them, though it is called back; until then it isn't back."""
-    monkeypatch.setattr(torch_groups, "connect_store", lambda *_: "store")
-    monkeypatch.setattr(group_making, "all_make", lambda *_: True)
-    monkeypatch.setattr(group_making, "withdraw", lambda *_: True)
-    worker: Any = SimpleNamespace(asking=lambda: SEQ, why_not=lambda: None)
-    making, begun, end = Making(worker), threading.Event(), threading.Event()
-    made = []
-
-    def make(store: object) -> None:
-        begun.set()
-        end.wait(PATIENCE_S)
-        made.append(making.unfinished())
-
-    plan: Any = SimpleNamespace(
-        name="policy/actor/*", rendezvous_key="rendezvous_key", index=0, slots=(0, 1), timeout_s=60.0, make=make
-    )
-    lane = pool.submit(making.have, Together("actor/*", plan, ("127.0.0.1", 1), {}))
-    assert begun.wait(PATIENCE_S)
-    making.end_waits(lambda seq: seq >= SEQ, "a call has failed")
-    assert isinstance(lane.exception(PATIENCE_S), Consequence)
-    comes_back = pool.submit(making.back)
-    assert not becomes_true(comes_back.done, 0.1)
-    making.give_up() if ends else end.set()
-    comes_back.result(PATIENCE_S)
-    end.set()
-    wait_until(lambda: made == [{"policy/actor/*"}] and not making.unfinished(), "it is made")

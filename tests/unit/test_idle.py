@@ -10,7 +10,7 @@ import pytest
 import colocate
 from colocate import CallRecord, MoveRecord
 from colocate.driver import RECENT_S, Driver, Recent
-from colocate.features.looking.idle import DRIVER, MOVES, Called, Idling, Slot, idle
+from colocate.features.looking.idle import DRIVER, Called, Idling, Slot, idle
 from colocate_run.cli.top import rows
 
 A, B, C = ("policy", 0), ("policy", 1), ("rewards", 0)
@@ -38,35 +38,6 @@ def test_every_second_has_one_cause() -> None:
     busy = {A: 3.0, B: 6.0, C: 1.5}
     for slot, causes in found.items():
         assert sum(causes.values()) == pytest.approx(10.0 - busy[slot])
-
-
-def test_what_goes_on_isnt_waited_for() -> None:
-    """A call elsewhere that still runs when the next one is made: the driver can't have waited for it."""
-    other = called("reward.score", 1.0, {C: (1.0, 9.0)})
-    first, then = called("actor.act", 1.0, {A: (1.0, 2.0)}), called("actor.act", 5.0, {A: (5.0, 6.0)})
-    assert idle([other, first, then], (), {A: (1.0, 6.0)})[A] == {DRIVER: 3.0}
-
-
-def test_a_value_from_elsewhere_is_waited_for() -> None:
-    """The call was made at once, and what it uses is there later."""
-    maker = called("reward.score", 1.0, {C: (1.0, 5.0)})
-    user = called("actor.update", 1.5, {A: (5.25, 6.0)}, ready=5.0)
-    found = idle([maker, user], (), {A: (1.0, 6.0)})[A]
-    assert found == pytest.approx({"reward.score": 4.0, DRIVER: 0.25})
-
-
-def test_the_longest_of_several_is_named() -> None:
-    """Of two that the driver waited for, the later one is what it had to wait for at last."""
-    short, long = called("a.run", 1.0, {B: (1.0, 2.0)}), called("b.run", 1.0, {C: (1.5, 4.0)})
-    then = called("actor.update", 4.0, {A: (4.0, 5.0)})
-    assert idle([short, long, then], (), {A: (1.0, 5.0)})[A] == {"b.run": 2.5, "a.run": 0.5}
-
-
-def test_memory_that_moves() -> None:
-    """Also amid a call, which is no less idle then; each second counts once."""
-    call = called("actor.act", 2.0, {A: (2.0, 5.0)})
-    moves = [(A, (1.0, 2.0)), (A, (1.5, 3.0)), (B, (0.0, 9.0))]
-    assert idle([call], moves, {A: (0.0, 6.0)})[A] == {MOVES: 2.0, DRIVER: 2.0}
 
 
 def test_calls_that_overlap_and_a_window() -> None:

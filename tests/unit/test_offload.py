@@ -10,9 +10,7 @@ import contextlib
 import ctypes
 import gc
 import os
-import random
 from collections.abc import Iterator
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +20,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 torch = pytest.importorskip("torch")
 
-from tests.unit.played import Cuda  # noqa: E402
 from tests.unit.played_vmm import (  # noqa: E402
     GRAIN,
     Arena as Segments,
@@ -30,7 +27,7 @@ from tests.unit.played_vmm import (  # noqa: E402
 )
 
 from colocate.features.memory import offload as offload_module  # noqa: E402
-from colocate.features.memory.offload import Offload, Pinned, Resized, starts_beside  # noqa: E402
+from colocate.features.memory.offload import Offload, Pinned, Resized  # noqa: E402
 
 MIB = 1 << 20
 SETTINGS = settings(max_examples=20, stateful_step_count=15, deadline=None, suppress_health_check=list(HealthCheck))
@@ -190,25 +187,6 @@ def test_any_order_at_the_same_addresses(segments: Segments, monkeypatch: pytest
     run_state_machine_as_test(KeptAddresses, settings=SETTINGS)
 
 
-def test_others_have_the_memory_meanwhile(segments: Segments, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A wake asks torch for what it has for others before it is given up; what was made later is resized."""
-    monkeypatch.setattr(offload_module, "name_of", lambda device: "other:0")
-    (kept,), later = segments.segment(2 * GRAIN), torch.full((1000,), 2)
-    kept.fill_(3)
-    offload, chosen = Offload("other:0"), storages(kept, later)
-    offload.put_away(offload.write(chosen))
-    segments.gpu.limit(2 * GRAIN)
-    other = segments.gpu.alloc(GRAIN)
-    assert other is not None
-    with pytest.raises(MemoryError, match=r"KiB are needed on other:0: cuMemCreate: out of memory"):
-        offload.bring_back(chosen)
-    assert (segments.gpu.state()[0], later.untyped_storage().nbytes()) == (GRAIN, 0)
-    segments.cached.append(other)
-    offload.bring_back(chosen)
-    assert bool((kept == 3).all())
-    assert bool((later == 2).all())
-
-
 def test_a_copy_of_something_that_is_gone(place: str) -> None:
     """Nothing is kept for it, and who gets its place has its own; so has what has grown in place."""
     offload = Offload("cpu")
@@ -234,38 +212,7 @@ def test_an_array_of_what_sleeps() -> None:
         offload.bring_back(chosen)
 
 
-def test_who_computes_meanwhile_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Copies come after what was begun before on the usual stream, which another thread uses, and hold up no more."""
-    cuda, done = Cuda(monkeypatch), []
-    monkeypatch.setattr(offload_module, "in_use", cuda.in_use)
-    usual = cuda.current_stream()
-    usual.queue.append(lambda: done.append("computed"))
-    with contextlib.suppress(MemoryError), Offload("cuda:0")._copying():
-        cuda.current_stream().queue.append(lambda: done.append("copied"))
-        raise MemoryError("no pinned memory")
-    assert done == ["computed", "copied"]
-    assert not usual.queue
-
-
 # -- where copies are
-
-
-def test_pieces_that_come_and_go() -> None:
-    """Each has its own bytes, and what is free again is used: never much more than was there at once."""
-    draw, most, end = random.Random(7), 0, 0
-    there: list[tuple[int, int]] = []
-    for _ in range(200):
-        sizes = [draw.choice([700, 3 * MIB]) for _ in range(draw.randint(0, 4))]
-        there += zip(starts_beside(there, sizes), sizes, strict=True)
-        there.sort()
-        for (one, nbytes), (other, _) in pairwise(there):
-            assert one + nbytes <= other
-        most = max(most, sum(-(-size // offload_module.GRAIN) * offload_module.GRAIN for _, size in there))
-        end = max(end, *(start + nbytes for start, nbytes in there), 0)
-        draw.shuffle(there)
-        del there[draw.randint(0, 5) :]
-    assert end <= 2 * most
-    assert starts_beside([(1024, 100), (4096, 1)], [2048, 100, 1000, 2000]) == [1536, 0, 4608, 5632]
 
 
 def test_a_file_that_can_not_be_read(monkeypatch: pytest.MonkeyPatch) -> None:

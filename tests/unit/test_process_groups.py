@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import threading
 import traceback
-import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from types import CodeType, SimpleNamespace
@@ -18,14 +17,13 @@ import colocate
 from colocate import ColocatedGroup, Role, RoleError, method, needs
 from colocate._protocol.consequence import Consequence
 from colocate.executor import Boot
-from colocate.features.process_groups import books, groups as process_groups
+from colocate.features.process_groups import books
 from colocate.features.process_groups.groups import ProcessGroups
 from colocate.features.process_groups.making import Making
 from colocate.features.process_groups.worker import is_in_backward
 from colocate.testing.gate import Address, Gate, pass_gate
 from colocate.testing.probes.collectives import Collective
-from colocate.testing.waiting import PATIENCE_S, becomes_true, wait_until
-from colocate.worker.serving.failure import LOOKING
+from colocate.testing.waiting import PATIENCE_S, wait_until
 
 SEQ = 3
 
@@ -49,48 +47,6 @@ class Asking:
 
     def why_not(self) -> str | None:
         return None
-
-
-class Group:
-    """A process group: what torch has of it is taken out of torch's books elsewhere."""
-
-
-def test_who_looks_at_stacks_holds_no_group() -> None:
-    """The frames of a call that has been left keep its groups while somebody reads them: no role does."""
-    groups = ProcessGroups(Asking())  # type: ignore[arg-type]
-    seen = [Group()]  # as a frame has it
-    groups._dropped.append((weakref.ref(seen[0]), "policy/actor/*"))  # type: ignore[arg-type]
-    holders: list[list[str]] = []
-    renewing = threading.Thread(target=lambda: holders.append(groups.holders()))
-    with LOOKING:
-        renewing.start()
-        assert not becomes_true(lambda: holders, 0.1)
-        seen.clear()
-    renewing.join(PATIENCE_S)
-    assert holders == [[]]
-
-
-@pytest.mark.parametrize("ends", [True, False])
-def test_all_groups_are_cut_at_the_end(monkeypatch: pytest.MonkeyPatch, ends: bool) -> None:
-    """Also those that nobody has used, before they are forgotten; one that can't be is left to the process's end."""
-    told: list[Any] = []
-    over = threading.Event()
-    aborting = threading.Thread(target=over.wait, daemon=True)
-
-    def cut(names: Any) -> threading.Thread:
-        told.append(sorted(names))
-        if ends:
-            over.set()
-        return aborting
-
-    aborting.start()
-    monkeypatch.setattr(books, "all_groups", lambda: dict.fromkeys(["policy/actor/*", "policy/default"], Group()))
-    monkeypatch.setattr(books, "cut", cut)
-    monkeypatch.setattr(books, "forget_all", lambda: told.append("forgotten") or [])
-    monkeypatch.setattr(process_groups, "GROUPS_CLOSE_WITHIN_S", PATIENCE_S if ends else 0.01)
-    ProcessGroups(Asking()).close()  # type: ignore[arg-type]
-    over.set()
-    assert told == [["policy/actor/*", "policy/default"], *(["forgotten"] if ends else [])]
 
 
 def test_who_is_back_knows_of_every_cut(monkeypatch: pytest.MonkeyPatch) -> None:
