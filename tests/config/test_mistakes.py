@@ -71,11 +71,12 @@ def test_five_mistakes_are_shown_at_once_in_the_order_of_the_file(write: Write) 
             "seed: !python/name:os.system 1",
             "line 1: seed: the tag !python/name:os.system is not known; a config has plain values only",
         ),
-        (f"name: a\nseed: {'9' * 5000}", "line 2: seed: a number of 5,000 characters; at most 1,000"),
-        ("name: a\njob: " + "[" * 5000, "line 2: more than 100 lists and mappings inside each other"),
-        ("seed: !!int abc", "line 1: seed: 'abc' is tagged !!int, and is none"),
-        ("seed: !!float abc", "line 1: seed: 'abc' is tagged !!float, and is none"),
-        ("seed: !!bool maybe", "line 1: seed: 'maybe' is tagged !!bool, and is none"),
+        (f"name: a\nseed: {'9' * 5000}", "line 2: seed: '9999"),
+        ("name: a\njob: " + "[" * 5000, "more than 100 lists and mappings inside each other"),
+        ("a: " + "[" * 200 + "]" * 200, "line 1: a: more than 100 lists and mappings inside each other"),
+        ("seed: !!int abc", "line 1: seed: 'abc' is no int"),
+        ("seed: !!float abc", "line 1: seed: 'abc' is no float"),
+        ("seed: !!bool maybe", "line 1: seed: 'maybe' is no bool"),
         ("seed: '2'", "seed: must be an integer, not the text '2'; remove the quotes"),
         ("seed: 1.5", "seed: must be an integer, not 1.5"),
         ("seed: true", "seed: must be an integer, not true"),
@@ -169,9 +170,9 @@ def test_aliases_are_bounded(write: Write) -> None:
     lines = [f"{b}: &{b} [{', '.join([f'*{a}'] * 10)}]" for a, b in itertools.pairwise(names)]
     found = mistakes(write("\n".join(["a: &a [lol]", *lines])))
     (told,) = [str(mistake) for mistake in found if "alias" in mistake.message]
-    assert told == "line 6: f: the aliases in it stand for more than a config can hold: write less"
-    long = only({}, set=["name=[&a " + "x" * 2000 + ", " + ", ".join(["*a"] * 600) + "]"])
-    assert "the aliases in it stand for more" in long
+    assert told == "line 7: g: with what its aliases stand for it is more than a config can hold"
+    long = only({}, set=["name=[&a " + "x" * 2000 + ", " + ", ".join(["*a"] * 1200) + "]"])
+    assert "its aliases stand for" in long
     assert "contains it" in str(mistakes(write("pools: &p {main: *p}"))[0])
     pools = "".join(f"  p{i}: *main\n" for i in range(500))  # as many as a config has are fine
     assert len(load_config(write("pools:\n  main: &main {slots: 1, host_memory: 1GiB}\n" + pools)).pools) == 501
@@ -179,8 +180,7 @@ def test_aliases_are_bounded(write: Write) -> None:
 
 def test_what_is_not_in_a_file(write: Write, tmp_path: Path) -> None:
     """A change, or a dict, has what YAML can't say."""
-    assert "a number of 5,000 characters" in only(write("name: a"), set=[f"seed={'9' * 5000}"])
-    assert only({"seed": 10**5000}) == "seed: a number of more than 1,000 digits"
+    assert "is no int" in only(write("name: a"), set=[f"seed={'9' * 5000}"])
     assert only({"pools": {"a": {"slots": 1, "env": {"A": b"x"}}}}).startswith(
         "pools.a.env.A: a config has plain values only (text, numbers, lists, dicts), not bytes"
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,12 +10,11 @@ from typing import Any
 import attrs
 from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
-from ruamel.yaml.events import CollectionEndEvent, CollectionStartEvent
 from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 from ruamel.yaml.reader import ReaderError
 
 from colocate.errors import ConfigError, Mistake
-from colocate.signatures import Place, path_text
+from colocate.signatures import Place, brief, path_text
 from colocate.texts import plural
 from colocate_report.scale import shorten
 from colocate_run.config.secrets import without_secrets
@@ -27,9 +25,8 @@ _MERGE = f"{_YAML}merge"
 _PLAIN_TAGS = tuple(f"{_YAML}{name}" for name in ("null", "bool", "int", "float", "str"))
 _TIMESTAMP = f"{_YAML}timestamp"  # no type of YAML 1.2's core schema: text
 _MOST_DEPTH = 100  # what reads and checks a config goes as deep as the config does
-_MOST_DIGITS = 1000  # Python turns no number of more than 4,300 into text, and a config is written out again
-_MOST_COPIED = 1_000_000  # characters that aliases stand for: a few of them that name each other stand for any number
-_LEAST_COPIED = 10  # what a value counts, however short it is
+_TOO_DEEP = f"more than {_MOST_DEPTH} lists and mappings inside each other"
+_MOST_BUILT = 2_000_000  # characters and values: a few aliases that name each other stand for any number
 _MOST_SHOWN = 100_000  # characters of a config on a page
 _MOST_BYTES = 1_000_000  # of a file: reading so many takes half a minute
 
@@ -159,12 +156,11 @@ def read_dict(config: Mapping[str, Any], name: str, variables: Variables | None 
 def read_value(text: str, document: Document) -> Any:
     """Any YAML value as plain data; lines and mistakes go to the document. None, with a mistake, for bad syntax."""
     try:
-        if (line := _too_deep(text)) is not None:
-            document.mistakes.append(Mistake("", line, f"more than {_MOST_DEPTH} lists and mappings inside each other"))
-            return None
         yaml = YAML(typ="safe", pure=True)
         node = yaml.compose(text)
         return None if node is None else _Builder(yaml, document).build(node, (), ())
+    except RecursionError:
+        document.mistakes.append(Mistake("", None, _TOO_DEEP))
     except MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         context = f"{error.context}: " if error.context else ""
@@ -177,17 +173,6 @@ def read_value(text: str, document: Document) -> Any:
         document.mistakes.append(Mistake("", line, f"not YAML: {error}".partition("\n")[0]))
     except YAMLError as error:
         document.mistakes.append(Mistake("", None, f"not YAML: {error}".partition("\n")[0]))
-    return None
-
-
-def _too_deep(text: str) -> int | None:
-    """The line where lists and mappings lie too deep inside each other, which would exhaust the stack."""
-    depth = 0
-    for event in YAML(typ="safe", pure=True).parse(text):
-        depth += isinstance(event, CollectionStartEvent) - isinstance(event, CollectionEndEvent)
-        if depth > _MOST_DEPTH:
-            line: int = event.start_mark.line + 1
-            return line
     return None
 
 
@@ -208,11 +193,17 @@ class _Builder:
 
     yaml: YAML
     document: Document
-    _built: set[int] = attrs.field(factory=set, init=False)
-    _copied: int = attrs.field(default=0, init=False)
+    _built: int = attrs.field(default=0, init=False)
 
     def build(self, node: Node, place: Place, above: tuple[int, ...]) -> Any:
-        if not self._affordable(node, place):
+        if self._built > _MOST_BUILT:
+            return None
+        self._built += 1 + len(node.value)
+        if self._built > _MOST_BUILT:
+            self.document.wrong(place[:1], "with what its aliases stand for it is more than a config can hold")
+            return None
+        if len(place) > _MOST_DEPTH:
+            self.document.wrong(place[:1], _TOO_DEEP)
             return None
         self.document.lines.setdefault(place, node.start_mark.line + 1)
         if id(node) in above:
@@ -225,16 +216,6 @@ class _Builder:
             return [self.build(item, (*place, i), above) for i, item in enumerate(node.value)]
         return self._scalar(node, place)
 
-    def _affordable(self, node: Node, place: Place) -> bool:
-        """Whether one more value may be made; what aliases stand for is counted."""
-        if id(node) not in self._built:
-            self._built.add(id(node))
-        elif self._copied <= _MOST_COPIED:
-            self._copied += max(_LEAST_COPIED, len(node.value))
-            if self._copied > _MOST_COPIED:
-                self.document.wrong(place[:1], "the aliases in it stand for more than a config can hold: write less")
-        return self._copied <= _MOST_COPIED
-
     def _scalar(self, node: Node, place: Place) -> Any:
         if (text := self.document.fill(node.value, place)) != node.value:
             assert isinstance(node, ScalarNode)
@@ -245,15 +226,10 @@ class _Builder:
         if node.tag not in _PLAIN_TAGS:
             self.document.wrong(place, f"the tag {node.tag} is not known; a config has plain values only")
             return None
-        kind = node.tag.removeprefix(_YAML)
-        if kind in ("int", "float") and len(node.value) > _MOST_DIGITS:
-            text = f"a number of {len(node.value):,} characters; at most {_MOST_DIGITS:,}"
-            self.document.wrong(place, text)
-            return None
         try:
             return self.yaml.constructor.construct_object(node)
-        except (ValueError, KeyError):  # by a tag, it is said to be what it isn't
-            self.document.wrong(place, f"{node.value!r} is tagged !!{kind}, and is none")
+        except (ValueError, KeyError):  # its tag says what it isn't, or it has more digits than Python reads
+            self.document.wrong(place, f"{brief(repr(node.value))} is no {node.tag.removeprefix(_YAML)}")
             return None
 
     def _mapping(self, node: MappingNode, place: Place, above: tuple[int, ...]) -> dict[str, Any]:
@@ -287,7 +263,7 @@ class _Builder:
 def _copied(value: Any, place: Place, document: Document) -> Any:
     """Plain data copied; what YAML can't say is a mistake."""
     if len(place) > _MOST_DEPTH:
-        document.wrong(place[:1], f"more than {_MOST_DEPTH} lists and mappings inside each other")
+        document.wrong(place[:1], _TOO_DEEP)
         return None
     if isinstance(value, Mapping):
         for key in value:
@@ -296,9 +272,6 @@ def _copied(value: Any, place: Place, document: Document) -> Any:
         return {key: _copied(each, (*place, key), document) for key, each in value.items() if isinstance(key, str)}
     if isinstance(value, list | tuple):
         return [_copied(each, (*place, i), document) for i, each in enumerate(value)]
-    if type(value) is int and value.bit_length() > _MOST_DIGITS * math.log2(10):
-        document.wrong(place, f"a number of more than {_MOST_DIGITS:,} digits")
-        return None
     if isinstance(value, str):
         return document.fill(str(value), place)
     if value is None or type(value) in (bool, int, float):
