@@ -1,4 +1,4 @@
-"""The page "It hangs: where?": its run hangs, and its commands, each in a terminal of its own, show what it shows."""
+"""The page "Look inside a run": its run hangs, and its commands, each in a terminal of its own, show what it shows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.docs.blocks import ROOT, blocks_of
 from tests.docs.outputs import matches
 from tests.docs.pages import _commands
 
-PAGE = ROOT / "docs" / "it-hangs.md"
+PAGE = ROOT / "docs" / "look-inside.md"
 
 
 def test_the_commands_of_the_page(colocate: CommandLine) -> None:
@@ -21,7 +21,8 @@ def test_the_commands_of_the_page(colocate: CommandLine) -> None:
     for block in blocks:
         if block.file is not None:
             colocate.write(block.file, block.text)
-    commands = [each for block in blocks if block.language == "console" for each in _commands(block)]
+    typed = [block for block in blocks if block.not_run and "tests/cli/test_it_hangs.py" in block.not_run]
+    commands = [each for block in typed for each in _commands(block)]
     assert [each.text.split()[1] for each in commands] == ["run", "top", "stacks", "logs"]
     with_color, environment = colocate.command(*commands[0].text.split()[1:])
     environment |= {"TERM": "xterm", "NO_COLOR": "1"}
