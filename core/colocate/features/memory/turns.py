@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -66,26 +66,6 @@ class Order:
     def _ahead(self) -> Sequence[str]:
         """The turns of one step behind the one that is on, which is the last of them."""
         return [*self._step[self._place + 1 :], *self._step[: self._place + 1]]
-
-
-def until_it_fits(victims: Iterable[str], sizes: Mapping[str, int], excess: int) -> frozenset[str] | None:
-    """Return the first of some roles that make room for so many bytes together, without those that needn't go.
-
-    None where all of them don't.
-    """
-    going: list[str] = []
-    for each in victims:
-        if excess <= 0:
-            break
-        going.append(each)
-        excess -= sizes[each]
-    if excess > 0:
-        return None
-    for each in sorted(going, key=sizes.__getitem__, reverse=True):  # some of them may do
-        if excess + sizes[each] <= 0:
-            going.remove(each)
-            excess += sizes[each]
-    return frozenset(going)
 
 
 @attrs.define
@@ -226,7 +206,7 @@ class TurnScheduler:
         if self.takes_turns:
             if role is not None:
                 self._peaks[role] = max(self._peaks.get(role, 0), self._size(role, shares))
-            shares = self._have_others_go(shares, role, 0, lambda shares: self._over(shares, role), more)
+            shares = self._have_others_go(shares, role, lambda shares: self._over(shares, role), more)
         self._accounts.judge(role, what, shares)
 
     # -- how
@@ -263,7 +243,7 @@ class TurnScheduler:
     def _clear(self, name: str) -> None:
         """Have all others of whom nothing is needed make room, as far as they can."""
         with contextlib.suppress(MemoryBudgetError):  # it may not be needed; when it is, that is told
-            self._have_others_go(self._accounts.shares(), name, 0, lambda shares: 1)
+            self._have_others_go(self._accounts.shares(), name, lambda shares: 1)
 
     def _make_room(self, name: str, coming: int) -> None:
         """Have so many bytes be free, and what the role needs while it runs."""
@@ -271,7 +251,7 @@ class TurnScheduler:
         def excess(shares: Shares) -> int:
             return self._over(shares, name) + coming + self._growth(name, shares)
 
-        shares = self._have_others_go(self._accounts.shares(), name, coming, excess)
+        shares = self._have_others_go(self._accounts.shares(), name, excess)
         if not coming or self._over(shares, name) + coming <= 0:
             return
         needed = coming + self._accounts.budgets.activations.get(name, 0)
@@ -286,63 +266,40 @@ class TurnScheduler:
         self,
         shares: Shares,
         name: str | None,
-        coming: int,
         excess: Callable[[Shares], int],
         more: Mapping[str, Any] | None = None,
     ) -> Shares:
-        """Have others make room for a role, as far as they can; what all have then."""
+        """Put roles to sleep until there is no excess, as far as they can go; return what all have then."""
         stay = self._in_use() | ({name} if name is not None else set())
         tried: set[str] = set()
         anew = False
         room = "room for a function" if name is None else f"room for role {name!r}"
         while excess(shares) > 0:
-            victims = self._victims(shares, name, stay | tried, coming)
-            if not victims:
+            victim = self._victim(shares, stay | tried)
+            if victim is None:
                 if not anew:
                     break
                 tried, anew = set(), False  # who could not go may have it to itself now
                 continue
-            for each in victims:
-                tried.add(each)
-                before = self._sleeper.asleep.tags(each)
-                self._put_to_sleep(each, room, f"could not make {room}")
-                anew |= self._sleeper.asleep.tags(each) != before
+            tried.add(victim)
+            before = self._sleeper.asleep.tags(victim)
+            self._put_to_sleep(victim, room, f"could not make {room}")
+            anew |= self._sleeper.asleep.tags(victim) != before
             shares = self._accounts.shares(more)
         return shares
 
-    def _victims(self, shares: Shares, name: str | None, stay: frozenset[str], coming: int) -> Iterable[str]:
-        """Yield who is to make room next, so that a role can run; all who can where nothing else helps.
+    def _victim(self, shares: Shares, stay: frozenset[str]) -> str | None:
+        """Return the role that makes room next: whose turn is farthest; None where nobody can go.
 
-        Who sleeps may have come to hold something since, or have it to itself only now: nobody else helps any more. Nor
-        does it count who has what another one has, too, where that begins elsewhere (a part of an array).
+        What several hold counts with one of them, and stays as long as another one is awake: it goes when all do.
+        Where nobody else helps, a role that sleeps may hold something new, or a part of another role's array.
         """
-        victims = self._choice(shares, name, stay, coming)
-        if victims := frozenset(self._could_go(shares, stay)) if victims is None else victims:
-            return victims
         others = [each for each in named(self._worker_context) if each not in stay]
-        if holders := [each for each in others if self._awake(each, shares)]:
-            return holders
-        asleep = self._sleeper.asleep
-        return [each for each in others if len(asleep.tags(each)) < len(TAGS) and not self._is_told(each)]
-
-    def _choice(self, shares: Shares, name: str | None, stay: Collection[str], coming: int) -> frozenset[str] | None:
-        """Return who is to make room for a role to which something comes; None where that doesn't help."""
-        could = self._could_go(shares, stay)
-        sizes = {each: self._awake(each, shares) or self._size(each, shares) for each in could}
-        # What several hold counts with one of them: it goes when all do.
-        excess = self._over(shares, name) + coming + (self._growth(name, shares) if name is not None else 0)
-        excess += sum(sizes[each] - self._awake(each, shares) for each in could)
-        return until_it_fits(self._order.by_need(could), sizes, excess) if could else frozenset()
-
-    def _could_go(self, shares: Shares, stay: Collection[str]) -> list[str]:
-        """Return who can make room. What several hold counts with one, and stays as long as another one is awake."""
-        return [
-            each
-            for each in named(self._worker_context)
-            if each not in stay
-            and (self._awake(each, shares) or shares.shared.get(each))
-            and len(self._sleeper.asleep.tags(each)) < len(TAGS)
-        ]
+        partly = [each for each in others if len(self._sleeper.asleep.tags(each)) < len(TAGS)]
+        could_go = [each for each in partly if self._awake(each, shares) or shares.shared.get(each)]
+        holders = [each for each in others if self._awake(each, shares)]
+        victims = could_go or holders or [each for each in partly if not self._is_told(each)]
+        return next(iter(self._order.by_need(victims)), None)
 
     def _is_told(self, name: str) -> bool:
         """Whether a role has means of its own to sleep or to wake, which are its code."""
