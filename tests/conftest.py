@@ -43,6 +43,11 @@ HERE = Path(__file__).parent
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        for marker in item.iter_markers("in_make_test"):
+            if item.callspec.id not in marker.args:  # type: ignore[attr-defined]
+                item.add_marker("long")
+
     def turn(item: pytest.Item) -> int:
         path = item.path.relative_to(HERE).as_posix()
         return next((i for i, start in enumerate(LONGEST) if path.startswith(start)), len(LONGEST))

@@ -207,15 +207,24 @@ def _full_names(node: ast.AST, package: str) -> Iterator[str]:
         yield from (f"{base}.{alias.name}" for alias in node.names)
     elif isinstance(node, ast.Import):
         yield from (alias.name for alias in node.names)
-    elif isinstance(node, ast.Attribute) and (name := ast.unparse(node)).startswith("colocate."):
-        yield name
-    elif isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in (
-        *("import_module", "__import__"),
-    ):
+    elif isinstance(node, ast.Attribute) and _root(node) == "colocate":
+        yield ast.unparse(node)
+    elif isinstance(node, ast.Call) and _last_name(node.func) in ("import_module", "__import__"):
         constants = [each.value for each in node.args if isinstance(each, ast.Constant)]
         if constants and isinstance(constants[0], str):
             base = str(constants[1]) if len(constants) > 1 else package
             yield importlib.util.resolve_name(constants[0], base)
+
+
+def _root(node: ast.expr) -> str | None:
+    """Return the name that a chain of attributes begins with."""
+    while isinstance(node, ast.Attribute):
+        node = node.value
+    return node.id if isinstance(node, ast.Name) else None
+
+
+def _last_name(node: ast.expr) -> str | None:
+    return node.attr if isinstance(node, ast.Attribute) else _root(node)
 
 
 def _module_of(name: str, known: dict[str, Path]) -> str | None:

@@ -6,6 +6,7 @@ import re
 import signal
 from pathlib import Path
 
+import pytest
 from tests.cli.conftest import CommandLine
 from tests.cli.test_debug import Screen
 from tests.docs.blocks import ROOT, blocks_of
@@ -15,6 +16,7 @@ from tests.docs.pages import _commands
 PAGE = ROOT / "docs" / "look-inside.md"
 
 
+@pytest.mark.long
 def test_the_commands_of_the_page(colocate: CommandLine) -> None:
     """They find the rank that hasn't come, the line and the reason."""
     blocks = blocks_of(PAGE)

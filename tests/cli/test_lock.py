@@ -117,6 +117,7 @@ class TestOneDriver:
         first.communicate()
         assert [path.name for path in (counting.folder / "runs").iterdir()] == ["demo"]
 
+    @pytest.mark.long
     def test_first_starts_at_the_same_moment(self, counting: CommandLine) -> None:
         """By auto one makes the folder, and the others are refused by name; all are about to look for it at once."""
         counting.write("counting.py", MEETING + textwrap.dedent(COUNTING))
@@ -333,6 +334,7 @@ class TestAuto:
             assert done.returncode == 0, done.stderr
         assert begun(counting) == [0, 1]
 
+    @pytest.mark.long
     def test_an_array_of_jobs(self, counting: CommandLine) -> None:
         """Tasks of one name might go on with each other's runs; with names of their own each has its own."""
         (counting.folder / "go").touch()

@@ -70,6 +70,7 @@ def ready(colocate: CommandLine, processes: bool, *, ends: bool = True) -> None:
         colocate.write("go on", "")
 
 
+@pytest.mark.in_make_test("processes")
 @pytest.mark.parametrize("processes", [True, False], ids=["processes", "threads"])
 def test_each_worker_has_a_file(colocate: CommandLine, processes: bool) -> None:
     """From its first line on, with the role and rank whose code has printed it; what it shows is as ever."""

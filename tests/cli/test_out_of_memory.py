@@ -64,6 +64,7 @@ def played(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) 
     return {"colocate audit": audit, "colocate doctor": doctor}
 
 
+@pytest.mark.long
 def test_the_commands_of_the_page(
     colocate: CommandLine, sharer: subprocess.Popen[str], played: dict[str, Callable[[], str]]
 ) -> None:

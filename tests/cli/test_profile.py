@@ -46,6 +46,7 @@ def spans(demo: CommandLine) -> list[Any]:
     return [each for each in found if each["name"] == "worker.work" and each.get("cat") == "worker"]
 
 
+@pytest.mark.in_make_test("2:3-2")
 @pytest.mark.parametrize(("steps", "calls"), [("2:3", 2), ("3", 1), ("0:1", 1), ("4:9", 1)])
 def test_steps(demo: CommandLine, steps: str, calls: int) -> None:
     """Those and no others, also where the run ends before; by the table they are as long as they were."""

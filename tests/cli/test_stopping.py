@@ -148,6 +148,7 @@ def test_after_the_job(held: Callable[..., Held]) -> None:
     assert run.saved == ["step-000001", "step-000002"]
 
 
+@pytest.mark.in_make_test("2-1")
 @pytest.mark.parametrize(("number", "times"), [(signal.SIGTERM, 4), (signal.SIGINT, 1)])
 def test_while_a_group_is_restarted(held: Callable[..., Held], number: signal.Signals, times: int) -> None:
     """What is to be saved is saved: nobody waits for the group."""

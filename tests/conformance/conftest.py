@@ -1,20 +1,24 @@
 """How much of the suite runs where in `make test`: each law once, and what an executor does itself on each.
 
 A law that needs no process of its own runs on threads, where it takes milliseconds; what transports, serialises, dies
-or signals runs on processes. Engines of others, and what stands for them, run the tests to begin with; Dask stands for
-all that is kept by keepers, and what lies on two machines has tests of its own. `make suites` runs all laws everywhere.
+or signals runs on processes. Engines of others, and what stands for them, run what concerns transport, placement,
+death, output and the cluster: of the tests to begin with, or, on Dask, which stands for all that is kept by keepers, of
+all that an executor does itself. What lies on two machines has tests of its own. `make suites` runs all laws
+everywhere.
 """
 
 from __future__ import annotations
 
 import pytest
 
-WHEEL, CORE, SUITE = "colocate.testing.executors.", "tests.suite.core.", "tests.suite."
+WHEEL, SUITE = "colocate.testing.executors.", "tests.suite."
 ON_PROCESSES = {
     *("closing", "context", "definitions", "devices", "drivers", "engines", "numbers", "residents", "restarting"),
     *("sharing", "startup", "tensors", "threads"),
 }
 """Areas whose laws are of processes, or of values on their way between them."""
+OF_CORE = {"calls", "context", "dispatch", "left", "numbers", "order", "ownership", "unasked"}
+"""Areas in which core does the same on whatever executor carries its messages."""
 # Pools without a driver: each test takes several drivers of their own. `make test` has what holds of one that leaves.
 DETACHED = "attaching"
 
@@ -34,14 +38,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _is_in_make_test(file: str, area: str, function: object) -> bool:
-    module, is_law = str(function.__module__), not hasattr(function, "level")
+    is_of_wheel, is_law = str(function.__module__).startswith(WHEEL), not hasattr(function, "level")
     if file == "test_threads":
-        return module.startswith(WHEEL) or (is_law and not _needs_processes(area, function))
+        return area != "audits" and (is_of_wheel or (is_law and not _needs_processes(area, function)))
     if file == "test_processes":
-        return module.startswith(WHEEL) or not is_law or _needs_processes(area, function)
-    if file == "test_dask":
-        return module.startswith((WHEEL, CORE))
-    return hasattr(function, "smoke") and file != "test_two_machines"
+        return is_of_wheel or not is_law or _needs_processes(area, function)
+    if area in OF_CORE or file == "test_two_machines":
+        return False
+    return is_of_wheel if file == "test_dask" else hasattr(function, "smoke")
 
 
 def _needs_processes(area: str, function: object) -> bool:

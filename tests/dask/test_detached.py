@@ -74,6 +74,7 @@ def test_the_lead_is_lost(cluster: str, runtime: Runtime, name: str) -> None:
         everything_is_free(runtime)
 
 
+@pytest.mark.long
 def test_another_slot_is_lost(cluster: str, runtime: Runtime, name: str) -> None:
     """The pool is still there, with a group that has failed; whoever attaches is told, and can close it.
 

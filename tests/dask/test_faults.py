@@ -51,6 +51,7 @@ def spawned(runtime: Runtime) -> tuple[Pool, ColocatedGroup, Processes]:
     return pool, group, Processes(pid for pid, _, _ in group.role("echo", Echo).place())
 
 
+@pytest.mark.long
 @STOPPED_IS_LONG
 def test_scheduler(cluster: tuple[str, psutil.Process], number: signal.Signals) -> None:
     """Without a scheduler all ends here; one that is stopped is told when it goes on."""

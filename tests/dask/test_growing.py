@@ -117,6 +117,7 @@ def test_workers_that_are_just_starting(tell: Tell, runtime: Runtime, client: An
     assert client.run_on_scheduler(targets) == {"init": 2, "running": 2, "paused": 3}
 
 
+@pytest.mark.long
 def test_more_than_an_adaptive_cluster_has(tell: Tell, runtime: Runtime, client: Any) -> None:
     """The error says what the cluster was asked for; a pool that doesn't want to wait for it is refused at once."""
     tell("adapt 1")
@@ -126,6 +127,7 @@ def test_more_than_an_adaptive_cluster_has(tell: Tell, runtime: Runtime, client:
         runtime.reserve(2, grow=False)
 
 
+@pytest.mark.long
 def test_scaled(tell: Tell, runtime: Runtime, client: Any) -> None:
     """Of a cluster that was told to have workers these are waited for: all of them if so said, else the first."""
     with pytest.raises(PlacementError, match=r"can never fit .*: the Dask cluster at tcp://.* has no workers"):

@@ -140,6 +140,7 @@ def test_never_fits(runtime: Runtime) -> None:
     everything_is_free(runtime)
 
 
+@pytest.mark.long
 def test_a_stopped_worker(cluster: str, runtime: Runtime, other: Any) -> None:
     """It isn't free, though the scheduler takes it for alive; who needs it is told which it is, or gets it later."""
     everything_is_free(runtime)  # they are known
@@ -268,6 +269,7 @@ def waiting(runtime: Runtime) -> int:
     return found
 
 
+@pytest.mark.long
 def test_hold_of_a_client_that_is_gone(
     cluster: str, runtime: Runtime, other: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -312,6 +314,7 @@ def test_nanny(cluster: str, runtime: Runtime, other: Any, tmp_path: Path) -> No
         everything_is_free(runtime, timeout=PATIENCE_S)
 
 
+@pytest.mark.long
 def test_workers_that_retire(tmp_path: Path) -> None:
     """A run is told of their machine: at the end of a lifetime, and as they are told to close."""
 
@@ -336,6 +339,7 @@ def test_workers_that_retire(tmp_path: Path) -> None:
             assert run.leaving == Leaving("node 127.0.0.2", None)
 
 
+@pytest.mark.long
 def test_what_is_logged_of_questions(tmp_path: Path) -> None:
     """Dask's logs have none of those that a runtime asks again and again: who leaves, and whether anybody is there."""
 
@@ -362,6 +366,7 @@ def test_what_is_logged_of_questions(tmp_path: Path) -> None:
         assert lines() == before
 
 
+@pytest.mark.long
 def test_a_lost_slot_may_be_had_again(tmp_path: Path) -> None:
     """The Dask worker goes on, and is the only one: a group whose keeper was lost is restarted there."""
     with running([{"host": "127.0.0.1", "nthreads": 1}]) as address, colocate.connect("dask", address=address) as own:

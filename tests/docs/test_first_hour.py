@@ -78,6 +78,7 @@ def test_what_is_built(built: Path) -> None:
         assert f"{sdist.name.removesuffix('.tar.gz')}/mkdocs.yml" in found.getnames()
 
 
+@pytest.mark.long
 def test_who_has_a_wheel(built: Path, tmp_path: Path) -> None:
     """It has examples to copy and run; hints name what an extra consists of, as there is no checkout."""
     (wheel,), site, work = built.glob("*.whl"), tmp_path / "site", tmp_path / "work"

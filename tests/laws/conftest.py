@@ -34,4 +34,4 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture
 def examples() -> dict[str, int]:
     """How many examples are tried on which executor."""
-    return {"threads": 40 * TIMES, "strict": 20 * TIMES, "processes": 6 * TIMES}
+    return {"threads": 20 * TIMES, "strict": 10 * TIMES, "processes": 4 * TIMES}

@@ -146,6 +146,7 @@ def by_wandb(folder: Path, function: str) -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.long
 def test_a_run_that_goes_on_in_wandb(tmp_path: Path) -> None:
     """It is one run there; rows count on, so that what is sent later takes no other's place."""
     rows, _, exits, runs = by_wandb(tmp_path, "go_on_for_wandb")
@@ -154,6 +155,7 @@ def test_a_run_that_goes_on_in_wandb(tmp_path: Path) -> None:
     assert exits == [0, 0, 0]
 
 
+@pytest.mark.long
 def test_a_run_that_goes_on_in_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is one run there. Where that was removed, it is said, with what to do."""
     from mlflow import MlflowClient

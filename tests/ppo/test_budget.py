@@ -60,6 +60,7 @@ def engine(request: pytest.FixtureRequest) -> Iterator[tuple[Mapping[str, Any], 
         yield {"use": "local", "with": {"processes": True}}, 2
 
 
+@pytest.mark.long
 def test_with_a_budget(engine: tuple[Mapping[str, Any], int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sixty percent of what its roles hold are enough."""
     monkeypatch.chdir(tmp_path)

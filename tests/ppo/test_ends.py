@@ -59,6 +59,7 @@ def make_folder(folder: Path, eos: Any) -> str:
     return str(folder)
 
 
+@pytest.mark.in_make_test("none-False", "several-False", "others-False", "stop-False", "several-True")
 @pytest.mark.parametrize("processes", [False, True])
 @pytest.mark.parametrize("case", CASES)
 def test_actor_and_engine_end_where_generate_does(tmp_path: Path, case: str, processes: bool) -> None:
@@ -93,6 +94,7 @@ class Strict(GroupActor):
         return super().read(problems, responses, max_new_tokens)
 
 
+@pytest.mark.in_make_test("several")
 @pytest.mark.parametrize("case", ["several", "others", "stop"])
 def test_engine_with_weights_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
     """A job's engine ends answers where the actor does, though the folder of its own model names no end."""

@@ -99,6 +99,7 @@ def test_recorded_elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, nam
     assert run(tmp_path, "again", replay("first")) == before
 
 
+@pytest.mark.long
 def test_other_numbers_of_ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: Any) -> None:
     """Two ranks, one and four learn the same, as near as sums in another order are; a planted fault is told."""
     monkeypatch.chdir(tmp_path)
@@ -124,6 +125,7 @@ def test_other_numbers_of_ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
     assert "actor.warm_up, call 1: its value was" in told[0]  # the first one after it has learned something
 
 
+@pytest.mark.long
 def test_from_a_step_on(first: tuple[Path, list[Any]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A run that goes on from a checkpoint is answered from the step after that."""
     folder, before = first

@@ -40,6 +40,7 @@ class Watched(GroupActor):
         return seen
 
 
+@pytest.mark.in_make_test("none-float32", "none-bfloat16", "fsdp2-bfloat16")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("parallel", ["none", "ddp", "fsdp2"])
 def test_dtype(parallel: str, dtype: str) -> None:

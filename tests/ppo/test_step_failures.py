@@ -108,6 +108,7 @@ def test_a_failed_part_is_done_again(tmp_path: Path, expected: Trained, where: s
     assert found.generation == 0
 
 
+@pytest.mark.long
 def test_on_one_slot(tmp_path: Path) -> None:
     """Where nobody waits, models are in the middle of a step all the same."""
     one = "pools.main.slots=1"

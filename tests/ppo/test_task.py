@@ -175,6 +175,7 @@ def test_shuffled_rows(kind: str) -> None:
     assert len({Task(name, options, seed).describe_rows()["order"] for seed in range(3)} | {"in order"}) == 4
 
 
+@pytest.mark.long
 def test_rows_of_another_process() -> None:
     """Sets, and objects that have an address, are the same there."""
     code = f"import json; from {__name__} import *; "

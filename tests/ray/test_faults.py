@@ -167,6 +167,7 @@ def test_envoy_in_a_cluster(cluster: Any, joined: Runtime, number: signal.Signal
             assert other.echo(1) == [1]
 
 
+@pytest.mark.long
 def test_an_envoy_that_is_asked_to_end(joined: Runtime) -> None:
     """As all processes of a batch job are at once, and all of a systemd unit: the driver decides when it ends."""
     with joined.reserve(3, cpus=1) as pool:

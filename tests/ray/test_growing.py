@@ -42,6 +42,7 @@ def nodes(runtime: Runtime) -> int:
     return len(runtime._node.services.executor.nodes())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("detachable", [False, True])
 def test_from_none_to_two(runtime: Runtime, detachable: bool) -> None:
     """Nodes are made for pools, also by labels; they stay as long as a pool has slots there, and go when none has."""
@@ -57,6 +58,7 @@ def test_from_none_to_two(runtime: Runtime, detachable: bool) -> None:
     wait_until(lambda: nodes(runtime) == 1, "so does the other")
 
 
+@pytest.mark.long
 def test_more_than_it_makes(runtime: Runtime) -> None:
     """The error has the autoscaler's words; a pool that doesn't want to wait for it is refused at once."""
     words = (
@@ -69,6 +71,7 @@ def test_more_than_it_makes(runtime: Runtime) -> None:
         runtime.reserve(1, cpus=1, grow=False)
 
 
+@pytest.mark.long
 def test_where_an_owner_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """On the head, where nodes come and go: its own node would stay for its sake, or be ended as it is started."""
     from colocate_ray.nodes import Nodes

@@ -246,6 +246,7 @@ def test_auto(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         assert len(runtime._node.services.executor.nodes()) == 2
 
 
+@pytest.mark.long
 def test_colocate_is_missing(cluster: Any) -> None:
     """A node where colocate can't be imported is named, with what to do; nothing stays reserved."""
     env = {"env_vars": {"PYTHONPATH": str(Path(__file__).parent / "without")}}
@@ -259,6 +260,7 @@ def test_colocate_is_missing(cluster: Any) -> None:
 HOOK = "worker_process_setup_hook"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("env", "detachable", "words"),
     [
@@ -291,6 +293,7 @@ def test_an_environment_that_ray_does_not_take(cluster: Any, env: dict[str, Any]
         colocate.connect("ray", **cluster.options, runtime_env=env)
 
 
+@pytest.mark.long
 def test_wrong_token(cluster: Any, tmp_path: Path) -> None:
     """Said as such, with the ways to give the right one."""
     wrong = tmp_path / "token"
@@ -330,6 +333,7 @@ def test_refused_options(options: dict[str, Any], words: str) -> None:
         colocate.connect("ray", **options)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("detachable", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_a_head_that_is_stopped(cluster: Any, runtime: Runtime, detachable: bool) -> None:
     """A request ends when its time is up, and names it; when it goes on, nothing is held for that request."""
@@ -345,6 +349,7 @@ def test_a_head_that_is_stopped(cluster: Any, runtime: Runtime, detachable: bool
     runtime.reserve(3, cpus=1, timeout=PATIENCE_S).close()
 
 
+@pytest.mark.long
 def test_a_machine_that_is_silent(cluster: Any, runtime: Runtime) -> None:
     """Others are had at once, by an owner too; who needs it is told which it is. Ray alone places nothing any more."""
     before = _raylets(cluster)
@@ -368,6 +373,7 @@ def _raylets(cluster: Any) -> set[int]:
     return {process.pid for process in below if process.name() == "raylet"}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("grow", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_a_node_that_goes_before_its_keepers_stand(cluster: Any, tmp_path: Path, grow: bool) -> None:
     """Another one's coming is waited for, as before; where none may come it is said that what is left never fits."""
@@ -396,6 +402,7 @@ def test_a_node_that_goes_before_its_keepers_stand(cluster: Any, tmp_path: Path,
         everything_is_free(runtime)
 
 
+@pytest.mark.long
 def test_what_a_lost_node_leaves(cluster: Any, runtime: Runtime) -> None:
     """What lives on the other slots of the pool has them as before: nobody else is given them."""
     before = {node.name for node in runtime._node.services.executor.nodes()}
@@ -414,6 +421,7 @@ def test_what_a_lost_node_leaves(cluster: Any, runtime: Runtime) -> None:
     everything_is_free(runtime)
 
 
+@pytest.mark.long
 def test_a_drained_node(cluster: Any, runtime: Runtime, tmp_path: Path) -> None:
     """A run is told of it, if it has workers there, and asks for a checkpoint, once."""
     cluster.tell("add")

@@ -54,6 +54,7 @@ def pid_of(view: Any) -> int:
     return int(row.token_ids[0])
 
 
+@pytest.mark.long
 def test_the_trainer_goes_on(runtime: colocate.Runtime) -> None:
     """Rows are those of an engine in the worker. Killed amid a call it fails that; with the next weights it is anew."""
     roles = {
@@ -103,6 +104,7 @@ def _child(runtime: colocate.Runtime) -> int:
     return found
 
 
+@pytest.mark.long
 def test_replayed(runtime: colocate.Runtime, tmp_path: Path) -> None:
     """Of an engine that a recording answers for no child is started: the pid that it tells is the recorded one's."""
     with runtime.reserve(slots=1) as pool:
@@ -115,6 +117,7 @@ def test_replayed(runtime: colocate.Runtime, tmp_path: Path) -> None:
             assert _running(runtime) == []
 
 
+@pytest.mark.long
 def test_beside_other_work() -> None:
     """In the background: paused, the engine sleeps and gets other weights, and its rows go on.
 
@@ -156,6 +159,7 @@ def test_beside_other_work() -> None:
         ]
 
 
+@pytest.mark.long
 def test_dtype() -> None:
     """An engine with the config of a role's model has the dtype of that, in a child as in the worker."""
     slept = []

@@ -41,6 +41,7 @@ def planned(colocate: CommandLine, options: Mapping[str, Any], **role: Any) -> d
     return dict(found["kinds"])
 
 
+@pytest.mark.long
 def test_vllm(colocate: CommandLine, tmp_path: Path) -> None:
     """Its weights by the model's config, and the cache that it is given, without vLLM."""
     model = made(MODEL)

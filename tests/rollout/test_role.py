@@ -159,6 +159,7 @@ def test_timeout(group: colocate.ColocatedGroup) -> None:
     check(group.role("trainer"), view.generate(PROMPTS, sampling=SAMPLING))
 
 
+@pytest.mark.long
 def test_beside_other_work() -> None:
     """In the background it generates while the trainer computes; paused, it goes on by other weights."""
     roles = {

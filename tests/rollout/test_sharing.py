@@ -181,6 +181,7 @@ def test_ranks_that_would_be_missing() -> None:
         assert row.log_probs == pytest.approx(trainer.log_probs(PROMPTS[:1], [row])[1][0], abs=1e-5)
 
 
+@pytest.mark.long
 def test_shards_of_tensor_parallelism() -> None:
     """They are a source for whole engines, in their slots and elsewhere; an engine can't generate by them."""
     roles = {

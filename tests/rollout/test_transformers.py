@@ -40,11 +40,19 @@ class TestInAChild(ModelSuite):
     def without(self) -> None:
         """It is in the way of no other child."""
 
+    @pytest.mark.long
     @pytest.mark.usefixtures("without")
     @pytest.mark.parametrize("kind", ["tied"])
     def test_updates(self, kind: str) -> None:
         """See `ModelSuite`."""
         super().test_updates(kind)
+
+    @pytest.mark.long
+    @pytest.mark.usefixtures("without")
+    @pytest.mark.parametrize("kind", ["tied"])
+    def test_weights_given_back(self, kind: str) -> None:
+        """See `ModelSuite`."""
+        super().test_weights_given_back(kind)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from tests.signals.program import HANDLERS, OPERATIONS
 ROOT = Path(__file__).parents[2]
 ENDS_WITHIN_S = 280.0
 # One of so many places: in `make test` for two handlers that stand for the two kinds, in `make suites` for all.
-SAMPLE = {"threads": 197, "processes": 307}
+SAMPLE = {"threads": 997, "processes": 997}
 ALL = {"threads": 3, "processes": 29}
 
 

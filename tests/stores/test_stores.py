@@ -137,6 +137,7 @@ def test_another_checkpoint_of_the_same_step(
     assert len(lists) == len(steps)
 
 
+@pytest.mark.long
 def test_a_process_that_is_killed_as_it_replaces_one(tmp_path: Path) -> None:
     """A kill leaves the old checkpoint or the new one there; the next one that is brought there cleans up."""
     kills = killed_at_each_step(tmp_path, "stored")

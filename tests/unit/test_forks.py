@@ -146,6 +146,7 @@ def test_what_forks_have_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found == [False, False, True]
 
 
+@pytest.mark.long
 def test_transformers_is_shared(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
     """By workers after the one that imported it, but by none whose environment has others of what that import reads."""
     monkeypatch.setattr(forks, "FORKS_WITHIN_S", 240.0)  # the template imports it: on a busy machine for a minute
@@ -197,6 +198,7 @@ def test_where_the_folder_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert found == [True, True, True]
 
 
+@pytest.mark.long
 def test_what_many_forks_share() -> None:
     """Is in large pages, as each fork copies the entries of all pages: here of eight megabytes, in a process's own."""
     child = fork()

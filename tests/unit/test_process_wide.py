@@ -7,6 +7,8 @@ import subprocess
 import sys
 from typing import Any
 
+import pytest
+
 SCRIPT = """
 import json, random, sys
 from colocate.worker.process_wide import ProcessWide, own_of
@@ -37,6 +39,7 @@ def drawn(how: str) -> Any:
     return json.loads(done.stdout)
 
 
+@pytest.mark.long
 def test_libraries_that_come_amid_role_code() -> None:
     """Their generators begin with the role's seed, once: a second run draws the same, also one that was restored."""
     first = drawn("begun")

@@ -549,6 +549,7 @@ def _all_of(folder: Path) -> Any:
     )
 
 
+@pytest.mark.in_make_test("role.json")
 @pytest.mark.parametrize("name", ["role.json", "ended.txt", "rows.jsonl", "steps.jsonl", "rank-0.0000.calls"])
 def test_a_damaged_byte_is_told(recorded: Path, name: str, tmp_path: Path) -> None:
     """Whichever byte of whichever file it is: the error names the file and a byte; nothing else is raised, or read."""

@@ -530,6 +530,7 @@ class Children(Scripted):
             os.kill(starter.pid(), signal.SIGKILL)
             children.wait()
 
+    @pytest.mark.long
     @of_executor
     def test_the_end_of_the_driver_ends_them(self, scripts: Scripts) -> None:
         """By SIGKILL: of threads as well."""
@@ -581,6 +582,7 @@ class Children(Scripted):
         starter_in(group).ask("spawn")
         assert not group.owner.owner.audit()
 
+    @pytest.mark.long
     def test_one_that_doesnt_end_by_itself_is_killed(self, spawn: Spawn) -> None:
         """A stopped process hears no SIGTERM."""
         starter = starter_in(spawn({"starter": colocate.role(Starter)}, slots=1))
@@ -612,6 +614,7 @@ class Children(Scripted):
         assert limited.hears(signal.SIGUSR1) == [signal.SIGUSR1]
         assert spawn({"starter": colocate.role(Starter)}, slots=1).role("starter", Starter).pid() != worker
 
+    @pytest.mark.long
     @of_executor
     def test_what_the_driver_was_started_with(self, scripts: Scripts) -> None:
         """Signals that are ignored or blocked there, by a daemon say, aren't in what roles start, nor in workers."""

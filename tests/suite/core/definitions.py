@@ -76,6 +76,7 @@ class Definitions(definitions.Definitions):
             assert switches.kinds() == [("CudnnModule", "_Ops", "_Classes", "_OpNamespace", "mm.default")]
             assert switches.of_a_child() == ["CudnnModule"]
 
+    @pytest.mark.in_make_test("False")
     @needs(OwnProcess)
     @pytest.mark.parametrize("dies", [False, True])
     @needs_feature("functions")

@@ -279,6 +279,7 @@ class Debugging(ExecutorCase):
             call.result(PATIENCE_S)
             assert role.is_kept() == [False, False]
 
+    @pytest.mark.long
     @needs_feature("looking")
     def test_deadlines_wait(self, stoppers: ColocatedGroup, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
         """A call's time stands still while a rank is stopped, and goes on then; nobody is warned of what is slow."""
@@ -307,6 +308,7 @@ class Debugging(ExecutorCase):
             call.result(PATIENCE_S)
         assert time.monotonic() - began < limit + stoppers._node.grace
 
+    @pytest.mark.long
     def test_a_rank_that_hangs_when_it_is_let_go(self, stoppers: ColocatedGroup) -> None:
         """The time of a call goes on as soon as nobody looks any more, and not only once the rank has gone on."""
         role = stoppers.role("stopper", Stopper)
@@ -374,6 +376,7 @@ class Debugging(ExecutorCase):
             terminal.until(stoppers.name)
         wait_until(lambda: not stoppers._node.stopped(), "nothing is stopped")
 
+    @pytest.mark.long
     def test_in_a_constructor(self, runtime: colocate.Runtime, no_leaks: None) -> None:
         """A start's time stands still, too."""
         from concurrent.futures import ThreadPoolExecutor
@@ -513,6 +516,7 @@ def _port(capfd: pytest.CaptureFixture[str]) -> int:
 class Editors(ExecutorCase):
     """`PYTHONBREAKPOINT` of the driver."""
 
+    @pytest.mark.long
     def test_an_editor_attaches(
         self, no_leaks: None, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
     ) -> None:
@@ -540,6 +544,7 @@ class Editors(ExecutorCase):
             assert call.result(PATIENCE_S) == [111, 112]
             wait_until(lambda: not group._node.stopped(), "nothing is stopped")
 
+    @pytest.mark.long
     def test_a_job_that_is_to_end(
         self, no_leaks: None, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
     ) -> None:

@@ -61,6 +61,7 @@ class Devices(ExecutorCase):
         stop()
         wait_until(lambda: _is_quiet(hears), "nothing comes any more")
 
+    @pytest.mark.long
     def test_a_node_without_nvml(self, played: ColocatedGroup) -> None:
         """A worker there is asked once, and no more."""
         gpu = played.role("gpu", HasNvml)
@@ -75,6 +76,7 @@ class Devices(ExecutorCase):
         assert _is_quiet(hears)
         stop()
 
+    @pytest.mark.long
     def test_slots_without_a_gpu(self, spawn: Spawn) -> None:
         """Workers without one are asked nothing: there isn't even a half of the feature."""
         group = spawn({"gpu": colocate.role(HasNvml)})

@@ -92,6 +92,7 @@ class TakingTurns(ExecutorCase):
             two.train()
         assert two.has_seen() == [[all_of_it, all_of_it, []]]
 
+    @pytest.mark.long
     @needs_feature("functions")
     def test_more_than_there_is_memory_for(self, spawn: Spawn) -> None:
         """Of three roles only one is ever in memory, from their constructors on."""

@@ -30,6 +30,7 @@ class Pausing(ExecutorCase):
         """Spawn a group with a role of each lane, on two slots."""
         return spawn({"train": colocate.role(Beside), "roll": BACKGROUND})
 
+    @pytest.mark.long
     def test_slow_call_of_a_paused_role(
         self, two_lanes: ColocatedGroup, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:

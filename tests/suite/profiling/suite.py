@@ -108,6 +108,7 @@ class Profiling(ExecutorCase):
         assert seconds(profile, label, "for others") == about(0.4)
         assert seconds(profile, label, "communication") < SLACK_S
 
+    @pytest.mark.long
     def test_what_overlaps_isnt_waited_for(self, two: ColocatedGroup) -> None:
         """An operation that goes on while its rank works costs it nothing; only the rest is a wait."""
         timed = two.role("timed", Timed)
@@ -120,6 +121,7 @@ class Profiling(ExecutorCase):
         assert seconds(profile, "timed.overlap", "compute") == about(0.5 + 0.9 + 0.5)
         assert seconds(profile, "timed.overlap", "for others") == about(0.4)
 
+    @pytest.mark.long
     def test_calls_that_overlap_count_once(self, two: ColocatedGroup) -> None:
         """As those of async methods do."""
         timed = two.role("timed", Timed)
@@ -154,6 +156,7 @@ class Profiling(ExecutorCase):
             assert others
             assert not mine & others
 
+    @pytest.mark.long
     def test_only_some_ranks(self, two: ColocatedGroup) -> None:
         """Other ranks have no profile, and no hook of it; and nobody has one before and after."""
         timed = two.role("timed", Timed)
@@ -172,6 +175,7 @@ class Profiling(ExecutorCase):
         assert again.trace.name == "profile-2.json"
         assert seconds(again, "timed.work", "compute") == about(0.2)
 
+    @pytest.mark.long
     def test_a_clock_that_is_ahead(self, spawn: Spawn, in_its_folder: None) -> None:
         """A worker whose time is five seconds from the driver's: the same table, and one time in the file."""
         group = spawn({"timed": colocate.role(Shifted, 5.0)})
@@ -201,6 +205,7 @@ class Profiling(ExecutorCase):
             two.role("timed", Timed).multiply()
         assert profile.trace.exists()
 
+    @pytest.mark.long
     def test_a_block_that_fails_amid_a_call(self, two: ColocatedGroup, tmp_path: Path) -> None:
         """Nobody waits for a rank, which may never end its call; once it does, the next profile can begin."""
         timed, calls = two.role("timed", Timed), list[Any]()
@@ -258,6 +263,7 @@ class Profiling(ExecutorCase):
             timed.multiply()
         assert profile.trace.exists()
 
+    @pytest.mark.long
     @needs_feature("looking")
     def test_two_at_once(self, spawn: Spawn, in_its_folder: None, monkeypatch: pytest.MonkeyPatch) -> None:
         """Profiles of two groups that begin at the same moment have a file each."""
@@ -281,6 +287,7 @@ class Profiling(ExecutorCase):
         with ThreadPoolExecutor(2) as threads:
             assert {*threads.map(profile, groups)} == {"profile.json", "profile-2.json"}
 
+    @pytest.mark.long
     def test_another_group_that_hangs(self, two: ColocatedGroup, spawn: Spawn) -> None:
         """That one's clock isn't known, and the profile of another group is as ever."""
         other = spawn({"other": colocate.role(Counting)}, slots=1)
@@ -315,6 +322,7 @@ class Profiling(ExecutorCase):
             raise AssertionError
         assert two.role("timed", Timed).hooks() == [0, 0]
 
+    @pytest.mark.long
     def test_stacks(self, two: ColocatedGroup) -> None:
         """What a rank does in Python, by the driver's clock, below its calls."""
         timed = two.role("timed", Timed)
