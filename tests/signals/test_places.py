@@ -14,7 +14,7 @@ from tests.signals.program import HANDLERS, OPERATIONS
 ROOT = Path(__file__).parents[2]
 ENDS_WITHIN_S = 280.0
 # One of so many places: in `make test` for two handlers that stand for the two kinds, in `make suites` for all.
-SAMPLE = {"threads": 997, "processes": 997}
+SAMPLE = {"threads": 197, "processes": 307}
 ALL = {"threads": 3, "processes": 29}
 
 
@@ -37,6 +37,7 @@ def tried(operations: Iterable[str], engine: str, handler: str, share: int, of: 
     return [int(count) for count in run("program", [",".join(operations), engine, handler, share, of]).split()]
 
 
+@pytest.mark.in_make_test("interrupt", "keep")
 @pytest.mark.parametrize("handler", ["interrupt", "keep", "close"])
 def test_sample_on_threads(handler: str) -> None:
     """Some of the places."""
