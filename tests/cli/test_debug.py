@@ -210,7 +210,7 @@ def test_another_terminal(
 
 def test_a_killed_driver(colocate: CommandLine, screen: Callable[..., Screen], driver: "subprocess.Popen[str]") -> None:
     """Nothing of it is left: neither workers, nor a terminal that waits."""
-    debug = screen("debug", "runs/stops")
+    debug = screen("debug", str(driver.pid))
     debug.until(PROMPT)
     with Processes(each.pid for each in psutil.Process(driver.pid).children(recursive=True)) as below:
         os.kill(driver.pid, signal.SIGKILL)

@@ -40,10 +40,16 @@ Set = Callable[[Callable[[int, FrameType | None], object]], None]
 
 @pytest.fixture
 def handler() -> Iterator[Set]:
-    """Set a handler of SIGUSR1 for one test."""
+    """Set a handler of SIGUSR1 for one test, in a process that has no runtime: other tests' runtimes don't count."""
+    others = guard.connected.copy()
+    guard.connected.clear()
+    guard.stop()
     before = signal.getsignal(signal.SIGUSR1)
     yield lambda function: void(signal.signal(signal.SIGUSR1, function))
     signal.signal(signal.SIGUSR1, before)
+    guard.connected.update(others)
+    if others:
+        guard.start()
 
 
 def void(_: object) -> None:
