@@ -192,7 +192,7 @@ bench: install $(VERL_TESTS)/.installed  ## one table; ratios are of things meas
 
 COUNT ?= 250
 MINUTES ?= 60
-chaos: install  ## random programs under random faults, until there are COUNT of each kind; continues docs/chaos.json; then each fault by itself, timed
+chaos: install  ## random programs under random faults, until there are COUNT of each kind; continues docs/internals/chaos.json; then each fault by itself, timed
 	$(BIN)/python -m tests.chaos --count $(COUNT) --minutes $(MINUTES)
 	$(BIN)/python -m tests.chaos.outages --count $(COUNT) --minutes $(MINUTES)
 	$(BIN)/python -m tests.bench faults

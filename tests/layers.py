@@ -1,4 +1,5 @@
-"""The layers of core, and the imports between them: `python -m tests.layers` prints the tables of docs/architecture.md.
+"""The layers of core, and the imports between them: `python -m tests.layers` prints the tables of
+docs/internals/architecture.md.
 
 A package imports only from those above it. Imports inside functions count, relative ones and those by `import_module`
 too. Inside of the kernel (all but features) an import for type checkers may go down, so that no interface has to stand

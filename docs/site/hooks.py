@@ -1,6 +1,6 @@
 """What the site has that no page does: tables of keys and options, plugins' roles and jobs, examples as they are.
 
-Between `<!-- generated: NAME ARGUMENT -->` and `<!-- end -->` a page of docs/reference/ has what the function
+Between `<!-- generated: NAME ARGUMENT -->` and `<!-- end -->` a page has what the function
 `_NAME(ARGUMENT)` below writes; of a public name (`api`) the site shows more than the page in the repository
 (`reference.py`). Other pages link to an example by a line of its own, under which the site shows the file.
 """

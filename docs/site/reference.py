@@ -1,4 +1,4 @@
-"""Write the generated parts of docs/reference/, for readers of the repository; `--check` says which aren't current.
+"""Write the generated parts of the pages, most of them in docs/reference/, for readers of the repository; `--check` says which aren't current.
 
 The site has the same parts by mkdocstrings, with links between them (`hooks.py`).
 """
@@ -13,8 +13,8 @@ import griffe
 from absent import stand_in
 from hooks import GENERATED, MARKER, entry_of
 
-REFERENCE = Path(__file__).parents[1] / "reference"
-_SOURCES = [REFERENCE.parents[1] / folder for folder in ("core", "executors", "plugins")]
+DOCS = Path(__file__).parents[1]
+_SOURCES = [DOCS.parent / folder for folder in ("core", "executors", "plugins")]
 _LISTS = {
     griffe.DocstringSectionKind.parameters: "Args",
     griffe.DocstringSectionKind.attributes: "Attributes",
@@ -63,7 +63,7 @@ def _members(thing: griffe.Object, names: tuple[str, ...] | None) -> Iterator[tu
         return
     if names is not None:
         if missing := [name for name in names if name not in thing.all_members]:
-            raise LookupError(f"docs/reference/ names what {thing.path} hasn't: {', '.join(missing)}")
+            raise LookupError(f"docs/ names what {thing.path} hasn't: {', '.join(missing)}")
         yield from ((name, _target(thing.all_members[name])) for name in names)
         return
     direct = [name for name, member in thing.members.items() if not member.is_alias or name in (thing.exports or ())]
@@ -134,7 +134,7 @@ def main() -> int:
     stand_in()
     api = Api()
     stale = []
-    for page in sorted(REFERENCE.glob("*.md")):
+    for page in sorted(DOCS.rglob("*.md")):
         text = page.read_text(encoding="utf-8")
         content = MARKER.sub(lambda match: f"{match[1]}\n\n{_written(api, match[2], match[3])}\n\n{match[4]}", text)
         if content != text:
@@ -143,7 +143,7 @@ def main() -> int:
                 page.write_text(content, encoding="utf-8")
     if stale and "--check" in sys.argv:
         print(
-            f"docs/reference/ isn't what the code says: {', '.join(stale)}. `make reference` writes it", file=sys.stderr
+            f"docs/ isn't what the code says: {', '.join(stale)}. `make reference` writes it", file=sys.stderr
         )
         return 1
     return 0

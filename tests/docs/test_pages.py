@@ -128,7 +128,7 @@ def test_the_config_of_the_readme_trains(tmp_path: Path) -> None:
         *(word for each in few for word in ("--set", each)),
     ]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert "engine_gap" in done.stdout
+    assert "engine_gap" in (tmp_path / "runs" / "grpo" / "metrics.jsonl").read_text(encoding="utf-8")
     assert done.stdout.endswith("everything is closed: 1 runtime, 1 pool, 1 group, 2 workers, 6 roles\n")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from colocate import Run, errors
 from colocate_run.cli import app
 
 DOCS = ROOT / "docs"
+_PATH = r"\bdocs/[a-z0-9/-]+\.(md|py|yaml|json|ipynb)\b"
 CONTRIBUTING, CHANGELOG = ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"
 
 
@@ -78,18 +80,30 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert not anchor or anchor in anchors(there), f"{page.name} links to {target}"
 
 
+def test_pages_named_elsewhere_are_there() -> None:
+    """Code, error texts, comments, scripts and the Makefile name pages and examples by paths that exist."""
+    text = subprocess.run(["git", "grep", "-InoE", _PATH], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    named = [line.rsplit(":", 1) for line in text.splitlines() if not line.startswith(("CHANGELOG.md", "docs/"))]
+    assert len(named) > 20
+    assert [(place, path) for place, path in named if not (ROOT / path).exists()] == []
+
+
 def test_the_index_has_every_page() -> None:
-    text = (DOCS / "README.md").read_text(encoding="utf-8")
-    pages = [page.relative_to(DOCS).as_posix() for page in PAGES if page.is_relative_to(DOCS)]
-    assert [page for page in pages if f"({page})" not in text] == ["README.md"]
+    """The table of contents has those for users; the others, in a folder of their own, have their own."""
+    internals = DOCS / "internals"
+    users = [page for page in PAGES if page.is_relative_to(DOCS) and not page.is_relative_to(internals)]
+    for index, pages in ((DOCS / "README.md", users), (internals / "README.md", internals.glob("*.md"))):
+        text = index.read_text(encoding="utf-8")
+        names = [page.relative_to(index.parent).as_posix() for page in pages]
+        assert [name for name in names if f"({name})" not in text] == ["README.md"]
 
 
-def test_the_home_has_the_readmes_comparison() -> None:
-    """With Ray, verl and TRL, in the same words."""
+def test_the_comparison_with_others() -> None:
+    """The README has it, with Ray, verl and TRL; the table of contents doesn't say it again."""
     heading = "Beside others"
-    compared = [[cell.replace("(docs/", "(") for cell in row] for row in tables(ROOT / "README.md")[heading]]
-    assert compared == tables(DOCS / "README.md")[heading]
+    compared = tables(ROOT / "README.md")[heading]
     assert {"plain Ray", "verl", "colocate"} <= {*compared[0]}
+    assert heading not in (DOCS / "README.md").read_text(encoding="utf-8")
 
 
 def test_the_changelog_has_this_version() -> None:
@@ -132,7 +146,7 @@ def test_what_newcomers_search_for_is_a_heading(words: str, page: str) -> None:
 
 def test_an_engine_generates() -> None:
     """Pages about clusters call nothing else so: Ray, Dask and what third parties bring are clusters."""
-    about = ["calls", "chaos", "cli", "dask", "detached-pools", "operations", "ownership", "ray", "restart", "testing"]
+    about = ["calls", "internals/chaos", "cli", "dask", "detached-pools", "operations", "ownership", "ray", "restart", "testing"]
     found = {}
     for name in [*about, "write-an-executor"]:
         prose = re.sub(
@@ -154,6 +168,6 @@ def anchors(page: Path) -> set[str]:
 
 
 def test_every_field_note_has_its_test() -> None:
-    for rows in tables(DOCS / "field-notes.md").values():
+    for rows in tables(DOCS / "internals" / "field-notes.md").values():
         for name, file in (code(row[-1]) for row in rows[1:]):
             assert f"def {name}(" in (ROOT / file).read_text(encoding="utf-8")

@@ -3,8 +3,8 @@
 It needs nothing but Python 3.11 or later with torch, and the folder that `make gpu-wheels` has filled. It makes an
 environment of its own in a temporary folder, which sees the packages of the Python that runs this; what that one lacks
 comes from the wheels, and colocate is this checkout. Results go to $OUT, or to build/gpu: gpu.json, and gpu.md with the
-section for docs/gpu.md. Where a machine is lent for less than all of it takes, each --part is a run of its own, and
---join makes one of their results.
+section for docs/internals/gpu.md. Where a machine is lent for less than all of it takes, each --part is a run of its
+own, and --join makes one of their results.
 """
 
 from __future__ import annotations
@@ -291,7 +291,7 @@ KINDS = ("passed", "failed", "skipped")
 
 
 def section(record: dict[str, Any]) -> str:
-    """A run as a section of docs/gpu.md."""
+    """A run as a section of docs/internals/gpu.md."""
     tests: list[dict[str, Any]] = record["tests"]
     device = record["device"] or "no GPU (--allow-cpu)"
     versions = [f"Python {record['python']}", f"torch {record['torch']}"]

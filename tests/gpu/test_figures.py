@@ -1,4 +1,4 @@
-"""What sharing a GPU costs and saves there: figures for docs/gpu.md. See test_gpu.py."""
+"""What sharing a GPU costs and saves there: figures for docs/internals/gpu.md. See test_gpu.py."""
 
 from __future__ import annotations
 

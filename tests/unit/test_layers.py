@@ -22,7 +22,7 @@ def test_every_module_is_in_a_layer() -> None:
 
 
 def test_the_page_has_them() -> None:
-    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "internals" / "architecture.md").read_text(encoding="utf-8")
     rows = [line.removesuffix(" |").split(" | ") for line in page.splitlines() if line.startswith("| `")]
     assert rows[: len(layers.LAYERS)] == [[f"| `{name}`", what] for name, what in layers.LAYERS.items()]
 
@@ -54,7 +54,7 @@ def test_a_feature_is_called_as_it_says() -> None:
 
 
 def test_the_page_has_the_hooks_of_each() -> None:
-    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "internals" / "architecture.md").read_text(encoding="utf-8")
     for name, feature in features.FEATURES.items():
         own = [
             set(vars(half(name))) & set(vars(base)) if has else set()
@@ -92,7 +92,7 @@ def test_around_core(package: str) -> None:
     assert layers.against_around(folder, order) == []
     assert layers.circles(folder) == []
     row = f"| `{package}/` | {' < '.join(layer.replace(' ', ', ') for layer in order)} |"
-    assert row in (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8").splitlines()
+    assert row in (ROOT / "docs" / "internals" / "architecture.md").read_text(encoding="utf-8").splitlines()
 
 
 def test_every_package_around_core_has_layers() -> None:
@@ -120,7 +120,7 @@ def test_what_core_has_from_packages_beside_it() -> None:
 
 def test_where_the_page_says_that_one_looks() -> None:
     """Each file is there: a bare name in the folder of the one before it."""
-    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "internals" / "architecture.md").read_text(encoding="utf-8")
     rows = page.partition("## Where to look first\n")[2].partition("\n## ")[0].splitlines()[3:]
     assert len(rows) > 10
     for row in filter(None, rows):

@@ -4,7 +4,7 @@ Storages lose their memory and get it again: tensors and storages stay the same 
 weights; addresses are others afterwards, but for `sleep="vmm"` (`vmm.py`). Nothing may be computed with them meanwhile.
 
 Torch pins powers of two, one page after the other. Here several threads touch the pages first, which are huge ones
-where the kernel has such: that takes a fifth of the time (docs/gpu.md).
+where the kernel has such: that takes a fifth of the time (docs/internals/gpu.md).
 """
 
 from __future__ import annotations
