@@ -1,4 +1,4 @@
-"""Write the generated parts of the pages, most of them in docs/reference/, for readers of the repository; `--check` says which aren't current.
+"""Write the generated parts of pages, for readers of the repository; `--check` says which aren't current.
 
 The site has the same parts by mkdocstrings, with links between them (`hooks.py`).
 """
