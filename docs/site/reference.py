@@ -142,9 +142,7 @@ def main() -> int:
             if "--check" not in sys.argv:
                 page.write_text(content, encoding="utf-8")
     if stale and "--check" in sys.argv:
-        print(
-            f"docs/ isn't what the code says: {', '.join(stale)}. `make reference` writes it", file=sys.stderr
-        )
+        print(f"docs/ isn't what the code says: {', '.join(stale)}. `make reference` writes it", file=sys.stderr)
         return 1
     return 0
 
