@@ -20,9 +20,8 @@ from colocate import load_config
 NOT_RUN: dict[tuple[str, str], int] = {
     ("README.md", "installs; tests/docs/test_first_hour.py does, in a fresh environment"): 2,
     ("README.md", "trains for about a minute; tests/docs/test_first_hour.py does"): 1,
-    ("README.md", "trains for about a minute; the test test_the_commands_of_the_demo checks it"): 2,
+    ("README.md", "trains for about a minute; the test test_the_commands_of_the_demo checks it"): 1,
     ("README.md", "trains for a minute; the test test_it_learns does"): 1,
-    ("README.md", "trains for half a minute; the page of each command runs it"): 1,
     ("configuration.md", "needs variables of Slurm's"): 1,
     ("dask.md", "needs a cluster"): 4,
     ("ray.md", "needs a cluster"): 3,
@@ -85,7 +84,7 @@ def test_the_commands_of_the_demo() -> None:
     config = load_config(ROOT / command.split()[-1])
     assert config.job is not None
     commands = re.findall(r"(?:--(?:set|executor) [\w.]+(?:=\w+)?\s?)+", readme)
-    assert len(commands) == 4  # the last one is the recording's
+    assert len(commands) == 3
     for options in commands:
         executor = next(iter(re.findall(r"--executor (\S+)", options)), None)
         config = load_config(ROOT / command.split()[-1], executor=executor, set=re.findall(r"--set (\S+)", options))
@@ -144,8 +143,8 @@ def test_the_first_screen() -> None:
 
 
 def test_the_example_trains_in_two_processes(tmp_path: Path, forks: Forks) -> None:
-    """What the README says of its example: with two changes it is data-parallel."""
-    (example,) = [block.text for block in blocks_of(ROOT / "README.md") if block.file == "example.py"]
+    """What the page says of its example: with two changes it is data-parallel."""
+    (example,) = [block.text for block in blocks_of(ROOT / "docs" / "first-group.md") if block.file == "example.py"]
     changed = example.replace("slots=1", "slots=2, processes=True")
     assert changed.count("slots=2, processes=True") == 1
     (tmp_path / "example.py").write_text(changed, encoding="utf-8")
