@@ -11,15 +11,19 @@ from tests.chaos.programs import SLOTS, kind_of
 
 import colocate
 
-SEEDS = {"local": (0, 1, 2, 3, 8045), "ray": (0, 3), "dask": (1, 3)}
-TORCH = (8045,)
+TRAINING = 8045
 DRIVERS = {"local": (4,), "ray": (9,), "dask": (4,)}
 PLAYED = 5  # so often at most: on a busy machine a fault's moment may come when there is nothing left to do it to
 NEEDS = {"ray": "ray", "dask": "distributed"}
 
 
-@pytest.mark.parametrize("executor", ["local", *(pytest.param(each, marks=pytest.mark.long) for each in NEEDS)])
-def test_slice(executor: str) -> None:
+@pytest.mark.in_make_test("local")
+@pytest.mark.parametrize(
+    ("executor", "seeds"),
+    [("local", (0, 1, 2, 3)), ("local", (TRAINING,)), ("ray", (0, 3)), ("dask", (1, 3))],
+    ids=["local", "training", "ray", "dask"],
+)
+def test_slice(executor: str, seeds: tuple[int, ...]) -> None:
     """Each fault is survived: nothing hangs, nothing is left, no result is wrong."""
     if executor in NEEDS:
         pytest.importorskip(NEEDS[executor])
@@ -30,18 +34,18 @@ def test_slice(executor: str) -> None:
                 assert made.held_by(os.getpid()) != []  # so what a killed driver leaves would be seen
             assert made.held_by(os.getpid()) == []
         lane = judge.Lane(made, ledger)
-        for seed in SEEDS[executor]:
+        for seed in seeds:
             tally = ledger.tally(executor, kind_of(seed))
             before = tally.tried
             for _ in range(PLAYED):
-                lane.play(seed, seed in TORCH, episodes=1)
+                lane.play(seed, seed == TRAINING, episodes=1)
                 if tally.tried > before:
                     break
         lane.rest()
         lane.close()
         deaths.burst(made, ledger, DRIVERS[executor])
     assert ledger.problems == []
-    kinds = {kind_of(seed) for seed in (*SEEDS[executor], *DRIVERS[executor])}
+    kinds = {kind_of(seed) for seed in (*seeds, *DRIVERS[executor])}
     for kind in kinds:
         tally = ledger.tally(executor, kind)
         assert tally.tried == tally.survived > 0

@@ -63,6 +63,7 @@ def test_steps(demo: CommandLine, steps: str, calls: int) -> None:
     assert "for ui.perfetto.dev: " in done.stdout
 
 
+@pytest.mark.long
 def test_stacks_of_a_whole_run(demo: CommandLine) -> None:
     done = demo("run", "demo.yaml", "--profile", "py-spy,roles=worker")
     assert (done.returncode, done.stderr) == (0, "")

@@ -96,6 +96,7 @@ def test_a_run_that_is_the_same(words: CommandLine) -> None:
     assert done.returncode == 1, "it hasn't called the judge"
 
 
+@pytest.mark.in_make_test("4")
 @pytest.mark.parametrize("slots", ["1", "4"])
 def test_another_number_of_ranks(words: CommandLine, slots: str) -> None:
     """What callers get is the same; the best of each rank isn't the best of others, which is refused."""
@@ -177,6 +178,7 @@ def test_what_is_wrong_is_told_before_anything_starts(words: CommandLine) -> Non
     assert not (words.folder / "runs" / "words-2").exists()
 
 
+@pytest.mark.long
 def test_damaged_files_are_told(words: CommandLine) -> None:
     """By a message each; a torn last line, of a driver that was killed, isn't read."""
     recording = words.folder / "runs" / "words" / "recording"

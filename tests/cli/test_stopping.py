@@ -112,6 +112,7 @@ def held(colocate: CommandLine) -> "Callable[..., Held]":
     return lambda phase, limit="", **variables: Held(colocate, phase, limit, **variables)
 
 
+@pytest.mark.in_make_test("checkpoint")
 @pytest.mark.parametrize("phase", ["job", "call", "checkpoint"])
 def test_sigterm_asks_however_often(held: Callable[..., Held], phase: str) -> None:
     """A scheduler sends it twice within a moment: the checkpoint is written, and it goes on from there."""
@@ -148,7 +149,7 @@ def test_after_the_job(held: Callable[..., Held]) -> None:
     assert run.saved == ["step-000001", "step-000002"]
 
 
-@pytest.mark.in_make_test("2-1")
+@pytest.mark.long
 @pytest.mark.parametrize(("number", "times"), [(signal.SIGTERM, 4), (signal.SIGINT, 1)])
 def test_while_a_group_is_restarted(held: Callable[..., Held], number: signal.Signals, times: int) -> None:
     """What is to be saved is saved: nobody waits for the group."""

@@ -1,6 +1,6 @@
 """Machines for tests, and engines on them.
 
-`make clusters` runs what is here, `make test` two of them. Without root all is skipped, and that is said.
+`make clusters` runs what is here, `make test` one of them. Without root all is skipped, and that is said.
 """
 
 from __future__ import annotations
@@ -14,11 +14,7 @@ from tests.clusters.engines import OnMachines, dask_on, ray_on
 from tests.clusters.machines import Machines, lacks
 
 HERE = Path(__file__).parent
-# A quarter of a minute, most of which is waiting.
-IN_MAKE_TEST = (
-    "test_slurm.py::test_it_saves_and_goes_on[one node-preempted-0]",
-    "test_silence.py::test_a_cut_for_good[dask-cut-3]",
-)
+IN_MAKE_TEST = "test_slurm.py::test_it_saves_and_goes_on[one node-preempted-0]"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

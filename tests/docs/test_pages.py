@@ -53,8 +53,8 @@ NOT_RUN: dict[tuple[str, str], int] = {
 }
 
 
-# Those that train models in several processes, several times.
-LONG = ("from-your-script.md",)
+# What they show takes half a minute each: training, a Ray, runs of pytest.
+LONG = ("from-your-script.md", "a-run-that-doesnt-learn.md", "profile.md", "ray.md", "testing.md")
 
 
 @pytest.mark.parametrize(

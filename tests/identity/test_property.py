@@ -207,7 +207,7 @@ def agrees(drawn: Sequence[Drawn], executor: str, forks: Forks) -> None:
 
 
 @pytest.mark.parametrize("executor", [*BUILT_IN, pytest.param("strict", marks=pytest.mark.long)])
-@hypothesis.settings(max_examples=4, deadline=None, database=None, derandomize=True)
+@hypothesis.settings(max_examples=2, deadline=None, database=None, derandomize=True)
 @given(
     drawn=st.lists(
         st.tuples(st.sampled_from(sorted(KINDS)), st.sampled_from(PLACES), st.sampled_from(WAYS)),

@@ -44,7 +44,9 @@ writer = group.role("writer", Writer)
 """
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["threads", "processes"])
+@pytest.fixture(
+    scope="module", params=[False, pytest.param(True, marks=pytest.mark.long)], ids=["threads", "processes"]
+)
 def session(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Kernel, str]]:
     """Ended when nothing was closed ("Restart" is what a user does then), it leaves no worker."""
     workers: list[psutil.Process] = []

@@ -59,7 +59,7 @@ def make_folder(folder: Path, eos: Any) -> str:
     return str(folder)
 
 
-@pytest.mark.in_make_test("none-False", "several-False", "others-False", "stop-False", "several-True")
+@pytest.mark.in_make_test("none-False", "several-False", "others-False", "stop-False")
 @pytest.mark.parametrize("processes", [False, True])
 @pytest.mark.parametrize("case", CASES)
 def test_actor_and_engine_end_where_generate_does(tmp_path: Path, case: str, processes: bool) -> None:

@@ -57,7 +57,7 @@ def test_scores_of_a_whole_batch(rollout: Rollout) -> None:
         reward.summary(rollout, reward.score(rollout))
 
 
-ALL = ["threads", "processes", *(pytest.param(name, marks=pytest.mark.long) for name in ("ray", "dask"))]
+ALL = ["threads", *(pytest.param(name, marks=pytest.mark.long) for name in ("processes", "ray", "dask"))]
 
 
 @pytest.fixture(scope="module", params=ALL)
@@ -106,6 +106,7 @@ def learn(actor: Any, problems: Problems, advantages: torch.Tensor, number: int)
     return actor.learn(rollout, log_probs, advantages, None, None, minibatch=4, number=number)
 
 
+@pytest.mark.in_make_test("nan-none", "nan-ddp", "inf-fsdp2")
 @pytest.mark.parametrize("parallel", ["none", "ddp", "fsdp2"])
 @pytest.mark.parametrize("bad", [math.nan, math.inf, 1e38])
 def test_no_update_by_what_is_not_finite(parallel: str, bad: float, problems: Problems) -> None:

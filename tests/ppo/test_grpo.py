@@ -301,7 +301,7 @@ def test_a_killed_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert rows[0] == rows[1]
 
 
-@pytest.mark.in_make_test("engine")
+@pytest.mark.long
 @pytest.mark.parametrize(
     "changes", [["job.with.rollout=actor"], LARGER, [*LARGER, *STALE]], ids=["actor", "engine", "stale"]
 )

@@ -99,6 +99,7 @@ def two_ranks() -> Iterator[Team]:
         yield Team.of(pool.spawn(roles, name="policy"))
 
 
+@pytest.mark.in_make_test("11-4")
 @pytest.mark.parametrize(
     ("rows", "minibatch"),
     [(12, 4), (11, 4), (3, 1)],  # equal parts; unequal ones; a rank without any row of some minibatches

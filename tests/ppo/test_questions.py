@@ -52,6 +52,7 @@ def rendered(inner: Any, messages: Any, **options: Any) -> tuple[str, list[int]]
     return inner.apply_chat_template(messages, tokenize=False, **options), tokens
 
 
+@pytest.mark.in_make_test("False-own", "True-own", "False-deepseek")
 @pytest.mark.parametrize("kind", TOKENIZERS)
 @pytest.mark.parametrize("processes", [False, True])
 def test_chats(tmp_path: Path, kind: str, processes: bool) -> None:
@@ -151,6 +152,7 @@ class Format(Reward):
         return float(answer == problem.answer)
 
 
+@pytest.mark.in_make_test("False-own", "True-own", "False-characters")
 @pytest.mark.parametrize("kind", [*TOKENIZERS, "characters"])
 @pytest.mark.parametrize("processes", [False, True])
 def test_answers(tmp_path: Path, kind: str, processes: bool) -> None:

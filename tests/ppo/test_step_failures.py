@@ -96,9 +96,8 @@ def test_what_is_planned_is_what_they_hold(expected: Trained, tmp_path: Path, fo
             assert {kind: size for kind, size in plan[role.role].items() if kind != "tensors"} == held, role.role
 
 
-@pytest.mark.parametrize(
-    "where", ["backward", *(pytest.param(each, marks=pytest.mark.long) for each in ("rollout", "before", "update"))]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("where", ["backward", "rollout", "before", "update"])
 def test_a_failed_part_is_done_again(tmp_path: Path, expected: Trained, where: str) -> None:
     """With the same problems and random numbers, and without an update that was made already: all equal bit by bit."""
     found = train(tmp_path / "run", *failing(tmp_path, where))
