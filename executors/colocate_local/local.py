@@ -1,4 +1,4 @@
-"""The embedded executor: which of its two variants the options choose; only that one is imported."""
+"""The embedded executor: options choose one of two variants, and only that variant is imported."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Local(Machine):
     """Slots on this machine: threads of the driver, or with `processes=True` a process each."""
 
     @classmethod
-    def connect(  # type: ignore[override]  # its options are the user's to see
+    def connect(  # type: ignore[override]  # the signature shows users the options
         cls,
         *,
         processes: bool = False,
@@ -25,7 +25,7 @@ class Local(Machine):
         gpus: int | None = None,
         strict: bool = False,
     ) -> Executor:
-        """Start it.
+        """Start an executor on this machine.
 
         Args:
             processes: A process per slot instead of a thread.
@@ -44,18 +44,18 @@ class Local(Machine):
 
     @classmethod
     def foresee(cls, options: Mapping[str, Any]) -> None:
-        """Have the template of the workers started."""
+        """Start the template process of the workers, in advance."""
         if options.get("processes") is True:
             forks.foresee(os.environ)
 
     @classmethod
     def objection(cls, option: str, value: Any) -> str | None:
-        """Return None: the options count and choose, and name nothing."""
+        """Return None: no option of this executor can do harm."""
         return None
 
     @classmethod
     def variant(cls, options: Mapping[str, Any]) -> type[Executor]:
-        """The class for slots that are processes, or threads."""
+        """Return the executor class for processes or for threads."""
         from colocate_local.processes import LocalProcesses
         from colocate_local.threads import LocalThreads
 

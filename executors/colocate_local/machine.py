@@ -1,4 +1,4 @@
-"""What both variants of the embedded executor share: this machine as one node, and its slots."""
+"""The base of both embedded variants: this machine as one node with slots."""
 
 from __future__ import annotations
 
@@ -11,46 +11,45 @@ from colocate.placement import Ledger
 
 
 class Machine(Executor, SharedSlots):
-    """This machine, and the slots on it."""
+    """The slots of this machine."""
 
     name = "local"
 
     def __init__(self, node: Node) -> None:
-        """Use `Local.connect`."""
         self._node = node
         self._ledger = Ledger([node], self._device)
         self._gpus = names(node.gpus)
-        self._runtimes: set[str] = set()  # ids; it is one, which its requests tell
+        self._runtimes: set[str] = set()  # ids of the runtimes with requests here (in practice one)
 
     @staticmethod
     def _device(devices: tuple[int, ...]) -> str:
-        """Return what torch calls a slot's device in its worker."""
+        """Return torch's name of a slot's device, as seen by the slot's worker."""
         return torch_device(devices[0] if devices else None)
 
     def nodes(self) -> Sequence[Node]:
-        """This machine."""
+        """Return this machine as the only node."""
         return [self._node]
 
     def reserve(self, request: Request) -> Reservation:
-        """Take slots."""
+        """Reserve slots in the ledger of this machine."""
         self._runtimes.add(request.id.partition("/")[0])
         return self._ledger.reserve(request)
 
     def withdraw(self, request: Request) -> None:
-        """Nobody waits for them any more."""
+        """Withdraw a request that waits for slots."""
         self._ledger.withdraw(request)
 
     def release(self, reservation: Reservation) -> None:
-        """Give them back."""
+        """Release the slots of a reservation."""
         self._ledger.release(reservation)
 
     def running(self) -> Sequence[Running]:
-        """The reservations, and the workers as the operating system or the interpreter shows them."""
+        """List the reservations, and the workers that the operating system or the interpreter shows."""
         return [*self._ledger.running(), *self._workers()]
 
     @abc.abstractmethod
     def _workers(self) -> list[Running]:
-        """The workers."""
+        """List the workers that still run."""
 
     def _is_ours(self, worker: str) -> bool:
         return worker.partition("/")[0] in self._runtimes

@@ -8,7 +8,7 @@ from colocate.executor import About, Executor
 
 @hookimpl
 def colocate_executor() -> type[Executor]:
-    """The executor's class."""
+    """Return the executor's class."""
     from colocate_local.local import Local
 
     return Local
@@ -16,7 +16,7 @@ def colocate_executor() -> type[Executor]:
 
 @hookimpl
 def colocate_about() -> About:
-    """Return what is said of it as long as nobody uses it."""
+    """Describe this executor for commands and errors, without an import of the executor."""
     return About(
         capabilities={"OwnProcess": "local with processes=True", "SharedSlots": "local"}, packages=("colocate_local",)
     )

@@ -1,4 +1,4 @@
-"""Slots as processes of this machine, each on a socket pair: the way to use all its GPUs without a cluster."""
+"""Slots as processes of this machine, each on a socket pair: all GPUs of the machine without a cluster."""
 
 from __future__ import annotations
 
@@ -15,21 +15,20 @@ from colocate_local.machine import Machine
 
 
 class LocalProcesses(Machine, OwnProcess):
-    """One process per slot. They end with the driver, even when it is killed."""
+    """One process per slot. Workers end with the driver, even when the driver is killed."""
 
     def __init__(self, node: Node) -> None:
-        """Use `Local.connect`."""
         super().__init__(node)
         self.event_loop = wire.EventLoop("local", on_death=self._hub_ended)
         self._launcher = Launcher()
         for thread in (self._launcher, self.event_loop):
-            thread.start()  # now, when whoever connects is told that no thread is to be had
+            thread.start()  # started here, so that a failure to start a thread reaches the caller of `connect`
         forks.hold(os.environ)
         self.hosts: dict[str, ProcessHost] = {}
 
     @staticmethod
     def _device(devices: tuple[int, ...]) -> str:
-        return torch_device(0 if devices else None)  # the worker sees its own devices only
+        return torch_device(0 if devices else None)  # a worker sees only the devices of one slot, numbered from 0
 
     def launch(self, place: Place, boot: Boot, events: HostEvents) -> Host:
         """Start a worker as a process."""
@@ -38,13 +37,13 @@ class LocalProcesses(Machine, OwnProcess):
         self.hosts[boot.worker] = host
         try:
             self._launcher.run(lambda: host.start(env))
-        except BaseException:  # it couldn't be started, or Ctrl-C came while it was
+        except BaseException:  # the start failed, or Ctrl-C interrupted the wait
             self._launcher.soon(host.give_up)
             raise
         return host
 
     def _workers(self) -> list[Running]:
-        """The processes that this one has started, whatever it remembers of them."""
+        """List the child processes of this process, also those without an entry in `hosts`."""
         known = {host.pid: worker for worker, host in list(self.hosts.items())}
         children = [(known.get(child.started, child.label), child) for child in below_this()]
         running = [
@@ -56,12 +55,12 @@ class LocalProcesses(Machine, OwnProcess):
         return running + [each.running(self._node.name) for each in left]
 
     def _hub_ended(self, reason: str) -> None:
-        """Nothing of the workers would be heard any more."""
+        """Report all workers as lost: the event loop has ended, so no message would arrive."""
         for host in list(self.hosts.values()):
             host.lost(reason)
 
     def close(self) -> None:
-        """End the threads that serve the workers, and what should be left of those."""
+        """End the remaining workers, then the threads that serve the workers."""
         forks.let_go()
         for host in list(self.hosts.values()):
             host.kill()
@@ -70,7 +69,7 @@ class LocalProcesses(Machine, OwnProcess):
 
 
 class ProcessHost(Host):
-    """The driver's end of a worker process: its lane, its output, its end."""
+    """The driver's end of a worker process: lane, output, exit."""
 
     def __init__(self, executor: LocalProcesses, boot: Boot, events: HostEvents) -> None:
         self.boot = boot
@@ -81,7 +80,7 @@ class ProcessHost(Host):
         self._reason: str | None = None
 
     def start(self, env: dict[str, str]) -> None:
-        """Start the process, on the launching thread, with what its environment has on top of this one's."""
+        """Start the process with `env` on top of this process's environment. On the launching thread."""
         ours, theirs = socket.socketpair()
         try:
             self.lane = self._executor.event_loop.attach(ours, self._events.received, self._lane_closed)
@@ -97,38 +96,38 @@ class ProcessHost(Host):
         self.lane.send(*first_message(self.boot))
 
     def give_up(self) -> None:
-        """End what a start that failed, or that nobody has waited for, may have left. On the launching thread."""
+        """Kill the process of a start that failed or was interrupted. On the launching thread."""
         if not self._process.pid:
             self._executor.hosts.pop(self.boot.worker, None)
         self.kill()
 
     def send(self, frame: Any) -> None:
-        """Send a message."""
+        """Send a message to the worker."""
         if self.lane is not None:
             self.lane.send(frame)
 
     def kill(self) -> None:
-        """End the process now."""
+        """Kill the process, without waiting."""
         self._process.kill()
 
     def look(self, then: Callable[[str | None], None]) -> None:
-        """Say what it does, as its memory shows."""
+        """Call `then` with the worker's current activity, read from the worker's memory."""
         self._process.look(then)
 
     # -- on the event loop's thread
 
     def _lane_closed(self, reason: str) -> None:
-        # A worker without its lane is of no use: it leaves by itself, or is made to.
+        # A worker without a connection is useless: the worker exits by itself, or is killed after this delay.
         self._executor.event_loop.later(AFTER_LANE_S, self._process.end_astray)
 
     def ended(self, exitcode: int | None, signal: str | None, detail: str | None) -> None:
-        """The process is gone."""
+        """Handle the end of the process: close the connection and report the exit."""
         if self.lane is not None:
             self.lane.finish("the worker has ended")
         self._executor.hosts.pop(self.boot.worker, None)
         self._events.exited(Exit(exitcode, signal, self._reason or detail))
 
     def lost(self, reason: str) -> None:
-        """The driver hears nothing of it any more."""
+        """Reap a process that the driver can't receive messages from any more."""
         self._reason = reason
         self._process.reap()

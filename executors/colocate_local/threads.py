@@ -19,12 +19,11 @@ _GIVEN_UP = "a thread, which can't be killed: it was given up, and still runs"
 
 
 class LocalThreads(Machine):
-    """One thread per slot. A hung one can't be ended: it is freed logically and its thread never used again."""
+    """One thread per slot. A hung thread can't be ended: its slot is freed, and the thread is never used again."""
 
     in_process = True
 
     def __init__(self, node: Node, strict: bool) -> None:
-        """Use `Local.connect`."""
         super().__init__(node)
         self.codec = STRICT if strict else BY_REFERENCE
         self._hosts: dict[tuple[str, int], ThreadHost] = {}
@@ -35,35 +34,35 @@ class LocalThreads(Machine):
         self._hosts[boot.group, boot.slot] = host
         try:
             host.start()
-        except BaseException:  # a signal's handler has raised, say
+        except BaseException:  # for example, a signal handler has raised
             host.kill()
             raise
         return host
 
     def frame(self, head: tuple[Any, ...], body: Any = None) -> Any:
-        """Messages are handed over as they are."""
+        """Return the message unencoded: head and body are passed by reference."""
         return head, body
 
     def numbered(self, message: Any, body: Any) -> tuple[Any, Sequence[Callable[[int], object]]]:
-        """Calls are handed over as they are, and are told their numbers."""
+        """Return the message unencoded, and a setter of the sequence number for each call."""
         return (message, body), [partial(setattr, call, "seq") for call in message.numbered]
 
     def discard(self, frame: Any) -> None:
-        """Nothing to free."""
+        """Do nothing: a frame holds no resources here."""
 
     def find(self, group: str, slot: int) -> WorkerHost:
-        """The worker on a slot of a group."""
+        """Return the worker on a slot of a group; raise `ColocateError` if the worker is gone."""
         host = self._hosts.get((group, slot))
         if host is None:
             raise ColocateError(f"worker {slot} of group {group!r} is gone")
         return host.worker
 
     def forget(self, boot: Boot) -> None:
-        """A worker has ended."""
+        """Remove an ended worker."""
         self._hosts.pop((boot.group, boot.slot), None)
 
     def _workers(self) -> list[Running]:
-        """The lanes among the threads of this process; also those that hang and were given up."""
+        """List the lane threads of this process, including hung threads of abandoned workers."""
         living = {host.boot.worker for host in list(self._hosts.values())}
         names = [thread.name.removeprefix(LANE) for thread in threading.enumerate() if thread.name.startswith(LANE)]
         return [
@@ -73,7 +72,7 @@ class LocalThreads(Machine):
         ]
 
     def close(self) -> None:
-        """There is nothing to disconnect."""
+        """Do nothing: no connection is open."""
 
 
 class ThreadHost(Host):
@@ -95,7 +94,7 @@ class ThreadHost(Host):
         )
 
     def start(self) -> None:
-        """Say hello."""
+        """Report the worker's hello to the driver."""
         self._say(hello(), None)
 
     def _say(self, head: tuple[Any, ...], body: Any) -> None:
@@ -103,12 +102,12 @@ class ThreadHost(Host):
             self._events.received(head, body)
 
     def send(self, frame: Any) -> None:
-        """Hand a message over."""
+        """Pass a message to the worker, unless the worker has ended."""
         if not self._over:
             self.worker.receive(*frame)
 
     def kill(self) -> None:
-        """A thread can't be ended: its slot is freed, and whatever it still says is ignored."""
+        """Free the slot and ignore later messages from the worker: a thread can't be killed."""
         self._exit("ended with its group; a thread can't be killed and may still run")
         for part in list(self.worker.parts.values()):
             part.kill()
