@@ -1,4 +1,4 @@
-"""The driver's connection to a Dask scheduler: bounded, and with errors that a user can act on."""
+"""The driver's connection to a Dask scheduler: bounded waits, and errors that a user can act on."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from colocate_dask.loop import LoopThread
 from colocate_dask.offers import Facts
 
 _CLOSE_S = 3.0
-# A scheduler that has been silent for so long is asked whether it is there. One that takes connections may be slow.
+# A scheduler that is silent for this long gets a ping. A scheduler that accepts connections may just be slow.
 _SILENCE_S = 1.0
 _QUIET_S = 0.5
 _CONNECTS_WITHIN_S = 1.0
@@ -35,7 +35,7 @@ _FILES = (
 
 
 class Connection:
-    """A Dask client of our own, so that nobody else closes it, and what it says to the scheduler."""
+    """A private Dask client, which no other code closes, and the requests to the scheduler."""
 
     def __init__(self, loop: LoopThread, address: Any, security: Security | None, timeout: float) -> None:
         self._loop = loop
@@ -46,7 +46,7 @@ class Connection:
         self._renewing = threading.Lock()
         self.version = far.describe()
         self._client: Any = _connected(loop, address, security, timeout)
-        self.address = str(self._client.scheduler.address)  # the scheduler's
+        self.address = str(self._client.scheduler.address)  # address of the scheduler
         self._introduced = undocumented.stream_of(self._client)
         track(self)
         try:
@@ -63,7 +63,7 @@ class Connection:
 
     @property
     def host(self) -> str | None:
-        """Address of this machine from which it talks to the scheduler; None when that is on this machine."""
+        """This machine's address on the connection to the scheduler; None for a scheduler on this machine."""
 
         async def find() -> str | None:
             sockets = undocumented.sockets_of(self._client)
@@ -74,11 +74,11 @@ class Connection:
 
     @property
     def tls(self) -> Tls | None:
-        """Return what this side proves itself with where Dask encrypts."""
+        """This side's certificates where Dask encrypts; None for other connections."""
         return far.tls_of(self._client.security, "client") if self.address.startswith("tls://") else None
 
     def ask(self, method: str, *args: Any, within_s: float | None = None, **kwargs: Any) -> Any:
-        """Call one of the client's methods, for a bounded time.
+        """Call a method of the client and wait for a bounded time.
 
         Raises:
             ClusterError: The scheduler doesn't answer in time, or is gone.
@@ -97,23 +97,24 @@ class Connection:
             raise ClusterError(lost)
         try:
             return self._loop.run(ask(), within_s)
-        except TimeoutError as error:  # also where it was lost meanwhile, and Dask has tried to connect again
+        # also raised when the connection was lost meanwhile, and Dask has tried to reconnect
+        except TimeoutError as error:
             raise ClusterError(self._lost() or f"the Dask scheduler at {self.address} didn't answer in time") from error
         except OSError as error:
             raise ClusterError(f"the Dask scheduler at {self.address} is gone: {error}") from error
 
     def _lost(self) -> str | None:
-        """Return what to say of the connection where it isn't there, as far as Dask's client has noticed."""
+        """Describe the lost connection; None while Dask's client takes the connection for alive."""
         status = self._client.status
         if status == "running":
             return None
-        if status == "connecting":  # again
+        if status == "connecting":  # the client is reconnecting
             return f"the connection to the Dask scheduler at {self.address} is lost: is it still there?"
         again = "" if self._closed else ". The next reservation connects again, if it is there"
         return f"the connection to the Dask scheduler at {self.address} is {status}{again}"
 
     def renew(self) -> None:
-        """Connect anew, if the scheduler has been away for so long that Dask's client has given it up.
+        """Reconnect, if Dask's client has given up on an absent scheduler.
 
         Raises:
             ClusterError: It is still away.
@@ -125,7 +126,7 @@ class Connection:
                 self._client = _connected(self._loop, self.address, self._security, self._timeout)
 
     async def _introduce(self) -> None:
-        """Bring the plugin again, and listen, where the connection has been lost: it may be another scheduler now."""
+        """Register the plugin and subscribe again after a reconnect: the scheduler may be a new process."""
         stream = undocumented.stream_of(self._client)
         if stream is self._introduced:
             return
@@ -143,11 +144,11 @@ class Connection:
         within_s: float | None = None,
         pong_s: float = _PONG_WITHIN_S,
     ) -> Any:
-        """Run a function in the scheduler, and wait while it shows that it is alive: each second, in `pong_s`.
+        """Run a function in the scheduler, and wait while the scheduler answers pings within `pong_s` seconds.
 
         Raises:
-            ClusterError: It doesn't answer in time, or is stopped, stuck or gone: which is known at once where nobody
-                takes a connection.
+            ClusterError: No answer came in time, or the scheduler is stopped, stuck or gone. If the address refuses
+                connections, the error comes at once.
         """
         return self._asked(partial(self._while_it_lives, pong_s, function, *args), within_s)
 
@@ -168,11 +169,11 @@ class Connection:
             answer.cancel()
 
     def on_workers(self, function: Callable[..., Any], *args: Any, workers: Sequence[str], **kwargs: Any) -> Any:
-        """Run a function in workers; the answers by address, an exception where it failed."""
+        """Run a function in workers; return answers by address, with an exception for each failure."""
         return self.ask("run", function, *args, workers=list(workers), on_error="return", **kwargs)
 
     def subscribe(self, heard: Callable[[Any], None]) -> None:
-        """Hear what the scheduler tells drivers. On the client's loop: don't wait there."""
+        """Call `heard` with each event from the scheduler. On the client's loop: don't block there."""
 
         async def subscribe() -> None:
             self._listen(heard)
@@ -184,14 +185,14 @@ class Connection:
         self._client.subscribe_topic(far.TOPIC, lambda event: heard(event[1]))
 
     def forget(self) -> None:
-        """In a forked child: copies of the sockets would keep this driver's slots held after the driver."""
+        """Close the sockets in a forked child: copies would keep this driver's slots held after the driver's end."""
         for sock in undocumented.sockets_of(self._client):
             descriptor = sock.detach()
             if descriptor >= 0:
                 os.close(descriptor)
 
     def close(self) -> None:
-        """Leave."""
+        """Close the client."""
         with self._renewing:
             self._closed = True
         _close(self._loop, self._client)
@@ -201,7 +202,7 @@ class Connection:
             there = self.ask("run_on_scheduler", far.describe, within_s=self._timeout)
         except (ConnectionError, TimeoutError):
             raise
-        except Exception as error:  # whatever it raised when it looked for colocate
+        except Exception as error:  # anything that an import of colocate in the scheduler raised
             raise ClusterError(
                 f"the Dask scheduler at {self.address} can't use colocate ({type(error).__name__}: {error}); "
                 f"install colocate {self.version.colocate} where the scheduler and the workers run, "
@@ -211,7 +212,7 @@ class Connection:
 
 
 def security_of(value: Any) -> Security | None:
-    """A `Security`, also from the options of one, as a config gives them.
+    """Return a `Security`, or make one from the options of a config.
 
     Raises:
         ConfigError: It is neither.
@@ -227,7 +228,7 @@ def security_of(value: Any) -> Security | None:
 
 
 def check_versions(here: Facts, there: Facts, who: str) -> None:
-    """Compare versions.
+    """Compare the versions of two processes.
 
     Raises:
         ClusterError: They differ.
@@ -259,7 +260,7 @@ def _connected(loop: LoopThread, address: Any, security: Security | None, timeou
                 _close(loop, made[0])
             raise
     except TypeError as error:
-        if "abstract class" in str(error):  # of a protocol whose library isn't there
+        if "abstract class" in str(error):  # the library of this protocol isn't installed
             raise ConfigError(
                 f"connect('dask', address={address!r}): this protocol isn't available: {error}"
             ) from error
@@ -282,7 +283,7 @@ def _connected(loop: LoopThread, address: Any, security: Security | None, timeou
 
 
 def _missing_files(security: Security | None) -> str:
-    """Return which certificates can't be read; Python's own error doesn't say."""
+    """Return an error text with the unreadable certificates; Python's own error doesn't name the files."""
     given = {name: getattr(security, name, None) for name in _FILES}
     paths = {name: path for name, path in given.items() if isinstance(path, str) and "\n" not in path}
     missing = [f"{name}={path!r}" for name, path in paths.items() if not Path(path).exists()]
@@ -290,17 +291,17 @@ def _missing_files(security: Security | None) -> str:
 
 
 def _close(loop: LoopThread, client: Any) -> None:
-    """Close a client, whatever state it is in."""
+    """Close a client in any state."""
 
     async def close() -> None:
         await client.close(timeout=_CLOSE_S)
 
-    with contextlib.suppress(OSError):  # it was slow, or is gone; what is left of it ends with the loop
+    with contextlib.suppress(OSError):  # a slow or absent scheduler; the loop's end stops the rest of the client
         loop.run(close(), 2 * _CLOSE_S)
 
 
 def _why_not(error: BaseException, address: Any) -> str:
-    """Return what kept a client from connecting, in words."""
+    """Explain in words why a client could not connect."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, ssl.SSLCertVerificationError):

@@ -1,4 +1,4 @@
-"""The Dask executor: a slot is a Dask worker that is held, with a keeper in it."""
+"""The Dask executor: a slot is a held Dask worker with a keeper inside."""
 
 from __future__ import annotations
 
@@ -54,17 +54,17 @@ from colocate_dask.loop import LoopThread
 from colocate_dask.offers import Grant, Held, Refusal, Wanted, host_key
 from colocate_dask.private import PrivateCluster
 
-_START_S = 60.0  # for the first keeper in a worker, which imports colocate
+_START_S = 60.0  # seconds; the first keeper in a worker imports colocate
 ANSWER_S = 30.0
 _LISTED_S = 2.5
 _RELEASE_PONG_S = 1.0
-_STILL_SILENT_S = 0.2  # a scheduler that has just been silent is told something, and isn't waited for
+_STILL_SILENT_S = 0.2  # seconds; a scheduler that was just silent gets the release without a wait for the answer
 _KILL_S = 5.0
 
 
 @attrs.define(eq=False)
 class Lot:
-    """What a reservation holds: its slots by Dask worker; what it took of a private cluster; what can be detached."""
+    """The slots of one reservation, by Dask worker, and the resources behind these slots."""
 
     id: str
     label: str = ""
@@ -75,12 +75,12 @@ class Lot:
 
 
 class DaskExecutor(Executor, OwnProcess, MultiNode, SharedSlots):
-    """Slots are Dask workers that are held; roles run in processes beside them."""
+    """Slots are held Dask workers; roles run in processes beside the workers."""
 
     name = "dask"
 
     @classmethod
-    def connect(  # type: ignore[override]  # its options are the user's to see
+    def connect(  # type: ignore[override]  # the signature shows users the options
         cls,
         *,
         address: str | None = None,
@@ -125,13 +125,13 @@ class DaskExecutor(Executor, OwnProcess, MultiNode, SharedSlots):
 
     @classmethod
     def variant(cls, options: Mapping[str, Any]) -> type[Executor]:
-        """The class for a cluster to join, or a private one."""
+        """Return the executor class for a cluster to join, or for a private cluster."""
         joins = options.get("address") is not None or options.get("client") is not None
         return JoinedDaskExecutor if joins else DaskExecutor
 
     @classmethod
     def objection(cls, option: str, value: Any) -> str | None:
-        """Return which cluster is believed."""
+        """Refuse options with which a config would choose the cluster to trust."""
         if option in ("cpus", "gpus", "share", "timeout") or value is None:
             return None
         return (
@@ -140,14 +140,13 @@ class DaskExecutor(Executor, OwnProcess, MultiNode, SharedSlots):
         )
 
     def __init__(self, address: str | None, security: Any, own: Node | None, share: bool, timeout: float) -> None:
-        """Use `connect`."""
         self._share = share
         self._held: dict[str, Lot] = {}
         self._withdrawn: set[str] = set()
-        self._unreleased: set[str] = set()  # what the scheduler hasn't confirmed, as it was silent
+        self._unreleased: set[str] = set()  # ids of released reservations that a silent scheduler has not confirmed
         self._own = own
         self._ledger = Ledger([own], _device) if own is not None else None
-        self._gpus = names(own.gpus) if own is not None else ()  # of the private cluster
+        self._gpus = names(own.gpus) if own is not None else ()  # names of the private cluster's GPUs
         self._private: PrivateCluster | None = None
         with contextlib.ExitStack() as undo:
             loop = LoopThread()
@@ -165,7 +164,7 @@ class DaskExecutor(Executor, OwnProcess, MultiNode, SharedSlots):
             self._closing = undo.pop_all()
 
     def nodes(self) -> Sequence[Node]:
-        """The machines of the cluster."""
+        """List the machines of the cluster."""
         if self._own is not None:
             return [self._own]
         by_host: dict[str, Node] = {}
@@ -188,7 +187,8 @@ class DaskExecutor(Executor, OwnProcess, MultiNode, SharedSlots):
         held = Lot(secrets.token_hex(8), request.id)
         self._held[held.id] = held
         try:
-            if request.id in self._withdrawn:  # who withdraws looks the other way round: one of the two sees it
+            # `withdraw` sets this mark before a look at `_held`, so either side sees the other
+            if request.id in self._withdrawn:
                 raise PlacementTimeout(words(request, "was withdrawn before it was asked for"))
             if self._ledger is not None:
                 held.taken = self._ledger.reserve(request)
@@ -197,17 +197,17 @@ class DaskExecutor(Executor, OwnProcess, MultiNode, SharedSlots):
                 for earlier in list(self._unreleased):
                     self._released(earlier)
             places = self._place(held, request)
-        except BaseException as error:  # nothing stays pending
+        except BaseException as error:  # no reservation may stay pending
             self._free(held, _STILL_SILENT_S if _is_silence(error) else ANSWER_S)
             raise
         return Reservation(places, held)
 
     def bear(self, cut_s: float) -> None:
-        """By its connections to keepers."""
+        """Set the cut of the connections to keepers."""
         self._keepers.bear(cut_s)
 
     def withdraw(self, request: Request) -> None:
-        """Nobody waits for them any more."""
+        """Withdraw a request that waits for slots."""
         self._withdrawn.add(request.id)
         if self._ledger is not None:
             self._ledger.withdraw(request)
@@ -216,21 +216,22 @@ class DaskExecutor(Executor, OwnProcess, MultiNode, SharedSlots):
                 self._connection.on_scheduler(reservations.release, held.id, within_s=ANSWER_S)
 
     def launch(self, place: Place, boot: Boot, events: HostEvents) -> Host:
-        """Start a worker in a slot, by its keeper."""
+        """Start a worker in a slot, through the slot's keeper."""
         slot: KeptSlot = place.handle
         return slot.launch(boot, events)
 
     def lost(self, place: Place) -> bool:
-        """Whether the Dask worker of a slot is gone."""
+        """Return whether the Dask worker of a slot is gone."""
         slot: KeptSlot = place.handle
         return slot.is_lost
 
     def replace(self, reservation: Reservation, lost: Sequence[Place], request: Request) -> Reservation | None:
-        """Hold other Dask workers, as part of the same reservation."""
+        """Hold other Dask workers in place of lost ones, in the same reservation."""
         held: Lot = reservation.handle
-        if held.taken is not None or held.keepers is not None:  # a private cluster's, or what can be detached
+        if held.taken is not None or held.keepers is not None:  # a private cluster's, or a detachable pool's
             return None
-        if request.together or request.strategy.startswith("strict"):  # which those that stay have to be seen for
+        # the scheduler would have to place new slots relative to the remaining ones
+        if request.together or request.strategy.startswith("strict"):
             return None
         self._connection.renew()
         gone = {id(place.handle) for place in lost}
@@ -243,16 +244,16 @@ class DaskExecutor(Executor, OwnProcess, MultiNode, SharedSlots):
         return attrs.evolve(reservation, places=places)
 
     def release(self, reservation: Reservation) -> None:
-        """Give the Dask workers back; they serve their cluster again."""
+        """Release the Dask workers, which serve their cluster again."""
         self._free(reservation.handle)
 
     def running(self) -> Sequence[Running]:
-        """Return what the scheduler's table has for this driver, and the workers as their keepers find them."""
+        """List the scheduler's reservations of this driver, and the workers that the keepers find."""
         own = [held for held in self._listed() if held.client == self._connection.id or held.id in self._held]
         return [*map(_running, own), *self._keepers.running()]
 
     def strays(self) -> Sequence[Running]:
-        """Dask workers that are held for drivers that are gone."""
+        """List Dask workers that are held for drivers that are gone."""
         return [_running(held) for held in self._listed() if not held.present]
 
     def _listed(self) -> list[Held]:
@@ -260,18 +261,19 @@ class DaskExecutor(Executor, OwnProcess, MultiNode, SharedSlots):
         return found
 
     def close(self) -> None:
-        """Leave the cluster; end it if it is private."""
+        """Leave the cluster; end a private one."""
         self._closing.close()
 
     # -- reserving
 
     def _place(self, held: Lot, request: Request, lot: int = 0) -> tuple[Place, ...]:
         grants = self._own_grants(held, request) if held.taken is not None else self._ask(held, request, lot)
-        key = wire.new_key() if request.detachable else None  # it will be known to others
+        # a fresh key: a detachable pool's key is passed to other drivers
+        key = wire.new_key() if request.detachable else None
         try:
             addresses = self._start_keepers(held, grants, request, key)
         except BaseException:
-            if lot:  # the others stay held
+            if lot:  # only the new workers are released: the remaining slots stay held
                 only = [grant.worker for grant in grants]
                 self._connection.on_scheduler(reservations.release, held.id, only, within_s=ANSWER_S)
             raise
@@ -313,7 +315,7 @@ class DaskExecutor(Executor, OwnProcess, MultiNode, SharedSlots):
         return self._granted(wanted, request)
 
     def _own_grants(self, held: Lot, request: Request) -> Sequence[Grant]:
-        """Workers of the private cluster, made for these slots."""
+        """Start Dask workers in the private cluster, and hold these workers as the slots."""
         assert self._private is not None
         assert held.taken is not None
         try:
@@ -327,7 +329,8 @@ class DaskExecutor(Executor, OwnProcess, MultiNode, SharedSlots):
         return [attrs.evolve(grant, gpus=own) for grant, own in zip(grants, gpus, strict=True)]
 
     def _granted(self, wanted: Wanted, request: Request) -> Sequence[Grant]:
-        patience = request.timeout + _START_S  # the scheduler keeps the time; this is for one that hangs
+        # seconds; the scheduler enforces the request's timeout, and this bound is for a hung scheduler
+        patience = request.timeout + _START_S
         version = self._connection.version
         answer = self._connection.on_scheduler(reservations.reserve, wanted, version, within_s=patience)
         if not isinstance(answer, Refusal):
@@ -344,7 +347,7 @@ class DaskExecutor(Executor, OwnProcess, MultiNode, SharedSlots):
     def _start_keepers(
         self, held: Lot, grants: Sequence[Grant], request: Request, key: bytes | None
     ) -> Mapping[str, str]:
-        """Start the keepers of a reservation, and return their addresses by Dask worker."""
+        """Start the keepers of a reservation, and return addresses by Dask worker."""
         plans = {grant.worker: self._plan(held, grant, request, key) for grant in grants}
         try:
             answers = self._connection.on_workers(far.start, plans, workers=list(plans), within_s=_START_S)
@@ -360,7 +363,7 @@ class DaskExecutor(Executor, OwnProcess, MultiNode, SharedSlots):
         return dict(answers)
 
     def _blame(self, workers: Mapping[str, object]) -> None:
-        """Name the Dask workers that don't answer, if it isn't the scheduler."""
+        """Raise an error that names the silent Dask workers, if the scheduler itself answers."""
         if silent := self._connection.on_scheduler(reservations.silent, list(workers), within_s=ANSWER_S):
             raise PlacementError(f"these Dask workers don't answer, and start no worker: {', '.join(silent)}")
 
@@ -392,26 +395,26 @@ class DaskExecutor(Executor, OwnProcess, MultiNode, SharedSlots):
         except ClusterError as error:
             if _is_silence(error):
                 self._unreleased.add(held.id)
-            return  # without a scheduler there is nothing to give back to; to one that is silent it is said again
+            return  # nothing to release without a scheduler; a silent one gets the release again later
         if stuck:
             raise ClusterError(f"these Dask workers are stuck, and stay held until they are gone: {', '.join(stuck)}")
 
     def _released(self, reservation: str, within_s: float = ANSWER_S) -> list[str]:
-        """Free a reservation; the stuck workers."""
+        """Release a reservation; return the stuck workers."""
         scheduler = self._connection.on_scheduler
         found: list[str] = scheduler(reservations.release, reservation, within_s=within_s, pong_s=_RELEASE_PONG_S)
         self._unreleased.discard(reservation)
         return found
 
     def _kill(self, held: Lot, worker: str) -> None:
-        """End the process of a Dask worker whose keeper is stuck. On a dialling thread."""
-        if held.id not in self._held:  # it is being given back: then the scheduler sees to it
+        """Kill the process of a Dask worker with a stuck keeper. On a dialling thread."""
+        if held.id not in self._held:  # the release of the slot already ends a stuck worker in the scheduler
             return
-        with contextlib.suppress(Exception):  # it is gone, or has no nanny; the scheduler sees to it on release
+        with contextlib.suppress(Exception):  # gone, or without a nanny; the scheduler ends a stuck worker on release
             self._connection.on_workers(far.kill, workers=[worker], nanny=True, within_s=_KILL_S)
 
     def _heard(self, event: Mapping[str, Any]) -> None:
-        """On the client's loop: the scheduler says that a held worker is gone."""
+        """Mark the slot of a lost Dask worker as lost. On the client's loop."""
         held = self._held.get(event.get("reservation", ""))
         slot = held.slots.get(event.get("lost", "")) if held is not None else None
         if slot is not None:
@@ -419,15 +422,15 @@ class DaskExecutor(Executor, OwnProcess, MultiNode, SharedSlots):
 
 
 class JoinedDaskExecutor(DaskExecutor, DetachableByKeepers, Watchable, Labelled, Growing):
-    """A cluster that others use too. The scheduler's plugin has the names; the first slot's keeper is the lead."""
+    """A shared cluster. The scheduler's plugin stores pool names; the first slot's keeper is the lead."""
 
     def leaving(self) -> Mapping[str, float | None]:
-        """Return the machines whose workers retire."""
+        """List the machines with retiring workers."""
         found: dict[str, float | None] = self._connection.on_scheduler(reservations.leaving, within_s=ANSWER_S)
         return found
 
     def publish(self, reservation: Reservation, lease: Lease) -> None:
-        """Register the name; then have the keepers go on."""
+        """Register the pool's name, then tell the keepers to outlive the driver."""
         held: Lot = reservation.handle
         assert held.keepers is not None
         rows = [
@@ -446,7 +449,7 @@ class JoinedDaskExecutor(DaskExecutor, DetachableByKeepers, Watchable, Labelled,
         held.keepers.publish(lease, (held.id, rows), register, withdraw, self.published)
 
     def adopt(self, name: str, who: str, own: bool, fenced: Callable[[str], None]) -> Adopted:
-        """Adopt the lead, and by its leave the others."""
+        """Adopt the lead keeper, and with the lead's permission the other keepers."""
         registration = self.registration(name)
         id, rows = registration.facts
         held = Lot(id)
@@ -458,12 +461,12 @@ class JoinedDaskExecutor(DaskExecutor, DetachableByKeepers, Watchable, Labelled,
         return Adopted(Reservation(places, held), lead.epoch, lead.record)
 
     def end(self, name: str) -> None:
-        """Have the scheduler free it."""
+        """Release a detached pool through the scheduler."""
         id, _ = self.registration(name).facts
         self._connection.on_scheduler(reservations.release, id, within_s=ANSWER_S)
 
     def let_go(self, reservation: Reservation) -> None:
-        """Close the connections to its keepers, once they know."""
+        """Close the connections to a pool's keepers, after a notification to the keepers."""
         held: Lot = reservation.handle
         if self._held.get(held.id) is held:
             del self._held[held.id]
@@ -471,35 +474,35 @@ class JoinedDaskExecutor(DaskExecutor, DetachableByKeepers, Watchable, Labelled,
             held.keepers.give_up()
 
     def reach(self) -> Reach:
-        """By the address from which this driver talks to the scheduler."""
+        """Return the address from which this driver talks to the scheduler, and the keepers' certificates."""
         return Reach(self._connection.host, self._keepers.tls)
 
     def announce(self, window: Window) -> None:
-        """In the scheduler's plugin."""
+        """Register a window in the scheduler's plugin."""
         self._connection.on_scheduler(reservations.announce, window, self._connection.id, within_s=ANSWER_S)
 
     def retract(self, window: Window) -> None:
-        """In the scheduler's plugin."""
-        with contextlib.suppress(ClusterError):  # it is gone, or this driver has left it
+        """Remove a window from the scheduler's plugin."""
+        with contextlib.suppress(ClusterError):  # the scheduler is gone, or this driver has disconnected
             self._connection.on_scheduler(reservations.retract, window, within_s=ANSWER_S)
 
     def windows(self) -> Sequence[Window]:
-        """By the scheduler's plugin."""
+        """List the windows in the scheduler's plugin."""
         found: list[Window] = self._connection.on_scheduler(reservations.windows, within_s=ANSWER_S)
         return found
 
     def registrations(self) -> Sequence[Registration]:
-        """By the scheduler's plugin."""
+        """List the detached pools in the scheduler's plugin."""
         found: list[Registration] = self._connection.on_scheduler(reservations.registrations, within_s=ANSWER_S)
         return found
 
     def pool_of(self, reservation: Reservation) -> PoolKeepers | None:
-        """As it was reserved, or adopted."""
+        """Return the keepers of a reserved or adopted pool; None for a pool that can't be detached."""
         held: Lot = reservation.handle
         return held.keepers
 
     def slot_of(self, place: Place) -> KeptSlot:
-        """The place's handle."""
+        """Return the slot of a place."""
         slot: KeptSlot = place.handle
         return slot
 
@@ -518,7 +521,7 @@ def _is_silence(error: BaseException) -> bool:
 
 
 def _device(devices: tuple[int, ...]) -> str:
-    return torch_device(0 if devices else None)  # a worker sees its own devices only
+    return torch_device(0 if devices else None)  # a worker sees only one slot's devices
 
 
 def _is_loopback(grant: Grant) -> bool:

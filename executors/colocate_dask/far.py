@@ -1,4 +1,4 @@
-"""What runs in the Dask worker that holds a slot: it says what it is, and places the keeper there.
+"""Code that runs in the Dask worker of a slot: a description of the process, and the start of the keeper.
 
 Role code doesn't run here but in a process of the keeper's, so nothing has to be unloaded when a slot is given back.
 """
@@ -25,32 +25,30 @@ from colocate.keeper import Keeper, Thread
 from colocate.wire import Tls
 from colocate_dask.offers import Facts
 
-TOPIC = (
-    "colocate"  # of the events of Dask's that tell drivers of lost workers, and the scheduler of pools that are over
-)
+TOPIC = "colocate"  # Topic of Dask events: lost workers, for drivers, and ended pools, for the scheduler
 
 _REMEMBERED = 100
 
 
 @attrs.frozen
 class Plan:
-    """How to make one keeper."""
+    """Parameters of one keeper."""
 
-    reservation: str  # whose it is
-    grant: str  # the id of its slot's grant
+    reservation: str  # id of the reservation
+    grant: str  # id of the slot's grant
     key: bytes = attrs.field(repr=False)  # the driver's secret
-    host: str | None  # address under which other machines reach this one; None when they needn't
-    env: Mapping[str, str]  # environment of its workers
-    encrypted: bool = False  # whether it talks with other machines by TLS, with the Dask worker's own certificates
-    label: str = ""  # the reservation's name among those of all drivers (`Request.id`)
-    detachable: bool = False  # whether other drivers may follow this one
-    ports: tuple[int, int] | None = None  # the first and the last that it may listen on; None for any
+    host: str | None  # address of this machine for other machines; None if no other machine connects
+    env: Mapping[str, str]  # environment of the workers
+    encrypted: bool = False  # whether TLS with the Dask worker's own certificates protects traffic between machines
+    label: str = ""  # the reservation's name, unique among all drivers (`Request.id`)
+    detachable: bool = False  # whether other drivers may adopt the pool
+    ports: tuple[int, int] | None = None  # the first and the last port to listen on; None for any
     cut_s: float | None = None
 
 
 @attrs.define(eq=False)
 class _OnWorker:
-    """The keepers of one Dask worker, by grant, and the grants that are over."""
+    """The keepers of one Dask worker, by grant, and the grants that have ended."""
 
     keepers: dict[str, Keeper] = attrs.field(factory=dict)
     over: list[str] = attrs.field(factory=list)
@@ -60,25 +58,27 @@ _on_workers: weakref.WeakKeyDictionary[Any, _OnWorker] = weakref.WeakKeyDictiona
 
 
 def describe(dask_worker: Any = None) -> Facts:
-    """Return what this process is."""
+    """Return the versions, GPUs and time of retirement of this process."""
     python = ".".join(platform.python_version_tuple()[:2])
-    lifetime = getattr(dask_worker, "lifetime", None)  # since it was made, which was soon after its process began
+    # seconds since the worker was made, shortly after the start of the process
+    lifetime = getattr(dask_worker, "lifetime", None)
     retires = psutil.Process().create_time() + lifetime if lifetime else None
     return Facts(python, colocate.__version__, gpus.listed(), "dask_cuda" in sys.modules, retires)
 
 
 async def start(plans: Mapping[str, Plan], dask_worker: Any) -> str:
-    """Make the keeper that is planned for this worker (`plans`: by address); return its address."""
+    """Start this worker's keeper from `plans` (by address); return the keeper's address."""
     plan = plans[dask_worker.address]
     here = _on_workers.setdefault(dask_worker, _OnWorker())
-    for grant in list(here.keepers):  # the scheduler has freed the slot, so nobody has a right to it
+    for grant in list(here.keepers):  # the scheduler has freed the slot, so an older keeper is a leftover
         await end(grant, dask_worker)
     if plan.grant in here.over:
         raise RuntimeError(f"reservation {plan.reservation} is over: its driver has gone")
 
     def forget() -> None:
         here.keepers.pop(plan.grant, None)
-        if plan.detachable:  # with the driver, a detached pool may have no other way to say that it is over
+        # once the driver is gone, this event is the only way to tell the scheduler of the pool's end
+        if plan.detachable:
             dask_worker.loop.add_callback(dask_worker.log_event, TOPIC, {"over": plan.reservation})
 
     tls = tls_of(dask_worker.security, "worker") if plan.encrypted else None
@@ -98,7 +98,7 @@ async def start(plans: Mapping[str, Plan], dask_worker: Any) -> str:
 
 
 async def end(grant: str, dask_worker: Any) -> None:
-    """End the keeper of a grant, now or when it should come yet; returns when its worker is gone."""
+    """End the keeper of a grant, or prevent a later start; return when the keeper's worker is gone."""
     here = _on_workers.setdefault(dask_worker, _OnWorker())
     here.over = [*here.over, grant][-_REMEMBERED:]
     if (keeper := here.keepers.pop(grant, None)) is not None:
@@ -106,7 +106,7 @@ async def end(grant: str, dask_worker: Any) -> None:
 
 
 async def _on_a_thread(keeper: Keeper) -> None:
-    """Close a keeper without stopping Dask's loop. Not by an executor of the loop's: at exit those start nothing."""
+    """Close a keeper without blocking Dask's loop. A plain thread: at exit the loop's executor starts nothing."""
     loop = asyncio.get_running_loop()
     closed = loop.create_future()
 
@@ -118,22 +118,22 @@ async def _on_a_thread(keeper: Keeper) -> None:
 
     try:
         Thread(target=close, name="colocate-keeper-close").start()
-    except RuntimeError:  # no thread is to be had: Dask's loop does stop, for as long as the workers take to end
+    except RuntimeError:  # no thread could be started, so Dask's loop blocks until the workers have ended
         close()
     await closed
 
 
 def kill(dask_worker: Any) -> None:
-    """End the process of a worker that doesn't answer. Runs in its nanny, which Dask gives as `dask_worker`."""
+    """Kill the process of a worker that doesn't answer. Runs in the nanny, which Dask passes as `dask_worker`."""
     if dask_worker.pid:
         os.kill(dask_worker.pid, signal.SIGKILL)
 
 
 def tls_of(security: Any, side: str) -> Tls:
-    """Return what one side, "client" or "worker", proves itself with.
+    """Return the certificates of one side, "client" or "worker".
 
     Raises:
-        ConfigError: It lacks something. (It must not go on in clear text.)
+        ConfigError: A certificate or key is missing. (The connection must not fall back to clear text.)
         OSError: A file can't be read.
     """
     names = ["tls_ca_file", f"tls_{side}_cert", f"tls_{side}_key"]
@@ -145,5 +145,5 @@ def tls_of(security: Any, side: str) -> Tls:
 
 
 def _text(part: str) -> str:
-    """PEM text, which Dask takes as it is or as the path of a file."""
+    """Return PEM text; Dask accepts the text or the path of a file."""
     return part if "\n" in part else Path(part).read_text()

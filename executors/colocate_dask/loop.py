@@ -1,4 +1,4 @@
-"""A thread with an event loop, on which the driver's side of Dask lives."""
+"""A thread with an event loop, for the driver's side of Dask."""
 
 from __future__ import annotations
 
@@ -22,14 +22,13 @@ _CANCELS, _CANCELLED_WITHIN_S = 5, 1.0
 
 
 NAME = "colocate-dask"
-"""Of its thread."""
+"""The name of the thread."""
 
 
 class LoopThread:
-    """Runs coroutines for other threads. Ours, and not Dask's, so that it ends even when Dask doesn't get along."""
+    """Runs coroutines for other threads. A loop of our own, not Dask's: this one ends even when Dask is stuck."""
 
     def __init__(self) -> None:
-        """Start it."""
         self._selector = selectors.DefaultSelector()
         self._lock = threading.Lock()
         self._asked: set[concurrent.futures.Future[Any]] = set()
@@ -41,12 +40,12 @@ class LoopThread:
         self._loop, self._over = started.get()
 
     def run(self, coming: Coroutine[Any, Any, T], within_s: float | None = None) -> T:
-        """Run a coroutine, and wait for it; cancel it when the time is up, or Ctrl-C comes.
+        """Run a coroutine and wait for the result; cancel the coroutine after the timeout, or on Ctrl-C.
 
         Raises:
-            TimeoutError: It took longer, or the loop ends.
+            TimeoutError: The coroutine took longer, or the loop ends.
         """
-        with self._lock:  # a loop that has looked for the last time would never come to it
+        with self._lock:  # a loop that is already ending would never run this coroutine
             if self._ending:
                 coming.close()
                 raise TimeoutError("the event loop has been closed")
@@ -61,7 +60,7 @@ class LoopThread:
             self._asked.discard(future)
 
     def close(self) -> None:
-        """Cancel what runs, and end the thread; who waits for something is told.
+        """Cancel all coroutines and end the thread; waiting callers of `run` get a TimeoutError.
 
         Raises:
             ClusterError: Something of Dask's doesn't end; it is left to itself.
@@ -74,20 +73,22 @@ class LoopThread:
             raise ClusterError("a part of Dask in this process doesn't end when it is cancelled; it is left behind")
 
     def forget(self) -> None:
-        """In a forked child: what the loop reads from or writes to isn't held open by this process.
+        """Redirect the loop's descriptors to /dev/null in a forked child, so that the child holds no connection open.
 
-        Otherwise the scheduler wouldn't notice the driver's end before the child's. Dask's objects, which are copies as
-        well, close these descriptors one day: so they aren't closed here, but lead nowhere from now on.
+        The scheduler would otherwise notice the driver's end only after the child's. The descriptors stay open: Dask's
+        objects, copied into the child too, close these numbers later.
         """
-        watched = {key.fd for key in list((self._selector.get_map() or {}).values())}  # none once it is closed
+        # the map is None once the selector is closed
+        watched = {key.fd for key in list((self._selector.get_map() or {}).values())}
         nowhere = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
         for descriptor in watched - {nowhere}:
             os.dup2(nowhere, descriptor, inheritable=False)
-        if nowhere not in watched:  # what else was forgotten may have closed one of them, whose number this has then
+        # another `forget` may have closed a watched descriptor, and `nowhere` may have got this number
+        if nowhere not in watched:
             os.close(nowhere)
 
     def _report(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """Report what nobody has looked at, but for waits of Dask's whose time was up in the loop's last turns."""
+        """Report unhandled errors, except Dask's waits that timed out while the loop was ending."""
         if not (self._ending and isinstance(context.get("exception"), TimeoutError)):
             loop.default_exception_handler(context)
 
@@ -95,7 +96,7 @@ class LoopThread:
         async def serve() -> None:
             over = asyncio.Event()
             loop = asyncio.get_running_loop()
-            # What Dask has other threads do is little: one is enough, and is there from the beginning.
+            # Dask uses helper threads rarely: one is enough, started here so that no later start can fail.
             loop.set_default_executor(ThreadPoolExecutor(1, "colocate-dask-helper"))
             await loop.run_in_executor(None, int)
             loop.set_exception_handler(self._report)
@@ -103,7 +104,7 @@ class LoopThread:
             await over.wait()
             with self._lock:
                 self._ending = True
-            await asyncio.sleep(0)  # what was asked for until now becomes tasks
+            await asyncio.sleep(0)  # pending `run` calls become tasks in this turn
             await _cancel_all()
 
         with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(self._selector)) as runner:
@@ -111,9 +112,9 @@ class LoopThread:
 
 
 async def _cancel_all() -> None:
-    """Cancel every other task, again if need be.
+    """Cancel all other tasks, repeatedly if necessary.
 
-    One of Dask's closes its worker when it is cancelled, and for that waits for another one, which was cancelled too.
+    A cancelled task of Dask's closes its worker, and for this waits for another task, which was cancelled too.
     """
     for _ in range(_CANCELS):
         others = asyncio.all_tasks() - {asyncio.current_task()}
@@ -123,4 +124,4 @@ async def _cancel_all() -> None:
             task.cancel()
         for task in (await asyncio.wait(others, timeout=_CANCELLED_WITHIN_S))[0]:
             if not task.cancelled():
-                task.exception()  # nobody else asks for it
+                task.exception()  # marks the exception as retrieved, which silences a warning

@@ -1,4 +1,4 @@
-"""What Dask workers offer, and which of them a request gets: plain data, without Dask."""
+"""Offers of Dask workers, and the choice of workers for a request: plain data, without Dask."""
 
 from __future__ import annotations
 
@@ -11,59 +11,60 @@ import attrs
 from colocate.keeper import difference
 from colocate.placement import matches
 
-_SHOWN = 8  # values of a label, of the workers of one machine
+_SHOWN = 8  # values shown per label and machine
 
 
 @attrs.frozen
 class Wanted:
-    """Slots wanted together, as a driver tells the scheduler."""
+    """A driver's request for slots, all or none, as sent to the scheduler."""
 
-    reservation: str  # id of the reservation to be
-    client: str  # id of the driver's Dask client; when it goes, the slots are freed
+    reservation: str  # id of the future reservation
+    client: str  # id of the driver's Dask client; the slots are freed when this client goes
     owner: str  # name of the pool
-    slots: int  # how many
-    cpus: float = 0  # threads of each
-    gpus: int = 0  # GPUs of each
-    memory: int = 0  # bytes of each; 0 for any
-    strategy: str = "pack"  # as that of `Request`
-    timeout: float = 60.0  # seconds to wait while they could fit but don't now
-    share: bool = False  # whether workers that serve others will do, and go on serving them
-    only: tuple[str, ...] | None = None  # the very workers to hold, in this order; None to choose
-    label: str = ""  # the reservation's name among those of all drivers (`Request.id`)
-    lot: int = 0  # how many slots the reservation has in all, where these take the place of lost ones
-    labels: Mapping[str, str] = attrs.field(factory=dict)  # as that of `Request`, by `name` and `host` of Dask workers
-    resources: Mapping[str, float] = attrs.field(factory=dict)  # Dask's, of each
-    together: str = ""  # as that of `Request`
-    grow: bool | None = False  # as that of `Request`
+    slots: int  # number of slots
+    cpus: float = 0  # threads of each slot
+    gpus: int = 0  # GPUs of each slot
+    memory: int = 0  # bytes of each slot; 0 for any
+    strategy: str = "pack"  # same as in `Request`
+    timeout: float = 60.0  # seconds to wait while the slots could fit later
+    share: bool = False  # whether workers with other tasks are accepted, and stay open for tasks
+    only: tuple[str, ...] | None = None  # addresses of the exact workers to hold, in this order; None to choose
+    label: str = ""  # the reservation's name, unique among all drivers (`Request.id`)
+    lot: int = 0  # the reservation's number of slots, if these slots replace lost ones; else 0
+    # same as in `Request`; labels are `name` and `host` of Dask workers
+    labels: Mapping[str, str] = attrs.field(factory=dict)
+    resources: Mapping[str, float] = attrs.field(factory=dict)  # Dask's resources of each slot
+    together: str = ""  # same as in `Request`
+    grow: bool | None = False  # same as in `Request`
 
 
 @attrs.frozen
 class Held:
-    """A reservation, as the scheduler's table has it."""
+    """A reservation in the scheduler's table."""
 
-    label: str  # its name (`Request.id`)
-    id: str  # the reservation's
-    client: str  # id of the driver's Dask client; empty when the reservation was given to the cluster
-    present: bool  # whether that is still there, or nobody has to be
-    slots: int  # how many it was made of
-    workers: tuple[str, ...]  # addresses of its Dask workers that are still there
-    hosts: tuple[str, ...]  # those of their machines
-    since: float  # when it was made, in seconds of time.time()
-    stuck: tuple[str, ...] = ()  # addresses of those that didn't end their slots when they were told to
+    label: str  # name of the reservation (`Request.id`)
+    id: str  # id of the reservation
+    client: str  # id of the driver's Dask client; empty for a detached pool
+    present: bool  # whether this client is still connected, or none is needed
+    slots: int  # number of slots at the time of the reservation
+    workers: tuple[str, ...]  # addresses of the remaining Dask workers
+    hosts: tuple[str, ...]  # addresses of the remaining workers' machines
+    since: float  # time of the reservation, in seconds of time.time()
+    stuck: tuple[str, ...] = ()  # addresses of workers that failed to end their slots
 
 
 @attrs.frozen
 class Facts:
-    """What a Dask worker says of its process."""
+    """The facts that a Dask worker reports about the process."""
 
     python: str  # version of Python, as "3.12"
     colocate: str  # version of colocate
-    visible: tuple[str, ...] | None = None  # the GPUs that `CUDA_VISIBLE_DEVICES` names there; None when it isn't set
-    dask_cuda: bool = False  # whether dask-cuda started it, so that the first visible GPU is its own
-    retires: float | None = None  # when it closes by itself (`--lifetime`), in seconds of time.time()
+    visible: tuple[str, ...] | None = None  # the GPUs in `CUDA_VISIBLE_DEVICES`; None if unset
+    dask_cuda: bool = False  # whether dask-cuda started the worker, which then owns the first visible GPU
+    retires: float | None = None  # time of a planned close (`--lifetime`), in seconds of time.time()
 
     def unlike(self, driver: Facts) -> str | None:
-        """In which version it differs from the driver, and what to do; None when they can talk."""
+        """Describe a difference in versions from the driver's, and a remedy; None if the versions match."""
         here, there = ({"colocate": each.colocate, "python": each.python} for each in (driver, self))
         return difference(here, there)
 
@@ -72,25 +73,25 @@ class Facts:
 class Offer:
     """One Dask worker: room for one slot."""
 
-    worker: str  # its address
-    host: str  # the machine's address
-    cpus: float  # its threads
-    gpus: int = 0  # how many GPUs it has
-    # What `CUDA_VISIBLE_DEVICES` would name them; None when that can't be told from the worker
+    worker: str  # address of the worker
+    host: str  # address of the machine
+    cpus: float  # number of threads
+    gpus: int = 0  # number of GPUs
+    # the GPUs' names for `CUDA_VISIBLE_DEVICES`; None if the worker doesn't tell
     visible: tuple[str, ...] | None = None
-    memory: int = 0  # its memory limit in bytes; 0 when it has none
-    unfit: str = ""  # why it can never hold a slot; empty when it can
-    taken: str = ""  # why it can't hold one now; empty when it can
-    name: str = ""  # what it is called
-    resources: Mapping[str, float] = attrs.field(factory=dict)  # Dask's
+    memory: int = 0  # memory limit in bytes; 0 for none
+    unfit: str = ""  # why the worker can never hold a slot; empty for a usable worker
+    taken: str = ""  # why the worker can't hold a slot now; empty for a free worker
+    name: str = ""  # name of the worker
+    resources: Mapping[str, float] = attrs.field(factory=dict)  # Dask's resources
 
     @property
     def labels(self) -> dict[str, str]:
-        """Return what requests may look at."""
+        """The labels that requests can select by."""
         return {"name": self.name, "host": self.host}
 
     def suits(self, wanted: Wanted) -> bool:
-        """Whether a slot would fit, if it were free."""
+        """Return whether a slot would fit if the worker were free."""
         memory = not (wanted.memory and self.memory) or self.memory >= wanted.memory
         further = all(self.resources.get(name, 0) >= amount for name, amount in wanted.resources.items())
         counted = self.cpus >= wanted.cpus and self.gpus >= wanted.gpus and memory and further
@@ -98,7 +99,7 @@ class Offer:
 
     @property
     def rank_key(self) -> tuple[object, ...]:
-        """Ranks go by machine, device and address."""
+        """The sort key of ranks: machine, devices, address."""
         return host_key(self.host), tuple(map(device_key, self.visible or ())), host_key(self.worker)
 
 
@@ -106,18 +107,18 @@ class Offer:
 class Grant:
     """One slot that a driver holds."""
 
-    worker: str  # address of its Dask worker
-    host: str  # address of its machine
-    gpus: tuple[str, ...] = ()  # its GPUs, as `CUDA_VISIBLE_DEVICES` names them
-    # its own: a reservation that gives a worker back, as one that has been lost, may be given the same one again
+    worker: str  # address of the Dask worker
+    host: str  # address of the machine
+    gpus: tuple[str, ...] = ()  # names of the GPUs in `CUDA_VISIBLE_DEVICES`
+    # a new id per grant: a reservation may lose a worker and get the same worker again
     id: str = attrs.field(factory=lambda: secrets.token_hex(8))
 
 
 @attrs.frozen
 class Refusal:
-    """Nothing is held: never possible, or not within the time.
+    """No slot is held: the request can never fit, or didn't fit in time.
 
-    `rows` is the table of nodes; `asked` how many workers an adaptive cluster was last asked for, if it is one.
+    `rows` is the table of nodes; `asked` the last target of an adaptive cluster, in workers, if there is one.
     """
 
     never: bool
@@ -126,7 +127,7 @@ class Refusal:
 
 
 def host_key(address: str) -> tuple[object, ...]:
-    """A key that sorts addresses as people do: numbers by their value."""
+    """Return a key that sorts addresses naturally, with numbers by value."""
     scheme, _, rest = address.rpartition("://")
     host, _, port = rest.rpartition(":") if scheme else (rest, "", "")
     try:
@@ -137,7 +138,7 @@ def host_key(address: str) -> tuple[object, ...]:
 
 
 def device_key(name: str) -> tuple[bool, int, str]:
-    """A key that sorts GPUs: by index, then those that go by a UUID."""
+    """Return a key that sorts GPUs: by index, with UUIDs last."""
     return not name.isdigit(), _number(name), name
 
 
@@ -146,7 +147,7 @@ def _number(text: str) -> int:
 
 
 def choose(offers: Sequence[Offer], wanted: Wanted) -> list[Offer] | None:
-    """The workers that a request gets, in the order of the ranks; None when there aren't enough."""
+    """Choose the workers for a request, in the order of the ranks; None if there are too few."""
     alike: dict[str, list[Offer]] = {}
     for offer in offers:
         if (shared := offer.labels.get(wanted.together)) is not None or not wanted.together:
@@ -157,7 +158,7 @@ def choose(offers: Sequence[Offer], wanted: Wanted) -> list[Offer] | None:
 
 def _choose_among(offers: Sequence[Offer], wanted: Wanted) -> list[Offer] | None:
     by_host: dict[str, list[Offer]] = {}
-    # A slot takes the smallest worker that suits it, and leaves the larger ones to those who need them.
+    # A slot takes the smallest suitable worker, and so leaves larger workers to larger requests.
     for offer in sorted(offers, key=lambda offer: (offer.gpus, offer.cpus, offer.rank_key)):
         if offer.suits(wanted):
             by_host.setdefault(offer.host, []).append(offer)
@@ -174,7 +175,7 @@ def _choose_among(offers: Sequence[Offer], wanted: Wanted) -> list[Offer] | None
 
 
 def table(offers: Sequence[Offer], wanted: Wanted) -> tuple[dict[str, str], ...]:
-    """A row per node: what was wanted, what there is, what is free, and why the rest isn't."""
+    """Return a row per node: the request, the total, the free part, and why the rest isn't free."""
     by_host: dict[str, list[Offer]] = {}
     for offer in sorted(offers, key=lambda offer: offer.rank_key):
         by_host.setdefault(offer.host, []).append(offer)
@@ -224,7 +225,7 @@ def _reasons(offers: Sequence[Offer]) -> str:
 
 
 def grant(offer: Offer, wanted: Wanted, used: Mapping[str, set[str]]) -> Grant:
-    """Give a slot its GPUs: those that its worker names, or else the lowest of the machine that nobody holds."""
+    """Assign GPUs to a slot: the worker's visible GPUs, or else the lowest free indices of the machine."""
     if not wanted.gpus:
         return Grant(offer.worker, offer.host)
     if offer.visible is not None:

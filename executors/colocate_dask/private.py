@@ -1,4 +1,4 @@
-"""A Dask cluster of the driver's own."""
+"""A Dask cluster for one driver."""
 
 from __future__ import annotations
 
@@ -19,29 +19,28 @@ from colocate_dask.loop import NAME, LoopThread
 from colocate_dask.scratch import PREFIX
 
 _LOOPBACK = "127.0.0.1:0"
-_STARTS_WITHIN_S = 30.0  # a worker needs milliseconds: it is in this process, as is its scheduler
+_STARTS_WITHIN_S = 30.0  # seconds; a worker needs milliseconds, since worker and scheduler run in this process
 
 
 @attrs.frozen(eq=False)
 class _Made:
-    """A worker, and the folder that Dask wants for it."""
+    """A Dask worker, and the worker's scratch folder."""
 
     worker: Worker
     scratch: str
 
 
 class PrivateCluster:
-    """A scheduler and Dask workers in this very process: nothing listens, and nothing is left when it ends.
+    """A scheduler and Dask workers in this very process: nothing listens, and nothing outlives the process.
 
-    Role code doesn't run in a Dask worker but in its keeper's process, so processes of Dask's own would add nothing:
-    they would need a `__main__` guard in every script, and a port that anybody on this machine could talk to.
+    Role code runs in a keeper's process, not in a Dask worker, so Dask processes would add nothing: they would need
+    a `__main__` guard in every script, and a port open to all users of this machine.
     """
 
     def __init__(self, loop: LoopThread) -> None:
-        """Start one, without workers."""
         self._loop = loop
         self._workers: dict[str, _Made] = {}
-        self._changing = asyncio.Lock()  # what starts or ends has done so before the cluster ends under it
+        self._changing = asyncio.Lock()  # a start or stop of workers finishes before the cluster closes
         self._closed = False
         self._quiet = _quieten()
         try:
@@ -51,7 +50,7 @@ class PrivateCluster:
             raise
 
     def start(self, slots: int, cpus: float, gpus: int) -> list[str]:
-        """Start workers; their addresses.
+        """Start workers; return their addresses.
 
         Raises:
             TimeoutError: The cluster is being closed, or they didn't start.
@@ -59,7 +58,7 @@ class PrivateCluster:
         return self._loop.run(self._start(slots, cpus, gpus))
 
     def stop(self, workers: Sequence[str]) -> None:
-        """End workers; those of a cluster that is closed, or just being closed, end with that."""
+        """Stop workers. The workers of a closed or closing cluster stop with the cluster."""
         try:
             self._loop.run(self._stop(workers))
         except TimeoutError:
@@ -67,7 +66,7 @@ class PrivateCluster:
                 raise
 
     def close(self) -> None:
-        """End everything."""
+        """End the workers and the scheduler."""
         try:
             self._loop.run(self._close())
         finally:
@@ -75,7 +74,7 @@ class PrivateCluster:
 
     async def _start(self, slots: int, cpus: float, gpus: int) -> list[str]:
         async with self._changing:
-            if self._closed:  # a worker would look for its scheduler for ever
+            if self._closed:  # a new worker would look for the closed scheduler for ever
                 raise TimeoutError("the cluster has been closed")
             made = await self._make(slots, cpus, gpus)
             self._workers.update({each.worker.address: each for each in made})
@@ -97,7 +96,7 @@ class PrivateCluster:
         ]
         made = [_Made(worker, scratch) for worker in started]
         try:
-            async with asyncio.timeout(_STARTS_WITHIN_S):  # also for a close, which waits until this is over
+            async with asyncio.timeout(_STARTS_WITHIN_S):  # bounds `close` too, which waits for this block
                 await asyncio.gather(*started)
             for worker in started:
                 _stop_listening(worker)
@@ -125,11 +124,10 @@ class PrivateCluster:
 
 
 def _quieten() -> Callable[[], None]:
-    """Keep what Dask prints to what is critical, and what it logs to what is true; what undoes that.
+    """Mute Dask's non-critical output and false log lines; return a function that undoes this.
 
-    It prints by the handler that Dask adds when it is imported, the first: `silence_logs` would set the
-    level of every stream or file handler there, also of those that a user has added to root and to "distributed", as
-    pytest does.
+    The filter goes on the first handler, which Dask's import adds: `silence_logs` would set the level of all stream
+    and file handlers of root and "distributed", also of handlers that a user or pytest has added.
     """
     handlers = [each for each in logging.getLogger("distributed").handlers[:1] if type(each) is logging.StreamHandler]
 
@@ -137,7 +135,7 @@ def _quieten() -> Callable[[], None]:
         return record.levelno >= logging.CRITICAL
 
     def true(record: logging.LogRecord) -> bool:
-        # Dask tells an address of status pages, beyond loopback even. See `_stop_listening`.
+        # Dask logs the address of a status page that `_stop_listening` has closed.
         return record.threadName != NAME or "dashboard at:" not in record.getMessage()
 
     loggers = [logging.getLogger(f"distributed.{name}") for name in ("scheduler", "worker")]
@@ -166,39 +164,40 @@ async def _end(doomed: Sequence[_Made]) -> None:
 
 
 async def _start() -> tuple[Any, str]:
-    """The cluster, and the folder that Dask wants for its scheduler."""
+    """Start the cluster; return the cluster and the scheduler's scratch folder."""
     scratch = tempfile.mkdtemp(prefix=PREFIX)
     options: dict[str, Any] = {
         "n_workers": 0,
         "processes": False,
-        "security": Security(require_encryption=False),  # type: ignore[no-untyped-call]  # it is all within this process
+        # all traffic stays in this process
+        "security": Security(require_encryption=False),  # type: ignore[no-untyped-call]
         "dashboard_address": _LOOPBACK,
         "scheduler_kwargs": {"dashboard": False, "local_directory": scratch},
-        "silence_logs": False,  # it would be for everybody's handlers: see `_quieten`
+        "silence_logs": False,  # True would change everyone's handlers: see `_quieten`
     }
     try:
         cluster = await LocalCluster(asynchronous=True, **options)  # type: ignore[no-untyped-call]
     finally:
         _forget(scratch)
-    cluster.shutdown_on_close = False  # at interpreter exit core closes it, after what uses it
+    cluster.shutdown_on_close = False  # at interpreter exit core closes the cluster, after the cluster's users
     _stop_listening(cluster.scheduler)
     return cluster, scratch
 
 
 def _forget(scratch: str) -> None:
-    """Remove a folder that Dask wants, at once: what gets no tasks has nothing to spill, and a killed driver leaves it.
+    """Remove a scratch folder at once: without tasks nothing is spilled, and a killed driver leaves a folder.
 
-    Dask has put it on the path of imports too, which is the driver's here.
+    Dask has also put the folder on `sys.path`, which belongs to the driver here.
     """
     shutil.rmtree(scratch, ignore_errors=True)
     sys.path[:] = [entry for entry in sys.path if not entry.startswith(scratch)]
 
 
 def _give_folder(node: Any) -> None:
-    """Give a worker or scheduler that ends its folder back, for it to remove: it complains where there is none."""
+    """Recreate the scratch folder of a closing worker or scheduler: Dask complains about a missing one."""
     os.makedirs(node.local_directory, exist_ok=True)
 
 
 def _stop_listening(node: Any) -> None:
-    """Close the server of status pages, which Dask opens even without a dashboard."""
+    """Close the HTTP server of status pages, which Dask opens even without a dashboard."""
     node.http_server.stop()

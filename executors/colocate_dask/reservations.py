@@ -1,7 +1,7 @@
-"""The scheduler plugin that knows which Dask worker is held by which driver.
+"""The scheduler plugin that records which driver holds which Dask worker.
 
-It runs in the scheduler, on its event loop, so what it does between two awaits is atomic. A slot is freed when its
-driver gives it back, when its driver's Dask client goes away in whatever manner, and when its worker goes.
+The plugin runs on the scheduler's event loop, so code between two awaits is atomic. A slot is freed when the driver
+releases the reservation, when the driver's Dask client goes away in any manner, or when the slot's worker goes.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ NAME = "colocate-reservations"
 _logger = logging.getLogger("distributed.scheduler")
 
 _ANSWER_S = 8.0
-# A worker that is about to be held is asked whether it is there: the scheduler itself misses one after minutes only.
+# Each worker is pinged before a grant: the scheduler itself misses a lost worker only after minutes.
 _DOUBT_S = 3.0
 _ASK_AGAIN_S = 1.0
 _KILL_S = 3.0
-_QUIET_S = 1.0  # a worker that hasn't ended its slot by then may lie on a machine that is gone, or silent
-# A nanny replaces a worker within a second or so. Until then the worker counts as one that isn't free, lest a request
-# be refused for ever that can be met in a moment.
+_QUIET_S = 1.0  # seconds; a worker that hasn't ended a slot by then may be on a lost or silent machine
+# A nanny replaces a worker within a second or so. Until then the worker counts as taken rather than absent, so that no
+# request is refused for ever that could be met in a moment.
 _REPLACED_S = 15.0
-# An adaptive cluster asks by itself how many workers it is to have, every second if nobody says otherwise. Until it has
-# had the time to, nobody knows whether it is one; and it is one no more when it hasn't asked for long.
+# An adaptive cluster asks for a target of workers every second by default. Before that interval has passed, nobody
+# knows whether the cluster is adaptive; after a long silence the cluster no longer counts as adaptive.
 _LISTENS_S = 2.0
 _ADAPTS_S = 60.0
 
 
 @attrs.define(eq=False)
 class _Hold:
-    """One held worker."""
+    """A Dask worker that a driver holds."""
 
     reservation: str
     client: str
@@ -61,32 +61,31 @@ class _Hold:
 
 
 class Reservations(SchedulerPlugin):
-    """Who holds which worker."""
+    """The table of held workers, waiting requests, detached pools and windows."""
 
     name = NAME
     idempotent = True
 
     def __init__(self) -> None:
-        """Make an empty one, to be registered with the scheduler."""
         self._holds: dict[str, _Hold] = {}
-        self._facts: dict[str, Facts | str] = {}  # a text is why there are none
-        self._silent: set[str] = set()  # workers that were asked what they are, and don't answer
-        self._seen: dict[str, tuple[str, Offer]] = {}  # by worker: its nanny, and what it offered when last looked at
-        self._replaced: dict[str, Offer] = {}  # by nanny: what the worker offered that it is replacing
-        self._waiting: dict[str, Wanted] = {}  # reservations to be
-        self._adapted = -math.inf  # when an adaptive cluster has asked last
-        self._asked_for: int | None = None  # how many workers it was told to have
+        self._facts: dict[str, Facts | str] = {}  # by worker; a text explains why there are no facts
+        self._silent: set[str] = set()  # workers that don't answer
+        self._seen: dict[str, tuple[str, Offer]] = {}  # by worker: nanny, and latest offer
+        self._replaced: dict[str, Offer] = {}  # by nanny: offer of the worker being replaced
+        self._waiting: dict[str, Wanted] = {}  # requests without slots so far, by reservation
+        self._adapted = -math.inf  # time of the last question from an adaptive cluster
+        self._asked_for: int | None = None  # target last given to an adaptive cluster, in workers
         self._registrations: dict[
             str, tuple[str, str, Registration]
-        ] = {}  # detached: by name the reservation, its lead, and the rest
-        self._windows: dict[str, tuple[str, Window]] = {}  # of jobs: by id, with their clients
+        ] = {}  # detached pools by name: reservation, lead, registration
+        self._windows: dict[str, tuple[str, Window]] = {}  # windows of jobs by id, each with the id of a client
 
     async def start(self, scheduler: Any) -> None:
-        """Called by Dask, in the scheduler."""
+        """Set up the state that needs the scheduler's loop. Called by Dask."""
         self._scheduler = scheduler
         self._changed = asyncio.Event()
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._asked: dict[str, asyncio.Task[Any]] = {}  # by worker
+        self._asked: dict[str, asyncio.Task[Any]] = {}  # running questions, by worker
         for worker in scheduler.workers:
             self.add_worker(scheduler, worker)
         self._listens_until = time.monotonic() + _LISTENS_S
@@ -96,7 +95,7 @@ class Reservations(SchedulerPlugin):
     # -- what drivers ask for
 
     async def reserve(self, wanted: Wanted, version: Facts) -> Sequence[Grant] | Refusal:
-        """Hold all slots, or none."""
+        """Hold all slots of a request, or none."""
         deadline = time.monotonic() + wanted.timeout
         self._waiting[wanted.reservation] = wanted
         heard: set[str] = set()  # workers that have just answered
@@ -105,7 +104,7 @@ class Reservations(SchedulerPlugin):
                 heard |= await self._learn()
                 changed = self._changed
                 if wanted.reservation not in self._waiting or wanted.client not in self._scheduler.clients:
-                    return Refusal(False, ())  # it was withdrawn; nobody hears this
+                    return Refusal(False, ())  # the request was withdrawn; no driver reads this answer
                 offers = self._offers(wanted, version)
                 if (chosen := choose([offer for offer in offers if not offer.taken], wanted)) is not None:
                     if doubtful := {offer.worker for offer in chosen} - heard:
@@ -123,11 +122,14 @@ class Reservations(SchedulerPlugin):
             self._waiting.pop(wanted.reservation, None)
 
     async def release(self, reservation: str, only: Collection[str] | None = None) -> list[str]:
-        """Free the slots of a reservation, or withdraw it; return the stuck workers, which stay held until they go.
+        """Free the slots of a reservation, or withdraw a waiting request.
 
         Args:
-            reservation: Its id.
-            only: Those of its workers that are freed, which isn't waited for; the others stay held.
+            reservation: The reservation's id.
+            only: Workers to free without waiting; the others stay held. None for all.
+
+        Returns:
+            The stuck workers, which stay held until they leave the cluster.
         """
         if only is not None:
             self._background(self._end_all(lambda each: each.reservation == reservation and each.grant.worker in only))
@@ -139,7 +141,7 @@ class Reservations(SchedulerPlugin):
         return [worker for worker, hold in self._holds.items() if hold.reservation == reservation]
 
     def held(self) -> list[Held]:
-        """Every reservation, of whatever driver."""
+        """List the reservations of all drivers."""
         by_reservation: dict[str, list[_Hold]] = {}
         for hold in self._holds.values():
             by_reservation.setdefault(hold.reservation, []).append(hold)
@@ -159,9 +161,10 @@ class Reservations(SchedulerPlugin):
         ]
 
     def publish(self, reservation: str, lead: str, registration: Registration) -> str | None:
-        """Give a reservation to the cluster by a name; who has that name, if somebody else has it.
+        """Detach a reservation under a name; return the name's present owner if the name is taken.
 
-        From now on it isn't freed when its driver's client goes, but when its keepers say that it is over.
+        From now on the reservation is freed when its keepers report the end, and no longer when the driver's client
+        goes.
         """
         other = self._registrations.get(registration.name)
         if other is not None and other[0] != reservation:
@@ -174,26 +177,26 @@ class Reservations(SchedulerPlugin):
         return None
 
     def withdraw(self, reservation: str, client: str) -> None:
-        """Take a publication back: the reservation is the driver's again."""
+        """Undo a publication: the reservation belongs to the driver again."""
         self._forget(reservation)
         for hold in self._holds.values():
             if hold.reservation == reservation:
                 hold.client = client
 
     def registrations(self) -> list[Registration]:
-        """Return what is detached."""
+        """List the detached pools."""
         return [registration for _, _, registration in self._registrations.values()]
 
     def announce(self, window: Window, client: str) -> None:
-        """Have a job of a client's be found, until that client goes."""
+        """Register a window of a client's job, until the client goes."""
         self._windows[window.id] = client, window
 
     def retract(self, window: Window) -> None:
-        """Have it found no longer."""
+        """Remove a window."""
         self._windows.pop(window.id, None)
 
     def windows(self) -> list[Window]:
-        """The jobs of all clients that there are."""
+        """List the windows of all connected clients."""
         return [window for client, window in self._windows.values() if client in self._scheduler.clients]
 
     def _forget(self, reservation: str) -> None:
@@ -202,11 +205,11 @@ class Reservations(SchedulerPlugin):
         }
 
     async def silent(self, workers: Collection[str]) -> list[str]:
-        """Return those of some workers that don't answer."""
+        """Return the workers among `workers` that don't answer."""
         return sorted({*workers} & {*self._scheduler.workers} - await self._ask(workers, _DOUBT_S))
 
     def leaving(self) -> dict[str, float | None]:
-        """Machines with held workers that are about to close, or that are told to; until when, if that is known."""
+        """Return machines with held workers that are closing or will retire, with the time if known."""
         found: dict[str, float | None] = {}
         for worker, hold in self._holds.items():
             facts, state = self._facts.get(worker), self._scheduler.workers.get(worker)
@@ -217,23 +220,23 @@ class Reservations(SchedulerPlugin):
         return found
 
     async def offers(self) -> list[Offer]:
-        """Every worker, as it is now."""
+        """List an offer for each worker of the cluster."""
         await self._learn()
         return [self._offer(worker) for worker in self._scheduler.workers]
 
     # -- Dask's hooks
 
     def add_worker(self, scheduler: Any, worker: str) -> None:
-        """A worker has come."""
+        """Register a new worker. A hook of Dask's."""
         nanny = scheduler.workers[worker].nanny or ""
         self._seen[worker] = nanny, self._offer(worker)
         self._replaced.pop(nanny, None)
-        if self._waiting:  # its first answer takes an import: those that come together go through that together
+        if self._waiting:  # the first answer takes an import; asking on arrival lets workers import in parallel
             self._ask_one(worker)
         self._news()
 
     def remove_worker(self, scheduler: Any, worker: str, **kwargs: Any) -> None:
-        """A worker is gone, and what was in it."""
+        """Free the slot of a lost worker and notify the driver. A hook of Dask's."""
         self._facts.pop(worker, None)
         self._silent.discard(worker)
         nanny, offer = self._seen.pop(worker)
@@ -244,29 +247,30 @@ class Reservations(SchedulerPlugin):
             words = f"Dask worker {worker} has left the cluster: its process ended, or lost its scheduler"
             scheduler.log_event(TOPIC, {"lost": worker, "reservation": hold.reservation, "words": words})
             if any(lead == worker for _, lead, _ in self._registrations.values()):
-                self._background(self.release(hold.reservation))  # nobody can have it without its lead
+                self._background(self.release(hold.reservation))  # a pool without a lead can't be adopted
         self._news()
 
     def remove_client(self, scheduler: Any, client: str) -> None:
-        """A driver is gone: its slots are freed."""
+        """Free the slots of a lost driver. A hook of Dask's."""
         self._waiting = {key: wanted for key, wanted in self._waiting.items() if wanted.client != client}
         self._windows = {id: (of, window) for id, (of, window) in self._windows.items() if of != client}
         self._news()
         self._background(self._end_all(lambda hold: hold.client == client))
 
     def transition(self, key: Any, start: str, finish: str, *args: Any, **kwargs: Any) -> None:
-        """A task has moved on: perhaps a worker has nothing to do any more."""
+        """Retry waiting requests after a task ended: a worker may be idle now. A hook of Dask's."""
         if self._waiting and start in ("processing", "memory"):
             self._news()
 
     def valid_workers_downscaling(self, scheduler: Any, workers: Sequence[Any]) -> list[Any]:
-        """An adaptive cluster looks for workers that do nothing: those that are held do something."""
+        """Keep held workers out of an adaptive cluster's downscaling. A hook of Dask's."""
         return [worker for worker in workers if worker.address not in self._holds]
 
     def log_event(self, topic: str, msg: Any) -> None:
-        """Something was logged: perhaps that a worker runs again, or that a detached pool is over."""
+        """React to logged events: a worker that runs again, or the end of a detached pool. A hook of Dask's."""
         if undocumented.runs_again(msg) and (hold := self._holds.get(topic)) is not None and hold.paused:
-            # It says so when it has paused by itself, for want of memory, and has that again. It hears of nothing else.
+            # A worker that paused by itself for lack of memory says so when memory is free again. Pauses from outside
+            # don't reach the worker.
             undocumented.pause(self._scheduler, topic, f"colocate-hold-{hold.reservation}")
         if topic == TOPIC and isinstance(msg, Mapping) and "over" in msg:
             self._background(self.release(msg["over"]))
@@ -276,7 +280,7 @@ class Reservations(SchedulerPlugin):
     # -- clusters that grow
 
     def _grows(self, wanted: Wanted) -> bool:
-        """Whether workers may come for a request: it says so, the cluster is adaptive, or has none so far."""
+        """Return whether workers may come: by the request's `grow`, else in an adaptive or empty cluster."""
         if wanted.grow is not None:
             return wanted.grow
         return not self._scheduler.workers or self._is_adaptive
@@ -286,11 +290,11 @@ class Reservations(SchedulerPlugin):
         return time.monotonic() < self._adapted + _ADAPTS_S
 
     def _known_at(self, wanted: Wanted, deadline: float) -> float:
-        """When it is known that none will."""
+        """Return the time at which the absence of an adaptive cluster is certain."""
         return -math.inf if wanted.grow is not None else min(deadline, self._listens_until)
 
     def _tell_adaptive(self, own: int) -> int:
-        """See `_target`; an adaptive cluster asks."""
+        """Answer an adaptive cluster's question with `_target`, and record the time and the answer."""
         if not self._is_adaptive:
             self._news()
         self._adapted = time.monotonic()
@@ -298,10 +302,10 @@ class Reservations(SchedulerPlugin):
         return self._asked_for
 
     def _target(self, own: int) -> int:
-        """How many workers an adaptive cluster is to have, where the scheduler itself would have so many.
+        """Return a target of workers for an adaptive cluster; `own` is the scheduler's target.
 
-        Those that are held, those that are waited for, and those that would do for these but have tasks or data; and
-        one more when tasks have no worker because all are held.
+        The target counts held workers, requested slots, and busy workers that would suit a request; plus one when tasks
+        have no worker because all are held.
         """
         waiting = [wanted for wanted in self._waiting.values() if self._grows(wanted)]
         free = [worker for worker in self._scheduler.workers if worker not in self._holds]
@@ -329,7 +333,7 @@ class Reservations(SchedulerPlugin):
         return task
 
     def _expect(self, nanny: str, offer: Offer) -> None:
-        """Count a worker that its nanny will replace, for a while."""
+        """Count a lost worker as being replaced, for `_REPLACED_S` seconds."""
         lost = attrs.evolve(offer, taken="being replaced by its nanny")
         self._replaced[nanny] = lost
 
@@ -341,14 +345,17 @@ class Reservations(SchedulerPlugin):
         asyncio.get_running_loop().call_later(_REPLACED_S, give_up)
 
     async def _learn(self) -> set[str]:
-        """Ask workers that have come what they are, again those that don't answer; return those that have answered."""
+        """Query the facts of new workers, and again of silent ones; return the workers that have answered."""
         unknown = [worker for worker in self._scheduler.workers if not isinstance(self._facts.get(worker), Facts)]
-        for worker in self._silent:  # nobody waits for those
+        for worker in self._silent:  # a silent worker answers in the background
             self._ask_one(worker)
         return await self._ask([worker for worker in unknown if worker not in self._silent], _ANSWER_S)
 
     async def _ask(self, workers: Collection[str], within_s: float) -> set[str]:
-        """Ask workers what they are; those that have answered in time. The others are silent until they do."""
+        """Query the facts of workers; return the workers that answered in time.
+
+        The others count as silent until they answer.
+        """
         asked = {worker: self._ask_one(worker) for worker in workers if worker in self._scheduler.workers}
         if asked:
             await asyncio.wait(asked.values(), timeout=within_s)
@@ -367,9 +374,9 @@ class Reservations(SchedulerPlugin):
         try:
             answer = await undocumented.call(self._scheduler, worker, far.describe, within_s=_ANSWER_S)
             facts = answer if isinstance(answer, Facts) else "with another colocate"
-        except OSError:  # in time, or at all
+        except OSError:  # no answer in time, or no connection
             facts = None
-        except Exception as error:  # whatever keeps it from importing colocate
+        except Exception as error:  # any error from an import of colocate in the worker
             facts = f"where colocate doesn't work ({error})"
         if worker not in self._scheduler.workers:
             return
@@ -382,7 +389,7 @@ class Reservations(SchedulerPlugin):
                 self._news()
 
     def _offers(self, wanted: Wanted, version: Facts) -> list[Offer]:
-        """Every worker that comes into question, and whether it may be had."""
+        """Return an offer for each candidate worker, including workers being replaced."""
         offers = [self._offer(worker, wanted.share, version) for worker in self._scheduler.workers]
         if wanted.only is not None:
             return [offer for offer in offers if offer.worker in wanted.only]
@@ -410,7 +417,7 @@ class Reservations(SchedulerPlugin):
         return offer
 
     def _taken(self, worker: str, state: Any, share: bool) -> str:
-        """Why a worker can't be had now."""
+        """Explain why a worker isn't free now; empty for a free worker."""
         if (hold := self._holds.get(worker)) is not None:
             return self._held_by(hold)
         if worker in self._silent:
@@ -460,14 +467,15 @@ class Reservations(SchedulerPlugin):
         await asyncio.gather(*endings)
 
     async def _end(self, hold: _Hold) -> None:
-        """Free one worker, after what ran there has gone."""
+        """Free a worker once the slot's processes are gone."""
         worker = hold.grant.worker
         ending = undocumented.call(self._scheduler, worker, far.end, hold.grant.id, within_s=_ANSWER_S)
         try:
             if await _ends_or_is_away(self._background(ending), worker):
-                # Its keeper takes its driver for gone, and ends what runs there; nobody gets it until it answers.
+                # The keeper there notices the driver's absence and ends the worker's processes. Until an answer
+                # arrives, the worker counts as silent and gets no slot.
                 self._silent |= {worker} & self._seen.keys()
-        except Exception as error:  # it is stopped, stuck or gone: its process has to end
+        except Exception as error:  # stopped, stuck or gone: the process has to be killed
             if self._holds.get(worker) is hold:
                 _logger.warning("colocate: Dask worker %s doesn't end its slot (%r): ending it", worker, error)
                 await self._kill(hold)
@@ -479,18 +487,18 @@ class Reservations(SchedulerPlugin):
             self._news()
 
     async def _kill(self, hold: _Hold) -> None:
-        """Have the nanny end a worker's process. What can't be ended stays held, until it goes."""
+        """Kill a worker's process through the nanny. A survivor stays held until the worker leaves the cluster."""
         hold.stuck = True
         worker = hold.grant.worker
         try:
             await undocumented.call(self._scheduler, worker, far.kill, within_s=_KILL_S, nanny=True)
             await asyncio.wait_for(hold.gone.wait(), _KILL_S)
-        except Exception:  # there is no nanny, or it is stuck as well
+        except Exception:  # no nanny, or a stuck one
             pass
 
 
 async def _ends_or_is_away(ending: asyncio.Task[Any], worker: str) -> bool:
-    """Wait for what a worker was asked for; True where its machine takes no connection, and that isn't waited for."""
+    """Wait for a worker's answer; return True, without further waiting, if the machine refuses connections."""
     await asyncio.wait([ending], timeout=_QUIET_S)
     ended = ending.done() and ending.exception() is None
     if not ended and not await undocumented.takes_connections(worker, _QUIET_S):

@@ -1,4 +1,4 @@
-"""The folders that Dask wants for a private cluster: made, and removed at once. Imports no Dask."""
+"""The scratch folders of a private Dask cluster, made and removed at once. Imports no Dask."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _MADE_WITHIN_S = 60.0
 
 
 def left_here() -> list[Running]:
-    """Folders that have stayed, of drivers that ended in just that moment."""
+    """List scratch folders of drivers that ended between the creation and the removal."""
     found = []
     for entry in sorted(Path(tempfile.gettempdir()).glob(f"{PREFIX}*")):
         try:

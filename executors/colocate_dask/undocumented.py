@@ -1,8 +1,8 @@
-"""Whatever is used of `distributed` beyond its documentation; tests/dask/test_undocumented.py guards it.
+"""Parts of `distributed` that are used here but not documented there; tests/dask/test_undocumented.py guards these.
 
-What takes a client runs in drivers, the rest in the scheduler. The documented rest: `Client.run`, `run_on_scheduler`,
-`register_plugin` and `subscribe_topic`, `SchedulerPlugin` and its hooks, `Scheduler.log_event`, the attributes of
-`WorkerState`.
+Functions with a client run in drivers, the others in the scheduler. Used as documented: `Client.run`,
+`run_on_scheduler`, `register_plugin` and `subscribe_topic`, `SchedulerPlugin` and its hooks, `Scheduler.log_event`, the
+attributes of `WorkerState`.
 """
 
 from __future__ import annotations
@@ -22,32 +22,33 @@ _OP = "colocate"
 
 
 def ask_for_nothing(client: Any) -> None:
-    """Have a client not ask every two seconds what workers there are: nobody here wants to know."""
+    """Stop a client's periodic request for the list of workers: every two seconds, for no reader here."""
     client._periodic_callbacks["scheduler-info"].stop()
 
 
 def stream_of(client: Any) -> Any:
-    """A client's stream to its scheduler: another one, when it has connected again."""
+    """Return a client's stream to the scheduler; each reconnect makes a new one."""
     return client.scheduler_comm
 
 
 def sockets_of(client: Any) -> list[socket.socket]:
-    """The sockets of a client's connections to its scheduler: of its stream, and of its pool."""
+    """Return the sockets of a client's connections to the scheduler: of the stream, and of the pool."""
     stream = stream_of(client).comm if stream_of(client) is not None else None
     pools = [*client.rpc.available.values(), *client.rpc.occupied.values()]
     comms = [comm for comm in (stream, *(comm for pool in pools for comm in pool)) if comm is not None]
-    streams = [getattr(comm, "stream", None) for comm in comms]  # one within a process has none, nor has a closed one
+    # an in-process comm has no stream, nor has a closed one
+    streams = [getattr(comm, "stream", None) for comm in comms]
     return [stream.socket for stream in streams if stream is not None and stream.socket is not None]
 
 
 async def asked(client: Any, function: Callable[..., Any], *args: Any) -> Any:
-    """Return what `Client.run_on_scheduler` does, of which the scheduler logs nothing; it `answers`."""
+    """Run a function in the scheduler like `Client.run_on_scheduler`, without the log line. Needs `answers` there."""
     pack: Callable[[Any], bytes] = dumps
     return (await getattr(client.scheduler, _OP)(function=pack(function), args=pack(args)))["result"]
 
 
 def answers(scheduler: Any) -> None:
-    """Have a scheduler answer whoever is `asked`."""
+    """Register the scheduler's handler for `asked`."""
     unpack: Callable[[bytes], Any] = loads
     wrapped: Callable[[Any], Any] = to_serialize
 
@@ -59,12 +60,12 @@ def answers(scheduler: Any) -> None:
 
 
 async def is_there(client: Any) -> None:
-    """Have a client's scheduler answer, which it logs nothing of."""
+    """Ping a client's scheduler, which logs nothing of the ping."""
     await client.scheduler.echo()
 
 
 def close_surplus(client: Any) -> None:
-    """Close a client's connections by which nothing is being asked, but for one; its pool keeps all of them."""
+    """Close a client's idle connections except one; the client's pool would keep all."""
     for comms in client.rpc.available.values():
         for comm in list(comms)[1:]:
             comms.remove(comm)
@@ -73,53 +74,53 @@ def close_surplus(client: Any) -> None:
 
 
 def plugin_of(scheduler: Any, name: str) -> Any:
-    """A scheduler plugin by its name; None when it isn't registered."""
+    """Return a scheduler plugin by name; None if not registered."""
     return scheduler.plugins.get(name)
 
 
 async def takes_connections(address: str, within_s: float) -> bool:
-    """Whether what has an address takes connections there, which a busy one does; one within a process is there."""
+    """Return whether a process accepts connections at an address, busy or not; True for an in-process address."""
     if not address.startswith(("tcp://", "tls://")):
         return True
     try:
         opening = asyncio.open_connection(*get_address_host_port(address))
         _, writer = await asyncio.wait_for(opening, within_s)
-    except OSError:  # TimeoutError is one
+    except OSError:  # includes TimeoutError
         return False
     writer.close()
-    with contextlib.suppress(OSError):  # a reset by the other side
-        await writer.wait_closed()  # so that no socket is left when this is over
+    with contextlib.suppress(OSError):  # the other side has reset the connection
+        await writer.wait_closed()  # otherwise the socket would outlive this call
     return True
 
 
 def pause(scheduler: Any, worker: str, reason: str) -> None:
-    """Give a worker no more tasks. At once: it is the scheduler that gives them."""
+    """Stop giving tasks to a worker, at once: the scheduler itself assigns the tasks."""
     scheduler.handle_worker_status_change("paused", worker, reason)
 
 
 def resume(scheduler: Any, worker: str, reason: str) -> None:
-    """Give a worker tasks again, unless it is being closed."""
+    """Give tasks to a worker again, unless the worker is closing."""
     if scheduler.workers[worker].status.name == "paused":
         scheduler.handle_worker_status_change("running", worker, reason)
 
 
 def runs_again(msg: Any) -> bool:
-    """Whether an event that is logged, with a worker's address as topic, says that this one is given tasks again."""
+    """Return whether an event, logged with a worker's address as topic, says that the worker runs again."""
     return isinstance(msg, Mapping) and (msg.get("action"), msg.get("status")) == ("worker-status-change", "running")
 
 
 def keep_busy(scheduler: Any, count: int) -> None:
-    """Count something more, or less, for which the scheduler isn't idle, and so doesn't end itself (idle-timeout)."""
+    """Add `count` to the scheduler's work in progress: a scheduler with work doesn't end by idle-timeout."""
     scheduler._active_graph_updates += count
 
 
 def follow_adaptive(scheduler: Any, shown: Callable[[int], int], told: Callable[[int], int]) -> None:
-    """Have functions say how many workers adaptive clusters are to have, from what the scheduler itself says.
+    """Replace the scheduler's answers on the number of workers that adaptive clusters should have.
 
     Args:
         scheduler: The scheduler.
-        shown: For the scheduler's own pages.
-        told: For an adaptive cluster that asks.
+        shown: Maps the scheduler's own number to the number on the scheduler's pages.
+        told: Maps the scheduler's own number to the answer for an adaptive cluster.
     """
     own = scheduler.adaptive_target
     scheduler.adaptive_target = lambda target_duration=None: shown(own(target_duration))
@@ -127,27 +128,28 @@ def follow_adaptive(scheduler: Any, shown: Callable[[int], int], told: Callable[
 
 
 def has_tasks_to_place(scheduler: Any) -> bool:
-    """Whether there are tasks that no worker has."""
+    """Return whether any task waits for a worker."""
     return bool(scheduler.queued or scheduler.unrunnable)
 
 
 def is_starting(state: Any) -> bool:
-    """Whether a worker has come, and has yet to say that it may be given tasks."""
+    """Return whether a worker has connected but isn't ready for tasks."""
     return bool(state.status.name == "init")
 
 
 def is_running(state: Any) -> bool:
-    """Whether a worker is given tasks."""
+    """Return whether a worker accepts tasks."""
     return bool(state.status.name == "running")
 
 
 async def call(
     scheduler: Any, worker: str, function: Callable[..., Any], *args: Any, within_s: float, nanny: bool = False
 ) -> Any:
-    """Return what `Client.run` does, from the scheduler: run a function in a worker, or in its nanny.
+    """Run a function in a worker, or in the worker's nanny, from the scheduler; return the result.
 
     Raises:
-        Exception: It raised (a RuntimeError with its words), or couldn't be run: in time, or at all.
+        RuntimeError: The function raised; has the error's text.
+        Exception: The function could not be run, in time or at all.
     """
     message = {"op": "run", "function": dumps(function), "args": dumps(args), "kwargs": dumps({}), "wait": True}  # type: ignore[no-untyped-call]
     coming = scheduler.broadcast(msg=message, workers=[worker], nanny=nanny)
@@ -158,7 +160,7 @@ async def call(
 
 
 def _value(result: Any) -> Any:
-    """The scheduler doesn't unpack what it passes on."""
+    """Deserialize a result: the scheduler forwards results packed."""
     if isinstance(result, Serialized):
         return deserialize(result.header, result.frames)  # type: ignore[no-untyped-call]
     return result.data if isinstance(result, Serialize) else result
