@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from colocate._values.batch import Beside, Padding
     from colocate._values.plain import Partition
 
-from colocate._calls.residents import Kept, Pin, PinEnd, Residents
+from colocate._calls.residents import Kept, Pin, Residents
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -187,7 +187,7 @@ class KeptResident(Resident[T_co]):
     def __init__(self, residents: Residents, source: Source, call: PendingCall) -> None:
         self._residents = residents
         self._hold: Pin | None = Pin()  # None once it is freed
-        ending = PinEnd(self._hold, residents.ended.append, source.key)
+        ending = weakref.ref(self._hold, lambda _: residents.ended.append(source.key))
         self._kept = Kept(source, call, weakref.ref(self), ending)
 
     def __repr__(self) -> str:

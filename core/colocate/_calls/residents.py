@@ -53,26 +53,6 @@ class Pin:
     __slots__ = ("__weakref__",)
 
 
-class PinEnd(weakref.ref[Pin]):
-    """Notes the end of a resident's hold, which comes at any point of any thread: by a function in C.
-
-    No signal falls in that: a finalizer in Python would lose what a signal's handler raises in it, and then the
-    release too. It refers to the resident by its key alone, so that what was never sent is let go of with its frames.
-    """
-
-    __slots__ = ("key",)
-    key: int
-
-    def __new__(cls, pin: Pin, note: Callable[[PinEnd], object], key: int) -> PinEnd:
-        """Args: note: Called with this when the hold ends. Where this is interrupted, it dies before the hold does."""
-        self: PinEnd = super().__new__(cls, pin, note)
-        self.key = key
-        return self
-
-    def __init__(self, pin: Pin, note: Callable[[PinEnd], object], key: int) -> None:
-        super().__init__(pin, note)  # type: ignore[call-arg]
-
-
 @attrs.define(eq=False)
 class Kept:
     """The record of one resident.
@@ -90,7 +70,7 @@ class Kept:
     source: Source
     call: PendingCall
     handle: weakref.ref[KeptResident[Any]]
-    ending: PinEnd
+    ending: weakref.ref[Pin]
     used: bool = False
     released: str | None = None
     lost: ColocateError | None = None
@@ -172,7 +152,7 @@ class Residents:
         link: The group.
         order: The order of its calls.
         kept: The residents by key: until they are freed and their calls are over, and if these have failed, told.
-        ended: Of the residents that workers may forget, the ends of their holds.
+        ended: The keys of residents that workers may forget, and haven't been told to.
         scopes: The scopes that are open, in whatever thread and task.
     """
 
@@ -180,12 +160,11 @@ class Residents:
         self.link = link
         self.order = order
         self.kept: dict[int, Kept] = {}
-        self.ended: deque[PinEnd] = deque()
+        self.ended: deque[int] = deque()
         self.scopes: weakref.WeakSet[Scope] = weakref.WeakSet()
-        self._told = [0]  # so many of the ended, from the left; another list after each `tell`
         self._over: list[Kept] = []  # freed in the workers before their calls were over, which now are
         self._borrows: dict[weakref.ref[Borrow], None] = {}  # in their order
-        self._flushes_by = 0.0  # when somebody does, unless that was interrupted
+        self._flushes_by = 0.0  # when somebody does
         # Questions to the workers of this generation, and what sends them.
         self._asking: tuple[Requests[int, Any], Callable[[int, Message], None]] = Requests(link.base), link.teller()
 
@@ -360,35 +339,32 @@ class Residents:
 
     # -- telling the workers what they may forget
 
-    def unsent_frees(self) -> tuple[tuple[int, ...], Callable[[], object]]:
-        """Return what the workers may forget and haven't been told to, and what notes that they have been told.
+    def take_frees(self) -> tuple[int, ...]:
+        """Take what the workers may forget, to tell them; `told` follows, or it is put back into `ended`."""
+        with self.order.lock:
+            frees = tuple(self.ended)
+            for _ in frees:  # others may come meanwhile, on any thread
+                self.ended.popleft()
+        return frees
 
-        It takes no lock, and takes nothing away: that is `tell`'s. What is told twice does no harm.
-        """
-        told = self._told
-        start = told[0]
-        keys = tuple([end.key for end in list(self.ended)[start:]])
-
-        def note() -> None:
-            told[0] = max(told[0], start + len(keys))  # if `tell` has come meanwhile, nobody looks at this any more
-
-        return keys, note
+    def told(self, frees: Sequence[int]) -> None:
+        """Drop the records of residents that all workers were told to forget. The order's lock is held."""
+        for kept in map(self.kept.get, frees):
+            if kept is not None:
+                self._settle(kept)
 
     def tell(self) -> None:
         """Have all workers forget now what they may. The order's lock is held."""
-        ended = []
-        while self.ended:
-            ended.append(self.ended.popleft())
-        self._told = [0]
         over, self._over = self._over, []
-        for kept in (*over, *(self.kept.get(end.key) for end in ended)):
-            if kept is not None:
-                self._settle(kept)
-        try:
-            if ended:
-                self.link.send(self.link.live(), to_worker.Free(tuple(end.key for end in ended)))
-        except (OSError, MemoryError):  # no descriptor or memory is left just now; a call will tell
-            self.ended.extend(ended)
+        for kept in over:
+            self._settle(kept)
+        if frees := self.take_frees():
+            try:
+                self.link.send(self.link.live(), to_worker.Free(frees))
+            except (OSError, MemoryError):  # no descriptor or memory is left just now; a call will tell
+                self.ended.extend(frees)
+            else:
+                self.told(frees)
 
     def _settle(self, kept: Kept) -> None:
         """Drop what is freed once its call is over; one that has failed stays until somebody has seen that."""
@@ -413,7 +389,7 @@ class Residents:
             then(call, error)
 
     def flush_later(self) -> None:
-        """See to it that the workers are told of what is released. It takes no lock; to be told twice does no harm."""
+        """Tell the workers of what is released, after a while of quiet. To be told twice does no harm."""
         if time.monotonic() >= self._flushes_by and (self.kept or self.ended) and self.link.alive:
             self.link.services.timers.after(RELEASED_AFTER_S, self._flush)
             self._flushes_by = time.monotonic() + 2 * RELEASED_AFTER_S

@@ -189,7 +189,7 @@ def _ended(worker_group: WorkerGroup, call: PendingCall, error: BaseException | 
 
 
 def submit(draft: Draft) -> PendingCall:
-    """Send a call to its ranks."""
+    """Send a call: with its pipeline, now, or when the framework is no longer at work on this thread."""
     if draft.recorder is not None:
         draft.recorder.add(draft)
     elif in_framework():
@@ -200,7 +200,7 @@ def submit(draft: Draft) -> PendingCall:
 
 
 def start(draft: Draft) -> PendingCall:
-    """Send a call, and refuse one that its caller would wait for in vain."""
+    """Send a call now, and refuse one that its caller would wait for in vain."""
     if held_open:
         draft.call.refuse_in_vain()
     send_now(draft)
@@ -216,20 +216,14 @@ def keep(draft: Draft) -> KeptResident[Any]:
     assert call.info is not None
     assert call.spec is not None
     resident: KeptResident[Any] = KeptResident(residents, worker_group.source(call, call.info, call.spec), call)
-    draft.kept = kept = resident._kept
-    if draft.recorder is not None:
-        draft.recorder.add(draft)
-    elif in_framework():
-        _send_soon(draft)
-    else:
-        residents.add(kept)
-        residents.flush_later()
-        try:
-            send_now(draft)
-        except BaseException:
-            residents.forget_unsent(kept)
-            raise
-    residents.free_with(scopes, kept)
+    draft.kept = resident._kept
+    try:
+        submit(draft)
+    except BaseException:
+        residents.forget_unsent(resident._kept)
+        raise
+    residents.flush_later()
+    residents.free_with(scopes, resident._kept)
     return resident
 
 
@@ -238,7 +232,6 @@ def _send_soon(draft: Draft) -> None:
     worker_group, kept = draft.worker_group, draft.kept
     bodies = {id(body): owned(body) for body in draft.bodies}
     draft.bodies = [bodies[id(body)] for body in draft.bodies]  # now: the caller may write to the arguments
-    messages = Messages((draft,))
     draft.lend()
     if kept is not None:
         draft.pin = worker_group.residents.pin(kept)  # until it has been sent, the workers mustn't be told to forget it
@@ -247,49 +240,41 @@ def _send_soon(draft: Draft) -> None:
 
     def send_it() -> None:
         with suppress(BaseException):  # which the call has been given
-            _send(messages)
+            send_now(draft)
         draft.pin = None
-        if kept is not None:
-            worker_group.residents.flush_later()
 
     worker_group.services.timers.soon(send_it)
 
 
-def send_now(draft: Draft) -> None:
-    """Send a call."""
-    _send(Messages((draft,)))
-
-
-def send_with(messages: Messages, more: Callable[[], object], is_again: bool) -> None:
-    """Send a call together with its further messages, under one hold of the order's lock.
+def send_now(draft: Draft, then: Callable[[], object] | None = None, is_again: bool = False) -> None:
+    """Send a call.
 
     Args:
-        messages: The call.
-        more: Sends the rest.
+        draft: The call.
+        then: Sends its further messages, under the same hold of the order's lock.
         is_again: Whether it goes on where one of before the group's restart has ended.
     """
-    _send(messages, more, is_again)
-
-
-def _send(messages: Messages, then: Callable[[], object] | None = None, is_again: bool = False) -> None:
-    (draft,) = messages.drafts
     worker_group, call = draft.worker_group, draft.call
     try:
-        with worker_group.order.lock:
-            worker_group.check(notes_restarts=not is_again)
-            draft.lend()
-            sent = send(messages)
-            if then is not None:
-                try:
-                    then()
-                except BaseException as error:
-                    worker_group.order.give_up(call, error, True)
-                    raise
+        messages = Messages((draft,))
+        try:
+            with worker_group.order.lock:
+                worker_group.check(notes_restarts=not is_again)
+                draft.lend()
+                if draft.kept is not None:
+                    worker_group.residents.add(draft.kept)
+                sent = send(messages)
+                if then is not None:
+                    try:
+                        then()
+                    except BaseException as error:
+                        worker_group.order.give_up(call, error, True)
+                        raise
+        finally:
+            messages.discard()
     except BaseException as error:
         worker_group.order.drop(call, error)  # unless that was done
         raise
-    finally:
-        messages.discard()
     watch(sent)
 
 
@@ -299,7 +284,7 @@ class Messages:
     They are made on the thread of whoever calls, who may have much to encode, and holds nothing.
     """
 
-    __slots__ = ("_calls", "_frames", "_needs", "_puts", "_told", "_unlocated", "_worker_group", "drafts")
+    __slots__ = ("_calls", "_frames", "_frees", "_needs", "_puts", "_unlocated", "_worker_group", "drafts")
 
     def __init__(self, drafts: Sequence[Draft]) -> None:
         """Encode them.
@@ -309,25 +294,24 @@ class Messages:
         """
         self.drafts = drafts
         self._worker_group = worker_group = drafts[0].worker_group
-        self._told: Callable[[], object] | None = None
+        self._frees: Sequence[int] = ()  # of residents, which whoever gets these forgets
         self._needs = False
         self._frames: list[tuple[Any, list[int]]] = []
         self._calls: list[PendingCall] = []  # of each place for a number, and what puts it there
         self._puts: list[Callable[[int], object]] = []
         self._unlocated: Sequence[Worker] = ()
         lots, everywhere = _lots(drafts)
-        frees: tuple[int, ...] = ()
         if worker_group.residents.ended and everywhere == len(worker_group.workforce.workers):
-            frees, self._told = worker_group.residents.unsent_frees()
+            self._frees = worker_group.residents.take_frees()
         for lot, slots in lots:
             calls = [_message(draft, index, HOLE + place) for place, (draft, index) in enumerate(lot)]
             message: to_worker.Call | to_worker.Batch
             if len(lot) == 1:
                 ((draft, index),), (message,) = lot, calls
-                body, message.frees = draft.bodies[index], frees  # type: ignore[misc]  # nobody has it yet
+                body, message.frees = draft.bodies[index], self._frees  # type: ignore[misc]  # nobody has it yet
             else:
                 wheres, body = together([draft.bodies[index] for draft, index in lot])
-                message = to_worker.Batch(frees, list(zip(calls, wheres, strict=True)))
+                message = to_worker.Batch(self._frees, list(zip(calls, wheres, strict=True)))
             if body is not None:
                 self._needs = self._needs or bool(getattr(body, "needs", ()))
             others: Sequence[tuple[int, to_worker.Passed]] = ()
@@ -378,21 +362,28 @@ class Messages:
                 order.enter(draft.call)
             for call, put in zip(self._calls, self._puts, strict=True):
                 put(call.seq)
-            if self._told is None and worker_group.frees_first and worker_group.residents.ended:
+            if not self._frees and worker_group.frees_first and worker_group.residents.ended:
                 worker_group.residents.tell()  # the calls may need the room
             for frame, slots in self._frames:
                 for slot in slots:
                     sent = True
                     workers[slot].host.send(frame)
-            if self._told is not None:
-                self._told()
+            if self._frees:
+                worker_group.residents.told(self._frees)
+                self._frees = ()
         except BaseException as error:
             for draft in drafts:
                 order.give_up(draft.call, error, sent)
             raise
 
+    def put_frees_back(self) -> None:
+        """Leave it to other messages to tell the workers what they may forget."""
+        self._worker_group.residents.ended.extend(self._frees)
+        self._frees = ()
+
     def discard(self) -> None:
         """Forget the messages: they have been sent, or won't be."""
+        self.put_frees_back()
         for frame, _ in self._frames:
             self._worker_group.services.executor.discard(frame)
 
@@ -461,6 +452,7 @@ def send(messages: Messages) -> Sequence[Draft]:
     if found is drafts:
         messages.send()
         return drafts
+    messages.put_frees_back()
     together = Messages(found)
     try:
         together.send()

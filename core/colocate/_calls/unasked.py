@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from colocate._calls.pending import PendingCall
@@ -19,32 +19,12 @@ if TYPE_CHECKING:
 _log = logging.getLogger("colocate")
 
 
-class _Drop(weakref.ref[Call[Any]]):
-    """Comes among the printer's jobs when a call is dropped: by a function in C, amid which no signal comes."""
-
-    __slots__ = ("_tell",)
-    _tell: Callable[[], object]
-
-    def __new__(cls, handle: Call[Any], note: Callable[[Any], object], tell: Callable[[], object]) -> _Drop:
-        """Args: note: Called with this when it is dropped. tell: The job."""
-        self: _Drop = super().__new__(cls, handle, note)
-        self._tell = tell
-        return self
-
-    def __init__(self, handle: Call[Any], note: Callable[[Any], object], tell: Callable[[], object]) -> None:
-        super().__init__(handle, note)  # type: ignore[call-arg]
-
-    def __call__(self) -> None:
-        """Do it."""
-        self._tell()
-
-
 class Unasked:
     """The failures of one group that nobody has asked about. No lock is taken."""
 
     def __init__(self, link: WorkerGroup) -> None:
         self._link = link
-        self._left: dict[PendingCall, _Drop] = {}  # by calls that somebody has yet, and may ask about
+        self._left: dict[PendingCall, weakref.ref[Call[Any]]] = {}  # by calls that somebody has yet, and may ask about
         self._closed: list[PendingCall] = []  # those that the group's end has ended
 
     def failed(self, call: PendingCall, error: BaseException) -> None:
@@ -54,7 +34,8 @@ class Unasked:
         if isinstance(error, ClosedError) and self._link.closed_by is not None:
             self._closed.append(call)
         elif call.handle is not None and (handle := call.handle()) is not None:
-            drop = _Drop(handle, self._link.services.printer.note, lambda: self._dropped(call, error))
+            note = self._link.services.printer.note
+            drop = weakref.ref(handle, lambda _: note(lambda: self._dropped(call, error)))
             self._left.setdefault(call, drop)
         else:
             self._link.services.printer.soon(lambda: self._tell(call, error))

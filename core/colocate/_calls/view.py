@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import attrs
 
 from colocate._calls.handles import Consumer, Reference
 from colocate._calls.pending import PendingCall
-from colocate._calls.sending import OPEN, keep, ready, recording, refuse_inside, start, submit
+from colocate._calls.sending import OPEN, Draft, keep, ready, recording, refuse_inside, start, submit
 from colocate._role import context
 from colocate._role.call import Call, OnDriver, Resident, lives_on_driver
 from colocate._role.method_spec import MethodSpec, no_such_attribute
 from colocate._role.role import RoleInfo, no_such_method
-from colocate._signals.in_framework import in_framework, refuse_to_wait
+from colocate._signals.in_framework import refuse_to_wait
 from colocate._system.numbers import limit
 from colocate._values.dispatch import Broadcast, chosen_ranks, plan
 from colocate._values.leaves import map_leaves
@@ -122,16 +122,18 @@ class ViewCall(OnDriver):
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         """Run on the ranks, wait, and return the collected value."""
-        return self._send(start, args, kwargs).result()
+        if OPEN.get() is not None and (recorder := recording(self._worker_group)) is not None:
+            recorder.refuse_call(self._label, "use .submit(...) or .keep(...), or ")
+        refuse_to_wait(self._label)
+        return start(self._draft(args, kwargs)).result()
 
     def submit(self, /, *args: Any, **kwargs: Any) -> Call[Any]:
         """Send it and return at once."""
-        return Call(self._send(submit, args, kwargs))
+        return Call(submit(self._draft(args, kwargs)))
 
     def keep(self, /, *args: Any, **kwargs: Any) -> Resident[Any]:
         """Send it and return at once; the results stay in the workers."""
-        resident: Resident[Any] = self._send(keep, args, kwargs)
-        return resident
+        return keep(self._draft(args, kwargs))
 
     def options(self, *, timeout: float | None = None, ranks: Sequence[int] | None = None) -> ViewCall:
         """The same method with a deadline, or on some ranks only.
@@ -156,18 +158,13 @@ class ViewCall(OnDriver):
     def __repr__(self) -> str:
         return f"<{self._label}{self._spec.signature} of group {self._worker_group.name!r}>"
 
-    def _send(self, how: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Send it: `start`, `submit` or `keep`."""
+    def _draft(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Draft:
+        """Bind the arguments, plan who gets what, and pack that: a call that is ready to be sent."""
         worker_group, role, spec, label = self._worker_group, self._role, self._spec, self._label
         if not worker_group.life.is_plain:
             worker_group.check()
         if context.current() is not None:
             refuse_inside(label, worker_group.name)
-        if how is start:
-            if OPEN.get() is not None and (recorder := recording(worker_group)) is not None:
-                recorder.refuse_call(label, "use .submit(...) or .keep(...), or ")
-            if in_framework():
-                refuse_to_wait(label)
         if role.ranks is not self._of:
             self._look()
         uses: list[Reference] = []
@@ -189,7 +186,7 @@ class ViewCall(OnDriver):
         call = PendingCall(label, role.name, spec.name, targets, planned.targets)
         if planned.partition is not None:
             call.partition = planned.partition
-        return how(ready(worker_group, call, role, spec, planned, uses, self._timeout, packed))
+        return ready(worker_group, call, role, spec, planned, uses, self._timeout, packed)
 
 
 def with_references(

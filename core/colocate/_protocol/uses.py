@@ -6,14 +6,13 @@ needs from the parts that hold them, its own first.
 
 from __future__ import annotations
 
-import abc
 import functools
 import pickle
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import accumulate
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import attrs
 import cloudpickle
@@ -21,7 +20,6 @@ import cloudpickle
 from colocate import features
 from colocate._definitions.packed import Plain
 from colocate._protocol.taken import Taken
-from colocate._protocol.to_worker import Passed
 from colocate._system.by_type import by_type
 from colocate._system.numbers import plural
 from colocate._values import batch
@@ -34,6 +32,9 @@ from colocate._values.leaving import Watch
 from colocate._values.mesh import Ranks
 from colocate._values.plain import PLAIN, Partition, even_sizes, padded_sizes
 from colocate.errors import DispatchError
+
+if TYPE_CHECKING:
+    from colocate.worker.residents.peers import Peers
 
 Written: TypeAlias = tuple[int, str, str | None]
 """A resident's key, the method that returned it, and the call that wrote into it, where that is known."""
@@ -206,60 +207,6 @@ class Taking:
 
     areas: deque[Any]
     over: Over | None = None
-
-
-class Peers(abc.ABC):
-    """How a worker reads parts, its own and others'. Every method blocks until the part exists."""
-
-    @property
-    @abc.abstractmethod
-    def address(self) -> str | None:
-        """Where other workers reach this one; None when they needn't ask."""
-
-    @abc.abstractmethod
-    def part(self, source: Source, rank: int, taken: list[Taken] | None, taking: Taking | None = None) -> Any:
-        """The whole part of a rank. It is noted in `taken`, unless that is None or it is handed over between slots.
-
-        `taking`: for one of several that are offered.
-        """
-
-    @abc.abstractmethod
-    def rows(self, source: Source, rank: int) -> int:
-        """How many rows it has."""
-
-    @abc.abstractmethod
-    def weight(self, source: Source, rank: int) -> int | None:
-        """How many rows the call that made it worked on there; None when nothing was scattered."""
-
-    @abc.abstractmethod
-    def slice(self, source: Source, rank: int, start: int, stop: int, taken: list[Taken] | None) -> Any:
-        """Get some rows of a value, and note them as `part` does."""
-
-    @abc.abstractmethod
-    def took(self, source: Source, rank: int, keeps: bool) -> None:
-        """Tell the rank that offers it (`Store.offer`) that it was taken, and perhaps kept."""
-
-    def passed(self, passed: Passed) -> Any:
-        """The body of a message of the driver's, which another worker passes on; within one process none is."""
-        raise NotImplementedError
-
-    def arrives(self, passed: Passed, sizes: Sequence[int], length: int) -> Any:
-        """Where such a body is to arrive that comes with its message; None where nobody takes it from here."""
-        raise NotImplementedError
-
-    def given_back(self, seq: int, label: str) -> Sequence[Written]:
-        """A call is over: those residents of other workers that it had the very values of, and wrote into.
-
-        None where what other workers have is copied.
-        """
-        return ()
-
-    @abc.abstractmethod
-    def abort(self, reason: str) -> None:
-        """Fail what is under way; later uses work again."""
-
-    def close(self) -> None:  # noqa: B027 - where workers are threads there is nothing to end
-        """End what it holds."""
 
 
 @by_type

@@ -77,30 +77,18 @@ class Flag:
 class _Job(Generic[T]):
     """Some work, from the main thread's handing it over to its end."""
 
-    __slots__ = ("_context", "_frame", "_work", "done", "error", "value")
+    __slots__ = ("_context", "_frame", "done", "error", "value", "work")
 
     def __init__(self, work: Callable[[], T], frame: FrameType | None) -> None:
-        self._work = [work]  # who takes it out is the one that decides
+        self.work: Callable[[], T] | None = work  # None once it is begun, or withdrawn
         self._frame = frame
         self._context = copy_context()
         self.done = Flag()
         self.value: T | None = None
         self.error: BaseException | None = None
 
-    def withdraw(self) -> bool:
-        """Have it never done; False when it has been begun."""
-        try:
-            self._work.pop()
-        except IndexError:
-            return False
-        return True
-
-    def run(self, unfinished: dict[_Job[Any], None]) -> None:
-        """Do it, unless it was withdrawn, and take it out of those that aren't done. On a courier's thread."""
-        try:
-            work = self._work.pop()
-        except IndexError:
-            return
+    def run(self, work: Callable[[], T]) -> None:
+        """Do the work. On a courier's thread."""
         _here.frame = self._frame
         try:
             self.value = self._context.run(work)
@@ -111,45 +99,47 @@ class _Job(Generic[T]):
         # Nothing of the user's is held any more when who waits goes on.
         _here.frame = self._frame = None
         del work, self._context
-        unfinished.pop(self, None)
-        self.done.set()
 
 
 class _Couriers:
     """The threads that work for the main thread.
 
-    A job is never queued behind another one, which may take long: who takes a job sees to it that another courier is
-    waiting. So there are as many as jobs that are done at once, and a few that wait; others end, unless they have
-    started processes, which the kernel may tie to the thread that has.
+    A job, which may take long, never waits for another one: an idle thread does it, or a new one. A few idle threads
+    stay; others end, unless they have started processes, which the kernel may tie to the thread that has.
     """
 
     def __init__(self) -> None:
         self._jobs: queue.SimpleQueue[_Job[Any]] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
-        self._all = 0
         self._idle = 0
-        self._lacking = False  # one that was to wait beside a busy one couldn't be started
         self._unfinished: dict[_Job[Any], None] = {}  # from the handing over of a job to its end
 
     def put(self, job: _Job[Any]) -> bool:
-        """Have a job done; False when no other thread runs any more, or can be started: the interpreter ends."""
+        """Hand a job over; False when no other thread runs any more, or can be started: the interpreter ends."""
         if sys.is_finalizing():
             return False
-        self._unfinished[job] = None
-        self._jobs.put(job)
-        if not self._all or self._lacking:
-            try:
-                self._lacking = False
-                _thread.start_new_thread(self._main, ())
-            except RuntimeError:
-                self._lacking = bool(self._all)
-                return self._lacking
+        with self._lock:
+            if not self._idle:
+                try:
+                    _thread.start_new_thread(self._main, ())
+                except RuntimeError:
+                    return False
+                self._idle += 1
+            self._idle -= 1
+            self._unfinished[job] = None
+            self._jobs.put(job)
         return True
 
+    def take(self, job: _Job[T]) -> Callable[[], T] | None:
+        """Take the work out of a job, to begin or to withdraw it; None when that was done before."""
+        with self._lock:
+            work, job.work = job.work, None
+        return work
+
     def withdraw(self, job: _Job[Any]) -> bool:
-        """Have a job never done; False when it has been begun."""
-        if not job.withdraw():
+        """Withdraw a job; False when it has been begun."""
+        if self.take(job) is None:
             return False
         self._unfinished.pop(job, None)
         return True
@@ -160,25 +150,16 @@ class _Couriers:
         return all(job.done.wait(until - time.monotonic()) for job in list(self._unfinished))
 
     def _main(self) -> None:
-        with self._lock:
-            self._all += 1
-            self._idle += 1
         threading.current_thread().name = f"{COURIER}{next(self._numbers)}"
         while True:
             job = self._jobs.get()
-            with self._lock:
-                self._idle -= 1
-                alone = not self._idle
-            if alone:
-                try:
-                    _thread.start_new_thread(self._main, ())
-                except RuntimeError:  # no thread is to be had: jobs do wait for each other, until one is
-                    self._lacking = True
-            job.run(self._unfinished)
-            del job
+            if (work := self.take(job)) is not None:
+                job.run(work)
+                self._unfinished.pop(job, None)
+                job.done.set()
+            del job, work
             with self._lock:
                 if self._idle >= _WAIT and not _has_started_processes():
-                    self._all -= 1
                     break
                 self._idle += 1
         threading.current_thread()._delete()  # type: ignore[attr-defined]  # `threading` lists it for ever otherwise
@@ -246,21 +227,19 @@ def run_deferred(
     if not on_main():
         return work()
     job = _Job(work, sys._getframe(1))
+    if not _couriers.put(job):
+        return work()
     try:
-        if not _couriers.put(job) and _couriers.withdraw(job):
-            return work()
         job.done.wait()
-        if job.error is None:
-            return job.value  # type: ignore[return-value]
     except BaseException:
-        if in_any_case:
-            _couriers.put(job)  # once more, perhaps: only one of them counts
         if in_any_case or not _couriers.withdraw(job):
             until = None if waits_s is None else time.monotonic() + waits_s
             for done in (None if interrupted is None else defer(interrupted), job.done):
                 if done is not None:
                     done.wait(None if until is None else until - time.monotonic())
         raise
+    if job.error is None:
+        return job.value  # type: ignore[return-value]
     error, job.error = job.error, None
     try:
         raise error
@@ -269,14 +248,11 @@ def run_deferred(
 
 
 def defer(work: Callable[[], object]) -> Flag | None:
-    """Have some work done on a thread that isn't the main one, without waiting. What it raises is reported.
+    """Do some work on a thread that isn't the main one, without waiting. What it raises is reported.
 
     Returns:
         What is set when it is done; None if it has been done here.
     """
-    if not on_main():
-        work()
-        return None
 
     def reported() -> None:
         try:
@@ -286,10 +262,10 @@ def defer(work: Callable[[], object]) -> Flag | None:
             threading.excepthook(threading.ExceptHookArgs(args))
 
     job = _Job(reported, sys._getframe(1))
-    if not _couriers.put(job) and _couriers.withdraw(job):
-        reported()
-        return None
-    return job.done
+    if on_main() and _couriers.put(job):
+        return job.done
+    reported()
+    return None
 
 
 def settle(timeout: float) -> bool:

@@ -5,23 +5,14 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 _caches: list[dict[int, Any]] = []
 
 T = TypeVar("T")
-T_co = TypeVar("T_co", covariant=True)
 
 
-class ByType(Protocol[T_co]):
-    """A function of a type that remembers its results."""
-
-    def __call__(self, kind: type, /) -> T_co:
-        """Return the result for this type."""
-        ...
-
-
-def by_type(find: Callable[[type], T]) -> ByType[T]:
+def by_type(find: Callable[[type], T]) -> Callable[[type], T]:
     """Remember a function's result for each type as long as the type is there; the result must not hold the type.
 
     As fast as `functools.lru_cache`, which would keep users' classes, and all that hangs on them, for ever.

@@ -8,7 +8,7 @@ import socket
 import threading
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from colocate._definitions.packed import Packed
 from colocate._system.deadline import Deadline
@@ -20,6 +20,7 @@ from colocate.wire.tls import secured
 
 if TYPE_CHECKING:
     from colocate.wire._secured import Secured
+    from colocate.wire.event_loop import EventLoop
 
 OnMessage: TypeAlias = Callable[[Head, Packed | None], None]
 OnClosed: TypeAlias = Callable[[str], None]
@@ -28,22 +29,10 @@ _GONE = frozenset({errno.EPIPE, errno.ECONNRESET})
 _TAKEN = frozenset({errno.EBADF, errno.ENOTSOCK})
 
 
-class Server(Protocol):
-    """What a lane needs of the event loop that serves it."""
-
-    scratch: memoryview
-
-    def look_for(self, sock: socket.socket, events: int) -> None:
-        """Look for these events of a socket from now on."""
-
-    def drop(self, sock: socket.socket) -> None:
-        """Serve a socket no longer."""
-
-
 class SocketLane:
     """One connection of an event loop; made by `EventLoop.attach`."""
 
-    def __init__(self, event_loop: Server, sock: socket.socket, on_message: OnMessage, on_closed: OnClosed) -> None:
+    def __init__(self, event_loop: EventLoop, sock: socket.socket, on_message: OnMessage, on_closed: OnClosed) -> None:
         self._event_loop = event_loop
         self._sock = sock
         self._secured = None if type(sock) is socket.socket else secured(sock)

@@ -6,7 +6,7 @@ import contextlib
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
 
 from colocate._role.context import CallState, RowState
 from colocate.errors import ColocateError
@@ -16,17 +16,8 @@ from colocate.worker.lane import BarrierWork, Lane, Work
 from colocate.worker.serving.scope import Scope
 from colocate.worker.settings import Setting
 
-
-class _Runner(Protocol):
-    """What its lane needs of a `Runner`."""
-
-    def call(self, work: Work) -> Any:
-        """Run a method."""
-        ...
-
-    def close(self) -> None:
-        """Have its role end."""
-        ...
+if TYPE_CHECKING:
+    from colocate.worker.runner import Runner
 
 
 class Background:
@@ -35,7 +26,7 @@ class Background:
     What torch has set for a whole process is left to the roles of the main lane.
     """
 
-    runner: _Runner
+    runner: Runner
 
     def __init__(
         self,

@@ -9,13 +9,12 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from colocate import features
 from colocate._protocol import from_worker
 from colocate._protocol.ledger import TAGS
 from colocate._protocol.message import Message
-from colocate._protocol.uses import Peers
 from colocate._role.context import Context, RowState
 from colocate._system.imported import imported
 from colocate._system.recent import RecentSpans
@@ -29,6 +28,9 @@ from colocate.worker.hooks import OfWorker
 from colocate.worker.lane import Lane
 from colocate.worker.serving.definitions import Definitions
 from colocate.worker.serving.role_instance import RoleInstance
+
+if TYPE_CHECKING:
+    from colocate.worker.residents.peers import Peers
 
 _CAUSE_EVERY_S = 0.01  # how often features are asked whether the cause of a failure is known
 

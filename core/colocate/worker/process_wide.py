@@ -16,7 +16,7 @@ import random
 import sys
 from _random import Random as _CRandom
 from collections.abc import Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import attrs
 
@@ -34,46 +34,25 @@ class Own:
     states: dict[str, Any] = attrs.field(factory=dict)
 
 
-class _Kept(Protocol):
-    """One thing that a library keeps.
-
-    `take` returns how it is now, `put` has it be so; where it was put in place, `take` is given how. `begin` has it be
-    at the beginning of a seed, and returns how that is, if it is known.
-    """
-
-    name: str
-
-    def is_there(self) -> bool: ...
-
-    def take(self, state: Any) -> Any: ...
-
-    def put(self, state: Any) -> None: ...
-
-    def begin(self, seed: int) -> Any: ...
-
-
-class _Generator(_Kept, Protocol):
-    """A generator of random numbers: its state is JSON's with `plain`, and made of that by `from_plain`."""
-
-    def plain(self, state: Any) -> Any: ...
-
-    def from_plain(self, plain: Any) -> Any: ...
-
-
 def own_of(seed: int, group: str, role: str | None, slot: int, generation: int) -> Own:
     """Return what a role begins with; `seed` is the runtime's."""
     return Own(derive_seed(seed, group, f"{role}\0default generators\0{generation}", slot))
 
 
 class ProcessWide:
-    """Of a worker that has a process of its own: puts in place what a role of its main lane has."""
+    """Of a worker that has a process of its own: puts in place what a role of its main lane has.
+
+    Of each library's part `take` returns how it is now, and `put` restores that; where it was put in place, `take` is
+    given how. `begin` sets it to the beginning of a seed, and returns how that is, if it is known. A generator's state
+    is JSON's with `plain`, and made of that by `from_plain`.
+    """
 
     def __init__(self, device: str) -> None:
         """Args: device: What the slot computes on."""
         self.now: Own | None = None
         self._device, self._switches = _Device(device), Switches()
-        self._generators: tuple[_Generator, ...] = (_Random(), _NumPy(), _Torch(), self._device)
-        self._all: tuple[_Kept, ...] = (*self._generators, self._switches)
+        self._generators = (_Random(), _NumPy(), _Torch(), self._device)
+        self._all = (*self._generators, self._switches)
 
     def have(self, own: Own) -> None:
         """Put in place what a role has, and remember how the one before it has left its own."""
@@ -121,7 +100,7 @@ class ProcessWide:
                 _put(each, own)
 
 
-def _put(kept: _Kept, own: Own) -> None:
+def _put(kept: _Random | _NumPy | _Torch | Switches, own: Own) -> None:
     if (state := own.states.get(kept.name)) is None:
         own.states[kept.name] = kept.begin(own.seed)
     else:

@@ -15,7 +15,7 @@ import attrs
 
 from colocate._calls.pending import PendingCall
 from colocate._calls.records import CheckpointRecord
-from colocate._calls.sending import Messages, everyone, ready, refuse_inside, send_with
+from colocate._calls.sending import everyone, ready, refuse_inside, send_now
 from colocate._protocol import to_worker
 from colocate._protocol.message import Message
 from colocate._role.role import RoleInfo
@@ -448,7 +448,7 @@ def _submit(
     planned = plan(spec.dispatch, {"directory": str(folder), **more}, role.ranks)
     call = PendingCall(what, "", what, role.slots)
     draft = ready(worker_group, call, role, spec, planned, [], FOREVER_S)  # large ones take long
-    send_with(Messages((draft,)), then, False)
+    send_now(draft, then)
     return call
 
 

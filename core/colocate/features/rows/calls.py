@@ -21,7 +21,7 @@ from colocate._calls.failures import failure_error
 from colocate._calls.handles import Consumer, Reference
 from colocate._calls.order import CallOrder, Stacks
 from colocate._calls.pending import PendingCall, result_of
-from colocate._calls.sending import Messages, ready, send_with
+from colocate._calls.sending import ready, send_now
 from colocate._calls.view import with_references
 from colocate._definitions.packed import owned, packed_bytes
 from colocate._role.method_spec import MethodSpec
@@ -600,7 +600,7 @@ class Asked:
         self.at = call.at = self.at or call.at
         if worker_group.services.observers and not worker_group.services.executor.in_process:
             call.sent += sum(packed_bytes(self.bodies[row]) for row in rows) if spec.rows is not None else 0
-        send_with(Messages((draft,)), call.begin, is_again)
+        send_now(draft, call.begin, is_again)
         if isinstance(call, GivenRows) and not is_again:
             call.copy_rows()
         return call

@@ -16,7 +16,7 @@ from colocate._protocol.message import Head, Message, read
 from colocate._protocol.questions import WhereIs
 from colocate._protocol.taken import Taken
 from colocate._protocol.to_worker import PASSED_BYTES, Passed
-from colocate._protocol.uses import Peers, Source, Taking, Written
+from colocate._protocol.uses import Source, Taking, Written
 from colocate._role.context import running_call
 from colocate._values import batch
 from colocate._values.leaving import tensor_bytes, tensors
@@ -34,9 +34,10 @@ _Rows = tuple[int, int]  # the first row, and the one after the last
 _Body = wire.Packed | None
 
 
-class _HostPeers(Peers):
-    """What lies in this very worker is taken from its store, on whichever device it is.
+class Peers(abc.ABC):
+    """How a worker reads parts, its own and others'. Every method waits until the part exists.
 
+    What lies in this very worker is taken from its store, on whichever device it is.
     Arguments are brought to the slot's device when they are complete.
     """
 
@@ -44,11 +45,15 @@ class _HostPeers(Peers):
         self._host = host
 
     def part(self, source: Source, rank: int, taken: list[Taken] | None, taking: Taking | None = None) -> Any:
-        """Return the whole part of a rank."""
+        """Return the whole part of a rank.
+
+        It is noted in `taken`, unless that is None or the part is handed over between slots. `taking`: for one of
+        several parts that are offered.
+        """
         return self._read(source, rank, None, taken, taking)
 
     def slice(self, source: Source, rank: int, start: int, stop: int, taken: list[Taken] | None) -> Any:
-        """Return some of its rows."""
+        """Return some of its rows, and note them as `part` does."""
         return self._read(source, rank, (start, stop), taken)
 
     def _read(
@@ -73,17 +78,40 @@ class _HostPeers(Peers):
         return count
 
     def weight(self, source: Source, rank: int) -> int | None:
-        """Return how many rows the call that made it worked on there."""
+        """Return how many rows the call that made it worked on there; None when nothing was scattered."""
         entry = self._own(source, rank)
         return self._number(source, rank, parts.Weight(source.key)) if entry is None else entry.weight
 
     def took(self, source: Source, rank: int, keeps: bool) -> None:
-        """Tell the rank that has it that it was taken, and perhaps kept."""
+        """Tell the rank that offers it (`Store.offer`) that it was taken, and perhaps kept."""
         self._number(source, rank, parts.Took(source.key, keeps))
 
     def abort(self, reason: str) -> None:
-        """Fail what is under way."""
+        """Fail what is under way; later uses work again."""
         self._host.store.poke()
+
+    def passed(self, passed: Passed) -> Any:
+        """Return the body of a driver's message that another worker passes on; within one process none is."""
+        raise NotImplementedError
+
+    def arrives(self, passed: Passed, sizes: Sequence[int], length: int) -> wire.Arriving | None:
+        """Say where such a body is to arrive that comes with its message; None where nobody takes it from here."""
+        raise NotImplementedError
+
+    def close(self) -> None:  # noqa: B027 - where workers are threads there is nothing to end
+        """End its threads and sockets."""
+
+    @property
+    @abc.abstractmethod
+    def address(self) -> str | None:
+        """Where other workers reach this one; None when they needn't ask."""
+
+    @abc.abstractmethod
+    def given_back(self, seq: int, label: str) -> Sequence[Written]:
+        """End what a call had of other workers; return their residents that it had the very values of and wrote into.
+
+        Nothing where what other workers have is copied.
+        """
 
     def _own(self, source: Source, rank: int) -> Entry | None:
         """Return the part, if it is this worker's."""
@@ -104,7 +132,7 @@ class _HostPeers(Peers):
     def _number(self, source: Source, rank: int, question: Message) -> int | None: ...
 
 
-class LocalPeers(_HostPeers):
+class LocalPeers(Peers):
     """All workers are in this process: parts are handed over by reference, or between slots as the codec has it."""
 
     def __init__(self, host: WorkerHost, find: Find) -> None:
@@ -169,7 +197,7 @@ class LocalPeers(_HostPeers):
             self._waiting.remove(found.store)
 
 
-class ChannelPeers(_HostPeers):
+class ChannelPeers(Peers):
     """Workers are processes: parts travel worker to worker on authenticated sockets.
 
     Between those of one machine what is on a device is copied from there, where the driver of the device has it so.
@@ -199,7 +227,7 @@ class ChannelPeers(_HostPeers):
         return self._passing.arrives(passed, sizes, length)
 
     def given_back(self, seq: int, label: str) -> Sequence[Written]:
-        """See `Peers`; what the call has asked for isn't passed on any more."""
+        """Pass on what the call has asked for no more."""
         self._sharing.forget(seq)
         return ()
 

@@ -17,7 +17,6 @@ from colocate._protocol import from_worker, to_worker
 from colocate._protocol.bundle import take_apart
 from colocate._protocol.message import Head, Message, read
 from colocate._protocol.to_worker import Call
-from colocate._protocol.uses import Peers
 from colocate._system.jobs import OUR_FAULT, JobThread, error_text, report_exception
 from colocate._system.own_modules import keep_modules
 from colocate._values.codec import Codec
@@ -32,6 +31,7 @@ from colocate.worker.birth.imports import importing
 from colocate.worker.birth.template import tell_imports
 from colocate.worker.context import WorkerContext
 from colocate.worker.lane import Lane, Work
+from colocate.worker.residents.peers import Peers
 from colocate.worker.runner import Runner
 from colocate.worker.serving import failure
 from colocate.worker.serving.build import FUNCTION, GROUP_WIDE_CALLS, hosted_functions
