@@ -177,9 +177,7 @@ class ViewCall(OnDriver):
                     arguments = with_references(arguments, worker_group, self._consumer, label, uses)
                 planned = plan(spec.dispatch, arguments, role.ranks, self._ranks)
             except RecursionError:
-                if (error := no_end(arguments, label)) is not None:
-                    raise error from None
-                raise
+                raise no_end(label) from None
         targets: Sequence[int] = role.slots
         if not isinstance(planned.targets, range):  # those that the call names, as opposed to all ranks in order
             targets = [targets[rank] for rank in planned.targets]

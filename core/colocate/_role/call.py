@@ -68,9 +68,7 @@ def refuse_in_constructor(arguments: Mapping[str, Any], what: str) -> None:
         try:
             map_leaves(value, refuse, lives_on_driver)
         except RecursionError:
-            if (error := no_end(arguments, what)) is not None:
-                raise error from None
-            raise
+            raise no_end(what, name) from None
 
 
 class Underway(Flag):

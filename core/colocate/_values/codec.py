@@ -53,9 +53,7 @@ class Codec:
 def explain(value: Any, name: str, what: str, error: Exception) -> SerializationError:
     """Return the error that says which part of a value can't be sent."""
     if any(isinstance(each, RecursionError) for each in (error, error.__cause__)):
-        endless = no_end({name: value}, what)
-        if endless is not None:
-            return endless
+        return no_end(what, name)
     found = wire.explain(value, name, error)
     found.args = (f"{what}: {found.message}",)
     return found

@@ -22,7 +22,7 @@ from colocate._system.room import OomKills
 from colocate._system.threads import Thread
 from colocate.keeper.forks import Fork, NoFork, fork, started
 from colocate.worker.birth import processes
-from colocate.worker.birth.supervisor import CLOSES_OTHERS, ENDS, MARK, program_of
+from colocate.worker.birth.supervisor import CLOSES_OTHERS, ENDS, MARK
 from colocate.worker.serving.output import shown, written_over
 
 _LINE_BYTES = 8192  # a line without an end is shown by pieces
@@ -30,9 +30,11 @@ _BAR_EVERY_S = 1.0  # one that is written over, a progress bar's, is shown as it
 # A worker whose lane has closed leaves by itself, after its exit handlers; after so many seconds it is made to.
 _LAST_READS = 16
 AFTER_LANE_S = 1.0
-_NO_LANE = f"it had closed its connection to the driver and gone on, and was ended; {CLOSES_OTHERS}"
+_NO_LANE = (
+    f"it had closed its connection to the driver and gone on, and was ended; {CLOSES_OTHERS}, and so does "
+    "os.exec, which puts another program in a worker's place: start programs with subprocess"
+)
 _UNKNOWN = "its exit code isn't known: other code of the process that has started it has waited for it"
-_BY_EXEC = "a role had put another program in its place, by exec ({!r}){}; start programs with subprocess"
 
 _logger = logging.getLogger("colocate")
 
@@ -79,7 +81,7 @@ class WorkerProcess:
         self._log = -1
         self._partial = b""
         self._bar_shown_at = 0.0
-        self._astray: str | None = None
+        self._is_astray = False
         self._oom_kills = OomKills.now()
 
     @property
@@ -187,11 +189,8 @@ class WorkerProcess:
     # -- on the event loop's thread
 
     def end_astray(self) -> None:
-        """End one that has closed its lane and goes on; what it had become is told with its end."""
-        runs = self._process is not None and not self.over and not processes.has_ended(self.pid)
-        if runs and self._astray is None:
-            program = processes.program_instead_of_worker(self.pid)
-            self._astray = _NO_LANE if program is None else _BY_EXEC.format(program, ", which was ended")
+        """End one that has closed its lane and goes on; that is told with its end."""
+        self._is_astray |= self._process is not None and not self.over and not processes.has_ended(self.pid)
         self.kill()
 
     def _read_log(self) -> None:
@@ -220,7 +219,6 @@ class WorkerProcess:
 
     def _ended(self) -> None:
         assert self._process is not None
-        program = program_of(self.pid)  # of one that has ended, so long as nobody has waited for it
         code = self._process.wait()
         self._event_loop.unwatch(self._pidfd)
         with contextlib.suppress(BlockingIOError):  # a child of the worker still has the pipe
@@ -235,9 +233,7 @@ class WorkerProcess:
         if code == -ENDS:  # it was killed before it had put supervisors above itself
             code = -signal.SIGKILL
         name = signal.Signals(-code).name if code is not None and code < 0 else None
-        why = (self._astray or self._oom_kills.since()) if code == -signal.SIGKILL else None
-        if why is None and program is not None:
-            why = _BY_EXEC.format(program, "")
+        why = (_NO_LANE if self._is_astray else self._oom_kills.since()) if code == -signal.SIGKILL else None
         if why is None and code is None:
             why = _UNKNOWN
         self._events.ended(None if name is not None else code, name, why)

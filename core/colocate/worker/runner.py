@@ -316,9 +316,7 @@ class Runner:
             else:
                 worker_context.say_result(done, body, label)
         except RecursionError:
-            if (error := no_end({"result": result}, f"the result of {work.label}")) is not None:
-                raise error from None
-            raise
+            raise no_end(f"the result of {work.label}", "result") from None
         if worker_context.recent is not None and role.name is not None:
             worker_context.recent.add(role.name, start, time.time())
         if worker_context.leaves:

@@ -227,11 +227,12 @@ class Serialization(definitions.Serialization):
         assert isinstance(refused.value.__cause__, ValueError)
         assert faulty.fine() == [0, 1]
 
-    @pytest.mark.parametrize(("kind", "path"), [("list", "[0]"), ("tuple", "[0]"), ("dict", "['a']")])
+    @pytest.mark.parametrize("kind", ["list", "tuple", "dict"])
     @needs_feature("functions")
-    def test_values_without_an_end(self, pair: ColocatedGroup, kind: str, path: str) -> None:
-        """What contains itself, or is nested too deeply, is told by name and path, not as a RecursionError."""
+    def test_values_without_an_end(self, pair: ColocatedGroup, kind: str) -> None:
+        """What contains itself, or is nested too deeply, is told as that, not as a RecursionError."""
         echo, rows, faulty = pair.role("echo", Echo), pair.role("rows", Rows), pair.role("faulty", Faulty)
+        words = "it contains itself, or is nested too deeply. Give it flat"
         deep = nested(kind, 5000)
         uses: list[Callable[[], object]] = [
             lambda: echo.first({"x": [deep]}),
@@ -239,22 +240,16 @@ class Serialization(definitions.Serialization):
             lambda: rows.seen((["a", "b"], [deep, 1])),
         ]
         for use in uses:
-            with pytest.raises(SerializationError, match=r"nested 500\d levels deep. Give it flat") as caught:
+            with pytest.raises(SerializationError, match=words):
                 use()
-            assert caught.value.path is not None
-            assert "…" in caught.value.path
-            assert len(caught.value.path) < 100
         for call in (faulty.nest.submit(kind, 5000), faulty.nest.keep(kind, 5000)):
-            with pytest.raises(SerializationError, match="nested 5000 levels deep") as caught:
+            with pytest.raises(SerializationError, match=words) as caught:
                 call.result(PATIENCE_S) if isinstance(call, Call) else call.fetch()
             assert (caught.value.argument, caught.value.method) == ("result", "nest")
-            assert str(caught.value.path).startswith(f"result{path}{path}")
         if kind != "tuple":
-            endless = nested(kind, 0)
-            with pytest.raises(SerializationError, match=r"it is value.'x'. itself, so there is no end") as caught:
-                echo.first({"x": endless})
-            assert caught.value.path == f"value['x']{path}"
-            with pytest.raises(SerializationError, match="it is result itself"):
+            with pytest.raises(SerializationError, match=words):
+                echo.first({"x": nested(kind, 0)})
+            with pytest.raises(SerializationError, match=words):
                 faulty.nest(kind, 0)
         assert echo.first(1) == 1
 
@@ -350,7 +345,7 @@ class Serialization(definitions.Serialization):
                 (call, "extra", r"its result\(\)"),
                 (echo, "extra", r"ctx\.sibling"),
                 ([pair], "extra", r"ctx\.sibling"),
-                (endless, "extra[0]", "it is extra itself"),
+                (endless, "extra", "it contains itself"),
             ):
                 with pytest.raises(SerializationError, match=f"the constructor of role 'echo': .*{words}") as caught:
                     pool.spawn({"echo": colocate.role(Echo, "fine", extra=value)})

@@ -43,9 +43,7 @@ def run(
         given = with_references(given, worker_group, consumer, label, uses)
         planned = plan(RUN.dispatch, {"function": shipped, **given}, role.ranks)
     except RecursionError:
-        if (error := no_end(given, label)) is not None:
-            raise error from None
-        raise
+        raise no_end(label) from None
     call = PendingCall(label, "", name, role.slots)
     return start(ready(worker_group, call, role, RUN, planned, uses, None))
 

@@ -167,9 +167,7 @@ class RowsViewCall(OnDriver):
                 return Asked(worker_group, role, spec, label, self._options, consumer, arguments)
             rows = each_row(arguments.pop(spec.rows), spec.rows)
         except RecursionError:
-            if (error := no_end(arguments, label)) is not None:
-                raise error from None
-            raise
+            raise no_end(label) from None
         sticky, codec = self._options.sticky, worker_group.services.executor.codec
         keys = None if sticky is None else {index: _key(sticky(row), label) for index, row in enumerate(rows)}
         bodies = {

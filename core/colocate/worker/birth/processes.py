@@ -12,7 +12,6 @@ from colocate.worker.birth.supervisor import MARK, SUPERVISORS, starter_of
 
 MODULE = "colocate.worker"
 OF_A_ROLE = "process of a role"
-_SHOWN = 200
 
 
 @attrs.frozen
@@ -101,28 +100,6 @@ def has_ended(started: int) -> bool:
         return worker is None or psutil.Process(worker).status() == psutil.STATUS_ZOMBIE
     except psutil.Error:  # just now
         return True
-
-
-def program_instead_of_worker(started: int) -> str | None:
-    """Return the command line of the program that has taken a worker's place by exec; None where nobody can tell one.
-
-    A worker is a fork of its upper supervisor, `started`: its memory begins where that one's does, which it doesn't
-    after exec.
-    """
-
-    def layout(pid: int) -> list[str]:
-        """Where code and stack of a process begin."""
-        with open(f"/proc/{pid}/stat") as file:
-            fields = file.read().rpartition(")")[2].split()
-        return [fields[23], fields[25]]
-
-    try:
-        worker = worker_below(started)
-        if worker is None or worker == started or layout(worker) == layout(started):
-            return None
-        return " ".join(psutil.Process(worker).cmdline())[:_SHOWN]
-    except (psutil.Error, OSError):  # it is gone
-        return None
 
 
 def left_by(starter: int | None = None) -> list[Left]:

@@ -6,8 +6,7 @@ Before it imports anything, a process that is to be a worker forks twice, and it
 gives a supervisor each descendant whose parent has ended, whatever session or process group that is in
 (`PR_SET_CHILD_SUBREAPER`). So when the worker ends, in whichever way, nothing that it has started is out of reach: a
 supervisor kills until nothing is left, and then ends as the worker did, by the same exit code or signal. Whoever waits
-for it hears the worker's end when all of it is over, and finds in its name whether another program had taken the
-worker's place (`program_of`).
+for it hears the worker's end when all of it is over.
 
 It does the same when what is above it ends, or says `ENDS`. There are two because one may be killed (Ray, for one,
 kills the children of a process that it ends): the other one then does its work. Whoever kills both at once leaves
@@ -54,8 +53,6 @@ _LEFT_S = 5.0  # for what SIGKILL doesn't end: processes in the kernel's hands, 
 _LOWER_S = 1.0  # for the lower supervisor to end by itself: it may be stopped
 _LOOK_S, _LONGEST_S = 0.01, 0.5
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER, _PR_SET_PTRACER = 1, 4, 36, 0x59616D61
-_PF_FORKNOEXEC = 0x40
-_BY_EXEC = "exec:"
 _TRACKER = b"resource_tracker import main"  # multiprocessing's, and loky's
 
 
@@ -101,20 +98,6 @@ def supervise(starter: int, begin: Callable[[], object] = lambda: None) -> None:
 def starter_of(limit: int) -> int | None:
     """Return who has started the worker above a process with such a limit of real time; None without a worker."""
     return limit - _LIMIT if _LIMIT < limit < _LIMIT + _LIMIT_PIDS else None
-
-
-def program_of(supervisor: int) -> str | None:
-    """The name of the program that had taken a worker's place by exec when it ended; None when none had.
-
-    Args:
-        supervisor: The upper one, which has ended and isn't waited for yet. Names have few characters.
-    """
-    try:
-        with open(f"/proc/{supervisor}/comm") as file:
-            name = file.read().rstrip("\n")
-    except (OSError, ValueError):
-        return None
-    return name.removeprefix(_BY_EXEC) if name.startswith(_BY_EXEC) else None
 
 
 def tracks(pid: int) -> bool:
@@ -178,31 +161,12 @@ class _Supervisor:
     def _reap(self) -> bool:
         """Take away all that has ended; whether a child is left."""
         try:
-            while found := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
-                if found.si_pid == self._child:
-                    self._take_name()
-                ended = os.waitpid(found.si_pid, 0)
+            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
                 if ended[0] == self._child:
                     self._status = ended[1]
         except ChildProcessError:
             return False
         return True
-
-    def _take_name(self) -> None:
-        """Be called by what the child had become, if that is another program."""
-        try:
-            if self._supervises:
-                program = program_of(self._child)
-            elif not _flags("self") & _PF_FORKNOEXEC or _flags(self._child) & _PF_FORKNOEXEC:
-                return  # it is still a fork of this process; without its own flag this kernel tells nothing
-            else:
-                with open(f"/proc/{self._child}/comm") as file:
-                    program = file.read().rstrip("\n")
-            if program is not None:
-                with open("/proc/self/comm", "w") as file:
-                    file.write(_BY_EXEC + program)
-        except OSError:  # this kernel doesn't tell, or has no descriptor left
-            pass
 
     def _end_all(self) -> None:
         """Kill what is below, until nothing is left. Python's trackers end by themselves, and remove memory before."""
@@ -271,11 +235,6 @@ def _parent_of(pid: int) -> int | None:
     except (OSError, ValueError):  # it is gone
         return None
     return None if state in (b"Z", b"X") else int(parent)
-
-
-def _flags(pid: int | str) -> int:
-    with open(f"/proc/{pid}/stat", "rb") as file:
-        return int(file.read().rpartition(b")")[2].split()[6])
 
 
 def _kill(pid: int, number: int = signal.SIGKILL) -> None:
