@@ -1,4 +1,4 @@
-"""The driver's end of its envoy: the process that is in Ray on the driver's behalf. Imports no Ray."""
+"""The driver's end of the envoy: the process that is in Ray on the driver's behalf. Imports no Ray."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from colocate_ray.terms import HEAD, Cluster
 
 _STARTS_WITHIN_S = 120.0
 _JOINS_WITHIN_S = 60.0
-_ASKS_EVERY_S = 0.5  # whether the head of a cluster answers
-MARK = "COLOCATE_ENVOY"  # in the environment of an envoy, and of what it has started
-# What the driver's shell, or a job that it was submitted as, says of other clusters.
+_ASKS_EVERY_S = 0.5  # seconds between pings of the cluster's head
+MARK = "COLOCATE_ENVOY"  # in the environment of an envoy, and of all processes below the envoy
+# Variables for other clusters, from the driver's shell or from a job's submission.
 _OF_OTHERS = ("RAY_ADDRESS", "RAY_NAMESPACE", "RAY_AUTH_TOKEN", "RAY_JOB_CONFIG_JSON_ENV_VAR", "RAY_RUNTIME_ENV_HOOK")
 
 
 class Envoy(DriverProxy):
-    """A process that is in one Ray. Its end is the end of all that this driver has there."""
+    """A process that is in one Ray. The end of the envoy ends everything that this driver has there."""
 
     def __init__(self, cluster: Cluster, lost: Callable[[int, int, str], None]) -> None:
-        """Start it, and wait until it is in.
+        """Start the envoy, and wait until Ray is joined.
 
         Raises:
             ClusterError: The cluster can't be joined.
             ColocateError: A private Ray can't be started.
         """
-        # Where its private Ray keeps its files; None when it has joined a cluster
+        # the folder of a private Ray's files; None for a joined cluster
         self.folder = new_folder() if cluster.private else None
         super().__init__(
             "colocate_ray.service",
@@ -46,11 +46,11 @@ class Envoy(DriverProxy):
             raise error
 
     def call(self, name: str, *arguments: Any, within_s: float | None = None) -> Any:
-        """Have it do something, and wait for the result: while envoy and head live, and at most so many seconds.
+        """Call a method of the envoy and wait for the result, while envoy and head live.
 
         Raises:
-            ClusterError: The envoy is gone, or the head doesn't answer; the envoy goes on with it when that does.
-            ColocateError: It failed, or took longer.
+            ClusterError: The envoy is gone, or the head doesn't answer; the call goes on once the head answers.
+            ColocateError: The method failed, or took longer than `within_s` seconds.
         """
         asked = self.post(name, *arguments)
         if within_s is None:
@@ -63,11 +63,11 @@ class Envoy(DriverProxy):
         return answer
 
     def lost(self, why: str) -> ClusterError:
-        """The error when it has ended by itself: of a private Ray, with what that has logged last."""
+        """Return the error of an envoy that ended by itself, with the last log lines of a private Ray."""
         return super().lost(why) if self.folder is None else cluster_error(self.folder, why)
 
     def _wait_on_head(self, asked: Asked) -> None:
-        """Wait while the head of the cluster answers: Ray itself waits on one that doesn't, for ever."""
+        """Wait while the head of the cluster answers: Ray itself would wait for ever on a silent head."""
         while not self.wait([asked], _ASKS_EVERY_S):
             self._ask_head()
 
@@ -83,7 +83,7 @@ def _environment(cluster: Cluster) -> dict[str, str]:
         for name in _OF_OTHERS:
             env.pop(name, None)
         if (gpus := listed(env)) is not None:
-            env[VARIABLE] = ",".join(gpus)  # Ray would count what CUDA doesn't: "-1", a GPU that is named twice
+            env[VARIABLE] = ",".join(gpus)  # Ray would also count GPUs that CUDA rejects: "-1", or a duplicate name
     return env
 
 

@@ -1,4 +1,4 @@
-"""The Ray executor: placement groups whose actors hold keepers. Imports no Ray: the envoy does."""
+"""The Ray executor: placement groups with actors that hold keepers. Imports no Ray: the envoy does."""
 
 from __future__ import annotations
 
@@ -54,10 +54,10 @@ from colocate_ray.terms import Cluster, Slot, tls_of_environment
 if importlib.util.find_spec("ray") is None:
     raise ModuleNotFoundError("No module named 'ray'", name="ray")
 
-RELEASED_WITHIN_S = 11.0  # a little more than Ray is given
+RELEASED_WITHIN_S = 11.0  # seconds; a little more than the envoy grants Ray
 LISTED_WITHIN_S = 10.0
 
-_Key = tuple[int, int]  # a slot: number of its reservation, index of its bundle
+_Key = tuple[int, int]  # the key of a slot: number of the reservation, index of the bundle
 
 
 class RayExecutor(Executor, OwnProcess, MultiNode, SharedSlots, Labelled):
@@ -66,7 +66,7 @@ class RayExecutor(Executor, OwnProcess, MultiNode, SharedSlots, Labelled):
     name = "ray"
 
     @classmethod
-    def connect(  # type: ignore[override]  # its options are the user's to see
+    def connect(  # type: ignore[override]  # the signature shows users the options
         cls,
         *,
         address: str | None = None,
@@ -98,12 +98,12 @@ class RayExecutor(Executor, OwnProcess, MultiNode, SharedSlots, Labelled):
 
     @classmethod
     def variant(cls, options: Mapping[str, Any]) -> type[Executor]:
-        """The class for a cluster to join, or a private one."""
+        """Return the executor class for a cluster to join, or for a private Ray."""
         return RayExecutor if options.get("address") is None else JoinedRayExecutor
 
     @classmethod
     def objection(cls, option: str, value: Any) -> str | None:
-        """Return what is installed and run, and which cluster is believed."""
+        """Refuse options with which a config would run code or choose the cluster to trust."""
         if option in ("cpus", "gpus") or (option == "address" and value in (None, "auto")):
             return None
         if option == "runtime_env":
@@ -117,16 +117,16 @@ class RayExecutor(Executor, OwnProcess, MultiNode, SharedSlots, Labelled):
         )
 
     def __init__(self, cluster: Cluster) -> None:
-        """Use `connect`."""
         self._cluster = cluster
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
         self._slots: dict[_Key, KeptSlot] = {}
-        self._asked: dict[str, int] = {}  # what is being reserved: the numbers of requests
+        self._asked: dict[str, int] = {}  # the numbers of requests in progress, by request id
         self._withdrawn: set[str] = set()
         self._lost: dict[_Key, str] = {}
-        self._ends: dict[_Key, Asked] = {}  # of keepers that didn't answer
-        tls = None if cluster.private else tls_of_environment()  # before there is anything that an error would leave
+        self._ends: dict[_Key, Asked] = {}  # pending kills of unresponsive keepers
+        # before the envoy starts, so that an error leaves no process behind
+        tls = None if cluster.private else tls_of_environment()
         self._keepers = Keepers("ray", tls)
         try:
             self._envoy = Envoy(cluster, self._actor_ended)
@@ -135,7 +135,7 @@ class RayExecutor(Executor, OwnProcess, MultiNode, SharedSlots, Labelled):
             raise
 
     def nodes(self) -> Sequence[Node]:
-        """The nodes of the cluster."""
+        """List the nodes of the cluster."""
         found: list[Node] = self._envoy.call("list_nodes")
         return found
 
@@ -143,23 +143,24 @@ class RayExecutor(Executor, OwnProcess, MultiNode, SharedSlots, Labelled):
         """Hold slots in a placement group, with a keeper in each."""
         number = self._asked[request.id] = next(self._numbers)
         try:
-            if request.id in self._withdrawn:  # who withdraws looks the other way round: one of the two sees it
+            # `withdraw` sets this mark before a look at `_asked`, so either side sees the other
+            if request.id in self._withdrawn:
                 raise PlacementTimeout(words(request, "was withdrawn before it was asked for"))
             reserve = partial(self._envoy.call, "reserve")
             slots: list[Slot] = reserve(number, request, self._keepers.key)
             return Reservation(tuple(self._place(number, slot) for slot in slots), number)
-        except ClusterError:  # a head that answers again would go on with it
+        except ClusterError:  # once the head answers again, Ray would finish the reservation
             self._envoy.post("release", number)
             raise
         finally:
             self._asked.pop(request.id, None)
 
     def bear(self, cut_s: float) -> None:
-        """By its connections to keepers."""
+        """Set the cut of the connections to keepers."""
         self._keepers.bear(cut_s)
 
     def withdraw(self, request: Request) -> None:
-        """Nobody waits for them any more."""
+        """Withdraw a request that waits for slots."""
         self._withdrawn.add(request.id)
         number = self._asked.get(request.id)
         if number is not None:
@@ -171,7 +172,7 @@ class RayExecutor(Executor, OwnProcess, MultiNode, SharedSlots, Labelled):
         with self._lock:
             self._slots[key] = kept
             words = self._lost.pop(key, None)
-        if words is not None:  # it went before we had it
+        if words is not None:  # the actor ended before the slot was known here
             kept.lost(words)
         return place_of(slot, key)
 
@@ -187,16 +188,16 @@ class RayExecutor(Executor, OwnProcess, MultiNode, SharedSlots, Labelled):
             slot.lost(words)
 
     def launch(self, place: Place, boot: Boot, events: HostEvents) -> Host:
-        """Have the slot's keeper start a worker."""
+        """Start a worker through the slot's keeper."""
         return self._slots[place.handle].launch(boot, events)
 
     def lost(self, place: Place) -> bool:
-        """Whether the actor of a slot is gone."""
+        """Return whether the actor of a slot is gone."""
         slot = self._slots.get(place.handle)
         return slot is None or slot.is_lost
 
     def replace(self, reservation: Reservation, lost: Sequence[Place], request: Request) -> Reservation | None:
-        """Have keepers in the bundles that Ray places anew, of the same placement group."""
+        """Start keepers in the lost bundles of the same placement group, which Ray places anew."""
         number, gone = reservation.handle, [place.handle for place in lost]
         indices = [index for _, index in gone]
         replace = partial(self._envoy.call, "replace")
@@ -210,14 +211,14 @@ class RayExecutor(Executor, OwnProcess, MultiNode, SharedSlots, Labelled):
         return attrs.evolve(reservation, places=tuple(new.get(each.handle, each) for each in reservation.places))
 
     def release(self, reservation: Reservation) -> None:
-        """End the actors, and give the placement group back."""
+        """End the keepers, and remove the placement group."""
         for place in reservation.places:
             self._slots[place.handle].close()
         try:
             ends = [end for key, end in list(self._ends.items()) if key[0] == reservation.handle]
             self._envoy.wait(ends, RELEASED_WITHIN_S)
             self._envoy.call("release", reservation.handle, within_s=RELEASED_WITHIN_S)
-        except ClusterError:  # Ray takes back what a driver has held that is gone
+        except ClusterError:  # Ray frees the slots of a driver that is gone
             pass
         finally:
             self._forget(reservation)
@@ -229,16 +230,16 @@ class RayExecutor(Executor, OwnProcess, MultiNode, SharedSlots, Labelled):
                 self._ends.pop(place.handle, None)
 
     def running(self) -> Sequence[Running]:
-        """Return what Ray's tables have for this driver, and the workers as their keepers find them."""
+        """List this driver's entries in Ray's tables, and the workers that the keepers find."""
         return [*self._keepers.running(), *self._envoy.call("list_running", within_s=LISTED_WITHIN_S)]
 
     def strays(self) -> Sequence[Running]:
-        """Placement groups and Ray actors of ours whose jobs have ended."""
+        """List placement groups and Ray actors of colocate from ended jobs."""
         found: list[Running] = self._envoy.call("list_strays", within_s=LISTED_WITHIN_S)
         return found
 
     def close(self) -> None:
-        """Leave the cluster, or end the private one."""
+        """Leave the cluster; end a private Ray."""
         self._keepers.close()
         self._envoy.close()
 
@@ -248,20 +249,19 @@ class _Owned:
     """A reservation that an owner holds."""
 
     name: str
-    request: str  # the reservation's id
+    request: str  # id of the request
     keepers: PoolKeepers
 
 
 class JoinedRayExecutor(RayExecutor, DetachableByKeepers, Watchable, Growing):
-    """A cluster that others use too. Ray's store has the names; an owner has the lead keeper, and owns the slots."""
+    """A shared cluster. Ray's store has the pool names; an owner holds the lead keeper and owns the slots."""
 
     def __init__(self, cluster: Cluster) -> None:
-        """Use `RayExecutor.connect`."""
         super().__init__(cluster)
         self._owned: dict[int, _Owned] = {}
 
     def reserve(self, request: Request) -> Reservation:
-        """By an owner, if the pool may be detached."""
+        """Hold slots through an owner if the pool is detachable."""
         if not request.detachable:
             return super().reserve(request)
         number, key = next(self._numbers), wire.new_key()
@@ -276,7 +276,7 @@ class JoinedRayExecutor(RayExecutor, DetachableByKeepers, Watchable, Growing):
                 self._slots[number, slot.index] = self._keepers.slot(
                     slot.address, on_stuck=ends, key=key, gone=is_gone(slot)
                 )
-        except BaseException:  # Ctrl-C too
+        except BaseException:  # also on Ctrl-C
             self._envoy.post("release_by_owner", name)
             lead.close()
             raise
@@ -286,18 +286,18 @@ class JoinedRayExecutor(RayExecutor, DetachableByKeepers, Watchable, Growing):
         return Reservation(places, number)
 
     def replace(self, reservation: Reservation, lost: Sequence[Place], request: Request) -> Reservation | None:
-        """Not what an owner holds."""
+        """Replace lost slots, except in a reservation of an owner."""
         return None if reservation.handle in self._owned else super().replace(reservation, lost, request)
 
     def release(self, reservation: Reservation) -> None:
-        """Have the owner give everything back."""
+        """Release the slots, through the owner if there is one."""
         owned = self._owned.pop(reservation.handle, None)
         if owned is None:
             super().release(reservation)
             return
         try:
             self._envoy.call("release_by_owner", owned.name, within_s=RELEASED_WITHIN_S)
-        except ClusterError:  # the owner finds out that its driver has gone
+        except ClusterError:  # the owner notices the driver's end by itself
             pass
         finally:
             for slot in (*owned.keepers.slots, owned.keepers.lead):
@@ -305,17 +305,17 @@ class JoinedRayExecutor(RayExecutor, DetachableByKeepers, Watchable, Growing):
             self._forget(reservation)
 
     def running(self) -> Sequence[Running]:
-        """Return what Ray's tables have for this driver, and the workers as their keepers find them."""
+        """List this driver's entries in Ray's tables, owned reservations included, and the keepers' workers."""
         held = [owned.request for owned in self._owned.values()]
         return [*self._keepers.running(), *self._envoy.call("list_running", held, within_s=LISTED_WITHIN_S)]
 
     def leaving(self) -> Mapping[str, float | None]:
-        """Return the nodes that Ray drains."""
+        """List the nodes that Ray drains."""
         found: dict[str, float | None] = self._envoy.call("list_leaving", within_s=LISTED_WITHIN_S)
         return found
 
     def publish(self, reservation: Reservation, lease: Lease) -> None:
-        """Register the name; then have the keepers go on."""
+        """Register the pool's name, then tell the keepers to outlive the driver."""
         owned = self._owned[reservation.handle]
         rows = [
             (self._slots[place.handle].address, place.handle[1], attrs.evolve(place, handle=None))
@@ -330,7 +330,7 @@ class JoinedRayExecutor(RayExecutor, DetachableByKeepers, Watchable, Growing):
         )
 
     def adopt(self, name: str, who: str, own: bool, fenced: Callable[[str], None]) -> Adopted:
-        """Adopt the lead, and by its leave the others."""
+        """Adopt the lead keeper, and with the lead's permission the other keepers."""
         registration = self.registration(name)
         owner, request, rows = registration.facts
         number = next(self._numbers)
@@ -342,62 +342,63 @@ class JoinedRayExecutor(RayExecutor, DetachableByKeepers, Watchable, Growing):
         return Adopted(Reservation(places, number), lead.epoch, lead.record)
 
     def end(self, name: str) -> None:
-        """End the owner; Ray frees what it has held."""
+        """End the owner of a detached pool; Ray then frees the slots."""
         owner, *_ = self.registration(name).facts
-        self._envoy.call("end_owner", owner, within_s=2 * RELEASED_WITHIN_S)  # it is ended, then Ray takes things back
+        # twice: the end of the owner, then the return of the slots
+        self._envoy.call("end_owner", owner, within_s=2 * RELEASED_WITHIN_S)
 
     def let_go(self, reservation: Reservation) -> None:
-        """Close the connections to its keepers, once they know."""
+        """Close the connections to a pool's keepers, after a notification to the keepers."""
         owned = self._owned.pop(reservation.handle, None)
         if owned is not None:
             owned.keepers.give_up()
             self._forget(reservation)
 
     def reach(self) -> Reach:
-        """By the address that Ray has for this machine."""
+        """Return Ray's address of this machine, and the keepers' certificates."""
         return Reach(self._envoy.call("address_here"), self._keepers.tls)
 
     def announce(self, window: Window) -> None:
-        """In Ray's store."""
+        """Register a window in Ray's store."""
         self._envoy.call("announce", window, within_s=LISTED_WITHIN_S)
 
     def retract(self, window: Window) -> None:
-        """In Ray's store."""
-        with contextlib.suppress(ColocateError):  # the cluster is gone, or this driver has left it
+        """Remove a window from Ray's store."""
+        with contextlib.suppress(ColocateError):  # the cluster is gone, or this driver has left
             self._envoy.call("retract", window, within_s=LISTED_WITHIN_S)
 
     def windows(self) -> Sequence[Window]:
-        """By Ray's store, of the drivers that Ray has."""
+        """List the windows of live drivers in Ray's store."""
         found: list[Window] = self._envoy.call("windows", within_s=LISTED_WITHIN_S)
         return found
 
     def registrations(self) -> Sequence[Registration]:
-        """By Ray's store, of the owners that Ray has."""
+        """List the detached pools of live owners in Ray's store."""
         found: list[Registration] = self._envoy.call("registrations", within_s=LISTED_WITHIN_S)
         return found
 
     def pool_of(self, reservation: Reservation) -> PoolKeepers | None:
-        """An owner's."""
+        """Return the keepers of an owner's reservation; None for others."""
         owned = self._owned.get(reservation.handle)
         return None if owned is None else owned.keepers
 
     def slot_of(self, place: Place) -> KeptSlot:
-        """By number and index."""
+        """Return the slot of a place."""
         return self._slots[place.handle]
 
     def _end_by_owner(self, owner: str, index: int) -> None:
-        with contextlib.suppress(ColocateError):  # it has gone, or the connection to Ray: so has the slot
+        with contextlib.suppress(ColocateError):  # the owner or the connection to Ray is gone, and the slot with either
             self._envoy.call("end_slot_by_owner", owner, index, within_s=RELEASED_WITHIN_S)
 
 
 def place_of(slot: Slot, key: _Key) -> Place:
-    """Where a slot lies, by which key this driver finds it again."""
-    device = torch_device(0 if slot.devices else None)  # Ray shows an actor its own devices only
+    """Return the place of a slot; `key` is this driver's key for the slot."""
+    device = torch_device(0 if slot.devices else None)  # Ray shows an actor only the devices of one slot
     return Place(slot.node, slot.devices, device, slot.host, key)
 
 
 def is_gone(slot: Slot) -> str:
-    """Return what is said of a slot whose keeper can't be reached, as long as Ray says nothing."""
+    """Return the error text for a slot with an unreachable keeper, until Ray reports a cause."""
     return f"Ray node {slot.node} ({slot.host}) is gone, or this driver's Ray actor there"
 
 
@@ -408,7 +409,7 @@ def _check_joining(address: str, cpus: float | None, gpus: int | None) -> None:
             "job (`ray job submit --address http://HEAD:8265 -- python driver.py`), with address='auto'. That needs "
             "pip install 'ray[default]', here and in the cluster"
         )
-    if address == "local":  # Ray's own word for a new one
+    if address == "local":  # Ray's own word for a new, private Ray
         raise ConfigError(
             "connect('ray', address='local'): leave address out for a private Ray; 'auto' joins a cluster"
         )
@@ -419,13 +420,13 @@ def _check_joining(address: str, cpus: float | None, gpus: int | None) -> None:
 
 
 def _own_gpus(gpus: int | None) -> tuple[str, ...] | None:
-    """The GPUs that a private Ray is to offer; None has it look, for those of other makers too."""
+    """Return the GPUs for a private Ray to offer; None for detection by Ray, other makers' GPUs included."""
     found = names(count_gpus() if gpus is None else gpus)
     return found if found or gpus is not None or listed() is not None else None
 
 
 def _of_this_process(address: str | None) -> str | None:
-    """For "auto" the cluster that the driver itself is in, if it has called `ray.init()`."""
+    """Replace "auto" by the address of the driver's own cluster, if the driver has called `ray.init()`."""
     ray = sys.modules.get("ray")
     if address == "auto" and ray is not None and ray.is_initialized():
         return str(ray.get_runtime_context().gcs_address)

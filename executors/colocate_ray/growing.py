@@ -1,7 +1,7 @@
-"""Whether a Ray cluster has an autoscaler, and what that says of itself. In the envoy's process.
+"""Detection of a Ray cluster's autoscaler, and the autoscaler's report. In the envoy's process.
 
-Pending placement groups are all that it needs to be told. Ray has no public word for whether there is one: of both its
-generations the report is read, in which a cluster without one calls each type of node after a single node.
+Pending placement groups alone trigger an autoscaler. Ray has no public sign of an autoscaler, so the reports of both
+generations are read; in a cluster without an autoscaler, each node type in the report is named after a single node.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import ray
 
 _STATUS = b"__autoscaling_status"
 _NO_TYPE = "node_"
-_NEXT_WITHIN_S = 15.0  # an autoscaler makes a report every 5 s
+_NEXT_WITHIN_S = 15.0  # seconds; an autoscaler reports every 5 s
 _LOOKS_AGAIN_S = 0.2
 
 
 @attrs.frozen
 class Autoscaler:
-    """What an autoscaler has said last: how many nodes of each type there are, and come, and why others don't."""
+    """The last report of an autoscaler: the numbers of present and coming nodes by type, and the failures."""
 
     nodes: Counter[str]
     coming: Counter[str]
@@ -31,7 +31,7 @@ class Autoscaler:
 
     @property
     def words(self) -> str:
-        """The same in words, for an error."""
+        """The report as text, for an error."""
         found = f"Ray's autoscaler has {_counted(self.nodes)}"
         if self.coming:
             found += f", and waits for {_counted(self.coming)}"
@@ -41,17 +41,17 @@ class Autoscaler:
 
 
 def autoscaler(within_s: float = 0.0) -> Autoscaler | None:
-    """Return what the cluster's autoscaler says; None when it has none.
+    """Return the report of the cluster's autoscaler; None without an autoscaler.
 
     Args:
-        within_s: Seconds to wait for another report, if one has no node, not even the head: that tells nothing. So do
-            the first ones of a cluster that has just started.
+        within_s: Seconds to wait for another report if a report has no nodes, not even the head. The first reports of a
+            new cluster are like this, and prove nothing.
     """
     deadline = time.monotonic() + min(within_s, _NEXT_WITHIN_S)
     while True:
         try:
             found = _first_generation() or _second_generation()
-        except Exception:  # what its report looks like is nothing that Ray promises
+        except Exception:  # Ray promises no format of the report
             return None
         types = [*(found.nodes if found else ()), *(found.coming if found else ())]
         if found is None or types or time.monotonic() >= deadline:
@@ -60,14 +60,14 @@ def autoscaler(within_s: float = 0.0) -> Autoscaler | None:
 
 
 def _first_generation() -> Autoscaler | None:
-    from ray._private import worker  # an actor's has no other way to the store
+    from ray._private import worker  # an actor has no other access to the store
 
     here: Any = worker.global_worker
     status = here.gcs_client.internal_kv_get(_STATUS, None)
     if not status:
         return None
     report = json.loads(status).get("autoscaler_report")
-    if report is None:  # the autoscaler has yet to hear of a node
+    if report is None:  # the autoscaler has seen no node so far
         return Autoscaler(Counter(), Counter())
     there = Counter(report["active_nodes"]) + Counter(report["idle_nodes"] or {})
     coming = Counter(report["pending_launches"]) + Counter(type for _, type, *_ in report["pending_nodes"])

@@ -1,4 +1,4 @@
-"""The Ray actor of a machine: it holds keepers, and nothing else happens in it."""
+"""The Ray actor of a machine: a process that holds keepers, and does nothing else."""
 
 from __future__ import annotations
 
@@ -29,37 +29,37 @@ _NOT_SET_BY_RAY = {f"RAY_EXPERIMENTAL_NOSET_{name}": name for name in SHOWING}
 class Gpus:
     """The GPUs of one slot."""
 
-    names: tuple[str, ...] = ()  # as Ray calls them, in the order of the ranks
-    env: Mapping[str, str] = attrs.field(factory=dict)  # what shows them, and no others, to its workers
+    names: tuple[str, ...] = ()  # in Ray's notation, in the order of the ranks
+    env: Mapping[str, str] = attrs.field(factory=dict)  # variables that show workers exactly these GPUs
 
 
 def gpus_here(cluster: Cluster) -> Gpus:
-    """Return the GPUs that Ray has given to the bundle in which this runs, as a task."""
+    """Return the GPUs of the bundle that runs this task."""
     found = ray.get_runtime_context().get_accelerator_ids().get("GPU", ())
     names = _in_order(found, cluster.gpus or ())
     return Gpus(tuple(names), _shown(names))
 
 
 class Holder:
-    """An actor on each machine for a driver, or for an owner. Roles don't run in its process but in the workers.
+    """An actor on each machine for a driver, or for an owner. Roles run in the workers, not in this process.
 
-    They are forks of one template, its child, whatever reservation they belong to.
+    All workers of a holder are forks of one template, a child of the holder, whatever their reservation.
     """
 
     def __init__(self) -> None:
-        """Nothing that could fail: what a constructor raises reaches nobody but as text."""
+        """Set fields only, since nothing here may fail: Ray reports a constructor's error merely as text."""
         self._keepers: dict[int, list[Keeper]] = {}
-        self._ended: set[int] = set()  # perhaps before they were opened
+        self._ended: set[int] = set()  # perhaps ended before `open` came
         self._lock = threading.Lock()
 
     def open(
         self, version: str, number: int, key: bytes, request: Request, slots: Mapping[int, Gpus], cluster: Cluster
     ) -> dict[str, Any] | str:
-        """Make the keepers of a reservation's slots on this machine; say where they are, or why they can't be."""
+        """Start the keepers of a reservation's slots on this machine; return their addresses, or an error text."""
         if (words := difference({"colocate": version}, {"colocate": colocate.__version__})) is not None:
             return f"it {words}"
-        die_with(os.getppid())  # a raylet that is killed would leave it behind
-        os.environ.pop("OMP_NUM_THREADS", None)  # Ray's guess for an actor without CPUs of its own
+        die_with(os.getppid())  # otherwise a killed raylet would leave this process behind
+        os.environ.pop("OMP_NUM_THREADS", None)  # Ray's guess for an actor without CPUs
         address_of_node: Callable[[], str] = ray.util.get_node_ip_address
         host = None if cluster.private else address_of_node()
         tls = None if cluster.private else tls_of_environment()
@@ -81,7 +81,7 @@ class Holder:
                         name=request.id,
                         detachable=request.detachable,
                     )
-                except OSError as error:  # no port is free, or no descriptor
+                except OSError as error:  # no free port, or no free descriptor
                     return str(error)
                 keepers.append(keeper)
                 made.append(keeper)
@@ -93,7 +93,7 @@ class Holder:
 
     @ray.method(concurrency_group="ends")
     def end(self, number: int) -> None:
-        """End the keepers of a reservation; nothing of theirs is left when this returns."""
+        """End the keepers of a reservation; return when all their processes are gone."""
         with self._lock:
             self._ended.add(number)
             keepers = self._keepers.pop(number, [])
@@ -102,17 +102,17 @@ class Holder:
 
     @ray.method(concurrency_group="watch")
     def watch(self) -> None:
-        """Never returns: what ends this call is the end of the actor, of which Ray tells at once."""
+        """Block for ever: the end of this call tells Ray's callers at once of the actor's end."""
         threading.Event().wait()
 
 
 def _in_order(some: Iterable[object], gpus: Sequence[str]) -> list[str]:
-    """Some GPUs, which Ray has in no order: as in a list of them, or by their numbers."""
+    """Sort GPUs, which Ray gives unordered: by position in `gpus`, then by number."""
     return sorted(map(str, some), key=lambda name: (gpus.index(name) if name in gpus else len(gpus), natural(name)))
 
 
 def _shown(gpus: list[str]) -> dict[str, str]:
-    """Return what shows the slot's GPUs alone to its workers, in order; Ray may have been told not to show them."""
+    """Return the variables that show workers only the slot's GPUs, in order; Ray may not have set these variables."""
     by_ray = {variable for variable in _NOT_SET_BY_RAY.values() if _names_all(os.environ.get(variable, ""), gpus)}
     left = {variable for flag, variable in _NOT_SET_BY_RAY.items() if flag in os.environ}
     return dict.fromkeys(by_ray | left, ",".join(gpus)) if gpus else {}
@@ -123,9 +123,9 @@ def _names_all(text: str, gpus: list[str]) -> bool:
 
 
 def end_process(pid: int, created: float | None) -> None:
-    """End the process of an actor that doesn't answer, on its machine. Ray itself asks kindly, and may do no more.
+    """Kill an actor's unresponsive process on this machine: Ray's own kill may be only a request.
 
-    What is below it ends with it, a moment later; that is waited for too.
+    Also waits for the processes below, which end a moment later.
     """
     try:
         process = psutil.Process(pid)
@@ -143,7 +143,7 @@ def end_process(pid: int, created: float | None) -> None:
 
 
 def _held(pid: int, ends: contextlib.ExitStack) -> int | None:
-    """A descriptor that can be read when a process has ended; None when it has."""
+    """Open a descriptor that becomes readable when a process ends; None if the process has ended."""
     try:
         descriptor = os.pidfd_open(pid)
     except OSError:

@@ -1,4 +1,4 @@
-"""The holders of a driver, or owner, in its process: Ray actors, one on each machine on which it has slots."""
+"""The holders of a driver or owner: one Ray actor per machine with slots. In the driver's or owner's process."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ _ENDED_WITHIN_S = 10.0
 
 @attrs.define(eq=False)
 class Holding:
-    """A holder, as it is known here."""
+    """A holder, as seen by the driver or owner."""
 
-    node: str  # the node, by Ray's id
-    actor: Any  # the actor
-    watch: Any  # the call that ends with it
-    process: tuple[int, float] | None = None  # its process id, and when that was made, once it has said so
-    users: set[int] = attrs.field(factory=set)  # the reservations that need it
+    node: str  # Ray's id of the node
+    actor: Any  # handle of the actor
+    watch: Any  # reference of the call that ends with the actor
+    process: tuple[int, float] | None = None  # process id and creation time, once reported
+    users: set[int] = attrs.field(factory=set)  # numbers of the reservations that need this holder
 
     @property
     def is_gone(self) -> bool:
-        """Whether it has ended."""
+        """Whether the actor has ended."""
         return bool(ray.wait([self.watch], timeout=0)[0])
 
     def kill(self) -> None:
-        """End its process, which doesn't answer; it is gone when this returns."""
+        """Kill the holder's unresponsive process, and wait for the end."""
         kill(self.actor, self.node, self.process)
 
 
 def kill(actor: Any, node: str, process: tuple[int, float | None] | None) -> None:
-    """End an actor that doesn't answer, by a task on its machine; it is gone when this returns."""
+    """Kill an unresponsive actor by a task on the actor's machine, and wait for the end."""
     there = NodeAffinitySchedulingStrategy(node, soft=False)
     task: Any = ray.remote(end_process)
     try:
@@ -50,7 +50,7 @@ def kill(actor: Any, node: str, process: tuple[int, float | None] | None) -> Non
             options = {"num_cpus": 0, "max_retries": 0, "scheduling_strategy": there}
             ray.get(task.options(**options).remote(*process), timeout=_ENDED_WITHIN_S)
             return
-    except RayError:  # the node is gone, or as stuck as the actor: Ray will do what it can
+    except RayError:  # the node is gone or stuck: Ray's own kill is the last resort
         pass
     ray.kill(actor, no_restart=True)
 
@@ -59,17 +59,16 @@ class Holders:
     """All holders of one process. Thread-safe."""
 
     def __init__(self, lost: Callable[[Holding, str], None]) -> None:
-        """Have none yet."""
         self._lost = lost
         self._at: dict[str, Holding] = {}
         self._over = False
         self._lock = threading.Lock()
 
     def at(self, node: str, owner: str, user: int) -> Holding:
-        """The one on a node, for a reservation; made, if there is none.
+        """Return the holder on a node for a reservation; start one if necessary.
 
         Raises:
-            ColocateError: None are made any more.
+            ColocateError: The driver is ending, so no holder is started any more.
         """
         with self._lock:
             present = self._at.get(node)
@@ -84,11 +83,11 @@ class Holders:
         return made
 
     def left(self, user: int, end: bool) -> None:
-        """A reservation has gone.
+        """Remove a reservation from all holders.
 
         Args:
-            user: Its number.
-            end: Whether those end that no other needs: a node that holds something is no idle one to an autoscaler.
+            user: The reservation's number.
+            end: Whether to end holders without reservations: to an autoscaler, a node with a holder is never idle.
         """
         with self._lock:
             for holder in self._at.values():
@@ -99,12 +98,12 @@ class Holders:
             ray.kill(holder.actor, no_restart=True)
 
     def stop(self) -> None:
-        """Have no more made, and wait for what Ray is just making."""
+        """Refuse new holders, and wait for a start in progress."""
         with self._lock:
             self._over = True
 
     def end(self) -> None:
-        """End them all."""
+        """End all holders."""
         self.stop()
         for holder in self._at.values():
             ray.kill(holder.actor, no_restart=True)
@@ -114,7 +113,7 @@ class Holders:
 
 
 def _made(node: str, name: str) -> Holding:
-    remote: Any = ray.remote  # its stubs lack the groups
+    remote: Any = ray.remote  # typed Any: Ray's stubs lack the concurrency groups
     actor_class = remote(concurrency_groups={"watch": 1, "ends": 8})(Holder)
     actor = actor_class.options(
         name=name,
@@ -126,6 +125,6 @@ def _made(node: str, name: str) -> Holding:
 
 
 def _brief(text: str) -> str:
-    """Ray's words without the table of ids in them."""
+    """Return Ray's error text without the table of ids."""
     lines = [line.strip() for line in text.splitlines() if line.strip() and not line.startswith("\t")]
     return " ".join(lines)

@@ -1,8 +1,8 @@
-"""The janitor: a small process that outlives a driver and its proxy, for as long as it takes to end what they leave.
+"""The janitor: a small process that outlives a driver and a proxy, and kills the processes left by both.
 
-`python janitor.py DRIVER PROXY SESSION MARK FOLDER`: two pidfds, the proxy's session, a text that is in the environment
-of everything below the proxy, and the folder of what it has started ("" where that isn't the driver's to end, but its
-cluster's). It imports only the standard library, so that it is there soon and takes little.
+`python janitor.py DRIVER PROXY SESSION MARK FOLDER`: two pidfds, the proxy's session, a text in the environment of
+every process below the proxy, and the proxy's folder ("" for processes of a cluster, which the janitor leaves alone).
+Only the standard library is imported, so that the janitor starts soon and stays small.
 """
 
 from __future__ import annotations
@@ -14,34 +14,35 @@ import signal
 import sys
 import time
 
-_LEAVES_WITHIN_S = 0.7  # a proxy whose driver is gone leaves by itself, unless it is stopped or stuck
+_LEAVES_WITHIN_S = 0.7  # seconds; the proxy of a dead driver exits by itself, unless stopped or stuck
 _SWEEPS_FOR_S = 10.0
-# As the supervisors of workers have it, which can't be imported here: Python's trackers remove roles' shared memory.
+# Same values as in the supervisors of workers, which can't be imported here. Python's trackers remove roles' shared
+# memory.
 _TRACKERS_S = 5.0
 _TRACKER = b"resource_tracker import main"
 _PAUSE_S = 0.02
 
 
 def main() -> None:
-    """Wait for the ends of both, and leave nothing of theirs."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # the driver decides when it ends
+    """Wait for the ends of driver and proxy, then end the proxy's remaining processes."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # the driver decides when the janitor ends
     driver, proxy, session = (int(number) for number in sys.argv[1:4])
     mark, folder = sys.argv[4].encode(), sys.argv[5]
     if not _wait([driver, proxy], None, proxy):
         _wait([proxy], _LEAVES_WITHIN_S, proxy)
         try:
             signal.pidfd_send_signal(proxy, signal.SIGKILL)
-        except ProcessLookupError:  # it has left by itself
+        except ProcessLookupError:  # the proxy has exited by itself
             pass
         _wait([proxy], None, proxy)
     if folder:
         _sweep(session, mark)
-        _wait([driver, sys.stdin.fileno()], None, proxy)  # it may look into the folder first
+        _wait([driver, sys.stdin.fileno()], None, proxy)  # the driver may first read logs in the folder
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def _wait(pidfds: list[int], patience: float | None, proxy: int) -> bool:
-    """Wait until one of some processes has ended; whether the proxy has."""
+    """Wait until one of some processes has ended; return whether the proxy has ended."""
     poll = select.poll()
     for pidfd in pidfds:
         poll.register(pidfd, select.POLLIN)
@@ -49,7 +50,7 @@ def _wait(pidfds: list[int], patience: float | None, proxy: int) -> bool:
 
 
 def _sweep(session: int, mark: bytes) -> None:
-    """End all that the proxy has started, below it or not: some outlive their parents."""
+    """Kill all processes that the proxy has started, including those with a dead parent."""
     began = time.monotonic()
     while time.monotonic() - began < _SWEEPS_FOR_S:
         others = {*map(int, filter(str.isdigit, os.listdir("/proc")))} - {os.getpid()}
@@ -61,13 +62,13 @@ def _sweep(session: int, mark: bytes) -> None:
                 continue
             try:
                 os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:  # just now
+            except ProcessLookupError:  # ended just now
                 pass
         time.sleep(_PAUSE_S)
 
 
 def _is_left(pid: int, session: int, mark: bytes) -> bool:
-    """Return whether a process runs that the proxy has started: in its session, or with its mark."""
+    """Return whether a process is alive and was started by the proxy: the session or the mark is the proxy's."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             state, _parent, _group, its_session, *_ = file.read().rpartition(b") ")[2].split()
@@ -77,18 +78,18 @@ def _is_left(pid: int, session: int, mark: bytes) -> bool:
             return True
         with open(f"/proc/{pid}/environ", "rb") as file:
             return mark in file.read()
-    except (OSError, ValueError):  # it has gone, or is another user's
+    except (OSError, ValueError):  # the process is gone, or another user's
         return False
 
 
 def _tracks(pid: int) -> bool:
-    """Whether it is, or may become, one of Python's trackers: they end by themselves when whose memory it is has."""
+    """Return whether a process is, or may become, a Python resource tracker: trackers end by themselves, last."""
     try:
         with open(f"/proc/{pid}/cmdline", "rb") as file:
             line = file.read()
     except OSError:
         return False
-    return not line or _TRACKER in line  # without a line it is just being executed
+    return not line or _TRACKER in line  # an empty command line belongs to a process in the middle of an exec
 
 
 if __name__ == "__main__":

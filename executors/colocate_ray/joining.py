@@ -1,4 +1,4 @@
-"""Being in a Ray: a private one is started, another is joined. In the envoy's process."""
+"""Start of a private Ray, or entry into an existing cluster. In the envoy's process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from colocate_ray.terms import Cluster
 _DIAL_S = 5.0
 _SETTINGS = "RAY_USE_TLS=1, RAY_TLS_CA_CERT, RAY_TLS_SERVER_CERT and RAY_TLS_SERVER_KEY"
 _QUIET: dict[str, Any] = {"log_to_driver": False, "configure_logging": False, "logging_level": "ERROR"}
-# What Ray raises over a runtime environment; whatever else goes wrong is none of these.
+# Errors of Ray about a runtime environment; all other failures have other types.
 _OF_ENVIRONMENTS = (TypeError, ValueError, RuntimeEnvSetupError)
 
 
@@ -28,8 +28,8 @@ def start(cluster: Cluster, folder: PrivateFolder) -> None:
     """Start a private Ray in a folder.
 
     Raises:
-        ConfigError: Ray doesn't take the runtime environment.
-        ClusterError: It doesn't start; has what its processes have logged last.
+        ConfigError: Ray rejects the runtime environment.
+        ClusterError: Ray doesn't start; has the last log lines of Ray's processes.
     """
     environment = _environment(cluster)
     try:
@@ -41,17 +41,17 @@ def start(cluster: Cluster, folder: PrivateFolder) -> None:
 
 
 def join(cluster: Cluster) -> None:
-    """Join a cluster that is there.
+    """Join an existing cluster.
 
     Raises:
-        ConfigError: Ray doesn't take the runtime environment.
-        ClusterError: It isn't, or doesn't let us in.
+        ConfigError: Ray rejects the runtime environment.
+        ClusterError: The cluster isn't there, or refuses this driver.
     """
     environment = _environment(cluster)
     address = _found(str(cluster.address))
     _dial(address)
     try:
-        # The word stays "auto" where it was: Ray then takes the token of this user by itself.
+        # "auto" stays "auto": Ray then finds this user's token by itself.
         ray.init(address="auto" if cluster.address == "auto" else address, **environment, **_QUIET)
     except _OF_ENVIRONMENTS as error:
         raise ConfigError(f"connect('ray', runtime_env=...): {last_words(error)}") from None
@@ -60,14 +60,14 @@ def join(cluster: Cluster) -> None:
 
 
 def _environment(cluster: Cluster) -> dict[str, Any]:
-    """The runtime environment is the job's: Ray delivers local folders and modules for a whole job only.
+    """Return the runtime environment, as an option of the whole job: Ray delivers local folders only for jobs.
 
     Raises:
-        ConfigError: It has keys of which Ray knows nothing, which it would ignore.
+        ConfigError: Ray doesn't know some of the keys, and would ignore these.
     """
     known = RuntimeEnv.known_fields
     unknown = sorted({*(cluster.runtime_env or {})} - known)
-    if unknown and "RAY_RUNTIME_ENV_PLUGINS" not in os.environ:  # others may add some
+    if unknown and "RAY_RUNTIME_ENV_PLUGINS" not in os.environ:  # a plugin may define further keys
         raise ConfigError(
             f"connect('ray', runtime_env=...): Ray knows no {', '.join(map(repr, unknown))}; it knows "
             f"{', '.join(sorted(name for name in known if not name.startswith('_')))}"
@@ -76,7 +76,7 @@ def _environment(cluster: Cluster) -> dict[str, Any]:
 
 
 def _found(address: str) -> str:
-    """The address as host:port."""
+    """Return the address as host:port."""
     from ray._private import services
 
     try:
@@ -91,7 +91,7 @@ def _found(address: str) -> str:
 
 
 def _dial(address: str) -> None:
-    """Fail fast where nobody listens: Ray would try for minutes."""
+    """Fail fast if nothing listens at an address: Ray would retry for minutes."""
     host, _, port = address.rpartition(":")
     try:
         sock = socket.create_connection((host.strip("[]"), int(port)), _DIAL_S)
@@ -106,10 +106,10 @@ def _dial(address: str) -> None:
 
 
 def _greet(sock: socket.socket, address: str) -> None:
-    """Exchange the first words with the head of a cluster, by TLS or without: Ray itself would try for a minute.
+    """Exchange the first bytes with the head of a cluster, with or without TLS: Ray would retry for a minute.
 
     Raises:
-        ClusterError: One side wants TLS and the other doesn't, or doesn't know the certificate that it is shown.
+        ClusterError: Only one side uses TLS, or a side rejects the other's certificate.
     """
     if os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true"):
         _greet_by_tls(sock, address)
@@ -130,7 +130,7 @@ def _greet_by_tls(sock: socket.socket, address: str) -> None:
             f"({os.environ.get('RAY_TLS_CA_CERT')}): {error.verify_message}. Give the certificates of this cluster"
         ) from None
     except TimeoutError:
-        return  # whatever it is, Ray's own words will say more
+        return  # the cause is unknown, so Ray's own error will say more
     except ssl.SSLError as error:
         raise ClusterError(
             f"the Ray cluster at {address} doesn't talk TLS with this driver ({error.reason}): unset RAY_USE_TLS if it "
@@ -144,7 +144,7 @@ def _greet_by_tls(sock: socket.socket, address: str) -> None:
 
 
 def _tls_context() -> ssl.SSLContext:
-    """Return what Ray takes from the environment. Names are left to Ray: it has rules of its own for them."""
+    """Build a TLS context from Ray's variables. Ray itself checks host names, by its own rules."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.set_alpn_protocols(["h2"])
@@ -159,13 +159,13 @@ def _tls_context() -> ssl.SSLContext:
 
 
 def _answers(sock: socket.socket) -> bool:
-    """Whether the other side answers; one that only takes its time is given the benefit of the doubt."""
+    """Return whether the other side answers; a timeout counts as an answer, since the side may be slow."""
     try:
         sock.sendall(HELLO)
         return bool(sock.recv(1))
     except TimeoutError:
         return True
-    except (ConnectionError, ssl.SSLError):  # an alert
+    except (ConnectionError, ssl.SSLError):  # a TLS alert
         return False
 
 
@@ -187,7 +187,7 @@ def _refusal(address: str, error: Exception) -> str:
 
 
 def last_words(error: BaseException) -> str:
-    """Return what Ray says in the end, without the tracebacks that it puts into its texts."""
+    """Return the innermost error's text, without the tracebacks that Ray puts into texts."""
     while error.__cause__ is not None:
         error = error.__cause__
     text = str(error)

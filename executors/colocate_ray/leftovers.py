@@ -1,4 +1,4 @@
-"""What drivers that are gone have left of Ray on this machine. Imports no Ray, and joins none."""
+"""Remains on this machine of Ray drivers that are gone. Imports no Ray, and joins none."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from colocate_ray.envoy import MARK
 from colocate_ray.private import PREFIX
 
 SERVICE = "colocate_ray.service"
-_JANITOR = "janitor.py"  # its work begins when the others are gone, and ends by itself
+_JANITOR = "janitor.py"  # a janitor starts work when the others are gone, and ends by itself
 _FOLDER = re.compile(rf"(/\S*/{PREFIX}[^/\s]+)")
 
 
 @attrs.frozen
 class _Seen:
-    """One process, as far as it matters here."""
+    """One process, with the facts that matter here."""
 
     process: psutil.Process
     envoy_of: list[str] | None
@@ -32,7 +32,7 @@ class _Seen:
 
 
 def left_here() -> list[Running]:
-    """Envoys without their drivers, processes of private Rays without their envoys, folders that nobody uses."""
+    """List envoys without drivers, processes of private Rays without envoys, and unused folders."""
     seen = list(_look())
     envoys = {each.process.pid for each in seen if each.envoy_of is not None}
     found: list[Running] = []
@@ -51,14 +51,14 @@ def _look() -> Iterator[_Seen]:
             folder = _FOLDER.search(words)
             marked = MARK in _environment(process)
             yield _Seen(process, arguments_of(process, SERVICE), folder and folder[1], marked, _JANITOR in words)
-        except (psutil.Error, OSError):  # gone
+        except (psutil.Error, OSError):  # the process is gone
             continue
 
 
 def _environment(process: psutil.Process) -> dict[str, str]:
     try:
         return process.environ()
-    except psutil.AccessDenied:  # somebody else's
+    except psutil.AccessDenied:  # another user's process
         return {}
 
 
@@ -75,7 +75,7 @@ def _of_private(each: _Seen, envoys: set[int]) -> Iterator[Running]:
 
 
 def _folders(in_use: set[str]) -> Iterator[Running]:
-    """Yield folders whose name stands on no command line: each has a janitor, from before it is made."""
+    """Yield folders that stand on no command line: the janitor of a folder in use starts before the folder is made."""
     for parent in dict.fromkeys((tempfile.gettempdir(), "/tmp")):
         for entry in sorted(Path(parent).glob(f"{PREFIX}*")):
             try:
@@ -94,7 +94,7 @@ def _running(kind: str, process: psutil.Process, name: str, detail: str) -> Iter
 
 
 def _outside(process: psutil.Process, pids: set[int]) -> bool:
-    """Whether none of some processes is above one that runs."""
+    """Return whether a process is alive and descends from none of `pids`."""
     try:
         if process.status() == psutil.STATUS_ZOMBIE:
             return False

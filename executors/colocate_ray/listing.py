@@ -1,4 +1,4 @@
-"""What a Ray cluster has under colocate's name, by Ray's own tables. In the envoy's process."""
+"""Colocate's entries in the tables of a Ray cluster. In the envoy's process."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from ray.util.placement_group import placement_group_table
 from colocate.executor import Running
 from colocate_ray.nodes import Nodes
 
-PREFIX = "colocate/"  # of the names that placement groups and actors have in Ray's listings
-OWNER = "/owner-"  # in the names of those actors that own a pool whatever becomes of its driver
-KEEPERS = "/keepers-"  # in those of the ones that hold keepers
+PREFIX = "colocate/"  # of the names of placement groups and actors in Ray's listings
+OWNER = "/owner-"  # in names of actors that own a pool, independent of any driver
+KEEPERS = "/keepers-"  # in names of actors that hold keepers
 _ACTOR = "Ray actor"
-_JOB_DIGITS = 8  # with which the id of a placement group ends; Ray's table has no column for its job
+_JOB_DIGITS = 8  # the last digits of a placement group's id are the job's id; Ray's table has no column for the job
 
 
 def of_this_job(nodes: Nodes, held: Collection[str] = ()) -> list[Running]:
-    """The placement groups and actors of this driver."""
+    """List the placement groups and actors of this driver."""
     own: str = ray.get_runtime_context().get_job_id()
     everyone = _actors()
     owned = _by_owner(everyone)
@@ -36,7 +36,7 @@ def of_this_job(nodes: Nodes, held: Collection[str] = ()) -> list[Running]:
 
 
 def of_ended_jobs(nodes: Nodes) -> list[Running]:
-    """The placement groups and actors of drivers that are gone."""
+    """List the placement groups and actors of drivers that are gone."""
     jobs = {job["JobID"]: job for job in _jobs()}
     living = living_jobs()
     everyone = _actors()
@@ -48,28 +48,28 @@ def of_ended_jobs(nodes: Nodes) -> list[Running]:
 
 
 def living_jobs() -> set[str]:
-    """The ids of the drivers that there are."""
+    """Return the ids of the jobs of live drivers."""
     return {job["JobID"] for job in _jobs() if not job["IsDead"]}
 
 
 def owner_of(name: str) -> tuple[str, int] | None:
-    """The node and process id of an owner; None when Ray has it no more."""
+    """Return node and process id of an owner; None if Ray doesn't list the owner."""
     found = [(actor["Address"]["NodeID"], actor["Pid"]) for actor in _actors() if actor["Name"] == name]
     return found[0] if found else None
 
 
 def groups_of(owner: str) -> list[str]:
-    """The ids of the placement groups that an owner has."""
+    """Return the ids of an owner's placement groups."""
     return [group["placement_group_id"] for group in _groups() if _id_of(group) == _reservation_of({"Name": owner})]
 
 
 def _by_owner(actors: Iterable[Mapping[str, Any]]) -> set[str]:
-    """The ids of the reservations that belong to owners, not to drivers."""
+    """Return the ids of reservations that belong to owners rather than drivers."""
     return {_reservation_of(actor) for actor in actors if OWNER in actor["Name"]}
 
 
 def _reservation_of(actor: Mapping[str, Any]) -> str:
-    """The id of the reservation that an actor is part of."""
+    """Return the id of an actor's reservation."""
     name: str = actor["Name"]
     return name.removeprefix(PREFIX).rpartition("/")[0]
 
@@ -90,8 +90,9 @@ def _reservation(group: Mapping[str, Any], nodes: Nodes, job: Mapping[str, Any] 
 
 
 def _doubted(found: Running, group: Mapping[str, Any], holders: set[tuple[str, str]]) -> Running:
-    """A reservation of this driver, with what makes it less than whole."""
-    owners = {found.id, found.id.rpartition("/")[0]}  # an owner's are the reservation's, a driver's the runtime's
+    """Add a doubt to a reservation of this driver if a part is missing."""
+    # an owner's holders are named by reservation, a driver's by runtime
+    owners = {found.id, found.id.rpartition("/")[0]}
     held = {node for owner, node in holders if owner in owners}
     lost = [str(index) for index, node in group["bundles_to_node_id"].items() if node not in held]
     doubt = ""

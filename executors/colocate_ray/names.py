@@ -1,7 +1,7 @@
-"""The names of detached pools, and of jobs, in a Ray cluster: tables in its own store. Nothing is freed by them.
+"""Tables of detached pools and jobs in a Ray cluster's own store. An entry holds no resources.
 
-All that is used of Ray's internal store for that is here; tests/ray/test_detached.py guards it. The entry of a pool
-whose owner is gone, or of a job whose driver is, is stale, and nobody's.
+This module has all uses of Ray's internal store for that; tests/ray/test_detached.py guards them. An entry is stale,
+and ignored, once the owner of its pool, or the driver of its job, is gone.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ NAMESPACE = "colocate"
 _PREFIX = b"colocate/detached/"
 _WINDOWS = b"colocate/windows/"
 
-_put: Callable[..., bool] = internal_kv._internal_kv_put  # whether there was one already
+_put: Callable[..., bool] = internal_kv._internal_kv_put  # returns whether the key existed before
 _get: Callable[..., bytes | None] = internal_kv._internal_kv_get
 _list: Callable[..., list[bytes]] = internal_kv._internal_kv_list
 _delete: Callable[..., int] = internal_kv._internal_kv_del
 
 
 def publish(registration: Registration) -> bool:
-    """Enter a registration; False when another pool has that name. One pool has one name."""
+    """Enter a registration; return False if another pool has this name. A pool has one name only."""
     key, value = _PREFIX + registration.name.encode(), pickle.dumps(registration)
     owner = registration.facts[0]
     while True:
@@ -48,19 +48,19 @@ def publish(registration: Registration) -> bool:
 
 
 def registrations() -> list[Registration]:
-    """Return the registrations of the pools that there are."""
+    """List the registrations of pools with live owners."""
     return [registration for registration in _registrations() if owner_of(registration.facts[0]) is not None]
 
 
 def forget(owner: str) -> None:
-    """An owner's pool is over, or isn't detached after all."""
+    """Remove an owner's registrations: the pool has ended, or isn't detached after all."""
     for registration in _registrations():
         if registration.facts[0] == owner:
             _delete(_PREFIX + registration.name.encode())
 
 
 def announce(window: Window) -> None:
-    """Enter a job of this driver's, and take out those of drivers that are gone."""
+    """Enter a window of this driver's job, and remove the windows of drivers that are gone."""
     job: str = ray.get_runtime_context().get_job_id()
     living = {*living_jobs(), job}
     for key, (other, _) in _windows():
@@ -70,12 +70,12 @@ def announce(window: Window) -> None:
 
 
 def retract(window: Window) -> None:
-    """Take a job out."""
+    """Remove a window."""
     _delete(_WINDOWS + window.id.encode())
 
 
 def windows() -> list[Window]:
-    """The jobs of all drivers that there are."""
+    """List the windows of all live drivers."""
     living = living_jobs()
     return [window for _, (job, window) in _windows() if job in living]
 
@@ -87,7 +87,7 @@ def _windows() -> Iterator[tuple[bytes, tuple[str, Window]]]:
 
 
 def owner_of(name: str) -> Any:
-    """The owner of a name; None when it is gone."""
+    """Return the handle of an owner by name; None if the actor is gone."""
     try:
         return ray.get_actor(name, namespace=NAMESPACE)
     except ValueError:

@@ -1,4 +1,4 @@
-"""What a Ray cluster offers, and what of it is free. In the envoy's process."""
+"""The nodes of a Ray cluster, and their free resources. In the envoy's process."""
 
 from __future__ import annotations
 
@@ -19,28 +19,24 @@ from colocate.placement import can_ever_fit, table, words
 from colocate_ray.silence import ID, Silence, answering
 
 _COUNTED = ("CPU", "GPU", "memory", "object_store_memory")
-_HEAD, _LEAST = "node:__internal_head__", 0.0001  # the least that Ray counts
+_HEAD, _LEAST = "node:__internal_head__", 0.0001  # the second is Ray's smallest amount of a resource
 _HEAD_ANSWERS_WITHIN_S, _SLOW_HEAD_ANSWERS_WITHIN_S = 1.0, 4.0
 
 
 class Nodes:
-    """The nodes of the cluster, by the names of their machines; where these are equal, with a part of Ray's id.
-
-    Thread-safe.
-    """
+    """The nodes of the cluster, by machine name; equal names get a part of Ray's id. Thread-safe."""
 
     def __init__(self) -> None:
-        """Look when asked."""
         self._names: dict[str, str] = {}
         self._silence = Silence()
         self._lock = threading.Lock()
 
     def offers(self) -> list[Node]:
-        """Return what there is, whether free or not, ordered by name."""
+        """List all nodes with their total resources, ordered by name."""
         return [self._offer(node, node["Resources"]) for node in self._alive()]
 
     def name(self, node_id: str) -> str:
-        """The name of a node."""
+        """Return the name of a node."""
         with self._lock:
             known = self._names.get(node_id)
         if known is None:
@@ -48,11 +44,11 @@ class Nodes:
         return self._names.get(node_id, node_id[:12])
 
     def check_possible(self, request: Request) -> None:
-        """Refuse what can never fit.
+        """Refuse a request that can never fit.
 
         Raises:
-            PlacementError: It can't.
-            ClusterError: Ray has no nodes any more.
+            PlacementError: The request can never fit.
+            ClusterError: Ray has no live nodes.
         """
         offers = self.offers()
         if not offers:
@@ -61,25 +57,25 @@ class Nodes:
             raise PlacementError(words(request, "can never fit"), nodes=self.table(request))
 
     def possible(self, request: Request) -> bool:
-        """Whether it would fit if all were free."""
+        """Return whether a request would fit into an empty cluster."""
         return can_ever_fit(self.offers(), request)
 
     def fits_now(self, request: Request) -> bool:
-        """Whether it would fit into what Ray says is free."""
+        """Return whether a request would fit into the resources that Ray reports as free."""
         return can_ever_fit([free for _, free in self._offers_and_free()], request)
 
     def table(self, request: Request) -> tuple[dict[str, str], ...]:
-        """A row for each node: what is wanted in all, what the node has, what of it is free."""
+        """Return a row for each node: the whole request, the node's total, and the node's free part."""
         silent, nodes = self.silent(), self._offers_and_free()
         rows = zip(nodes, table(request, nodes), strict=True)
         return tuple(row | ({"free": "doesn't answer"} if each.labels[ID] in silent else {}) for (each, _), row in rows)
 
     def silent(self) -> frozenset[str]:
-        """Ids of the nodes that don't answer, and that Ray has not found to be gone: it would wait on them for ever."""
+        """Return ids of silent nodes that Ray still takes for alive: Ray would wait on such a node for ever."""
         return self._silence.among({node["NodeID"]: _address(node) for node in self._alive()})
 
     def _offers_and_free(self) -> list[tuple[Node, Node]]:
-        """Return what each node has, and what of it is free."""
+        """Return the total and the free resources of each node."""
         free = _free()
         return [
             (self._offer(node, node["Resources"]), self._offer(node, free.get(node["NodeID"], {})))
@@ -87,7 +83,7 @@ class Nodes:
         ]
 
     def one_that_answers(self, stays: bool) -> str:
-        """The id of a node that answers; if it has to stay, of the head, which no autoscaler ends."""
+        """Return the id of a node that answers; with `stays`, of the head, which no autoscaler ends."""
         silent, alive = self.silent(), self._alive()
         there = [node["NodeID"] for node in alive if not stays or _HEAD in node["Resources"]]
         found: str = random.choice([each for each in there if each not in silent] or there)
@@ -95,9 +91,9 @@ class Nodes:
 
     @staticmethod
     def at(node_id: str) -> dict[str, Any]:
-        """How an actor is placed on a node: it holds next to nothing of what each node has a whole one of.
+        """Return options that place an actor on a node, and hold a tiny part of the node's own resource.
 
-        Ray has any node place an actor that holds nothing, be it one that doesn't answer.
+        Without any resource, Ray would let any node place the actor, even a node that doesn't answer.
         """
         (found,) = (node["Resources"] for node in _every() if node["NodeID"] == node_id)
         itself = next((name for name in found if name.startswith("node:") and name != _HEAD), None)
@@ -109,16 +105,19 @@ class Nodes:
 
     @staticmethod
     def holding(group_id: str) -> set[str]:
-        """Ids of the nodes that still set something aside for a placement group."""
+        """Return ids of nodes that still set resources aside for a placement group."""
         return {node_id for node_id, free in _free().items() if any(group_id in resource for resource in free)}
 
     def gone(self, node_ids: set[str]) -> set[str]:
-        """Return those of some nodes that don't answer. Ray itself finds out only after many seconds."""
+        """Return the nodes among `node_ids` that don't answer. Ray itself notices only after many seconds."""
         alive = {node["NodeID"]: _address(node) for node in _every() if node["Alive"] and node["NodeID"] in node_ids}
         return node_ids - alive.keys() | self._silence.among(alive)
 
     def leaving(self) -> dict[str, float | None]:
-        """Nodes that are drained, by name, with their deadline if they have one; Ray has no public way to ask."""
+        """Return draining nodes by name, with the deadline if any.
+
+        Uses private parts: Ray has no public API for drains.
+        """
         from ray._private.state import state
 
         return {self.name(node): until / 1000 or None for node, until in state.get_draining_nodes().items()}
@@ -141,15 +140,15 @@ class Nodes:
 
 
 def natural(name: str) -> list[tuple[int, str]]:
-    """A key by which node-2 comes before node-10."""
+    """Return a sort key that puts node-2 before node-10."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name) if part]
 
 
 def head_silent() -> str | None:
-    """Why the head of the cluster doesn't answer, in Ray's words; None when it does.
+    """Explain in Ray's words why the head of the cluster doesn't answer; None if the head answers.
 
-    It is asked whether it has some key in its store: of all questions to it the cheapest that Ray gives a time limit.
-    A process there that only is slow says so to any gRPC client, and is given more time.
+    The question is whether the head's store has some key: the cheapest request for which Ray takes a timeout. A head
+    that is merely slow answers any gRPC client's greeting, and then gets more time.
     """
     host, _, port = ray.get_runtime_context().gcs_address.rpartition(":")
     words = _asked(_HEAD_ANSWERS_WITHIN_S)
@@ -172,7 +171,7 @@ def _address(node: dict[str, Any]) -> tuple[str, int]:
 
 
 def _free() -> dict[str, dict[str, float]]:
-    """Return what is free on each node; Ray has no public way to ask."""
+    """Return the free resources of each node. Uses private parts: Ray has no public API for these."""
     from ray._private import state
 
     ask: Callable[[], dict[str, dict[str, float]]] = state.available_resources_per_node

@@ -1,8 +1,8 @@
-"""Who owns a pool that may be detached: a Ray actor of its own, which outlives drivers. Nothing else does that in Ray.
+"""The owner of a detachable pool: a Ray actor that outlives drivers, as nothing else in Ray does.
 
-A placement group and the actors in it belong to the process that made them, and go with it. So the owner makes them
-for its one pool. It holds the pool's lead keeper, which has no workers: the driver's connection to that one is what
-ties the pool to the driver until it is detached. When that keeper ends, the owner gives everything back, and goes.
+A placement group and its actors belong to the process that made them, and end with this process. So the owner makes
+them for one pool. The owner holds the pool's lead keeper, which has no workers: the driver's connection to this keeper
+ties the pool to the driver until the pool is detached. When the lead keeper ends, the owner frees everything and exits.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ from colocate_ray.placing import Placing
 from colocate_ray.proxy import Failure
 from colocate_ray.terms import Cluster, Slot, tls_of_environment
 
-# Who has it made dials at once. If that one goes before, nothing else would end it.
+# A driver dials right after the start. If the driver dies before, only this timeout ends the owner.
 _DIALLED_WITHIN_S = 10.0
-_NUMBER = 1  # of its one reservation
+_NUMBER = 1  # number of the owner's only reservation
 
 
 class Owner:
-    """One per pool."""
+    """The actor that owns one pool."""
 
     def __init__(self) -> None:
-        """Nothing that could fail: what a constructor raises reaches nobody but as text."""
+        """Set fields only, since nothing here may fail: Ray reports a constructor's error merely as text."""
         self._keeper: Keeper | None = None
         self._placing: Placing | None = None
         self._name = ""
         self._ending = threading.Lock()
 
     def open(self, version: str, key: bytes, name: str, cluster: Cluster, request: Request) -> str | Failure:
-        """Make the keeper; return its address, or an error when the version is another, or it can't listen."""
+        """Start the lead keeper; return the keeper's address, or a Failure for another version or no free port."""
         if (words := difference({"colocate": version}, {"colocate": colocate.__version__})) is not None:
             return Failure(ColocateError, f"the Python that Ray runs in the cluster {words}", {})
-        die_with(os.getppid())  # a raylet that is killed would leave it behind
+        die_with(os.getppid())  # otherwise a killed raylet would leave this process behind
         self._name = name
         self._placing = Placing(cluster, lambda *lost: None)
         address_of_node: Callable[[], str] = ray.util.get_node_ip_address
@@ -56,22 +56,22 @@ class Owner:
                 dialled_within_s=_DIALLED_WITHIN_S,
                 on_end=self._leave,
             )
-        except OSError as error:  # no port is free, or no descriptor
+        except OSError as error:  # no free port, or no free descriptor
             return Failure(ColocateError, f"the Ray actor that is to own the pool has no keeper: {error}", {})
         return self._keeper.address
 
     def reserve(self, key: bytes, request: Request) -> list[Slot]:
-        """As `Placing.reserve`."""
+        """Hold slots for the pool; see `Placing.reserve`."""
         assert self._placing is not None
         return self._placing.reserve(_NUMBER, request, key)
 
     def end_slot(self, index: int) -> None:
-        """As `Placing.end_slot`."""
+        """Kill the keeper's process of a slot; see `Placing.end_slot`."""
         assert self._placing is not None
         self._placing.end_slot(_NUMBER, index)
 
     def release(self) -> None:
-        """Give everything back; when this returns it can be reserved again."""
+        """Free all slots; on return the slots can be reserved again."""
         with self._ending:
             names.forget(self._name)
             if self._placing is not None:
@@ -79,7 +79,7 @@ class Owner:
                 self._placing.end()
 
     def _leave(self) -> None:
-        """End what the owner holds: its keeper has ended. On a thread of that one's."""
+        """Free the slots and exit: the lead keeper has ended. On the keeper's thread."""
         try:
             self.release()
         finally:

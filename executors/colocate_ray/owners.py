@@ -1,4 +1,4 @@
-"""What the envoy does for pools that may be detached: it has owners made, and asks them. In the envoy's process."""
+"""The envoy's part in detachable pools: start owners, and send requests to owners. In the envoy's process."""
 
 from __future__ import annotations
 
@@ -24,15 +24,14 @@ _RELEASES_WITHIN_S = 15.0
 
 
 class OwnedPlacing(Placing):
-    """Whatever this driver holds in Ray by itself, and by owners."""
+    """All slots that this driver holds in Ray, directly or through owners."""
 
     def __init__(self, cluster: Cluster, lost: Callable[[int, int, str], None]) -> None:
-        """As `Placing`."""
         super().__init__(cluster, lost)
-        self._undialled: dict[str, Any] = {}  # owners that the driver hasn't dialled yet, by name
+        self._undialled: dict[str, Any] = {}  # owners, by name, that the driver hasn't dialled yet
 
     def open_owner(self, request: Request, key: bytes) -> tuple[str, str]:
-        """Have an owner made; return its name, and the address of the lead keeper."""
+        """Start an owner; return the owner's name, and the address of the lead keeper."""
         name = f"{listing.PREFIX}{request.id}{listing.OWNER}{secrets.token_hex(4)}"
         actor_class: Any = ray.remote(Owner)
         actor = actor_class.options(
@@ -60,29 +59,30 @@ class OwnedPlacing(Placing):
         return name, address
 
     def reserve_by_owner(self, owner: str, key: bytes, request: Request) -> list[Slot]:
-        """Have an owner hold slots; see `Placing.reserve`."""
-        self._undialled.pop(owner, None)  # it is its driver's, and ends with it
+        """Hold slots through an owner; see `Placing.reserve`."""
+        # the owner is now tied to the driver by a connection, and ends with the driver
+        self._undialled.pop(owner, None)
         found: list[Slot] = self._ask(owner, "reserve", key, request, within_s=request.timeout + _OPENS_WITHIN_S)
         return found
 
     def abandon(self) -> None:
-        """As `Placing.abandon`; and end the owners that don't know the driver yet, and so wouldn't notice."""
+        """Stop all placing, as in `Placing.abandon`, and kill owners that the driver hasn't dialled yet."""
         super().abandon()
         for actor in list(self._undialled.values()):
             ray.kill(actor, no_restart=True)
 
     def end_slot_by_owner(self, owner: str, index: int) -> None:
-        """See `Placing.end_slot`."""
+        """Kill the keeper's process of an owner's slot; see `Placing.end_slot`."""
         self._ask(owner, "end_slot", index, within_s=_RELEASES_WITHIN_S)
 
     def release_by_owner(self, owner: str) -> None:
-        """Have an owner give everything back, and go."""
+        """Free all slots of an owner, and end the owner."""
         actor = names.owner_of(owner)
         if actor is None:
             return
         try:
             ray.get(actor.release.remote(), timeout=_RELEASES_WITHIN_S)
-        except RayActorError:  # it has gone by itself, after the same
+        except RayActorError:  # the owner freed the slots and exited by itself
             pass
         except (GetTimeoutError, RayTaskError) as error:
             raise ColocateError(f"Ray doesn't confirm that a pool's slots are free: {error}") from None
@@ -90,7 +90,7 @@ class OwnedPlacing(Placing):
             ray.kill(actor, no_restart=True)
 
     def end_owner(self, owner: str) -> None:
-        """End one that doesn't answer; when this returns its slots can be reserved again."""
+        """Kill an owner that doesn't answer; on return the owner's slots can be reserved again."""
         groups, found, actor = listing.groups_of(owner), listing.owner_of(owner), names.owner_of(owner)
         if actor is not None and found is not None:
             node, pid = found
@@ -100,16 +100,16 @@ class OwnedPlacing(Placing):
             self._confirm(group, "a detached pool")
 
     def address_here(self) -> str:
-        """Under which others of the cluster reach this machine."""
+        """Return the address of this machine for other machines of the cluster."""
         address: Callable[[], str] = ray.util.get_node_ip_address
         return address()
 
     def _owner(self, request: Request) -> str:
-        """The runtime: its holders outlive its reservations."""
+        """Return the runtime's id as the owner of holders: a runtime's holders outlive a single reservation."""
         return request.id.rpartition("/")[0]
 
     def list_running(self, held: Sequence[str] = ()) -> list[Running]:
-        """Return what Ray has for this driver: by itself, and of owners those of the reservations that it commands."""
+        """List this driver's entries in Ray, and the owned reservations that this driver commands (`held`)."""
         return listing.of_this_job(self.nodes, held)
 
     def _ask(self, owner: str, method: str, *arguments: Any, within_s: float) -> Any:

@@ -1,4 +1,4 @@
-"""Placement groups, and the actors beside them: slots that are held, all or none. In the envoy's process."""
+"""Placement groups, and the actors beside the groups: slots are held all or none. In the envoy's process."""
 
 from __future__ import annotations
 
@@ -33,11 +33,12 @@ from colocate_ray.terms import Cluster, Slot
 _ACTORS_START_WITHIN_S = 120.0
 _RELEASED_WITHIN_S = 10.0
 _KEEPERS_END_WITHIN_S = 5.0
-_SHOWN_WITHIN_S = 1.0  # nodes report every tenth of a second
+_SHOWN_WITHIN_S = 1.0  # seconds; nodes report every tenth of a second
 _DOUBT_AFTER_S = 0.5
-# Ray comes to know with a delay what is free: what would fit by its own account is waited for even without patience.
+# Ray learns of free resources with a delay. If a request would fit by Ray's own account, the wait lasts at least this
+# long, whatever the request's timeout.
 _SETTLES_WITHIN_S = 5.0
-_LOOKS_AGAIN_S = 2.0  # which nodes answer, while slots are waited for
+_LOOKS_AGAIN_S = 2.0  # seconds between looks at silent nodes, while slots are waited for
 _STEP_S = 0.02
 _REPLACED_STEP_S = 0.1
 _WITHDRAWN = "the reservation was withdrawn"
@@ -45,22 +46,22 @@ _WITHDRAWN = "the reservation was withdrawn"
 
 @attrs.define(eq=False)
 class Held:
-    """What is held, or about to be, for one pool."""
+    """The slots that a pool holds, or is about to hold."""
 
     request: Request
     group: PlacementGroup | None = None
-    placed: dict[int, str] = attrs.field(factory=dict)  # the nodes of its bundles, by Ray's ids
-    holders: dict[int, Holding] = attrs.field(factory=dict)  # by the index of the bundle
-    opened: set[int] = attrs.field(factory=set)  # the bundles whose keepers stand
+    placed: dict[int, str] = attrs.field(factory=dict)  # Ray's node ids by index of the bundle
+    holders: dict[int, Holding] = attrs.field(factory=dict)  # by index of the bundle
+    opened: set[int] = attrs.field(factory=set)  # indices of bundles with live keepers
     released: threading.Event = attrs.field(factory=threading.Event)
     _making: threading.Lock = attrs.field(factory=threading.Lock)
 
     @contextmanager
     def making(self) -> Iterator[None]:
-        """A block in which Ray is told to make something.
+        """Guard a request to Ray that creates something.
 
         Raises:
-            ColocateError: It has been withdrawn.
+            ColocateError: The reservation was withdrawn.
         """
         with self._making:
             if self.released.is_set():
@@ -68,10 +69,10 @@ class Held:
             yield
 
     def make_group(self, request: Request | None) -> None:
-        """Have a placement group made in place of the one that it has, which hasn't got its slots; None: have none.
+        """Replace the placement group, still without slots, by one for `request`; None only removes the group.
 
         Raises:
-            ColocateError: It has been withdrawn.
+            ColocateError: The reservation was withdrawn.
         """
         with self.making():
             if self.group is not None:
@@ -82,32 +83,31 @@ class Held:
                 self.group = placement_group([_bundle(request)] * request.slots, name=name, **_where(request))
 
     def stop(self) -> None:
-        """Have nothing more made, and wait for what Ray is just making: it is noted here when this returns."""
+        """Refuse further requests to Ray, and wait for a request in progress, so that the result is recorded here."""
         self.released.set()
         with self._making:
             pass
 
 
 class Placing:
-    """Whatever this driver holds in Ray. Thread-safe."""
+    """All slots that this driver holds in Ray. Thread-safe."""
 
     def __init__(self, cluster: Cluster, lost: Callable[[int, int, str], None]) -> None:
-        """Hold nothing yet."""
         self.nodes = Nodes()
         self.cluster = cluster
         self._lost = lost
         self._holders = Holders(self._ended)
         self._held: dict[int, Held] = {}
-        self._withdrawn: set[int] = set()  # what was given back, perhaps before it was noted here
+        self._withdrawn: set[int] = set()  # numbers of released reservations, perhaps released before their start
         self._abandoned = False
         self._lock = threading.Lock()
-        self._pause = threading.Event()  # never set: to wait between looks
+        self._pause = threading.Event()  # never set: used for timed waits between looks
 
     def check_head(self) -> None:
-        """See whether the head of the cluster answers, in a few seconds.
+        """Check that the head of the cluster answers, within a few seconds.
 
         Raises:
-            ClusterError: It doesn't.
+            ClusterError: The head doesn't answer.
         """
         silent = head_silent()
         if silent is None:
@@ -125,27 +125,27 @@ class Placing:
         )
 
     def list_nodes(self) -> list[Node]:
-        """Return what the cluster offers."""
+        """List the nodes of the cluster."""
         return self.nodes.offers()
 
     def list_leaving(self) -> dict[str, float | None]:
-        """Return what the cluster drains."""
+        """List the nodes that the cluster drains."""
         return self.nodes.leaving()
 
     def list_running(self) -> list[Running]:
-        """Return what Ray has for this driver."""
+        """List this driver's entries in Ray's tables."""
         return listing.of_this_job(self.nodes)
 
     def list_strays(self) -> list[Running]:
-        """Return what Ray has of drivers that are gone."""
+        """List the entries of drivers that are gone."""
         return listing.of_ended_jobs(self.nodes)
 
     def reserve(self, number: int, request: Request, key: bytes) -> list[Slot]:
         """Hold slots, with a keeper in each.
 
         Raises:
-            PlacementError: They can never fit.
-            PlacementTimeout: They don't fit now.
+            PlacementError: The slots can never fit.
+            PlacementTimeout: The slots don't fit now.
             ColocateError: The actors can't be started.
         """
         self._check_possible(request)
@@ -158,7 +158,8 @@ class Placing:
             placed = self._place(held)
             slots = self._fill(number, held, key, range(request.slots), deadline) if placed else None
         except Exception:
-            withdrawn = held.released.is_set()  # it then failed because of that, in one of several ways
+            # read before `release` sets the flag: a withdrawal makes the steps above fail in several ways
+            withdrawn = held.released.is_set()
             self.release(number)
             if withdrawn:
                 raise ColocateError(_WITHDRAWN) from None
@@ -171,7 +172,7 @@ class Placing:
         return slots
 
     def _check_possible(self, request: Request) -> None:
-        """Refuse what can never fit, whatever nodes may come."""
+        """Refuse a request that can never fit, unless nodes may come."""
         try:
             self.nodes.check_possible(request)
         except PlacementError:
@@ -179,17 +180,17 @@ class Placing:
                 raise
 
     def _grows(self, request: Request) -> bool:
-        """Whether nodes may come for a request."""
+        """Return whether nodes may come for a request."""
         return self._autoscaler(request.timeout) is not None if request.grow is None else request.grow
 
     def _autoscaler(self, within_s: float = 0.0) -> Autoscaler | None:
         return None if self.cluster.private else autoscaler(within_s)
 
     def _place(self, held: Held) -> bool:
-        """Have a placement group made, and wait until it has its slots; False when it has none in time.
+        """Create a placement group and wait for the slots; return False on a timeout.
 
-        On nodes that answer: as long as Ray waits on another one it places nothing, for anybody, even after it has
-        found that one to be gone.
+        Silent nodes are excluded: while Ray waits on a silent node, Ray places nothing for anybody, even after the node
+        is declared dead.
         """
         request, silent = held.request, None
         deadline = time.monotonic() + request.timeout
@@ -208,14 +209,14 @@ class Placing:
                 return False
 
     def replace(self, number: int, indices: Sequence[int], request: Request, key: bytes) -> list[Slot] | None:
-        """Hold bundles again of which the node or the holder is gone: Ray places them anew, where there is room.
+        """Hold lost bundles again: Ray places bundles of a lost node or holder anew, where there is room.
 
         Returns:
-            Their slots. None where the placement group has been withdrawn.
+            The new slots. None if the placement group was removed.
 
         Raises:
-            PlacementTimeout: They have no place yet, or the actors can't be started there.
-            ColocateError: They have been given back.
+            PlacementTimeout: The bundles have no place yet, or the actors can't be started there.
+            ColocateError: The reservation was released.
         """
         held = self._held.get(number)
         if held is None or held.group is None:
@@ -227,17 +228,17 @@ class Placing:
         except ColocateError as error:
             if held.released.is_set():
                 raise
-            raise PlacementTimeout(str(error)) from error  # a machine that has come may be going: others may come
+            raise PlacementTimeout(str(error)) from error  # a new node may be leaving already: a retry may find another
         if slots is None and _state(held.group) != "REMOVED":
             text = words(request, f"did not come within {request.timeout:g} s in the place of lost ones")
             raise PlacementTimeout(text, nodes=self.nodes.table(request))
         return slots
 
     def _fill(self, number: int, held: Held, key: bytes, indices: Sequence[int], deadline: float) -> list[Slot] | None:
-        """Have keepers made in some bundles; None when these have no nodes in time.
+        """Start keepers in bundles; return None if the bundles get no nodes in time.
 
-        An autoscaler ends a node that was idle when it looked last, even if Ray has just placed something there. Ray
-        places that anew.
+        An autoscaler may end a node that looked idle, even if Ray has just placed something there. Ray then places the
+        bundle anew.
         """
         assert held.group is not None
         slots = self._open(number, held, key, indices)
@@ -249,9 +250,9 @@ class Placing:
         return sorted(slots, key=lambda slot: (natural(slot.node), slot.devices, slot.index))
 
     def _placed_anew(self, held: Held, group: PlacementGroup, indices: Sequence[int], deadline: float) -> bool:
-        """Wait until some bundles have nodes that answer; False when they have none in time, or are withdrawn.
+        """Wait until bundles have nodes that answer; return False on a timeout, or if the group was removed.
 
-        Ray itself misses a node after many seconds only.
+        Ray itself misses a lost node only after many seconds.
         """
         found = _table(group)
         while found["state"] != "CREATED" or self.nodes.gone({found["placed"][index] for index in indices}):
@@ -264,16 +265,16 @@ class Placing:
         return True
 
     def end_slot(self, number: int, index: int) -> None:
-        """End the process of a keeper that doesn't answer; returns when it is gone."""
+        """Kill the process of a keeper that doesn't answer; return when the process is gone."""
         held = self._held.get(number)
         if held is not None and index in held.holders:
             held.holders[index].kill()
 
     def release(self, number: int) -> None:
-        """Give slots back, also those that are only being waited for. When it returns they can be reserved again.
+        """Release slots, including slots that are still waited for. On return they can be reserved again.
 
         Raises:
-            ColocateError: Ray doesn't confirm it.
+            ColocateError: Ray doesn't confirm the release.
         """
         with self._lock:
             self._withdrawn.add(number)
@@ -290,10 +291,10 @@ class Placing:
             self._holders.left(number, end=self._autoscaler() is not None)
 
     def abandon(self) -> None:
-        """The driver is gone: have nothing more made, and wait for what Ray is just making.
+        """Refuse further requests to Ray, and wait for requests in progress: the driver is gone.
 
-        Ray frees it all when this process leaves. An actor that it comes to know after that, it frees a second or two
-        later. It isn't told to take things back here: a slot whose actor is just coming up could get lost in Ray.
+        Ray frees all slots when this process exits, and an actor that Ray learns of afterwards a second or two later.
+        An explicit release here could make Ray lose the slot of an actor that is just starting.
         """
         with self._lock:
             self._abandoned = True
@@ -304,11 +305,14 @@ class Placing:
         self._holders.stop()
 
     def end(self) -> None:
-        """End what is left on the machines when everything has been released."""
+        """End the holders, after the release of all reservations."""
         self._holders.end()
 
     def _end_keepers(self, number: int, held: Held) -> None:
-        """End what is below the slots. A holder that doesn't do so is stuck, and ended with all that it has."""
+        """End the keepers of a reservation.
+
+        A holder that fails to do so is stuck, and is killed with all its keepers.
+        """
         ends = {holder.actor.end.remote(number): holder for holder in set(held.holders.values())}
         pending, deadline = list(ends), time.monotonic() + _KEEPERS_END_WITHIN_S
         while pending:
@@ -321,7 +325,7 @@ class Placing:
                 return
 
     def _wait_shown(self, held: Held, group: PlacementGroup) -> None:
-        """Wait until Ray's account shows it, which may have just begun: then its end can be seen there."""
+        """Wait until a new placement group shows in Ray's account: only then can the group's end be seen there."""
         deadline, nodes = time.monotonic() + _SHOWN_WITHIN_S, set(held.placed.values())
         while missing := nodes - self.nodes.holding(group.id.hex()):
             if time.monotonic() > deadline or missing <= self.nodes.gone(missing):
@@ -329,7 +333,7 @@ class Placing:
             self._pause.wait(_STEP_S)
 
     def _confirm(self, group: str, whose: str) -> None:
-        """Wait until Ray has a placement group's resources back from the nodes that there still are."""
+        """Wait until the live nodes no longer set resources aside for a placement group."""
         began = time.monotonic()
         while nodes := self.nodes.holding(group):
             waited = time.monotonic() - began
@@ -343,7 +347,7 @@ class Placing:
             self._pause.wait(_STEP_S)
 
     def _open(self, number: int, held: Held, key: bytes, indices: Sequence[int]) -> list[Slot]:
-        """Have keepers made in some bundles, whose slots are returned: not those of nodes that have just gone."""
+        """Start keepers in bundles; return their slots, without those on nodes that are just gone."""
         request, placed = held.request, {index: held.placed[index] for index in indices}
         with held.making():
             held.opened -= placed.keys()
@@ -378,7 +382,7 @@ class Placing:
         ]
 
     def _gpus(self, held: Held, indices: Sequence[int]) -> dict[int, Gpus]:
-        """Return the GPUs of some bundles, which Ray tells only to what runs in them."""
+        """Return the GPUs of bundles, which Ray reports only to tasks inside a bundle."""
         request, group = held.request, held.group
         if not request.gpus:
             return dict.fromkeys(indices, Gpus())
@@ -396,13 +400,13 @@ class Placing:
         return dict(zip(indices, found, strict=True))
 
     def _owner(self, request: Request) -> str:
-        """Return whose its holders are: the reservation's alone."""
+        """Return the owner's name for new holders: the reservation's id."""
         return request.id
 
     def _answers(self, opened: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-        """Return what the holders said, by node; an error that names the nodes of those that couldn't.
+        """Return the holders' answers by node; raise an error that names the nodes of failed holders.
 
-        What goes with its node is no fault of a holder's.
+        A failure on a node that is gone doesn't count.
         """
         answers, faults = {}, {}
         for node, ref in opened.items():
@@ -423,7 +427,7 @@ class Placing:
         return answers
 
     def _ended(self, holder: Holding, words: str) -> None:
-        """A holder is gone. On a thread of Ray's."""
+        """Mark a lost holder's slots as lost. On a thread of Ray's."""
         for number, held in list(self._held.items()):
             for index, each in list(held.holders.items()):
                 if each is holder and index in held.opened:
@@ -433,15 +437,15 @@ class Placing:
 def _bundle(request: Request) -> dict[str, float]:
     bundle = {"CPU": request.cpus, "GPU": request.gpus, "memory": request.host_memory_bytes or 0}
     bundle |= request.resources
-    # A bundle has to hold something: a byte.
+    # A bundle must not be empty: one byte of memory is the least.
     return {name: amount for name, amount in bundle.items() if amount} or {"memory": 1}
 
 
 def _where(request: Request) -> dict[str, Any]:
-    """Return what tells Ray where a request's bundles have to lie.
+    """Return the options that tell Ray where to place a request's bundles.
 
     Raises:
-        CapabilityError: This Ray can't be told.
+        CapabilityError: This version of Ray lacks such an option.
     """
     strategy = request.strategy.upper()
     found: dict[str, Any] = {"strategy": strategy}
@@ -460,7 +464,7 @@ def _where(request: Request) -> dict[str, Any]:
 
 
 def _wait_placed(held: Held, deadline: float) -> bool:
-    """Wait until a placement group has its slots; False when it has none in time, or there is none."""
+    """Wait until a placement group has slots; return False on a timeout."""
     while held.group is None or _state(held.group) != "CREATED":
         if held.released.wait(_STEP_S):
             raise ColocateError(_WITHDRAWN)
@@ -471,7 +475,7 @@ def _wait_placed(held: Held, deadline: float) -> bool:
 
 
 def _table(group: PlacementGroup) -> dict[str, Any]:
-    """A placement group's state, and the nodes of its bundles by their index."""
+    """Return a placement group's state, and the nodes of the bundles by index."""
     found = placement_group_table(group)
     return {"state": found.get("state", "REMOVED"), "placed": dict(found.get("bundles_to_node_id", {}))}
 
@@ -481,8 +485,8 @@ def _state(group: PlacementGroup) -> str:
 
 
 def start_words(error: Exception) -> str:
-    """Why an actor or a task could not be started, in words."""
-    text = re.sub(r"\x1b\[\d*m", "", str(error))  # Ray colours its errors
+    """Explain in words why an actor or a task could not be started."""
+    text = re.sub(r"\x1b\[\d*m", "", str(error))  # Ray colours error texts
     environment = "the environment that connect('ray', runtime_env=...) names can't be set up there"
     if isinstance(error, RuntimeEnvSetupError):
         return f"{environment}: {last_words(error)}"

@@ -10,7 +10,7 @@ from colocate.executor import About, Executor, Running
 
 @hookimpl
 def colocate_executor() -> type[Executor]:
-    """The executor's class."""
+    """Return the executor's class."""
     from colocate_ray.executor import RayExecutor
 
     return RayExecutor
@@ -18,7 +18,7 @@ def colocate_executor() -> type[Executor]:
 
 @hookimpl
 def colocate_about() -> About:
-    """Return what is said of it as long as nobody uses it."""
+    """Describe this executor for commands and errors, without an import of the executor."""
     joined = "ray with address=…"
     return About(
         capabilities={

@@ -1,4 +1,4 @@
-"""A Ray for one driver alone: its folder, its token, its end."""
+"""A Ray for one driver: folder, token, end."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ _BELOW = len("/colocate-ray-12345678/r/session_2000-01-01_00-00-00_000000_419430
 _ENDS_WITHIN_S = 10.0
 _LOGS = ("raylet.err", "raylet.out", "gcs_server.err", "gcs_server.out")
 _LOG_BYTES, _LINES, _LINE = 64 * 1024, 2, 300
-_SEVERE = re.compile(r"\[\S+ \S+ [WEFC] ")  # of "[2026-11-28 15:04:54,949 C 30173 30184] (raylet) …"
-_STORE_BYTES = 100 * 2**20  # nothing of ours goes through Ray's object store
+_SEVERE = re.compile(r"\[\S+ \S+ [WEFC] ")  # matches "[2026-11-28 15:04:54,949 C 30173 30184] (raylet) …"
+_STORE_BYTES = 100 * 2**20  # small, since colocate puts nothing into Ray's object store
 
 
 class PrivateFolder:
-    """A folder that only this user can enter, for everything that a private Ray writes."""
+    """A folder for all files of a private Ray, accessible to this user only."""
 
     def __init__(self, path: str) -> None:
-        """Make it, with a new token in it."""
+        """Create the folder, with a new token."""
         self.path = Path(path)
         self.path.mkdir(0o700)
         self.token = self.path / "token"
@@ -47,24 +47,24 @@ class PrivateFolder:
             file.write(secrets.token_hex(32))
 
     def settings(self, cluster: Cluster) -> dict[str, Any]:
-        """Return what to give to `ray.init`."""
+        """Return the arguments for `ray.init`."""
         cpus = cluster.cpus
         return {
-            "address": "local",  # whatever RAY_ADDRESS or a file of another Ray says
+            "address": "local",  # overrides RAY_ADDRESS, and the file of another Ray
             "num_cpus": int(cpus) if cpus is not None and cpus == int(cpus) else cpus,
             "num_gpus": None if cluster.gpus is None else len(cluster.gpus),
             "include_dashboard": False,
             "object_store_memory": _STORE_BYTES,
-            "_temp_dir": str(self.path / "r"),  # Ray opens the folder it is given to everybody
+            "_temp_dir": str(self.path / "r"),  # a subfolder, since Ray opens this folder to all users
         }
 
     def remove(self) -> None:
-        """Remove it with everything in it."""
+        """Remove the folder with all files."""
         shutil.rmtree(self.path, ignore_errors=True)
 
 
 def cluster_error(folder: str | Path, why: str) -> ClusterError:
-    """The error for a private Ray in a folder, with what its raylet and its control store have logged last."""
+    """Return the error for a private Ray, with the last log lines of the raylet and the control store."""
     found = {}
     for name in _LOGS:
         with contextlib.suppress(OSError), Path(folder, "r", "session_latest", "logs", name).open("rb") as file:
@@ -75,7 +75,7 @@ def cluster_error(folder: str | Path, why: str) -> ClusterError:
 
 
 def _last_lines(logs: Mapping[str, str]) -> str:
-    """The last of them that say something: no stacks of C++, no tables of statistics."""
+    """Return the last relevant log lines: without C++ stacks and tables of statistics."""
     found = []
     for name, text in logs.items():
         lines = [line for line in text.partition("*** StackTrace Information ***")[0].splitlines() if line[:1] == "["]
@@ -85,16 +85,16 @@ def _last_lines(logs: Mapping[str, str]) -> str:
 
 
 def new_folder() -> str:
-    """The path of a folder that isn't there yet.
+    """Return a path for a new folder.
 
     Raises:
-        ColocateError: There is no place for one.
+        ColocateError: No place allows a path short enough.
     """
     return f"{_parent()}/{PREFIX}{secrets.token_hex(4)}"
 
 
 def _parent() -> str:
-    """The folder for temporary files, or /tmp where Ray's sockets would get names too long for the system."""
+    """Return the folder for temporary files, or /tmp if Ray's socket names would be too long for the system."""
     for parent in (tempfile.gettempdir(), "/tmp"):
         if len(parent) + _BELOW <= _LONGEST_SOCKET and os.access(parent, os.W_OK | os.X_OK):
             return parent
@@ -105,13 +105,13 @@ def _parent() -> str:
 
 
 def adopt_orphans() -> None:
-    """Become the parent of processes whose parent ends before they do: so they can be found, and ended."""
+    """Become the parent of orphaned descendants, so that this process can find and end every one."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def reap_orphans() -> None:
-    """Take away the zombies of processes that this one has become the parent of, until it has no child left."""
+    """Reap adopted zombies until no child is left."""
     try:
         while True:
             os.waitpid(-1, 0)
@@ -120,7 +120,7 @@ def reap_orphans() -> None:
 
 
 def end_children() -> None:
-    """End every process below this one. Python's trackers end by themselves, and remove roles' shared memory before."""
+    """Kill all processes below this one. Python's trackers get time to remove roles' shared memory and exit first."""
     began = time.monotonic()
     while (found := psutil.Process().children(recursive=True)) and time.monotonic() - began < _ENDS_WITHIN_S:
         for process in found:
@@ -130,4 +130,4 @@ def end_children() -> None:
                 process.send_signal(signal.SIGKILL)
             except psutil.NoSuchProcess:
                 pass
-        psutil.wait_procs(found, timeout=1.0)  # takes zombies away too, where they are this process's
+        psutil.wait_procs(found, timeout=1.0)  # also reaps zombies that are children of this process

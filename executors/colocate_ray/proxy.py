@@ -1,4 +1,4 @@
-"""A process beside the driver that is in a cluster on its behalf: the driver's end, and its own. Imports no cluster."""
+"""A process that is in a cluster on the driver's behalf: both ends of the connection. Imports no cluster."""
 
 from __future__ import annotations
 
@@ -29,43 +29,43 @@ from colocate.worker.birth.signals import FOR_DRIVERS, LEFT, pass_over
 from colocate_ray import janitor
 
 _ENDS_WITHIN_S = 10.0
-# A proxy that has been silent for so long is asked whether it is there, and ended when it isn't.
+# seconds; a proxy that is silent for this long gets a ping, and is killed if no answer comes.
 SILENCE_S = 2.0
 _PONG_WITHIN_S = 3.0
-_PARTY = "the proxy"  # who owes answers
+_PARTY = "the proxy"  # the party that owes answers, for `Requests`
 _LAST_WORDS_BYTES = 2000
 
 Asked: TypeAlias = Request[str, Any]
 
 PING = "ping"
-"""Answered at once, whatever else goes on; of all requests the only one that a module has no method for."""
+"""The name of a ping, which is answered at once; the only request without a method in the module."""
 OPEN = "open"
-"""Comes first, and is done on the main thread."""
+"""The name of the first request, which runs on the main thread."""
 
 
 @message
 class ProxyDo(Message):
-    """Do something; the body has the arguments. Answered by `ProxyDid`."""
+    """A call of a method; the body has the arguments. Answered by `ProxyDid`."""
 
-    token: int  # the request's
-    name: str  # the method
+    token: int  # id of the request
+    name: str  # name of the method
 
 
 @message
 class ProxyDid(Message):
-    """Tell what was done; the body has the result, or a `Failure`."""
+    """The result of a call; the body has the result, or a `Failure`."""
 
-    token: int  # the request's
+    token: int  # id of the request
 
 
 @message
 class ProxySaid(Message):
-    """Tell something that nobody has asked for; the body has it."""
+    """A notification from the proxy; the body has the payload."""
 
 
 @attrs.frozen
 class Failure:
-    """An error on its way to the driver."""
+    """An error on the way to the driver."""
 
     kind: type[ColocateError]
     message: str
@@ -73,7 +73,7 @@ class Failure:
 
     @classmethod
     def of(cls, error: BaseException, engine: str) -> Failure:
-        """Describe an error; one of a cluster's own as text, as the driver may have nothing to unpickle it with."""
+        """Describe an error; a cluster's own error becomes text, since the driver may lack the cluster's library."""
         if not isinstance(error, ColocateError):
             error = ColocateError(f"{engine} failed: {type(error).__name__}: {error}")
         return cls(type(error), error.message, dict(error.__dict__))
@@ -84,20 +84,21 @@ class Failure:
 
 
 class DriverProxy:
-    """A module beside the driver that is called, heard, and ends with it: it is in a cluster on the driver's behalf.
+    """The driver's end of a process that is in a cluster on the driver's behalf.
 
-    For a cluster that would mark the driver's process for good: by threads, signal handlers, settings, one connection
-    per process. The module has a `Proxied`, whose methods are what can be asked for. It ends when it is closed, and
-    with the driver in whatever way that ends; its janitor, a small process, sees to one that is stopped or stuck then.
+    A cluster connection would mark the driver's process for good: with threads, signal handlers, settings, one
+    connection per process. So a module with a subclass of `Proxied` runs in a process of its own; the driver calls that
+    subclass's methods. The process ends when it is closed, and with the driver in whatever way that ends; the janitor,
+    a small process, kills one that is stopped or stuck then.
 
     Args:
-        module: The module, which is run as a program. What it prints is kept for errors.
-        engine: What errors call the cluster ("Ray", "the cluster at …").
-        heard: Called with what `Proxied.say` was given, in order, on a thread of the proxy's: it mustn't wait.
-        env: The process's environment; None for this one's. What it needs to import colocate and the module is added.
-        mark: A variable that is set in its environment, and so in that of all that it starts.
-        folder: A folder of what it starts: when the process has ended, its janitor ends all that has the mark, and
-            removes the folder, after `lost`. None where nothing of that is the driver's to end.
+        module: The module to run as a program. Its output is kept for errors.
+        engine: The cluster's name in errors ("Ray", "the cluster at …").
+        heard: Called with the arguments of each `Proxied.say`, in order, on a thread of the proxy's: must not block.
+        env: The process's environment; None for this process's. The import path for colocate and the module is added.
+        mark: A variable set in the process's environment, and so in all descendants.
+        folder: A folder of the descendants' files: after the process's end, the janitor kills all processes with the
+            mark, and removes the folder, after `lost`. None if no such process belongs to the driver.
     """
 
     def __init__(
@@ -110,16 +111,16 @@ class DriverProxy:
         mark: str = "COLOCATE_PROXY",
         folder: str | None = None,
     ) -> None:
-        """Start the process; `open` is to be called next.
+        """Start the process; call `open` next.
 
         Raises:
-            OSError: It can't be started; nothing is left.
+            OSError: The process can't be started; nothing is left behind.
         """
         self._engine = engine
         self._said = heard
         self._requests = Requests[str, Any]()
         self._closing = False
-        self._log = tempfile.TemporaryFile(prefix="colocate-")  # noqa: SIM115  # until `close`
+        self._log = tempfile.TemporaryFile(prefix="colocate-")  # noqa: SIM115  # open until `close`
         value = secrets.token_hex(8)
         whole = {**(os.environ if env is None else env), mark: value}
         whole["PYTHONPATH"] = os.pathsep.join(_import_path(whole.get("PYTHONPATH"), module))
@@ -134,7 +135,7 @@ class DriverProxy:
                     stdout=self._log,
                     stderr=self._log,
                     pass_fds=[theirs.fileno()],
-                    start_new_session=True,  # Ctrl-C is the driver's
+                    start_new_session=True,  # keeps Ctrl-C for the driver
                 )
             self._janitor = _watched(self._process, f"{mark}={value}", folder)
         except BaseException:
@@ -146,14 +147,14 @@ class DriverProxy:
 
     @property
     def pid(self) -> int:
-        """The process."""
+        """The id of the process."""
         return self._process.pid
 
     def open(self, *arguments: Any, within_s: float) -> bool:
-        """Have it begin (`Proxied.open`), and wait; False when that takes longer. It is closed when it isn't open.
+        """Call `Proxied.open` and wait; return False on a timeout. A failed open closes the proxy.
 
         Raises:
-            ColocateError: It failed, or the process is gone.
+            ColocateError: The call failed, or the process is gone.
         """
         try:
             opened = self.post(OPEN, *arguments)
@@ -166,15 +167,15 @@ class DriverProxy:
         return False
 
     def call(self, name: str, *arguments: Any, within_s: float) -> Any:
-        """Have it do something, and wait for the result: while the proxy lives, and at most so many seconds.
+        """Call a method of the `Proxied` and wait for the result, while the proxy lives.
 
         Args:
-            name: The method of its `Proxied`.
-            arguments: Its arguments.
-            within_s: How long.
+            name: The method's name.
+            arguments: The method's arguments.
+            within_s: Seconds to wait.
 
         Raises:
-            ColocateError: It failed, or took longer, or the proxy is gone.
+            ColocateError: The method failed or took longer, or the proxy is gone.
         """
         asked = self.post(name, *arguments)
         if not self.wait([asked], within_s):
@@ -183,7 +184,7 @@ class DriverProxy:
         return answer
 
     def wait(self, posted: Sequence[Asked], within_s: float | None = None) -> bool:
-        """Wait for what was posted; whether all of it is done. A proxy that shows no life meanwhile is ended."""
+        """Wait for posted requests; return whether all are done. A proxy that answers no ping meanwhile is killed."""
         deadline = math.inf if within_s is None else time.monotonic() + within_s
         while True:
             left = max(0.0, deadline - time.monotonic())
@@ -193,40 +194,41 @@ class DriverProxy:
             if left <= SILENCE_S:
                 return False
             if not self.post(PING).wait(_PONG_WITHIN_S):
-                # Stopped, or stuck. What it holds can be freed by its end alone, of which the reader will tell.
+                # The proxy is stopped or stuck. Only the process's end frees resources; the reader's thread reports
+                # the end.
                 self._process.kill()
 
     def post(self, name: str, *arguments: Any) -> Asked:
-        """Have it do something; doesn't wait."""
+        """Send a request to the proxy, without waiting."""
         body = wire.pack(arguments)
         asked = self._requests.open([_PARTY])
-        if not asked.over:  # if it is gone, whatever is asked for is about to fail
+        if not asked.over:  # the proxy is gone, and the request is about to fail
             self._lane.send(ProxyDo(asked.token, name).head(), body)
         return asked
 
     def close(self) -> None:
-        """End it: `Proxied.leave` is called there, and the process ends. Idempotent."""
+        """Close the connection: the process calls `Proxied.leave`, and exits. Idempotent."""
         self._closing = True
         self._event_loop.close()
         self._end()
         self._log.close()
 
     def last_words(self) -> str:
-        """Return the end of what it has printed, for an error; empty when that is nothing."""
+        """Return the end of the process's output for an error; empty without output."""
         size = os.fstat(self._log.fileno()).st_size
         tail = os.pread(self._log.fileno(), _LAST_WORDS_BYTES, max(0, size - _LAST_WORDS_BYTES))
         text = tail.decode(errors="replace").strip()
         return f"Its last words:\n{text}" if text else ""
 
     def lost(self, why: str) -> ClusterError:
-        """Return the error of all that is asked for when the process has ended by itself. `folder` is still there."""
+        """Return the error for all pending requests when the process ended by itself. `folder` still exists."""
         return ClusterError(why, logs={})
 
     def _end(self) -> None:
         self._end_process()
         assert self._janitor.stdin is not None
-        with contextlib.suppress(OSError, ValueError):  # it has ended, or was told before
-            self._janitor.stdin.write(b".")  # its end wouldn't do: a fork of the driver's may hold that open
+        with contextlib.suppress(OSError, ValueError):  # the janitor has ended, or was already told
+            self._janitor.stdin.write(b".")  # closing stdin isn't enough: a fork of the driver may hold the pipe open
         self._janitor.stdin.close()
         if not _has_ended(self._janitor, _ENDS_WITHIN_S):
             self._janitor.kill()
@@ -266,7 +268,6 @@ class DriverProxy:
 
 
 def _watched(proxy: subprocess.Popen[bytes], mark: str, folder: str | None) -> subprocess.Popen[bytes]:
-    """Start its janitor."""
     try:
         pidfds = [os.pidfd_open(pid) for pid in (os.getpid(), proxy.pid)]
         try:
@@ -300,7 +301,7 @@ def _has_ended(process: subprocess.Popen[bytes], within_s: float) -> bool:
 
 
 def _import_path(given: str | None, module: str) -> Iterable[str]:
-    """Return a path on which colocate and the module are found, however this process has come to find them."""
+    """Return import paths for colocate and the module, however this process has found these."""
     found = [given] if given else []
     for name in ("colocate", module.partition(".")[0]):
         spec = find_spec(name)
@@ -312,37 +313,38 @@ def _import_path(given: str | None, module: str) -> Iterable[str]:
 
 
 class Proxied:
-    """What a driver can ask for: the methods of a subclass, whose module is run by its `DriverProxy`.
+    """The proxy's end: the driver calls a subclass's methods, and `DriverProxy` runs the subclass's module.
 
     The module ends with `if __name__ == "__main__": MyProxied.serve()`. `open` comes first, and runs on the main
     thread, which stays: the kernel may tie the lives of processes to the thread that starts them. Each other method
-    runs on a thread of its own. Arguments and results travel pickled; of an error of the cluster's only its text does.
+    runs on a thread of its own. Arguments and results travel pickled; a cluster's own error travels as text.
     """
 
-    engine: ClassVar[str] = "the cluster"  # what errors call it
+    engine: ClassVar[str] = "the cluster"  # the cluster's name in errors
     _lane: wire.SocketLane
     _to_open: queue.SimpleQueue[tuple[int, tuple[Any, ...]]]
 
     def open(self, *arguments: Any) -> Any:
-        """Begin: what `DriverProxy` was given. Until it has ended nothing else is asked."""
+        """Start the service, with the arguments of `DriverProxy.open`. No other method is called before the return."""
 
     def leave(self) -> None:
-        """The driver has let go, or is gone: end what is the driver's. The process ends afterwards."""
+        """Release the driver's resources: the driver has closed, or is gone. The process exits afterwards."""
 
     def method(self, name: str) -> Callable[..., Any]:
-        """Return what is asked for by a name; override it where others than this object have the methods."""
+        """Return the method for a request; override this where another object has the methods."""
         found: Callable[..., Any] = getattr(self, name)
         return found
 
     def say(self, *what: Any) -> None:
-        """Tell the driver something that it hasn't asked for (`heard`). From any thread; in order."""
+        """Send a notification to the driver's `heard`. From any thread; in order."""
         self._tell(ProxySaid(), what)
 
     @classmethod
     def serve(cls) -> None:
-        """Be the process, until the driver lets go or is gone. It doesn't return."""
-        pass_over(LEFT)  # the driver decides when it ends
-        for number in FOR_DRIVERS:  # an engine that it starts is none of a batch system's programs either
+        """Run the process until the driver closes or is gone. Doesn't return."""
+        pass_over(LEFT)  # the driver decides when the process ends
+        # an engine's processes, started here, are no target of a batch system's signals either
+        for number in FOR_DRIVERS:
             signal.signal(number, signal.SIG_IGN)
         made = cls()
         made._to_open = queue.SimpleQueue()
@@ -364,7 +366,7 @@ class Proxied:
             job = asked.token, asked.name, arguments
             try:
                 Thread(target=self._do, args=job, name=asked.name).start()
-            except RuntimeError as error:  # no thread is to be had
+            except RuntimeError as error:  # no thread could be started
                 self._tell(ProxyDid(asked.token), Failure.of(error, self.engine))
 
     def _do(self, token: int, name: str, arguments: tuple[Any, ...]) -> None:
@@ -375,7 +377,7 @@ class Proxied:
         self._tell(ProxyDid(token), answer)
 
     def _tell(self, message: Message, value: Any) -> None:
-        self._lane.send(message.head(), wire.pack(value))  # if nobody listens, `_left` is about to be called
+        self._lane.send(message.head(), wire.pack(value))  # without a reader, `_left` is about to be called
 
     def _left(self, _reason: str) -> None:
         try:

@@ -1,6 +1,6 @@
-"""The envoy's process: `python -m colocate_ray.service FD DRIVER_PID`. It is in Ray on the driver's behalf.
+"""The envoy's process: `python -m colocate_ray.service FD DRIVER_PID`. In Ray on the driver's behalf.
 
-It ends with the driver, whose process id is there for whoever looks at the processes of this machine.
+The process ends with the driver. DRIVER_PID is there for people and tools that list the processes of this machine.
 """
 
 from __future__ import annotations
@@ -20,22 +20,21 @@ if TYPE_CHECKING:
     from colocate_ray.owners import OwnedPlacing
 
 _LEAVES_WITHIN_S = 2.5
-_TRIES = "3"  # to join, of a second each, where Ray makes twenty
+_TRIES = "3"  # attempts to join, of a second each; Ray's own default is twenty
 
 
 class Service(Proxied):
-    """Does what the driver asks: what its side of Ray can do, `OwnedPlacing` and `names`."""
+    """Handles the driver's requests, with the methods of `OwnedPlacing` and the functions of `names`."""
 
     engine = "Ray"
 
     def __init__(self) -> None:
-        """Be in none yet."""
         self._folder: PrivateFolder | None = None
         self._placing: OwnedPlacing | None = None
         self._joined = False
 
     def open(self, cluster: Cluster, folder: str | None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Be in a Ray: its own, in a folder, or one that is there."""
+        """Start a private Ray in a folder, or join an existing Ray."""
         if folder is not None:
             self._folder = PrivateFolder(folder)
             _keep_to_ourselves()
@@ -49,12 +48,12 @@ class Service(Proxied):
         else:
             joining.join(cluster)
             self._joined = True
-        pass_over([signal.SIGTERM])  # Ray has set a handler of its own: the driver decides when it ends
+        pass_over([signal.SIGTERM])  # Ray has set a SIGTERM handler, but the driver decides when this process ends
 
         self._placing = OwnedPlacing(cluster, self.say)
 
     def method(self, name: str) -> Callable[..., Any]:
-        """By name, of its side of Ray, or of the tables of names in Ray's store."""
+        """Return a method of the `OwnedPlacing`, or a function of `names`."""
         from colocate_ray import names
 
         assert self._placing is not None
@@ -62,11 +61,11 @@ class Service(Proxied):
         return found
 
     def leave(self) -> None:
-        """The driver has let go, or is gone: end all that is ours."""
+        """Leave Ray, and end all processes and files of this driver: the driver has closed, or is gone."""
         if self._joined:
             import ray
 
-            signal.setitimer(signal.ITIMER_REAL, _LEAVES_WITHIN_S)  # a cluster that is gone answers nothing
+            signal.setitimer(signal.ITIMER_REAL, _LEAVES_WITHIN_S)  # bounds the wait for a cluster that is gone
             if self._placing is not None:
                 self._placing.abandon()
             ray.shutdown()
@@ -76,24 +75,25 @@ class Service(Proxied):
 
 
 def _prepare_environment(token_file: str | None) -> None:
-    """Set what Ray reads when it is imported."""
+    """Set the variables that Ray reads during import."""
     if token_file is not None:
         os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=os.path.expanduser(token_file))
         os.environ.pop("RAY_AUTH_TOKEN", None)
-    # A request that is still under way when the driver goes would start a Ray of its own, after `ray.shutdown()`.
+    # Without this, a request in progress at the driver's end would start a new Ray after `ray.shutdown()`.
     os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
     os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", _TRIES)
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # as it will be anyway: silences a warning
+    # Ray's future default, set early to silence a warning
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 
 
 def _keep_to_ourselves() -> None:
-    """A private Ray runs nothing but our actors, and is nobody else's to watch."""
+    """Restrict a private Ray: no processes except colocate's actors, and no metrics for others."""
     os.environ.update(
-        # Ray serves numbers to whoever asks, on all addresses, where it finds what it needs for that. -1 is no port.
+        # Ray would serve metrics to anyone, on all addresses, if the library is installed. -1 is no port.
         AUTOSCALER_METRIC_PORT="-1",
         DASHBOARD_METRIC_PORT="-1",
         RAY_enable_metrics_collection="0",
-        # It needs no processes in stock, one for each CPU.
+        # Ray would keep spare processes, one per CPU.
         RAY_prestart_worker_first_driver="0",
         RAY_enable_worker_prestart="0",
         RAY_num_workers_soft_limit="0",

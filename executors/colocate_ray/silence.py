@@ -1,4 +1,4 @@
-"""Who doesn't answer: Ray finds out after many seconds, and has placed nothing for anybody since it tried to there."""
+"""Detection of silent servers: Ray notices after many seconds, and places nothing for anybody while waiting on one."""
 
 from __future__ import annotations
 
@@ -9,25 +9,24 @@ import socket
 import time
 from collections.abc import Collection, Mapping
 
-# What any gRPC client says first; a server answers with its settings.
+# The greeting of any gRPC client; a server answers with settings.
 HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
 _ANSWERS_WITHIN_S = 1.0
 ID = "ray.io/node-id"  # Ray's own label of each node
-_STILL_SILENT_WITHIN_S = 0.2  # who was silent just now, and answers again, does so at once
+_STILL_SILENT_WITHIN_S = 0.2  # seconds; a silent server that has recovered answers at once
 
 
 class Silence:
-    """The servers that didn't answer when they were asked last: whoever asks for them again needn't wait so long."""
+    """The servers that didn't answer last time: the next check of these waits less."""
 
     def __init__(self) -> None:
-        """Begin with nodes that have all answered."""
         self._silent: frozenset[str] = frozenset()
 
     def among(self, servers: Mapping[str, tuple[str, int]]) -> frozenset[str]:
-        """Ask servers by gRPC, all at once; return those that don't answer.
+        """Return the servers that don't answer a gRPC greeting; all are asked at once.
 
         Args:
-            servers: Their hosts and ports, by whatever they are called.
+            servers: Hosts and ports, by any name.
         """
         known = self._silent & servers.keys()
         answered = answering({name: servers[name] for name in servers.keys() - known}, _ANSWERS_WITHIN_S)
@@ -38,9 +37,10 @@ class Silence:
 
 
 def answering(servers: Mapping[str, tuple[str, int]], within_s: float) -> set[str]:
-    """Ask servers by gRPC, all at once; return those that answer, whatever they say.
+    """Return the servers that answer a gRPC greeting in any way; all are asked at once.
 
-    Their process does, not only the kernel of their machine: unless they use TLS, for which it isn't worth it.
+    An answer comes from the server's process, not only from the kernel of its machine. With TLS, an accepted connection
+    counts as an answer: a handshake isn't worth the effort.
     """
     found, deadline = set[str](), time.monotonic() + within_s
     says = os.environ.get("RAY_USE_TLS", "0").lower() in ("0", "false", "")
@@ -49,7 +49,7 @@ def answering(servers: Mapping[str, tuple[str, int]], within_s: float) -> set[st
         for name, (host, port) in servers.items():
             sock = ends.enter_context(socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET))
             sock.setblocking(False)
-            with contextlib.suppress(OSError):  # no address
+            with contextlib.suppress(OSError):  # no valid address
                 sock.connect_ex((host, port))
                 asked[sock.fileno()] = name, sock
                 news.register(sock, select.POLLOUT)
@@ -58,7 +58,7 @@ def answering(servers: Mapping[str, tuple[str, int]], within_s: float) -> set[st
                 name, sock = asked[descriptor]
                 connected = events & select.POLLIN or not sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
                 if connected and says and not events & select.POLLIN:
-                    with contextlib.suppress(OSError):  # it has closed, which is an answer
+                    with contextlib.suppress(OSError):  # a closed connection is an answer too
                         sock.send(HELLO)
                     news.modify(sock, select.POLLIN)
                     continue
@@ -70,5 +70,5 @@ def answering(servers: Mapping[str, tuple[str, int]], within_s: float) -> set[st
 
 
 def elsewhere(silent: Collection[str]) -> dict[str, str]:
-    """The label selector of Ray's that keeps off some nodes, by their ids."""
+    """Return a label selector of Ray's that excludes nodes by id."""
     return {ID: f"!in({','.join(sorted(silent))})"} if silent else {}

@@ -1,4 +1,4 @@
-"""What the driver, its envoy and its Ray actors have in common: plain data, and certificates. Imports no Ray."""
+"""Common terms of driver, envoy and Ray actors: plain data, and certificates. Imports no Ray."""
 
 from __future__ import annotations
 
@@ -13,45 +13,45 @@ from colocate.errors import ConfigError
 from colocate.wire import Tls
 
 _FILES = ("RAY_TLS_CA_CERT", "RAY_TLS_SERVER_CERT", "RAY_TLS_SERVER_KEY")
-HEAD = "check_head"  # of all requests the one that takes a few seconds at most, whatever the cluster is up to
+HEAD = "check_head"  # the one request that takes at most a few seconds, whatever the state of the cluster
 
 
 @attrs.frozen
 class Cluster:
-    """Which Ray to be in."""
+    """The Ray to join or to start."""
 
-    # Of the cluster to join, "auto" for the one of this machine; None to start a private one
+    # address of the cluster to join, "auto" for this machine's; None to start a private Ray
     address: str | None = None
-    cpus: float | None = None  # CPUs that a private one offers; None for this machine's
-    # GPUs that a private one offers, by name and in the order of the ranks; None when it is to look itself, or isn't
-    # private
+    cpus: float | None = None  # CPUs that a private Ray offers; None for this machine's
+    # names of the GPUs that a private Ray offers, in the order of the ranks; None for detection by Ray, or for a
+    # cluster to join
     gpus: tuple[str, ...] | None = None
-    # The file with the token of the cluster to join; None for what Ray's environment says
+    # the file with the token of the cluster to join; None for Ray's own environment
     token_file: str | None = None
-    runtime_env: Mapping[str, Any] | None = None  # ray's runtime environment of the actors
+    runtime_env: Mapping[str, Any] | None = None  # Ray's runtime environment of the actors
 
     @property
     def private(self) -> bool:
-        """Whether it is started for this driver alone."""
+        """Whether the Ray is started for this driver alone."""
         return self.address is None
 
 
 @attrs.frozen
 class Slot:
-    """A slot that is held, as the envoy found it."""
+    """A held slot, as found by the envoy."""
 
-    index: int  # which bundle of its placement group it is; the slots themselves are sorted by node and device
+    index: int  # index of the bundle in the placement group; the slots themselves are sorted by node and device
     node: str  # name of the machine
-    devices: tuple[int, ...]  # indices of its GPUs
-    host: str  # address under which other workers reach the machine
-    address: str  # that of its keeper
+    devices: tuple[int, ...]  # indices of the GPUs
+    host: str  # address of the machine for other workers
+    address: str  # address of the keeper
 
 
 def tls_of_environment() -> Tls | None:
-    """Return what `RAY_USE_TLS` and the variables beside it say of this machine; None where Ray doesn't encrypt.
+    """Return the certificates in `RAY_USE_TLS` and related variables; None if Ray doesn't encrypt.
 
     Raises:
-        ConfigError: Something is missing. (Nothing goes on in clear text then.)
+        ConfigError: A file is missing. (The connection must not fall back to clear text.)
     """
     if os.environ.get("RAY_USE_TLS", "0").lower() in ("0", "false", ""):
         return None
