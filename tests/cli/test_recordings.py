@@ -10,9 +10,6 @@ from tests.cli.conftest import CommandLine
 from tests.distributions.install import Installed
 from tests.forked import Forks
 
-from colocate import load_recording
-from colocate.errors import ConfigError
-
 ROOT = Path(__file__).parents[2]
 SECRET = "--set", "groups.players.roles.judge.with.secret=cccc"  # which is found in step 6; that of the file in step 2
 
@@ -96,36 +93,6 @@ def test_a_run_that_is_the_same(words: CommandLine) -> None:
     assert done.returncode == 1, "it hasn't called the judge"
 
 
-@pytest.mark.in_make_test("4")
-@pytest.mark.parametrize("slots", ["1", "4"])
-def test_another_number_of_ranks(words: CommandLine, slots: str) -> None:
-    """What callers get is the same; the best of each rank isn't the best of others, which is refused."""
-    options = [*SECRET, "--set", f"pools.main.slots={slots}"]
-    done = words("run", "words.yaml", "--compare", "judge=runs/words", *options)
-    assert (done.returncode, done.stderr) == (0, "")
-    (score,) = json.loads((words.folder / "runs" / "words-2" / "comparison.json").read_text())["players.judge"]
-    assert (score["calls"], score["numbers"], score["differ"]) == (6, 96, 0)
-    done = words("run", "words.yaml", "--compare", "guesser=runs/words", *options)
-    assert done.returncode == 1
-    assert "guesser.learn, call 0: learn is collected with Gather(): that has an item for each rank" in done.stderr
-    done = words("run", "words.yaml", "--compare", "judge=runs/words", *options[2:])
-    assert done.returncode == 1
-    assert "judge.score, call 0: its value[" in done.stderr
-
-
-def test_what_a_role_was_given(words: CommandLine) -> None:
-    """It is kept of the roles that say so."""
-    assert words("run", "words.yaml", "--record", "guesser,players.judge:inputs", *SECRET).returncode == 0
-    recording = load_recording(words.folder / "runs" / "words-2")
-    score, guess = recording["judge"]["score"][0], recording["guesser"]["guess"][0]
-    given = [each for rank in score.ranks for values in score.inputs(rank).values() for each in values]
-    assert given == guess.joined()
-    with pytest.raises(ConfigError, match="what it was given isn't recorded"):
-        guess.inputs()
-    done = words("run", "words.yaml", "--record", "jugde:inputs")
-    assert "record[0]: there is no role 'jugde': there are guesser, judge" in done.stderr
-
-
 def test_the_call_to_begin_with(words: CommandLine) -> None:
     """Of all compared roles, the one that differs first: of one that was given something else, its parameter."""
     both = ["--compare", "guesser=runs/words", "--compare", "judge=runs/words"]
@@ -176,34 +143,3 @@ def test_what_is_wrong_is_told_before_anything_starts(words: CommandLine) -> Non
     twice = words("run", "words.yaml", "--replay", "judge=runs/words", "--replay", "judge=runs/other")
     assert "judge is given twice" in twice.stderr
     assert not (words.folder / "runs" / "words-2").exists()
-
-
-@pytest.mark.long
-def test_damaged_files_are_told(words: CommandLine) -> None:
-    """By a message each; a torn last line, of a driver that was killed, isn't read."""
-    recording = words.folder / "runs" / "words" / "recording"
-    options = ["--replay", "guesser=runs/words", "--replay", "judge=runs/words", "--replay-loose", "--replay-from"]
-    steps = recording / "steps.jsonl"
-    whole = steps.read_text()
-    steps.write_text(whole + '{"step": 7, "ca')
-    assert words("run", "words.yaml", *options, "3").returncode == 0
-    assert "has no step 7: it has 1 to 6" in words("run", "words.yaml", *options, "7").stderr
-    assert "has no step 3000000: it has 1 to 6" in words("run", "words.yaml", *options, "3000000").stderr
-    for line in '{"step": 7, "ca\n', "[]\n", "{}\n":
-        steps.write_text(whole + line)
-        assert f"{steps} is damaged at byte " in words("run", "words.yaml", *options, "3").stderr
-    for calls in recording.glob("*.judge/rank-0.0000.calls"):
-        calls.write_bytes(calls.read_bytes()[:20] + b"x" * 20 + calls.read_bytes()[40:])
-        told = words("recordings", "runs/words").stderr
-        assert told.startswith(f"error: {calls} is damaged at byte 0: ")
-        assert told.count("\n") == 1
-
-
-def test_the_limit(words: CommandLine) -> None:
-    """The run goes on without."""
-    done = words("run", "words.yaml", "--record", "guesser", "--record-limit", "2KiB", *SECRET)
-    assert done.returncode == 0
-    assert "has 2 KiB, its limit: nothing is recorded any more" in done.stderr
-    assert "of guesser ends early, as it has reached its limit" in words("recordings", "runs/words-2").stdout
-    calls = json.loads(words("recordings", "runs/words-2", "--role", "guesser", "--json").stdout)["calls"]
-    assert 0 < len(calls) < 12

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +9,8 @@ import pytest
 from tests.dask.conftest import planted
 
 import colocate
-from colocate import Runtime, WorkerDied
-from colocate.testing import leaks
+from colocate import Runtime
 from colocate.testing.probes.plain import Echo
-from colocate.testing.waiting import PATIENCE_S, wait_until
 from colocate_run.cli.cluster import Cluster, find_strays
 
 
@@ -55,22 +51,3 @@ def test_other_drivers_are_nobodys_strays(cluster: str, runtime: Runtime) -> Non
         (held,) = (each for each in driver._node.services.executor.running() if each.kind == "reservation")
         assert held.id == f"{driver._node.services.id}/theirs"
         assert held.detail.startswith("2 Dask workers held for client ")
-
-
-@pytest.mark.long
-def test_lost_slot(runtime: Runtime, other: Any) -> None:
-    """A pool that has lost a Dask worker claims what the scheduler has no longer."""
-    with leaks.shared(), runtime.reserve(2, cpus=2, strategy="pack") as pool:
-        group = pool.spawn({"echo": colocate.role(Echo)})
-        pids: dict[str, int] = other.run(os.getpid)
-        victim = next(pid for address, pid in pids.items() if address.startswith("tcp://127.0.0.1:"))
-        os.kill(victim, signal.SIGKILL)
-        wait_until(lambda: group._node.failure, "the group fails")
-        with pytest.raises(WorkerDied):
-            group.role("echo", Echo).noop()
-        audit = runtime.audit()
-        assert audit.leaked == ()
-        assert [(each.kind, each.id) for each in audit.missing] == [("reservation", pool._node.request.id)]
-        assert "1 of its 2 Dask workers have left the cluster" in audit.missing[0].what
-    with runtime.reserve(5, cpus=0, timeout=PATIENCE_S):
-        assert not runtime.audit()

@@ -78,22 +78,6 @@ def test_tls(cluster: str, certificates: Path) -> None:
     colocate.connect("dask", address=cluster, security=options).close()
 
 
-def test_ports(cluster: str, certificates: Path) -> None:
-    """Keepers listen at ports of the range, and when these are used up, that is why nothing is reserved."""
-    options: dict[str, Any] = {"address": cluster, "security": security(certificates)}
-    with socket.create_server((own_address(), 0)) as taken:
-        port = taken.getsockname()[1]
-        with (
-            colocate.connect("dask", **options, ports=f"{port}-{port}") as runtime,
-            pytest.raises(PlacementError, match=rf"no port of {port}-{port} is free on .* for a keeper of .*pool-1: "),
-        ):
-            runtime.reserve(1, cpus=0)
-    with colocate.connect("dask", **options, ports=f"{port}-{port}") as runtime, runtime.reserve(1, cpus=0):
-        executor: Any = runtime._node.services.executor
-        (held,) = executor._held.values()
-        assert [kept.address.rpartition(":")[2] for kept in held.slots.values()] == [str(port)]
-
-
 def test_worker_without_colocate(cluster: str, certificates: Path) -> None:
     """A worker that can't import colocate doesn't come into question, and the table says why."""
     joined = colocate.connect("dask", address=cluster, security=security(certificates))

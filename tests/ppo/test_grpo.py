@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,8 +16,8 @@ from tests.docs.blocks import blocks_of
 from tests.ppo.test_job import EASY, EXAMPLES, Recorder
 
 import colocate
-from colocate import CallRecord, MoveRecord
-from colocate_ppo import grpo, maths
+from colocate import MoveRecord
+from colocate_ppo import maths
 from colocate_ppo.actor import Actor
 from colocate_ppo.group_actor import GroupActor
 from colocate_ppo.grpo import train
@@ -79,19 +77,6 @@ class Moved:
 
     def colocate_memory_moved(self, record: MoveRecord) -> None:
         self.moves.append((record.role, record.kind))
-
-
-class Killer:
-    """Ends a worker when the engine has generated so often, once."""
-
-    def __init__(self, pids: list[int], at: int | None) -> None:
-        self.pids, self.at, self.calls = pids, at, 0
-
-    def colocate_call_finished(self, record: CallRecord) -> None:
-        if (record.role, record.method) == ("rollout", "generate"):
-            self.calls += 1
-            if self.calls == self.at:
-                os.kill(self.pids[-1], signal.SIGKILL)
 
 
 @pytest.mark.parametrize(
@@ -227,32 +212,6 @@ def test_the_engine_shares_the_actors_module(tmp_path: Path) -> None:
     assert max(row["engine_gap"] for row in recorder.rows[1:]) < 1e-4
 
 
-def test_weights_that_are_checked(tiny: Recorder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first sync of a job is, and each so many after it; an engine that leaves something out ends the job."""
-    checks: list[bool] = []
-
-    def noted(*args: Any, check: bool, **options: Any) -> Any:
-        checks.append(check)
-        return colocate.sync_weights(*args, check=check, **options)
-
-    monkeypatch.setattr(grpo, "sync_weights", noted)
-    changes = [*TINY, *OWN, *KL, "+job.with.check_weights=3"]
-    assert run(changes, tmp_path).rows == tiny.rows
-    assert checks == [True, False, False, True]
-    run([*TINY, *ENGINE, "+job.with.check_weights=2"], tmp_path / "shared")  # which has the actor's module
-    assert checks[4:] == [True, False, True, False]
-    load = colocate.torch.load_weights
-
-    def forgets(module: torch.nn.Module, weights: colocate.Weights) -> None:
-        before = module.model.layers[0].mlp.up_proj.weight.clone()  # type: ignore[union-attr, index]
-        load(module, weights)
-        module.model.layers[0].mlp.up_proj.weight.data.copy_(before)  # type: ignore[union-attr, index]
-
-    monkeypatch.setattr(colocate.torch, "load_weights", forgets)
-    with pytest.raises(colocate.WeightsDifferError, match=r"1 of \d+ weights of rollout .*up_proj\.weight has other"):
-        run(changes, tmp_path / "forgets")
-
-
 def test_staleness(tiny: Recorder, tmp_path: Path) -> None:
     """What a step learns from is one update older; after a stop the problems are those that would have come."""
     whole = run([*TINY, *OWN, *KL, *STALE], tmp_path / "whole")
@@ -280,25 +239,6 @@ def test_turns_within_a_budget(tmp_path: Path) -> None:
     moved = Moved()
     assert run([*TINY, *OWN, *PROCESSES, *BUDGET], tmp_path, moved).rows == run([*TINY, *OWN], tmp_path).rows
     assert {("actor", "sleep"), ("rollout", "wake")} <= {*moved.moves}
-
-
-@pytest.mark.long
-def test_a_killed_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The group is restarted, its engine stale: the job goes on from its checkpoint as if nothing had happened."""
-    rows = []
-    for at in (None, 3):
-        (tmp_path / str(at)).mkdir()
-        monkeypatch.chdir(tmp_path / str(at))
-        shards = ["groups.policy.on_failure=restart", "+groups.policy.roles.actor.with.parallel=fsdp2"]
-        two = ["pools.main.slots=2", "executor={use: local, with: {processes: true}}"]
-        config = colocate.load_config(EXAMPLES / "grpo.yaml", set=[*TINY, *OWN, *shards, *two])
-        with colocate.launch(config) as job:
-            job.runtime.observe(Killer(job.groups["policy"].run(lambda ctx: os.getpid()), at))
-            record = job.run(quiet=True)
-            assert job.groups["policy"].generation == int(at is not None)
-        rows.append([{k: v for k, v in row.items() if k not in ("seconds", "time")} for row in record.metrics])
-    assert [row["step"] for row in rows[0]] == [0, 1, 2, 3, 4]
-    assert rows[0] == rows[1]
 
 
 @pytest.mark.long

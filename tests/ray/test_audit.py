@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import uuid
@@ -15,9 +14,8 @@ from typing import Any
 import pytest
 
 import colocate
-from colocate import Pool, Runtime, WorkerDied
+from colocate import Runtime
 from colocate.testing.probes.plain import Echo
-from colocate.testing.waiting import wait_until
 from colocate_run.cli.cluster import Cluster, find_strays
 
 # A driver that leaves a placement group with an actor in it, under our name, and another time takes them away.
@@ -77,17 +75,6 @@ def test_names(runtime: Runtime) -> None:
         assert all(each.pid is not None and "ray::" in _command(each.pid) for each in actors)
 
 
-def _holder_of(runtime: Runtime, pool: Pool) -> int:
-    """The process of the Ray actor on the machine of a pool's first slot."""
-    (pid,) = (
-        each.pid
-        for each in runtime._node.services.executor.running()
-        if each.kind == "Ray actor" and each.node == pool.slots[0].node
-    )
-    assert pid is not None
-    return pid
-
-
 def _command(pid: int) -> str:
     with open(f"/proc/{pid}/cmdline") as file:
         return file.read()
@@ -126,19 +113,3 @@ def test_other_drivers_are_nobodys_strays(cluster: Any, runtime: Runtime) -> Non
         assert not runtime.audit()
         assert not other.audit()
         assert runtime._node.services.executor.strays() == other._node.services.executor.strays() == []
-
-
-@pytest.mark.long
-def test_lost_slot(runtime: Runtime) -> None:
-    """A pool that has lost the actor of its keepers claims what Ray has no longer."""
-    with runtime.reserve(1) as pool:
-        group = pool.spawn({"echo": colocate.role(Echo)})
-        os.kill(_holder_of(runtime, pool), signal.SIGKILL)
-        wait_until(lambda: group._node.failure, "the group fails")
-        with pytest.raises(WorkerDied):
-            group.role("echo", Echo).noop()
-        audit = runtime.audit()
-        assert audit.leaked == ()
-        assert [(each.kind, each.id) for each in audit.missing] == [("reservation", pool._node.request.id)]
-        assert "bundles, 0 have lost the Ray actor that holds their keepers" in audit.missing[0].what
-    assert not runtime.audit()

@@ -5,17 +5,15 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import torch
 from tests.rollout.odd import EXITS, FINE, HANGS, RAISES, Odd
 
 import colocate
 from colocate import CallTimeout, ChildDied, GroupRestarted, RoleError, RoleStartError
-from colocate.testing.waiting import PATIENCE_S, Processes, wait_until
+from colocate.testing.waiting import PATIENCE_S, Processes
 from colocate_rollout import Sampling
 from colocate_rollout.role import EngineRole
 from colocate_rollout.testing import LLAMA, PROMPTS, Trainer
@@ -24,14 +22,6 @@ OPTIONS: dict[str, Any] = {"engine": "transformers", "max_rows": 4, "max_batch_t
 CHILD = {"env": {"OMP_NUM_THREADS": "1", "OF_THE_ENGINE": "yes"}}
 SEEDED = Sampling(max_tokens=12, seed=7)
 ENDLESS = Sampling(max_tokens=60, stop_token_ids=())
-
-
-class Typed(Trainer):
-    """A trainer that computes in a dtype."""
-
-    def __init__(self, model: Mapping[str, Any], dtype: str) -> None:
-        super().__init__(model)
-        self.model.to(getattr(torch, dtype))
 
 
 def odd(**child: Any) -> Any:
@@ -102,82 +92,6 @@ def _running(runtime: colocate.Runtime) -> list[int]:
 def _child(runtime: colocate.Runtime) -> int:
     (found,) = _running(runtime)
     return found
-
-
-@pytest.mark.long
-def test_replayed(runtime: colocate.Runtime, tmp_path: Path) -> None:
-    """Of an engine that a recording answers for no child is started: the pid that it tells is the recorded one's."""
-    with runtime.reserve(slots=1) as pool:
-        with pool.spawn({"rollout": odd()}, name="policy") as group:
-            with runtime.record(group["rollout"], tmp_path / "it"):
-                pid = pid_of(group["rollout"])
-            assert _running(runtime) == [pid]
-        with pool.spawn({"rollout": odd().on(replay=tmp_path / "it")}, name="policy") as group:
-            assert pid_of(group["rollout"]) == pid
-            assert _running(runtime) == []
-
-
-@pytest.mark.long
-def test_beside_other_work() -> None:
-    """In the background: paused, the engine sleeps and gets other weights, and its rows go on.
-
-    Those of a child that has died while they were paused are lost, and told so; the one that came then generates.
-    """
-    roles = {
-        "trainer": colocate.role(Trainer, LLAMA),
-        "rollout": colocate.role("rollout.engine", model=LLAMA, child=CHILD, **OPTIONS).on(
-            background=True, weights="from sync"
-        ),
-    }
-    with colocate.connect(processes=True) as runtime, runtime.reserve(slots=1) as pool:
-        group = pool.spawn(roles)
-        trainer, rollout = group.role("trainer"), group.role("rollout")
-        colocate.sync_weights(trainer, rollout)
-        rows = rollout.generate.stream(PROMPTS * 4, 2, sampling=Sampling(max_tokens=100, stop_token_ids=()))
-        first = next(rows)  # what has begun goes on; a call of a role that sleeps would wait for its memory
-        group.pause("rollout", how="keep")
-        group.sleep("rollout", ["cache"])
-        trainer.step()
-        colocate.sync_weights(trainer, rollout)
-        group.resume("rollout")
-        found = {version for _, answer in [first, *rows] for row in answer for version, _ in row.versions}
-        assert 2 in found
-        assert found <= {1, 2}
-        wanted = rollout.generate(PROMPTS, 2, sampling=SEEDED)
-        rows = rollout.generate.stream(PROMPTS * 100, 2, sampling=ENDLESS)
-        next(rows)
-        group.pause("rollout", how="keep")
-        os.kill(_child(runtime), signal.SIGKILL)
-        wait_until(lambda: not _running(runtime), "the worker knows of its end")
-        colocate.sync_weights(trainer, rollout)
-        group.resume("rollout")
-        with pytest.raises(ChildDied, match="has ended amid these rows, and another one has begun since"):
-            list(rows)
-        again = rollout.generate(PROMPTS, 2, sampling=SEEDED)
-        assert [[row.token_ids for row in each] for each in again] == [
-            [row.token_ids for row in each] for each in wanted
-        ]
-
-
-@pytest.mark.long
-def test_dtype() -> None:
-    """An engine with the config of a role's model has the dtype of that, in a child as in the worker."""
-    slept = []
-    for child, dtype in ((False, "float32"), (False, "bfloat16"), (CHILD, "bfloat16")):
-        roles = {
-            "trainer": colocate.role(Typed, LLAMA, dtype),
-            "rollout": colocate.role("rollout.engine", role="trainer", child=child, **OPTIONS),
-        }
-        with colocate.spawn(roles, processes=True) as group:
-            trainer, rollout = group.role("trainer"), group.role("rollout")
-            colocate.sync_weights(trainer, rollout)
-            found = rollout.generate(PROMPTS, sampling=SEEDED)
-            (wanted,) = trainer.log_probs(PROMPTS, [row for (row,) in found])
-            for (row,), each in zip(found, wanted, strict=True):
-                assert row.log_probs == pytest.approx(each, abs=1e-5 if dtype == "float32" else 0.1)
-            slept.append(group.sleep("rollout", ["cache"]))
-    whole, half, half_in_a_child = slept
-    assert whole == 2 * half == 2 * half_in_a_child > 0
 
 
 def test_its_end(runtime: colocate.Runtime) -> None:

@@ -12,9 +12,7 @@ torch = pytest.importorskip("torch")
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
-from colocate.worker.settings import USUAL, Setting, Settings  # noqa: E402
-
-KEPT: list[Any] = []
+from colocate.worker.settings import USUAL, Setting  # noqa: E402
 
 
 @pytest.fixture
@@ -25,40 +23,6 @@ def setting() -> Iterator[Setting]:
     yield found
     assert found.now() == USUAL
     assert torch._C._len_torch_function_stack() == 0
-
-
-def change(setting: Setting) -> Settings:
-    """Settings of a role, as its constructor leaves them on."""
-    blocks = [torch.inference_mode(), torch.autocast("cpu", torch.float16), torch.autograd.graph.save_on_cpu()]
-    for block in blocks:
-        block.__enter__()
-    KEPT.append(blocks)
-    torch.set_grad_enabled(False)
-    torch.set_default_dtype(torch.float64)
-    torch.set_default_device("meta")
-    torch.set_autocast_dtype("cpu", torch.float16)
-    own = setting.now()
-    setting.have(setting.base)
-    return own
-
-
-@pytest.mark.parametrize("block", ["cpu", "meta"])
-@pytest.mark.parametrize("own", [False, True])
-def test_amid(setting: Setting, own: bool, block: str) -> None:
-    """Whoever has set them, the role for all of its methods or a block of one; another role's own come in between."""
-    others = change(setting)
-    setting.have(change(setting) if own else USUAL)
-    with torch.device(block):
-        before: Any = setting.now()
-        for _ in range(2):
-            with setting.amid():
-                assert setting.now() == USUAL
-                setting.have(others)
-                assert setting.now() == others
-                setting.have(setting.base)
-                assert setting.now() == USUAL
-            assert setting.now() == before
-    setting.have(setting.base)
 
 
 def test_amid_of_modes(setting: Setting) -> None:

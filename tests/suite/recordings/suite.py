@@ -235,19 +235,6 @@ class Recordings(ExecutorCase):
         with pytest.raises(ConfigError, match="call 0 of foreign can't be joined: what rank 0 gave wasn't recorded"):
             foreign.joined()
 
-    @needs_feature("balance")
-    def test_what_callers_got_in_their_order(self, spawn: Spawn, tmp_path: Path) -> None:
-        """Rows whose ranks were chosen stand where the caller's stood."""
-        group = spawn({"steady": colocate.role(Steady)}, name="group")
-        steady, batch = group.role("steady", Steady), torch.arange(9.0)
-        with group.owner.owner.record(steady, tmp_path / "it"):
-            gave = steady.balanced(batch, [8, 1, 1, 1, 4, 1, 1, 1, 1])
-            mean = steady.mean(batch)
-            whole = steady.whole(batch)
-        balanced, averaged, summed = colocate.load_recording(tmp_path / "it")["steady"].calls
-        assert _equal(balanced.joined(), gave)
-        assert (averaged.joined(), summed.joined()) == (mean, whole)
-
     def test_the_limit(self, player: ColocatedGroup, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         """A recording that is large enough ends with a warning; the calls go on, and what there is can be read."""
         role, runtime = player.role("player", Player), player.owner.owner
@@ -737,15 +724,6 @@ class Comparisons(ExecutorCase):
         table = {each.method: each for each in colocate.comparison(group["player"])}
         assert (table["generate"].calls, table["generate"].left, table["generate"].differ) == (2, 4, 0)
 
-    def test_within_a_tolerance(self, spawn: Spawn, recorded: Path) -> None:
-        """What is near counts as the same, and how far it is away is told."""
-        near = colocate.Compare(recorded, tolerance=0.01)
-        group = spawn({"player": colocate.role(Player, bias=1e-3).on(compare=near)}, name="group")
-        self._calls(group)
-        table = {each.method: each for each in colocate.comparison(group["player"])}
-        assert table["generate"].differ == 0
-        assert table["generate"].absolute == pytest.approx(1e-3, rel=1e-2)
-
     def test_a_call_that_others_had_not_begun(self, spawn: Spawn, tmp_path: Path) -> None:
         """A rank that hadn't begun a call when it failed on another one has nothing to be compared with."""
         group = spawn({"player": colocate.role(Player)}, name="group")
@@ -893,24 +871,6 @@ class OtherRanks(ExecutorCase):
         assert "its arguments differ, too: scale is given, and was not" in str(double.first)
         assert "its arguments were the same, but for what is split, and isn't compared: batch" in str(mean.first)
         assert "row 8: its value was 8.0, and is 7.0" in str(play.first)
-
-    def test_a_comparison_from_a_step_on(self, spawn: Spawn, tmp_path: Path) -> None:
-        """Calls before the step are left out, and a call after the last one is told as missing."""
-        group = spawn({"steady": colocate.role(Steady)}, name="group")
-        steady = group.role("steady", Steady)
-        with group.owner.owner.record(steady, tmp_path / "it"):
-            for step in range(3):
-                steady.double(torch.full((2,), float(step)))
-                part: Any = group._node.part("recordings")
-                part.mark(step)
-        group.owner.close()
-        given = colocate.Compare(tmp_path / "it", step=2)
-        group = spawn({"steady": colocate.role(Steady).on(compare=given)}, slots=1, name="group")
-        for _ in range(2):
-            group.role("steady", Steady).double(torch.full((2,), 2.0))
-        (double,) = colocate.comparison(group["steady"])
-        assert (double.calls, double.differ, double.missing) == (2, 0, 1)
-        assert double.first == "steady.double, call 3: it wasn't recorded"
 
 
 def _ranks(folder: Path) -> list[Sequence[int]]:
