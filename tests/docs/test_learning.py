@@ -16,7 +16,6 @@ README, ROLLOUTS = ROOT / "README.md", ROOT / "docs" / "rollouts.md"
 # By the metric that is shown beside a config, first and last.
 SHOWN = {
     (README, "grpo.yaml"): "eval_accuracy",
-    (ROLLOUTS, "grpo.yaml"): "eval_accuracy",
     (ROLLOUTS, "vowels.yaml"): "reward",
     (EXAMPLES, "grpo.yaml"): "eval_accuracy",
     (EXAMPLES, "ppo.yaml"): "eval_accuracy",
