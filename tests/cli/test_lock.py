@@ -77,6 +77,7 @@ def begun(colocate: CommandLine, name: str = "demo") -> list[int]:
 
 
 class TestOneDriver:
+    @pytest.mark.in_make_test("--resume=auto")
     @pytest.mark.parametrize("how", ["--resume", "--resume=auto"])
     def test_others_are_refused_by_name(self, counting: CommandLine, how: str) -> None:
         """Whoever has the folder goes on; nothing of it is touched."""
@@ -100,6 +101,7 @@ class TestOneDriver:
         assert not (counting.folder / "runs" / "demo" / LOCK).exists()
         assert [path.name for path in (counting.folder / "runs").iterdir()] == ["demo"]
 
+    @pytest.mark.long
     def test_a_first_run_has_its_folder_too(self, counting: CommandLine) -> None:
         """Before and after its first checkpoint; by auto nobody begins beside it."""
         first = counting.start("run", "demo.yaml")
@@ -304,6 +306,7 @@ STOPPED = """
 
 
 class TestAuto:
+    @pytest.mark.in_make_test("SIGTERM")
     @pytest.mark.parametrize("by", ["SIGKILL", "SIGTERM", "an error"])
     def test_it_begins_anew_in_the_folder_of_one_that_ended_before_its_first_checkpoint(
         self, colocate: CommandLine, by: str

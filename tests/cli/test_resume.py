@@ -151,6 +151,7 @@ KILLED = """
 """
 
 
+@pytest.mark.in_make_test("--resume=auto-renames-2-true", "--resume-exchange-3-false")
 @pytest.mark.parametrize("wait", ["true", "false"])
 @pytest.mark.parametrize(("kill", "count"), [("renames", 2), ("exchange", 3)])
 @pytest.mark.parametrize("resume", ["--resume", "--resume=auto"])

@@ -62,6 +62,7 @@ class TestCheckpoints:
         ((_, path),) = folder.checkpoints()
         assert [each.name for each in path.iterdir()] == ["other"]
 
+    @pytest.mark.in_make_test("exchange")
     @pytest.mark.parametrize("scenario", ["exchange", "renames", "next"])
     def test_kills_at_each_step_of_a_replacement(self, tmp_path: Path, scenario: str) -> None:
         """A kill leaves the old checkpoint or the new one, whole, for all readers; the next driver cleans up."""

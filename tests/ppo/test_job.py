@@ -132,6 +132,7 @@ def test_every_step_is_logged(tiny: Recorder) -> None:
     assert [abs(row["kl"]) > 1e-7 for row in rows[1:]] == [False, False, False, True, True, True]
 
 
+@pytest.mark.in_make_test("true")
 @pytest.mark.parametrize("waits", ["true", "false"])
 def test_a_curve_goes_on_where_it_was_left(tiny: Recorder, tmp_path: Path, waits: str) -> None:
     """Stopped in the warm-up and in the middle of PPO: the same numbers to the last bit, whoever wrote meanwhile."""

@@ -76,6 +76,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     return train(tmp_path_factory.mktemp("expected") / "run")
 
 
+@pytest.mark.long
 def test_nothing_fails(expected: Trained) -> None:
     assert [row["step"] for row in expected.rows] == [0, 1, 2, 3, 4]
     assert expected.rows[3]["policy_grad_norm"] > 0
@@ -83,6 +84,7 @@ def test_nothing_fails(expected: Trained) -> None:
     assert expected.generation == 0
 
 
+@pytest.mark.long
 def test_what_is_planned_is_what_they_hold(expected: Trained, tmp_path: Path, forks: Forks) -> None:
     """Shards of an actor with its optimizer, beside whole models; tests/cli/test_plan.py has the other layouts."""
     changes = [part for change in SMALL for part in ("--set", change)]

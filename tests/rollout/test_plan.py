@@ -59,6 +59,7 @@ def test_vllm(colocate: CommandLine, tmp_path: Path) -> None:
     assert planned(colocate, {"engine": "vllm", "role": "trainer"})["tensors"] == 1 << 30
 
 
+@pytest.mark.long
 def test_transformers(colocate: CommandLine) -> None:
     """Another role's model counts there, one of its own here; its cache has room for each row."""
     numbers = sum(each.numel() for each in made(MODEL).parameters())

@@ -141,6 +141,7 @@ def test_prompts_in_workers(group: colocate.ColocatedGroup) -> None:
     assert len({row.token_ids for samples in rows.fetch() for row in samples}) == 8
 
 
+@pytest.mark.long
 def test_sleep(group: colocate.ColocatedGroup) -> None:
     """What the engine frees is told by the sleep, and the next call has it again."""
     view = group.role("shares")
