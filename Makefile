@@ -111,9 +111,8 @@ $(ENGINES)/.installed: pyproject.toml constraints-engines.txt  # vLLM, which dic
 	$(ENGINES)/bin/python -m pip install --quiet --no-deps --editable .
 	touch $@
 
-engines: $(ENGINES)/.installed  ## vLLM in a role: what all engines hold, what is its own, and its numbers; on a CPU, Python 3.11
+engines: $(ENGINES)/.installed  ## vLLM in a role: what all engines hold, and what is its own; on a CPU, Python 3.11
 	$(ENGINES)/bin/python -m pytest tests/rollout
-	$(ENGINES)/bin/python -m tests.rollout.figures
 
 $(VERL_TESTS)/.installed: pyproject.toml constraints-verl.txt  # verl, which dictates tensordict and transformers
 	$(PYTHON) -m venv $(VERL_TESTS)

@@ -6,11 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import attrs
-import numpy as np
 import pytest
-from hypothesis import given, strategies as st
 
-from colocate._values.dispatch import Dispatch, Parts, Scatter, plan
+from colocate._values.dispatch import Dispatch, Parts, plan
 from colocate._values.mesh import Ranks
 from colocate.errors import DispatchError
 
@@ -40,28 +38,3 @@ def test_a_users_split_is_checked() -> None:
         with pytest.raises(DispatchError) as caught:
             plan(Fixed(wrong, only), {}, Ranks(2))
         assert message in str(caught.value)
-
-
-@given(
-    st.integers(1, 5),
-    st.lists(st.integers(0, 9), max_size=12),
-    st.sampled_from(["same", "fewer", "none", "missing"]),
-    st.sampled_from(["error", "run"]),
-)
-def test_plain_lists_are_split_as_arrays_are(count: int, rows: list[int], other: str, empty: Any) -> None:
-    """Rows, what is real and what isn't, and errors: there is a short way for lists of numbers."""
-    others: dict[str, Any] = {"same": rows, "fewer": rows[1:], "none": None}
-    lists = {"a": rows, "whole": "x", **({"b": others[other]} if other in others else {})}
-    arrays = {name: np.array(value) if isinstance(value, list) else value for name, value in lists.items()}
-    dispatch = Scatter("a", "b", empty=empty)
-    said: list[Any] = []
-    for arguments in (lists, arrays):
-        try:
-            parts = dispatch.split(arguments, Ranks(count))
-        except DispatchError as error:
-            said.append(str(error))
-            continue
-        assert isinstance(parts, Parts)
-        plain = [{k: v.tolist() if isinstance(v, np.ndarray) else v for k, v in part.items()} for part in parts]
-        said.append((plain, parts.valid and [*parts.valid], parts.padded, parts.partition))
-    assert said[0] == said[1]

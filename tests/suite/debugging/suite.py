@@ -544,25 +544,6 @@ class Editors(ExecutorCase):
             assert call.result(PATIENCE_S) == [111, 112]
             wait_until(lambda: not group._node.stopped(), "nothing is stopped")
 
-    @pytest.mark.long
-    def test_a_job_that_is_to_end(
-        self, no_leaks: None, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-    ) -> None:
-        """A rank that an editor has stopped goes on, and stops no more, though the editor stays."""
-        pytest.importorskip("debugpy")
-        monkeypatch.setenv("PYTHONBREAKPOINT", "debugpy.breakpoint")
-        with (
-            self.connect() as runtime,
-            runtime.reserve(2, cpus=0) as pool,
-            pool.spawn({"stopper": colocate.role(Stopper)}) as group,
-        ):
-            call = group.role("stopper", Stopper).stop_often.submit(3)
-            with _attached(_port(capfd)) as editor:
-                editor.told("event", "stopped")
-                assert not call.done()
-                Driver(runtime).let_go()
-                assert call.result(PATIENCE_S) == [0, 1]
-
     def test_none_is_wanted(self, no_leaks: None, monkeypatch: pytest.MonkeyPatch) -> None:
         """`PYTHONBREAKPOINT=0` stops nothing, on whatever machine."""
         monkeypatch.setenv("PYTHONBREAKPOINT", "0")
