@@ -1,4 +1,4 @@
-"""`ppo.actor`: the policy. It imitates demonstrations first, then answers questions and learns from the advantages."""
+"""`ppo.actor`: the policy. First imitates demonstrations, then answers questions and learns from the advantages."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _LIMITS: Mapping[str, Limit] = {
 
 
 def _wrong(options: Mapping[str, Any], *_: object) -> Iterator[tuple[str, str]]:
-    """Yield the options that make no actor, and why."""
+    """Yield each invalid option, and the reason."""
     wrong = [*beyond_limits(options, _LIMITS)]
     yield from wrong
     hidden, heads = options["hidden"], options["heads"]
@@ -52,24 +52,24 @@ class Actor(Role):
 
     Args:
         model: A hub id or a local folder with a causal language model and its tokenizer; None makes a small Llama with
-            random weights that reads characters. Code that comes with a model (`auto_map`) isn't run: such a one fails.
+            random weights that reads characters. A model with code of its own (`auto_map`) fails to load.
         layers: Layers of the small Llama.
-        hidden: Its width.
-        heads: Its attention heads.
-        feed_forward: The width of its feed-forward layers.
-        phrases: Texts that it reads as one token each, such as what all questions begin with.
-        stop: Tokens, each as its text or its number, that end an answer besides those at which the model's `generate`
-            ends it (`eos_token_id` of its generation config; where that has none, the tokenizer's end token).
-        template_options: Options of the chat template by which a question of messages is asked, as
-            `enable_thinking: false`.
+        hidden: Hidden size of the small Llama.
+        heads: Attention heads of the small Llama.
+        feed_forward: Width of the small Llama's feed-forward layers.
+        phrases: Texts that become one token each, such as the common beginning of all questions.
+        stop: Further tokens that end an answer, each as text or number. The model's own end tokens (`eos_token_id` of
+            its generation config, or else the tokenizer's end token) always end an answer.
+        template_options: Options of the chat template for questions that are messages, such as `enable_thinking:
+            false`.
         lr: Learning rate.
         warm_up_lr: Learning rate of the supervised warm-up.
         max_grad_norm: The norm to which gradients are clipped.
-        threads: Threads that torch takes in this process; None leaves them as they are.
+        threads: Number of torch threads in this process; None keeps the default.
         parallel: How the ranks share the model: "none", "ddp" or "fsdp2"; see `Layout`.
-        dtype: In what it computes, also where an engine generates by its model. Weights are float32.
-        gradient_checkpointing: Compute layers anew in the backward pass, which takes less memory and more time.
-        skip_nonfinite: Leave out an update whose loss or gradient isn't finite, and count it, in place of an error.
+        dtype: The dtype of computations, also for an engine that generates with this module. Weights are float32.
+        gradient_checkpointing: Recompute layers in the backward pass, which takes less memory and more time.
+        skip_nonfinite: Skip and count an update with a non-finite loss or gradient, instead of raising an error.
     """
 
     def __init__(
@@ -102,7 +102,8 @@ class Actor(Role):
             made = pretrained_model(model, self.ctx.device)
             self.tokenizer = pretrained_tokenizer(model, ends_of(made), stop, template_options)
         self.config = made.config
-        made.generation_config.eos_token_id = [*self.tokenizer.ends]  # An engine that has this model ends there, too.
+        # An engine that runs this model stops at the same tokens.
+        made.generation_config.eos_token_id = [*self.tokenizer.ends]
         self.has_learned = model is not None
         self.model = SpreadModel(self.ctx, made, Layout(parallel, dtype, gradient_checkpointing))
         self.learner = Learner(self.ctx, self.model, max_grad_norm, skip_nonfinite)
@@ -119,37 +120,37 @@ class Actor(Role):
         return [*self.tokenizer.ends]
 
     def renew(self) -> None:
-        """Go on after a failed call, with new process groups."""
+        """Use new process groups after a failed call."""
         self.learner.renew()
 
     @method(collect=First())
     def weights(self) -> Weights:
-        """A copy of the model, for other ranks and roles to `load`."""
+        """Return a copy of the model, which other ranks and roles can `load`."""
         return {"config": self.config.to_dict(), "state": self.model.weights()}
 
     @method
     def load(self, weights: Weights) -> None:
-        """Start from these weights, with a fresh optimizer."""
+        """Replace the weights, and reset the optimizer."""
         self.model.load(weights["state"])
         self.learner.forget()
 
     def named_weights(self) -> Iterable[tuple[str, Tensor]]:
-        """The weights by the names that transformers has for them: for `colocate.sync_weights`."""
-        from colocate.torch import named_weights  # as in the learner, by who needs it
+        """Return the weights by the names of transformers, for `colocate.sync_weights`."""
+        from colocate.torch import named_weights  # imported late, as in the learner: the import is slow
 
         return named_weights(self.model.module)
 
     @method(dispatch=Scatter("problems"), collect=Reduce("sum"))
     def warm_up(self, problems: Problems, lr_scale: float = 1.0, number: int | None = None) -> float:
-        """Learn to give the problems' own answers: one step.
+        """Imitate the problems' own answers, in one step.
 
         Args:
             problems: The demonstrations.
             lr_scale: Multiplies the warm-up's learning rate.
-            number: That of the step: after a failure a second call with it doesn't make an update twice.
+            number: The step's number: after a failure, a second call with the same number repeats no update.
 
         Returns:
-            The cross-entropy of a token in nats, as the sum of the ranks' parts.
+            The mean cross-entropy of a token in nats, as the sum of the ranks' parts.
         """
         call = self.learner.call("warm_up", number)
         if not call.done:
@@ -178,16 +179,17 @@ class Actor(Role):
         """Answer each problem.
 
         Args:
-            problems: What to answer.
+            problems: The problems to answer.
             max_new_tokens: The longest answer, end token included.
             temperature: Divides the logits before sampling.
             greedy: Take the likeliest token each time instead of sampling.
-            number: Which random numbers of the rank to draw, so that a second call draws the same; None: the next ones.
+            number: The step's number, which selects the rank's random numbers, so that a second call draws the same;
+                None draws the next ones.
         """
         drawn = None if greedy else drawing(self.ctx, number)
         problems = self._asked(problems)
         prompts = self.tokenizer.padded(problems.prompts, self.ctx.device, side="left")
-        # As wide as the widest of all ranks, so that their parts make one batch.
+        # All ranks pad to the widest prompt of any rank, so that the ranks' parts form one batch.
         prompts = widen(prompts, max(per_rank(self.ctx, prompts.tokens.shape[1])), self.tokenizer.pad)
         self.model.check_length(prompts.tokens.shape[1] + max_new_tokens)
         with self.model.whole():
@@ -205,7 +207,7 @@ class Actor(Role):
     @method(dispatch=Scatter("rollout"), collect=Concat(), awake=INFERENCE)
     @torch.no_grad()
     def log_probs(self, rollout: Rollout, temperature: float = 1.0) -> Tensor:
-        """The log-probability of each response token, `[B, R]`."""
+        """Return the log-probability of each response token, `[B, R]`."""
         return response_log_probs(self.model, rollout, temperature)
 
     @method(dispatch=Scatter("rollout", "log_probs", "estimates"), collect=Reduce("sum"))
@@ -226,19 +228,20 @@ class Actor(Role):
 
         Args:
             rollout: The answers.
-            log_probs: `[B, R]`, what `log_probs` said of them before the update.
-            estimates: What the critic said of them.
+            log_probs: `[B, R]`, the result of `log_probs` before the update.
+            estimates: The critic's estimates for the answers.
             minibatch: Rows of a minibatch over all ranks.
             epochs: How often each row is used.
-            clip: How far the probability ratio may go from 1 to any gain.
+            clip: PPO's clip range: how far the probability ratio may move from 1 with a gain in the objective.
             entropy_coefficient: The weight of an entropy bonus.
-            temperature: That of the sampling.
+            temperature: The temperature of the sampling.
             lr_scale: Multiplies the learning rate.
-            number: That of the step: after a failure a second call with it goes on with the minibatch that failed.
+            number: The step's number: after a failure, a second call with the same number resumes at the failed
+                minibatch.
 
         Returns:
             Means over the minibatches, as sums of the ranks' parts: `policy_loss`, `entropy`, `clip_fraction`,
-            `policy_grad_norm`; and `policy_skipped`, how many were left out, if any.
+            `policy_grad_norm`; and `policy_skipped`, the number of skipped updates, if any.
         """
         call = self.learner.call("update", number)
         counts = per_rank(self.ctx, len(log_probs))
@@ -261,15 +264,15 @@ class Actor(Role):
         return call.means("policy", self.ctx.world_size)
 
     def save(self, directory: str) -> None:
-        """Write what `restore` needs into a folder."""
+        """Write a checkpoint of model and optimizer into a folder."""
         checkpoint.save(self.ctx, directory, self.model, self.learner)
 
     def restore(self, directory: str) -> None:
-        """Go on where `save` was called, by as many ranks or others."""
+        """Restore model and optimizer from a checkpoint of any number of ranks."""
         checkpoint.restore(self.ctx, directory, self.model, self.learner)
 
     def _asked(self, problems: Problems) -> Problems:
-        """Return problems with the prompt of each question, made where a problem has none yet.
+        """Return the problems with a prompt for each question; missing prompts are made here.
 
         Raises:
             ConfigError: A question leaves no room for an answer.
@@ -292,7 +295,7 @@ def named_question(asked: Problems, row: int) -> str:
 
 
 def actors_weights(roles: Mapping[str, object]) -> Weights:
-    """Return the weights of the actor among roles.
+    """Return the weights of the actor in a group's roles.
 
     Raises:
         ConfigError: There is none.

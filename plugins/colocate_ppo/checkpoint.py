@@ -1,6 +1,6 @@
-"""Models in a checkpoint's folder, written by torch.distributed.checkpoint: any number of ranks can read them.
+"""Model checkpoints, written by torch.distributed.checkpoint: any number of ranks can read them.
 
-That is imported by who writes or reads: it takes a second.
+Functions import torch.distributed.checkpoint when called: the import takes a second.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
 
 _MODEL, _MOMENTS = "model", "optimizer"
-# One rank without process groups is what is meant, and said by `no_dist`.
+# A single rank without process groups is intended (`no_dist`), so torch's warning about this is noise.
 warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized", UserWarning)
 
 
 def save(ctx: Context, directory: str, model: SpreadModel, learner: Learner | None = None) -> None:
-    """Write a role's model and the moments of its optimizer, beside calls where the checkpoint doesn't wait.
+    """Write a role's model and optimizer moments; calls go on meanwhile if the checkpoint doesn't wait.
 
-    Of a sharded one each rank writes its part.
+    Of a sharded model each rank writes its part.
 
     Args:
         ctx: The role's context.
-        directory: An existing folder of the role's own, that all ranks can write to.
+        directory: An existing folder of the role's own, writable by all ranks.
         model: The model.
-        learner: What trains it.
+        learner: The model's learner; None for a model without training.
 
     Raises:
         FloatingPointError: A weight isn't finite: the last checkpoint stays. All ranks raise.
@@ -55,10 +55,10 @@ def save(ctx: Context, directory: str, model: SpreadModel, learner: Learner | No
 
 
 def config_of(ctx: Context, directory: str) -> Any:
-    """The config of the model that `save` wrote, as transformers has it.
+    """Return the transformers config of the model in a checkpoint.
 
     Raises:
-        ConfigError: There is no such model.
+        ConfigError: The folder has no such model.
     """
     from transformers import AutoConfig
 
@@ -67,10 +67,10 @@ def config_of(ctx: Context, directory: str) -> Any:
 
 
 def restore(ctx: Context, directory: str, model: SpreadModel, learner: Learner | None = None) -> None:
-    """Have a model and its optimizer go on where `save` was called, by as many ranks or others.
+    """Restore a model and its optimizer from a checkpoint of any number of ranks.
 
     Raises:
-        ConfigError: There is no such model, or it is another one.
+        ConfigError: The folder has no such model, or another one.
     """
     from torch.distributed.checkpoint.state_dict_loader import load as load_state
 
@@ -94,7 +94,7 @@ def restore(ctx: Context, directory: str, model: SpreadModel, learner: Learner |
 
 
 def _written(ctx: Context, directory: str) -> Metadata:
-    """Return what there is."""
+    """Return the checkpoint's metadata; raise a ConfigError without a complete checkpoint."""
     from torch.distributed.checkpoint.filesystem import FileSystemReader
 
     try:
@@ -111,6 +111,5 @@ def _ranks(ctx: Context) -> dict[str, Any]:
 
 
 def _is_finite(parameter: Tensor) -> bool:
-    """Return whether all elements of the local part of a parameter are finite."""
-    local: Tensor = getattr(parameter, "to_local", lambda: parameter)()  # which DTensors have
+    local: Tensor = getattr(parameter, "to_local", lambda: parameter)()  # only DTensors have `to_local`
     return bool(local.isfinite().all())

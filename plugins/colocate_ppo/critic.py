@@ -1,4 +1,4 @@
-"""`ppo.critic`: what the state before each token is worth, and from that each token's advantage."""
+"""`ppo.critic`: the value of the state before each token, and the advantage of each token."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ _LIMITS: Mapping[str, Limit] = {"lr": POSITIVE, "max_grad_norm": BOUND}
 @checks(lambda options, *_: beyond_limits(options, _LIMITS))
 @needs("process_group")
 class Critic(Role):
-    """The value model: the actor's backbone with one output. `load` gives it its model.
+    """The value model: the actor's backbone with one output, set by `load`.
 
     Args:
         lr: Learning rate.
         max_grad_norm: The norm to which gradients are clipped.
         parallel: How the ranks share the model: "none", "ddp" or "fsdp2"; see `Layout`.
-        dtype: In what it computes. Weights are float32.
-        gradient_checkpointing: Compute layers anew in the backward pass, which takes less memory and more time.
-        skip_nonfinite: Leave out an update whose loss or gradient isn't finite, and count it, in place of an error.
+        dtype: The dtype of computations. Weights are float32.
+        gradient_checkpointing: Recompute layers in the backward pass, which takes less memory and more time.
+        skip_nonfinite: Skip and count an update with a non-finite loss or gradient, instead of raising an error.
     """
 
     def __init__(
@@ -52,32 +52,32 @@ class Critic(Role):
 
     @property
     def learner(self) -> Learner:
-        """Return what trains the model that was loaded."""
+        """The learner of the loaded model."""
         return loaded(self.ctx, self.loaded)
 
     @property
     def model(self) -> SpreadModel:
-        """The model that was loaded."""
+        """The loaded model."""
         return self.learner.model
 
     def renew(self) -> None:
-        """Go on after a failed call, with new process groups."""
+        """Use new process groups after a failed call."""
         if self.loaded is not None:
             self.loaded.renew()
 
     def plan(self, roles: Mapping[str, object]) -> None:
-        """Have what `ppo.train` gives it, where its memory is planned."""
+        """Load the actor's weights, as `ppo.train` does, when memory is planned."""
         self.load(actors_weights(roles))
 
     @method
     def load(self, weights: Weights) -> None:
-        """Start from the backbone of a language model; every value is 0 at first."""
+        """Copy the backbone of a language model; all values are 0 at first."""
         self._adopt(value_model_from(weights))
 
     @method(dispatch=Scatter("rollout"), collect=Concat(), awake=INFERENCE)
     @torch.no_grad()
     def values(self, rollout: Rollout) -> Tensor:
-        """The value of the state in which each response token was chosen, `[B, R]`."""
+        """Return the value of the state before each response token, `[B, R]`."""
         return response_values(self.model, rollout["tokens"], rollout["attention"], rollout["mask"].shape[1])
 
     @method(
@@ -97,13 +97,13 @@ class Critic(Role):
         kl_coefficient: float = 0.01,
         kl_estimator: maths.KlEstimator = "k1",
     ) -> Estimates:
-        """Advantages and returns of each response token.
+        """Compute advantages and returns of each response token.
 
         Args:
             rollout: The answers.
-            scores: `[B]`, their scores.
-            values: `[B, R]`, what `values` said of them.
-            log_probs: `[B, R]`, under the actor that sampled them.
+            scores: `[B]`, the scores of the answers.
+            values: `[B, R]`, the result of `values`.
+            log_probs: `[B, R]`, under the actor that sampled the answers.
             reference_log_probs: `[B, R]`, under the reference.
             gamma: Discount.
             lam: GAE's lambda.
@@ -127,20 +127,21 @@ class Critic(Role):
         clip: float = 0.5,
         number: int | None = None,
     ) -> dict[str, float]:
-        """Learn the returns.
+        """Fit the values to the returns.
 
         Args:
             rollout: The answers.
-            values: `[B, R]`, what `values` said of them.
-            estimates: What `advantages` said of them.
+            values: `[B, R]`, the result of `values`.
+            estimates: The result of `advantages`.
             minibatch: Rows of a minibatch over all ranks.
             epochs: How often each row is used.
-            clip: How far a value may move to any gain.
-            number: That of the step: after a failure a second call with it goes on with the minibatch that failed.
+            clip: The clip range of values: how far a value may move with a gain in the objective.
+            number: The step's number: after a failure, a second call with the same number resumes at the failed
+                minibatch.
 
         Returns:
             Means over the minibatches, as sums of the ranks' parts: `value_loss`, `value_grad_norm`; and
-            `value_skipped`, how many were left out, if any.
+            `value_skipped`, the number of skipped updates, if any.
         """
         call = self.learner.call("update", number)
         counts = per_rank(self.ctx, len(values))
@@ -153,11 +154,11 @@ class Critic(Role):
         return call.means("value", self.ctx.world_size)
 
     def save(self, directory: str) -> None:
-        """Write what `restore` needs into a folder."""
+        """Write a checkpoint of model and optimizer into a folder."""
         checkpoint.save(self.ctx, directory, self.model, self.learner)
 
     def restore(self, directory: str) -> None:
-        """Go on where `save` was called, by as many ranks or others."""
+        """Restore model and optimizer from a checkpoint of any number of ranks."""
         self._adopt(ValueModel(checkpoint.config_of(self.ctx, directory)))
         checkpoint.restore(self.ctx, directory, self.model, self.learner)
 

@@ -1,4 +1,4 @@
-"""Forward passes over rollouts: what the models say of every response token, in one pass."""
+"""Forward passes over rollouts: outputs for all response tokens in one pass."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from colocate_ppo.rollout import Rollout
 Model: TypeAlias = Callable[..., Any]
 
 INFERENCE: tuple[Literal["weights"], Literal["cache"]] = ("weights", "cache")
-"""What of a role's memory a forward pass needs: neither gradients nor the optimizer's state."""
+"""The tags of a role's memory that a forward pass needs: neither gradients nor the optimizer's state."""
 
 
 def response_logits(
     model: Model, tokens: Tensor, attention: Tensor, responses: int, temperature: float = 1.0
 ) -> Tensor:
-    """The logits from which each response token was chosen, or would be.
+    """Return the logits from which each response token was chosen, or would be.
 
     Args:
         model: A causal language model.
@@ -36,25 +36,25 @@ def response_logits(
 
 
 def response_log_probs(model: Model, rollout: Rollout, temperature: float) -> Tensor:
-    """The log-probability of each response token, `[B, R]`."""
+    """Return the log-probability of each response token, `[B, R]`."""
     tokens, responses = rollout["tokens"], rollout["mask"].shape[1]
     logits = response_logits(model, tokens, rollout["attention"], responses, temperature)
     return token_log_probs(logits, tokens[:, -responses:])
 
 
 def response_values(model: Model, tokens: Tensor, attention: Tensor, responses: int) -> Tensor:
-    """The value of the state in which each response token was chosen, `[B, R]`; arguments as of `response_logits`."""
+    """Return the value of the state before each response token, `[B, R]`; arguments as for `response_logits`."""
     values: Tensor = model(**_inputs(tokens, attention))
     return values[: len(tokens), -responses - 1 : -1, 0].float()
 
 
 def positions(attention: Tensor) -> Tensor:
-    """The position of each token among its row's own tokens, so that left padding changes nothing."""
+    """Return the position of each token among the row's unpadded tokens, so that left padding changes nothing."""
     return (attention.long().cumsum(dim=-1) - 1).clamp(min=0)
 
 
 def _inputs(tokens: Tensor, attention: Tensor) -> dict[str, Tensor]:
     if not len(tokens):
-        # A rank may have no row of a minibatch, but transformers can't run on none: one row, whose output is cut off.
+        # A rank may have no row of a minibatch, but transformers needs one: a dummy row, whose output is cut off.
         tokens, attention = (tensor.new_ones(1, tensor.shape[1]) for tensor in (tokens, attention))
     return {"input_ids": tokens, "attention_mask": attention, "position_ids": positions(attention)}

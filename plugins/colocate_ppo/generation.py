@@ -1,4 +1,4 @@
-"""Answers from a causal language model: batched, with a key-value cache, sampled or greedy."""
+"""Batched generation from a causal language model: with a key-value cache, sampled or greedy."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def generate(
     Args:
         model: A causal language model.
         prompts: `[B, P]`, padded on the left.
-        max_new_tokens: R; the result has this width however early all answers end.
+        max_new_tokens: R; the result has this width even if all answers end early.
         ends: The tokens that end an answer.
         pad: The token after an answer's end.
         temperature: Divides the logits before sampling.
@@ -37,7 +37,7 @@ def generate(
         The responses `[B, R]`, padded on the right after their end token.
 
     Raises:
-        FloatingPointError: The model's logits are no numbers.
+        FloatingPointError: The model's logits aren't finite.
     """
     inputs, attention = prompts.tokens, prompts.mask
     responses = inputs.new_full((len(inputs), max_new_tokens), pad)
@@ -61,7 +61,7 @@ def generate(
         if not alive.any():
             break
         cache, inputs, places = output.past_key_values, responses[:, step, None], places[:, -1:] + 1
-        # A finished row goes on with padding that nobody reads: cheaper than leaving it out.
+        # A finished row continues with unread padding: cheaper than a smaller batch.
         attention = torch.cat([attention, torch.ones_like(attention[:, :1])], dim=1)
     return Padded(responses, mask)
 
@@ -69,7 +69,7 @@ def generate(
 def _choose(logits: Tensor, temperature: float, generator: torch.Generator | None) -> Tensor:
     if generator is not None:
         logits = logits / temperature
-    # Checked before the draw, which would end a GPU's process.
+    # Checked before the draw: with such logits, the draw would kill a GPU's process.
     if not logits.logsumexp(dim=-1).isfinite().all():
         raise FloatingPointError(
             "the model's logits are no numbers, so no token can be drawn: its weights, or what it computes in its "

@@ -1,4 +1,4 @@
-"""`grpo.actor`: the policy of `ppo.actor`, which learns from the other answers to a question."""
+"""`grpo.actor`: the policy of `ppo.actor`, which learns from comparisons among answers to the same question."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from colocate_ppo.tokenizer import Padded
 
 
 class Response(Protocol):
-    """What an engine has sampled: token ids, the end token included, and the log-probability of each."""
+    """A sample from an engine: token ids, the end token included, and the log-probability of each."""
 
     @property
     def token_ids(self) -> Sequence[int]:
-        """The response."""
+        """The response's tokens."""
         ...
 
     @property
     def log_probs(self) -> Sequence[float]:
-        """Of each token."""
+        """The log-probability of each token."""
         ...
 
 
 class GroupActor(Actor):
-    """The policy and its tokenizer, which are those of `ppo.actor`."""
+    """The policy and the tokenizer of `ppo.actor`, with GRPO's methods."""
 
     @method(dispatch=Scatter("problems"), collect=Concat(), awake=INFERENCE)
     def sample(
@@ -44,25 +44,28 @@ class GroupActor(Actor):
         temperature: float = 1.0,
         number: int | None = None,
     ) -> Rollout:
-        """Answer each problem several times, as `generate` does: a row for each answer, those to a problem together."""
+        """Answer each problem `samples` times, as `generate` does.
+
+        One row per answer; a problem's answers are adjacent.
+        """
         return self.generate(self._asked(problems).repeated(samples), max_new_tokens, temperature, number=number)
 
     @method(dispatch=Scatter("problems"), collect=Concat(), awake=())
     def prompts(self, problems: Problems) -> list[list[int]]:
-        """The token ids that ask each question, for an engine."""
+        """Return the token ids of each question's prompt, for an engine."""
         return [[*prompt] for prompt in self._asked(problems).prompts]
 
     @method(dispatch=Scatter("problems", "responses"), collect=Concat(), awake=())
     def read(self, problems: Problems, responses: Sequence[Sequence[Response]], max_new_tokens: int) -> Rollout:
-        """Make a rollout of what an engine has sampled.
+        """Convert an engine's samples to a rollout.
 
         Args:
-            problems: What was asked; with `prompts` of its own, if the engine was given these.
-            responses: The samples to each, of equal number.
-            max_new_tokens: R, the longest of them.
+            problems: The problems; with their `prompts`, if the engine was given these.
+            responses: The samples of each problem, equally many for all.
+            max_new_tokens: R, the longest response.
 
         Returns:
-            A row for each sample, those of a problem one after the other.
+            A row for each sample; a problem's samples are adjacent.
 
         Raises:
             ConfigError: An engine had no room for an answer.
@@ -91,18 +94,18 @@ class GroupActor(Actor):
 
     @method(dispatch=Scatter("rollout"), collect=Concat(), awake=())
     def lengths(self, rollout: Rollout) -> list[int]:
-        """How many tokens each response has."""
+        """Return the number of tokens of each response."""
         lengths: list[int] = rollout["mask"].sum(dim=1).tolist()
         return lengths
 
     @method(dispatch=OnRank(0), awake=())
     def advantages(self, scores: Tensor, samples: int, baseline: maths.Baseline = "leave_one_out") -> Tensor:
-        """The advantage of each response over the others to the same question, `[B]`.
+        """Compute the advantage of each response over the others to the same question, `[B]`.
 
         Args:
-            scores: `[B]`, those of the whole batch.
+            scores: `[B]`, the scores of the whole batch.
             samples: Responses to each question.
-            baseline: With what a score is compared; see `maths.group_advantages`.
+            baseline: The baseline of a score; see `maths.group_advantages`.
         """
         return maths.group_advantages(scores, samples, baseline)
 
@@ -131,26 +134,27 @@ class GroupActor(Actor):
 
         Args:
             rollout: The responses.
-            log_probs: `[B, R]`, what `log_probs` said of them before the update.
-            advantages: `[B]`, what `advantages` said of them.
-            tokens: How many each has, so that ranks get equally many; None leaves responses where they are.
+            log_probs: `[B, R]`, the result of `log_probs` before the update.
+            advantages: `[B]`, the result of `advantages`.
+            tokens: Tokens of each response, to give ranks equal work; None keeps responses in place.
             reference_log_probs: `[B, R]`, under the reference; None without one.
             minibatch: Responses in a minibatch over all ranks, on average.
             epochs: How often each response is used.
-            clip: How far the probability ratio may go from 1 to any gain.
+            clip: PPO's clip range: how far the probability ratio may move from 1 with a gain in the objective.
             kl_coefficient: The weight of the KL to the reference in the loss.
             kl_estimator: The estimator of that KL.
-            importance_cap: Where an engine has sampled: the largest of `maths.importance_weights`.
-            temperature: That of the sampling.
+            importance_cap: The largest of `maths.importance_weights`, for responses of an engine.
+            temperature: The temperature of the sampling.
             lr_scale: Multiplies the learning rate.
-            number: That of the step: after a failure a second call with it goes on with the minibatch that failed.
+            number: The step's number: after a failure, a second call with the same number resumes at the failed
+                minibatch.
 
         Returns:
             Means over the minibatches, as sums of the ranks' parts: `policy_loss`, `entropy`, `clip_fraction`,
-            `informative` (the fraction of tokens with another advantage than 0), `policy_grad_norm`, and
-            `policy_skipped` (how many were left out, if any); of an engine also
-            `engine_gap` (how far log-probabilities of engine and trainer are apart), `engine_weight` (the mean weight)
-            and `engine_truncated` (the fraction of tokens whose weight was truncated).
+            `informative` (the fraction of tokens with a non-zero advantage), `policy_grad_norm`, and `policy_skipped`
+            (the number of skipped updates, if any); with an engine also `engine_gap` (the mean difference of
+            log-probabilities between engine and trainer), `engine_weight` (the mean weight) and `engine_truncated` (the
+            fraction of tokens with a truncated weight).
         """
         call = self.learner.call("learn", number)
         own = rollout["mask"].sum(dim=1).cpu()

@@ -1,4 +1,4 @@
-"""`grpo.train`: a supervised warm-up, then GRPO: each answer is compared with the other ones to the same question."""
+"""`grpo.train`: a supervised warm-up, then GRPO, which compares each answer with others to the same question."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ class GroupTeam(Players[GroupActor]):
         actor: `grpo.actor`.
         reward: `ppo.reward`.
         reference: `ppo.reference`, if there is one.
-        rollout: The role that generates; None: the actor does.
-        scope: The group's scope: what is kept inside it is freed at its end.
-        pipeline: The group's pipeline: calls made inside it are sent at its end, as one message.
+        rollout: The role that generates; None if the actor does.
+        scope: The group's scope, whose end frees all residents kept inside.
+        pipeline: The group's pipeline, whose end sends the calls made inside as one message.
     """
 
     actor: GroupActor
@@ -47,7 +47,7 @@ class GroupTeam(Players[GroupActor]):
 
     @classmethod
     def of(cls, group: ColocatedGroup, rollout: str, refers: bool) -> GroupTeam:
-        """The roles of a group: actor, reward, if wanted reference, and the one that generates."""
+        """Return a group's views: actor, reward, optional reference, and the role that generates."""
         return cls(
             group.role(_ACTOR, GroupActor),
             group.role("reward", Reward),
@@ -66,7 +66,7 @@ class GroupTeam(Players[GroupActor]):
 def _checked(
     options: Mapping[str, Any], groups: Mapping[str, Mapping[str, RoleSpec[Any]]]
 ) -> Iterable[tuple[str, str]]:
-    """Return what is wrong with options in a config."""
+    """Return the config's wrong options, with reasons."""
     wanted = options["group"]
     if len(named := [name for name in groups if wanted in (None, name)]) != 1:
         return [("group", f"must name the group to train in; the config has {', '.join(groups) or 'none'}")]
@@ -126,52 +126,54 @@ def train(
     """Train an actor with GRPO on a task, in a group with the roles `actor` and `reward`.
 
     Args:
-        run: What the job is given: groups, log, checkpoints.
-        group: The group's name; None where the config has only one.
-        rollout: The role that generates: the actor itself, by its own module, or one with an engine (`rollout.engine`),
-            which has the actor's weights at the beginning of each step.
-        rollout_sleeps: What of an engine's memory sleeps while the actor learns.
-        staleness: 1 has an engine in a background role generate the answers of the next step while the actor learns
-            from those of this one: with weights that are one update older.
-        check_weights: The first time that the engine gets the actor's weights, and each so many times after it, they
-            are compared bit by bit with what it has then; 0 for never.
-        task: The name of a reasoning-gym dataset, or "module:function" for a function that gives a list of problems:
-            mappings with a `question` and an `answer`. A tenth of them, by question, is held out for evaluation.
+        run: The job's run: groups, log, checkpoints.
+        group: The group's name; None if the config has only one.
+        rollout: The role that generates: the actor itself, with its own module, or a role with an engine
+            (`rollout.engine`), which gets the actor's weights at the beginning of each step.
+        rollout_sleeps: Tags of an engine's memory that sleep while the actor learns.
+        staleness: 1 lets an engine in a background role generate the answers of the next step while the actor learns
+            from the present ones: with weights that are one update older.
+        check_weights: Compare the engine's weights with the actor's bit by bit in every `check_weights`-th sync,
+            beginning with the first; 0 for never.
+        task: The name of a reasoning-gym dataset, or "module:function" for a function that returns a list of problems:
+            mappings with a `question` and an `answer`. A tenth of the problems, by question, is held out for
+            evaluation.
         task_options: Options of the dataset, or arguments of the function.
-        max_new_tokens: The longest answer; None for two more than the longest right one has characters.
-        warm_up_steps: Steps of supervised learning before GRPO; None for 500, and for none where the actor
-            has a `model`, which learned to answer before.
-        warm_up_batch: Demonstrations in each of them.
-        warm_up_ramp: Steps until the warm-up's learning rate is reached; from there it falls linearly to 0.
-        flawed: The fraction of demonstrations that are wrong on purpose, so that GRPO has something to find.
+        max_new_tokens: The longest answer; None for two more than the characters of the longest right answer.
+        warm_up_steps: Steps of supervised learning before GRPO; None for 500, or for 0 if the actor has a `model`,
+            which is pretrained.
+        warm_up_batch: Demonstrations in each warm-up step.
+        warm_up_ramp: Steps until the warm-up's learning rate is reached; afterwards the rate falls linearly to 0.
+        flawed: The fraction of demonstrations that are wrong on purpose, so that GRPO has something to improve.
         steps: GRPO steps.
-        batch: Problems in each of them.
+        batch: Problems in each step.
         samples: Answers to each problem.
-        minibatch: Answers in each step of the optimizer, on average: all have about as many tokens, on each rank.
+        minibatch: Answers in each optimizer step, on average: minibatches have about equally many tokens, on each rank.
         epochs: How often each answer is used.
-        temperature: Of the sampling.
-        baseline: With what a score is compared: the mean of the other answers' ("leave_one_out"), or mean and deviation
-            of all ("normalised").
-        clip: How far a probability ratio may go from 1 to any gain.
+        temperature: The temperature of the sampling.
+        baseline: The baseline of a score: the mean of the other answers ("leave_one_out"), or mean and deviation of all
+            ("normalised").
+        clip: PPO's clip range: how far a probability ratio may move from 1 with a gain in the objective.
         kl_coefficient: The weight of the KL to the reference in the loss; above 0 the group has a role `reference`.
         kl_estimator: The estimator of that KL: "k1", "k2" or "k3" (`colocate_ppo.maths.kl_estimate`).
-        importance_cap: The largest weight of a token that an engine has sampled: how much likelier it is by the actor.
+        importance_cap: The largest importance weight (actor's probability over the engine's) of a token sampled by an
+            engine.
         actor_ramp: GRPO steps until the actor's learning rate is reached.
-        actor_decay: The part of all GRPO steps, at their end, in which the learning rate falls linearly to 0.
-        shuffle_rewards: A control: the scores of a batch change places, so that nothing can be learned from them.
-        eval_every: GRPO steps between evaluations, which are greedy answers to held-out problems; 0 for those before
+        actor_decay: The last part of all GRPO steps in which the learning rate falls linearly to 0.
+        shuffle_rewards: A control experiment: permute the scores of a batch, so that nothing can be learned.
+        eval_every: GRPO steps between evaluations, which are greedy answers to held-out problems; 0 evaluates before
             the first step and after the last one only.
         eval_problems: Problems in an evaluation.
         checkpoint_every: GRPO steps between checkpoints; 0 for one at the end only.
-        checkpoint_waits: Whether the next step begins when a checkpoint is written. Otherwise roles take a copy of what
-            they write, on the host, and it is written while steps go on.
-        on_step_failure: What becomes of a step in which a role has raised. "retry": the part that failed is done again,
-            with the same rows and random numbers; updates that were made aren't made twice. "restore": the job goes
-            back to its last checkpoint. "fail": it ends. When ranks are left with different weights, so that the group
-            can't go on, it goes back to the checkpoint if the group has `on_failure: restart`.
-        step_retries: How often the same part is done again, or the same checkpoint is gone back to.
-        same_rows: Whether a run that is resumed must have the task's rows that it had, in their order. Otherwise it
-            goes on with other ones, at the same position.
+        checkpoint_waits: Whether the next step waits until a checkpoint is written. Otherwise roles copy their state to
+            the host and write the files while steps go on.
+        on_step_failure: What follows when a role raises in a step. "retry": repeat the failed part with the same rows
+            and random numbers; completed updates aren't repeated. "restore": go back to the last checkpoint. "fail":
+            end the job. If ranks are left with different weights, the group can't go on, and goes back to the
+            checkpoint if the group has `on_failure: restart`.
+        step_retries: How often the same part is repeated, or the same checkpoint is restored.
+        same_rows: Whether a resumed run must have the same task rows, in the same order. Otherwise the run continues
+            with different rows, at the same position.
     """
     options = {**locals()}
     workers = group_of(run, group, "grpo.train")
@@ -200,8 +202,8 @@ def train(
         job="grpo.train",
     )
     part, longest = training.part, training.longest
-    several = inspect(actor).ranks > 1  # only then are rows to be balanced
-    ends = [] if engine is None else actor.ends()  # An engine with a model of its own knows others.
+    several = inspect(actor).ranks > 1  # balancing rows needs several ranks
+    ends = [] if engine is None else actor.ends()  # an engine with another model may end answers at other tokens
     ahead: _Asked | None = None
     syncs = 0
 
@@ -214,7 +216,7 @@ def train(
 
     def generate(asked: _Asked) -> Any:
         assert engine is not None
-        # Drawn again where the step is done again: equal seeds give equal rows.
+        # A repeated step draws the same rows: equal seeds give equal rows.
         seed = (run.runtime.seed * 1_000_003 + asked.number) % (1 << 62)
         sampling = {"max_tokens": longest, "temperature": temperature, "seed": seed, "stop_token_ids": ends}
         return engine.generate.keep(asked.problems.prompts, samples=samples, sampling=sampling)
@@ -247,7 +249,7 @@ def train(
         number = now.number
 
         def roll_out() -> tuple[Any, ...]:
-            responses, now.responses = now.responses, None  # if this is done again, they are generated again
+            responses, now.responses = now.responses, None  # consumed, so that a repetition generates anew
             with team.pipeline():
                 if engine is None:
                     answered = actor.sample.keep(now.problems, samples, longest, temperature, number=number)
@@ -266,7 +268,8 @@ def train(
                     kept = reference.log_probs.keep(answered.ref, temperature)
                     kl = reference.kl.submit(answered.ref, log_probs.ref, kept.ref, kl_estimator)
                     refers = kept.ref
-            log_probs.wait()  # all but the reference's; their failures would otherwise be found by who uses them
+            # waits for all residents but the reference's; otherwise a later user of a resident would raise the failure
+            log_probs.wait()
             told = summary.result() if kl is None else {**summary.result(), "kl": kl.result()}
             tokens = None if lengths is None else lengths.result()
             return answered.ref, log_probs.ref, advantages.ref, tokens, refers, told
@@ -306,11 +309,11 @@ class _Asked:
     """The problems of a step.
 
     Attributes:
-        number: The step's.
-        problems: They; for an engine with the token ids that ask them.
-        before: Where the task's training stream was before they were drawn.
-        after: Where it was then.
-        responses: What an engine says, where it has been asked ahead.
+        number: The step's number.
+        problems: The problems; for an engine, with the token ids of each prompt.
+        before: The position of the task's training stream before the draw.
+        after: The position after the draw.
+        responses: The engine's responses, if generated ahead.
     """
 
     number: int
@@ -321,21 +324,21 @@ class _Asked:
 
     @classmethod
     def of(cls, number: int, stream: Task, count: int) -> _Asked:
-        """The next problems."""
+        """Draw the next problems."""
         before, drawn = stream.position, stream.draw(count)
         return cls(number, drawn, before, stream.position)
 
 
 def _refuse(workers: ColocatedGroup, **options: Any) -> None:
-    """Refuse options that don't fit each other, or the group.
+    """Refuse options that conflict with each other or with the group.
 
     Raises:
-        ConfigError: The first of them.
+        ConfigError: Names the first wrong option.
     """
 
     def is_background(role: str) -> bool:
         try:
-            workers.pause(role)  # which only background roles can be
+            workers.pause(role)  # only background roles can be paused
         except ConfigError:
             return False
         workers.resume(role)
@@ -348,7 +351,7 @@ def _refuse(workers: ColocatedGroup, **options: Any) -> None:
 def _wrong(
     place: str, classes: Mapping[str, type | None], is_background: Callable[[str], bool], **options: Any
 ) -> Iterator[tuple[str, str]]:
-    """Yield the options that don't fit each other, or the group, and why."""
+    """Yield the options that conflict with each other or with the group, and the reasons."""
     rollout, staleness, samples = options["rollout"], options["staleness"], options["samples"]
     yield from wrong_options(options, _LIMITS, place, classes, {"actor": GroupActor, "reward": Reward})
     if samples < 2:

@@ -1,4 +1,4 @@
-"""What the plugin offers in the namespace `grpo`. Names only, as in `plugin`."""
+"""The plugin's roles and jobs in the namespace `grpo`. Names only, as in `plugin`."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from colocate import hookimpl
 
 @hookimpl
 def colocate_roles() -> dict[str, str]:
-    """The roles of namespace `grpo`."""
+    """Return the roles of namespace `grpo`."""
     return {"actor": "colocate_ppo.group_actor:GroupActor"}
 
 
 @hookimpl
 def colocate_jobs() -> dict[str, str]:
-    """The jobs of namespace `grpo`."""
+    """Return the jobs of namespace `grpo`."""
     return {"train": "colocate_ppo.grpo:train"}

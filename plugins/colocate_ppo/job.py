@@ -1,4 +1,4 @@
-"""`ppo.train`: a supervised warm-up, then PPO. Between roles everything goes by resident; the driver sees scalars."""
+"""`ppo.train`: a supervised warm-up, then PPO. Roles exchange residents; the driver sees only scalars."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _LIMITS: Mapping[str, Limit] = {
 def _checked(
     options: Mapping[str, Any], groups: Mapping[str, Mapping[str, RoleSpec[Any]]]
 ) -> Iterable[tuple[str, str]]:
-    """Return what is wrong with options in a config."""
+    """Return the config's wrong options, with reasons."""
     if len(named := [name for name in groups if options["group"] in (None, name)]) != 1:
         return [("group", f"must name the group to train in; the config has {', '.join(groups) or 'none'}")]
     return wrong_options(options, _LIMITS, named[0], classes_of(groups[named[0]]), _ROLES)
@@ -75,46 +75,47 @@ def train(
     """Train an actor with PPO on a task, in a group with this plugin's four roles.
 
     Args:
-        run: What the job is given: groups, log, checkpoints.
-        group: The group's name; None where the config has only one.
-        task: The name of a reasoning-gym dataset, or "module:function" for a function that gives a list of problems:
-            mappings with a `question` and an `answer`. A tenth of them, by question, is held out for evaluation.
+        run: The job's run: groups, log, checkpoints.
+        group: The group's name; None if the config has only one.
+        task: The name of a reasoning-gym dataset, or "module:function" for a function that returns a list of problems:
+            mappings with a `question` and an `answer`. A tenth of the problems, by question, is held out for
+            evaluation.
         task_options: Options of the dataset, or arguments of the function.
-        max_new_tokens: The longest answer; None for two more than the longest right one has characters.
-        warm_up_steps: Steps of supervised learning before PPO; None for 500, and for none where the actor
-            has a `model`, which learned to answer before.
-        warm_up_batch: Demonstrations in each of them.
-        warm_up_ramp: Steps until the warm-up's learning rate is reached; from there it falls linearly to 0.
-        flawed: The fraction of demonstrations that are wrong on purpose, so that PPO has something to find.
+        max_new_tokens: The longest answer; None for two more than the characters of the longest right answer.
+        warm_up_steps: Steps of supervised learning before PPO; None for 500, or for 0 if the actor has a `model`, which
+            is pretrained.
+        warm_up_batch: Demonstrations in each warm-up step.
+        warm_up_ramp: Steps until the warm-up's learning rate is reached; afterwards the rate falls linearly to 0.
+        flawed: The fraction of demonstrations that are wrong on purpose, so that PPO has something to improve.
         steps: PPO steps.
-        batch: Problems in each of them.
-        minibatch: Answers in each step of the optimizers.
+        batch: Problems in each step.
+        minibatch: Answers in each optimizer step.
         epochs: How often each answer is used.
-        temperature: Of the sampling.
+        temperature: The temperature of the sampling.
         gamma: Discount.
         lam: GAE's lambda.
-        clip: How far a probability ratio may go from 1 to any gain.
-        value_clip: How far a value may move to any gain.
+        clip: PPO's clip range: how far a probability ratio may move from 1 with a gain in the objective.
+        value_clip: The clip range of values: how far a value may move with a gain in the objective.
         kl_coefficient: The weight of the KL to the reference in the rewards.
         kl_estimator: The estimator of that KL: "k1", "k2" or "k3" (`colocate_ppo.maths.kl_estimate`).
         entropy_coefficient: The weight of an entropy bonus.
-        critic_only_steps: PPO steps at the start that leave the actor as it is.
+        critic_only_steps: PPO steps at the start that train only the critic.
         actor_ramp: PPO steps until the actor's learning rate is reached.
-        actor_decay: The part of all PPO steps, at their end, in which the actor's learning rate falls linearly to 0.
-        shuffle_rewards: A control: the scores of a batch change places, so that nothing can be learned from them.
-        eval_every: PPO steps between evaluations, which are greedy answers to held-out problems; 0 for those before the
+        actor_decay: The last part of all PPO steps in which the actor's learning rate falls linearly to 0.
+        shuffle_rewards: A control experiment: permute the scores of a batch, so that nothing can be learned.
+        eval_every: PPO steps between evaluations, which are greedy answers to held-out problems; 0 evaluates before the
             first step and after the last one only.
         eval_problems: Problems in an evaluation.
         checkpoint_every: PPO steps between checkpoints; 0 for one at the end only.
-        checkpoint_waits: Whether the next step begins when a checkpoint is written. Otherwise roles take a copy of what
-            they write, on the host, and it is written while steps go on.
-        on_step_failure: What becomes of a step in which a role has raised. "retry": the part that failed is done again,
-            with the same rows and random numbers; updates that were made aren't made twice. "restore": the job goes
-            back to its last checkpoint. "fail": it ends. When ranks are left with different weights, so that the group
-            can't go on, it goes back to the checkpoint if the group has `on_failure: restart`.
-        step_retries: How often the same part is done again, or the same checkpoint is gone back to.
-        same_rows: Whether a run that is resumed must have the task's rows that it had, in their order. Otherwise it
-            goes on with other ones, at the same position.
+        checkpoint_waits: Whether the next step waits until a checkpoint is written. Otherwise roles copy their state to
+            the host and write the files while steps go on.
+        on_step_failure: What follows when a role raises in a step. "retry": repeat the failed part with the same rows
+            and random numbers; completed updates aren't repeated. "restore": go back to the last checkpoint. "fail":
+            end the job. If ranks are left with different weights, the group can't go on, and goes back to the
+            checkpoint if the group has `on_failure: restart`.
+        step_retries: How often the same part is repeated, or the same checkpoint is restored.
+        same_rows: Whether a resumed run must have the same task rows, in the same order. Otherwise the run continues
+            with different rows, at the same position.
     """
     options = {**locals()}
     workers = group_of(run, group, "ppo.train")
@@ -172,7 +173,8 @@ def train(
                     kl_coefficient=kl_coefficient,
                     kl_estimator=kl_estimator,
                 )
-            estimates.wait()  # the last of them; and its failure would otherwise be found by who uses it
+            # waits for the last resident; otherwise a later user of the resident would raise the failure
+            estimates.wait()
             return rollout.ref, log_probs.ref, values.ref, estimates.ref, {**summary.result(), "kl": kl.result()}
 
         rollout, log_probs, values, estimates, metrics = part("rollout", roll_out)
@@ -195,7 +197,7 @@ def train(
                     lr_scale=lr_scale,
                     number=number,
                 )
-            wait([of_actor])  # the last of them, so that this thread wakes up once
+            wait([of_actor])  # the last call, so that this thread wakes up once
             return {**of_critic.result(), **of_actor.result()}
 
         given: dict[str, float] = metrics | part("update", update)

@@ -1,4 +1,4 @@
-"""The steps of an optimizer over all ranks of a role, in calls that can be done again where one has failed."""
+"""Optimizer steps over all ranks of a role, in calls that can be repeated after a failure."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from colocate_ppo.spread import SpreadModel, whole
 
 @attrs.define
 class Call:
-    """The updates that one call makes.
+    """The updates of one call.
 
     Attributes:
-        name: What is called.
-        number: What its caller calls it; None: nobody does it again.
-        done: How many of its updates have been made, or left out.
-        skipped: How many of these were left out.
-        sums: What the others have given, added up.
+        name: The call's method.
+        number: The caller's number for the call; None if the call is never repeated.
+        done: Number of updates so far, made or skipped.
+        skipped: Number of skipped updates.
+        sums: Sums of the reported numbers over the updates made.
     """
 
     name: str = ""
@@ -37,11 +37,11 @@ class Call:
         """Return the average of each number over the updates, as parts that add up over the ranks.
 
         Args:
-            kind: Begins the names of `grad_norm` and of `skipped`, which is there if an update was left out.
-            ranks: How many ranks there are.
+            kind: Prefix of the names `grad_norm` and `skipped`; the latter is present only after a skipped update.
+            ranks: Number of ranks.
 
         Returns:
-            By name; numbers that aren't any where all updates were left out.
+            The averages by name; NaN if all updates were skipped.
         """
         made = self.done - self.skipped
         means = {name: value / made if made else math.nan for name, value in self.sums.items()}
@@ -56,7 +56,7 @@ class Learner:
         ctx: The role's context.
         model: The model.
         max_norm: The norm to which gradients are clipped.
-        skip_nonfinite: Leave out an update whose loss or gradient isn't finite, and count it, in place of an error.
+        skip_nonfinite: Skip and count an update with a non-finite loss or gradient, instead of raising an error.
 
     Attributes:
         model: The model.
@@ -71,29 +71,29 @@ class Learner:
         self._call = Call()
 
     def call(self, name: str, number: int | None) -> Call:
-        """The updates of a call: those that the last one has left when it has the same number, otherwise none yet.
+        """Start a call, or continue the last call if the number is the same.
 
-        A call that failed on some rank is done again by another one with its number: it makes the updates that are
-        missing, which are equally many on all ranks, or colocate would have raised a `RenewalError`.
+        A call that failed on some rank is repeated with its number, and makes the missing updates. Their count is equal
+        on all ranks, or colocate would have raised a `RenewalError`.
         """
         if number is None or (name, number) != (self._call.name, self._call.number):
             self._call = Call(name, number)
         return self._call
 
     def step(self, minimised: Tensor, lr: float, **given: Tensor) -> None:
-        """Make one update, unless the loss or the gradient isn't finite: one of these would spoil all weights.
+        """Make one update, unless the loss or the gradient isn't finite: such an update would spoil all weights.
 
         Args:
             minimised: The loss: this rank's part of a sum over the ranks.
             lr: Learning rate.
-            **given: More numbers of this rank to be added up in the call, beside `grad_norm`: this rank's part of the
+            **given: Further numbers of this rank to add up in the call, beside `grad_norm`: this rank's part of the
                 norm of the gradient before clipping.
 
         Raises:
             FloatingPointError: The loss or the gradient isn't finite, and `skip_nonfinite` is off. All ranks raise.
         """
         self._optimizer.zero_grad(set_to_none=True)
-        # A bad loss on one rank spoils the norm on every rank, so that all decide alike without another message.
+        # A bad loss on one rank spoils the norm on every rank, so all ranks decide alike without another message.
         finite = torch.where(minimised.detach().isfinite(), 1.0, torch.nan)
         gradients = self._gradients(minimised * finite)
         norm = whole(get_total_norm(gradients))
@@ -105,7 +105,7 @@ class Learner:
         skipped = not math.isfinite(numbers["grad_norm"])
         if skipped and not self._skip_nonfinite:
             raise self._bad_update(minimised.item(), norm.item())
-        # From here on nothing raises but the update itself: what is counted has been made.
+        # From here on only the update itself can raise, so `done` counts exactly the updates made.
         if not skipped:
             self._optimizer.step()
         self._call.done += 1
@@ -124,31 +124,31 @@ class Learner:
         )
 
     def renew(self) -> None:
-        """Go on after a failed call, with new process groups. All ranks call it."""
+        """Use new process groups after a failed call. All ranks call this."""
         from colocate.torch import renew
 
         renew(self.model.wrapped, self._optimizer, self._ctx)
 
     def forget(self) -> None:
-        """Drop the moments of all updates so far, and their memory."""
+        """Drop the moments of all updates so far, and free their memory."""
         self._optimizer.state.clear()
         self._call = Call()
 
     def state(self) -> dict[str, dict[str, Tensor]]:
-        """The moments by the names of their parameters, as they are used: for a checkpoint."""
+        """Return the optimizer's moments by parameter name, without a copy: for a checkpoint."""
         return {name: dict(self._optimizer.state[p]) for name, p in self._named.items() if p in self._optimizer.state}
 
     def room(self, names: Mapping[str, Sequence[str]]) -> dict[str, dict[str, Tensor]]:
-        """The moments that a checkpoint has, to be filled from it: they are used from now on.
+        """Allocate moments for a checkpoint to fill; the optimizer uses these from now on.
 
         Args:
-            names: By the name of each parameter, those of its moments.
+            names: The names of the moments, by parameter name.
         """
         self.forget()
         for name, moments in names.items():
             parameter = self._named[name]
             self._optimizer.state[parameter] = {
-                # AdamW counts its steps on the CPU, in a tensor without axes.
+                # AdamW counts steps on the CPU, in a tensor without axes.
                 moment: torch.zeros(()) if moment == "step" else torch.zeros_like(parameter)
                 for moment in moments
             }
@@ -157,7 +157,8 @@ class Learner:
     def _gradients(self, loss: Tensor) -> list[Tensor]:
         parameters: list[Tensor] = [*self._named.values()]
         if self.model.layout.parallel != "none":
-            torch.autograd.backward(loss * self._ctx.world_size)  # of which both give the mean
+            # both ways average the gradient over the ranks, so this makes a sum
+            torch.autograd.backward(loss * self._ctx.world_size)
             return [p.grad for p in parameters if p.grad is not None]
         torch.autograd.backward(loss)
         if self._ctx.world_size > 1:
@@ -165,7 +166,7 @@ class Learner:
         return [p.grad for p in parameters if p.grad is not None]
 
     def _sum_gradients(self, parameters: list[Tensor]) -> None:
-        """Sum all gradients by one message: small ones cost their latency, not their bytes."""
+        """Sum all gradients with one message: small messages cost latency, not bytes."""
         gradients = [p.grad if p.grad is not None else torch.zeros_like(p) for p in parameters]
         flat = torch.cat([gradient.flatten() for gradient in gradients])
         dist.all_reduce(flat, group=self._ctx.process_group())

@@ -15,24 +15,24 @@ from torch import Tensor
 KlEstimator = Literal["k1", "k2", "k3"]
 Baseline = Literal["leave_one_out", "normalised"]
 Total = Callable[[Tensor], Tensor]
-"""Sums a tensor over all ranks; the identity where there is one."""
+"""Sums a tensor over all ranks; the identity for a single rank."""
 
 
 def alone(tensor: Tensor) -> Tensor:
-    """The `Total` of a single rank."""
+    """Return the tensor: the `Total` of a single rank."""
     return tensor
 
 
 def token_mean(values: Tensor, mask: Tensor, tokens: Tensor) -> Tensor:
-    """This rank's part of the mean over the tokens of all ranks: `sum(values * mask) / tokens`.
+    """Compute this rank's part of the mean over the tokens of all ranks: `sum(values * mask) / tokens`.
 
-    The sum of the parts over the ranks is the mean, and so is the sum of their gradients: a longer answer weighs more,
-    wherever it lies.
+    The sum of the parts over the ranks is the mean, and the same holds for gradients: a longer answer weighs more, on
+    whichever rank.
 
     Args:
         values: `[B, T]`.
         mask: `[B, T]`, boolean.
-        tokens: A scalar, how many tokens all ranks have together.
+        tokens: A scalar, the number of tokens on all ranks.
 
     Returns:
         A scalar; 0 without any token.
@@ -55,13 +55,13 @@ def whiten(values: Tensor, mask: Tensor, total: Total = alone) -> Tensor:
     """
     tokens = total(mask.sum())
     centred = values - total(token_mean(values, mask, tokens))
-    # In two passes: the difference of two large sums would lose most of what float32 has.
+    # In two passes: the difference of two large sums would lose most of float32's precision.
     variance = total(token_mean(centred.square(), mask, tokens - 1))
     return torch.where(mask, centred * torch.rsqrt(variance + 1e-8), 0.0)
 
 
 def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
-    """Generalised advantage estimates (Schulman et al. 2015, arXiv:1506.02438, equation 16).
+    """Compute generalised advantage estimates (Schulman et al. 2015, arXiv:1506.02438, equation 16).
 
     `delta_t = r_t + gamma * V_{t+1} - V_t` and `A_t = delta_t + gamma * lam * A_{t+1}`; past the end, V and A are 0.
 
@@ -88,7 +88,7 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float)
 
 
 def kl_estimate(log_probs: Tensor, reference: Tensor, estimator: KlEstimator) -> Tensor:
-    """Estimates of KL(policy, reference) from sampled tokens (Schulman 2020, joschu.net/blog/kl-approx.html).
+    """Estimate KL(policy, reference) from sampled tokens (Schulman 2020, joschu.net/blog/kl-approx.html).
 
     With `log r = reference - log_probs`: `k1 = -log r`, `k2 = (log r)^2 / 2`, `k3 = (r - 1) - log r`. k1 and k3 are
     unbiased, k2 and k3 are never negative.
@@ -96,7 +96,7 @@ def kl_estimate(log_probs: Tensor, reference: Tensor, estimator: KlEstimator) ->
     Args:
         log_probs: `[B, T]`, of the sampled tokens under the policy that sampled them.
         reference: `[B, T]`, of the same tokens under the reference.
-        estimator: Which one.
+        estimator: The estimator's name.
 
     Returns:
         `[B, T]`.
@@ -112,7 +112,7 @@ def kl_estimate(log_probs: Tensor, reference: Tensor, estimator: KlEstimator) ->
 
 
 def token_rewards(scores: Tensor, kl: Tensor, mask: Tensor, kl_coefficient: float) -> Tensor:
-    """The reward of each token: a penalty for leaving the reference, and the answer's score on its last token.
+    """Compute the reward of each token: a KL penalty, and the answer's score on the last token.
 
     As in Ziegler et al. 2019 (arXiv:1909.08593, equation 2), at token level.
 
@@ -125,14 +125,14 @@ def token_rewards(scores: Tensor, kl: Tensor, mask: Tensor, kl_coefficient: floa
     Returns:
         `[B, T]`, 0 where the mask is false.
     """
-    # Without a penalty there is none of an infinite estimate, either: 0 times it is no number.
+    # Without a penalty, an infinite estimate must not count either: 0 times infinity is NaN.
     rewards = torch.where(mask, -kl_coefficient * kl, 0.0) if kl_coefficient else torch.zeros_like(kl)
     last = mask.sum(dim=1, keepdim=True) - 1
     return rewards.scatter_add(1, last, scores.to(rewards.dtype)[:, None])
 
 
 def token_log_probs(logits: Tensor, tokens: Tensor) -> Tensor:
-    """Log-probabilities of given tokens: `logits[token] - logsumexp(logits)`.
+    """Compute log-probabilities of given tokens: `logits[token] - logsumexp(logits)`.
 
     Args:
         logits: `[B, T, V]`.
@@ -145,7 +145,7 @@ def token_log_probs(logits: Tensor, tokens: Tensor) -> Tensor:
 
 
 def entropy(logits: Tensor) -> Tensor:
-    """The entropy of each token's distribution in nats: `logsumexp(logits) - sum(p * logits)`.
+    """Compute the entropy of each token's distribution in nats: `logsumexp(logits) - sum(p * logits)`.
 
     Args:
         logits: `[B, T, V]`.
@@ -157,7 +157,7 @@ def entropy(logits: Tensor) -> Tensor:
 
 
 def policy_loss(log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, clip: float) -> tuple[Tensor, Tensor]:
-    """PPO's clipped objective, as a loss (Schulman et al. 2017, arXiv:1707.06347, equation 7).
+    """Compute PPO's clipped objective, as a loss (Schulman et al. 2017, arXiv:1707.06347, equation 7).
 
     `max(-A * ratio, -A * clamp(ratio, 1 - clip, 1 + clip))` with `ratio = exp(log_probs - old_log_probs)`.
 
@@ -165,7 +165,7 @@ def policy_loss(log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, cl
         log_probs: `[B, T]`, under the policy in training.
         old_log_probs: `[B, T]`, under the policy that sampled.
         advantages: `[B, T]`.
-        clip: How far the ratio may go from 1 to any gain.
+        clip: How far the ratio may move from 1 with a gain in the objective.
 
     Returns:
         The loss of each token `[B, T]`, and where the clipped side was the larger one, `[B, T]` boolean.
@@ -177,15 +177,15 @@ def policy_loss(log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, cl
 
 
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float) -> Tensor:
-    """The clipped squared error of the critic, halved (OpenAI baselines' ppo2; Ziegler et al. 2019).
+    """Compute the clipped squared error of the critic, halved (OpenAI baselines' ppo2; Ziegler et al. 2019).
 
     `max((V - R)^2, (clamp(V, V_old - clip, V_old + clip) - R)^2) / 2`.
 
     Args:
         values: `[B, T]`, of the critic in training.
-        old_values: `[B, T]`, of the critic when the advantages were made.
+        old_values: `[B, T]`, of the critic at the time of the advantages.
         returns: `[B, T]`.
-        clip: How far a value may go from the old one to any gain.
+        clip: How far a value may move from the old one with a gain in the objective.
 
     Returns:
         The loss of each token, `[B, T]`.
@@ -195,19 +195,19 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float)
 
 
 def group_advantages(scores: Tensor, samples: int, baseline: Baseline) -> Tensor:
-    """Advantages of answers over the other ones to the same question.
+    """Compute advantages of answers over the other answers to the same question.
 
     "leave_one_out": the score minus the mean of the others' (Kool et al. 2019; Ahmadian et al. 2024, arXiv:2402.14740).
     "normalised": `(score - mean) / (deviation + 1e-4)` of the group, with the unbiased deviation (Shao et al. 2024,
     arXiv:2402.03300).
 
     Args:
-        scores: `[B]`; the answers to a question come one after the other.
-        samples: How many answers there are to each question, at least two.
-        baseline: With what a score is compared.
+        scores: `[B]`; the answers to a question are adjacent.
+        samples: Answers to each question, at least two.
+        baseline: The baseline's name.
 
     Returns:
-        `[B]`; 0 where all answers to the question have the same score.
+        `[B]`; 0 for a question whose answers all have the same score.
     """
     groups = scores.view(-1, samples)
     centred = groups - groups.mean(dim=1, keepdim=True)
@@ -219,14 +219,14 @@ def group_advantages(scores: Tensor, samples: int, baseline: Baseline) -> Tensor
 
 
 def importance_weights(log_probs: Tensor, sampled: Tensor, cap: float) -> Tensor:
-    """How much likelier tokens are by the trainer than by what has sampled them, truncated (Ionides 2008).
+    """Compute truncated importance weights of sampled tokens, trainer over engine (Ionides 2008).
 
-    `min(exp(log_probs - sampled), cap)`: what an engine samples is weighed as if the trainer had sampled it, where
-    their numbers, or the ages of their weights, differ.
+    `min(exp(log_probs - sampled), cap)` weighs an engine's samples as if the trainer had sampled them, although the
+    numerics of both, or the ages of their weights, may differ.
 
     Args:
-        log_probs: `[B, T]`, by the trainer before the update.
-        sampled: `[B, T]`, as they were sampled.
+        log_probs: `[B, T]`, under the trainer before the update.
+        sampled: `[B, T]`, as sampled.
         cap: The largest weight.
 
     Returns:

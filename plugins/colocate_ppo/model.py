@@ -1,6 +1,6 @@
 """The networks: a causal language model as policy and reference, and the same backbone with one output as critic.
 
-transformers is imported by what makes one: it takes a second, which whoever checks a config doesn't wait for.
+Functions that build a model import transformers: this takes a second, which a check of a config doesn't need.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 
 class Weights(TypedDict):
-    """A language model as plain data: `config` says how to build it, `state` what it has learned."""
+    """A language model as plain data: `config` to build the model, `state` with the learned weights."""
 
     config: dict[str, Any]
     state: dict[str, Tensor]
 
 
 def small_llama(tokenizer: Tokenizer, layers: int, hidden: int, heads: int, feed_forward: int) -> PreTrainedConfig:
-    """The architecture of a small Llama for the tokens of a tokenizer."""
+    """Return the architecture of a small Llama for the tokens of a tokenizer."""
     from transformers import LlamaConfig
 
     return LlamaConfig(
@@ -44,32 +44,32 @@ def small_llama(tokenizer: Tokenizer, layers: int, hidden: int, heads: int, feed
 
 
 def scratch_model(config: PreTrainedConfig, generator: torch.Generator, device: torch.device) -> PreTrainedModel:
-    """A causal language model with random weights, all of which come from `generator`."""
+    """Build a causal language model with random weights, all from `generator`."""
     from transformers import AutoModelForCausalLM
 
     model = _empty(AutoModelForCausalLM, config)
     with torch.no_grad():
         for parameter in () if device.type == "meta" else model.parameters():
-            if parameter.ndim > 1:  # the others are norms and biases, which start at one and zero
+            if parameter.ndim > 1:  # the other parameters are norms and biases, which start at one and zero
                 parameter.copy_(torch.randn(parameter.shape, generator=generator, device=generator.device))
                 parameter.mul_(getattr(config, "initializer_range", 0.02))
     return _ready(model, device)
 
 
 def pretrained_model(name: str, device: torch.device) -> PreTrainedModel:
-    """The causal language model of a hub id or a local folder, in float32."""
+    """Load the causal language model of a hub id or a local folder, in float32."""
     from transformers import AutoModelForCausalLM
 
-    # Without a word of that, transformers asks on the terminal whether a model's own code may run.
+    # Without `trust_remote_code=False`, transformers asks on the terminal whether a model's own code may run.
     options: dict[str, Any] = {"dtype": torch.float32, "trust_remote_code": False}
     return _ready(AutoModelForCausalLM.from_pretrained(name, **options), device)
 
 
 def ends_of(model: PreTrainedModel) -> list[int]:
-    """Return the tokens at which `generate` of transformers ends an answer of a model.
+    """Return the tokens at which transformers' `generate` ends an answer of a model.
 
     Raises:
-        ConfigError: Its generation config ends answers by text, too.
+        ConfigError: The generation config also ends answers by text.
     """
     config: Any = model.generation_config
     if config.stop_strings:
@@ -82,7 +82,7 @@ def ends_of(model: PreTrainedModel) -> list[int]:
 
 
 def empty_model(config: PreTrainedConfig, device: torch.device) -> PreTrainedModel:
-    """A causal language model without weights worth having, to be loaded."""
+    """Build a causal language model with meaningless weights, to be loaded."""
     from transformers import AutoModelForCausalLM
 
     return _ready(_empty(AutoModelForCausalLM, config), device)
@@ -102,13 +102,13 @@ class ValueModel(nn.Module):
         self.eval()
 
     def forward(self, **inputs: Any) -> Tensor:
-        """The value of each position, `[B, L, 1]`."""
+        """Return the value of each position, `[B, L, 1]`."""
         values: Tensor = self.head(self.backbone(**inputs, use_cache=False).last_hidden_state)
         return values
 
 
 def value_model_from(weights: Weights) -> ValueModel:
-    """A value model whose backbone is a copy of a language model's."""
+    """Build a value model with a copy of a language model's backbone."""
     model = ValueModel(config_from(weights["config"]))
     prefix = f"{model.backbone.base_model_prefix}."
     backbone = {name.removeprefix(prefix): t for name, t in weights["state"].items() if name.startswith(prefix)}
@@ -117,7 +117,7 @@ def value_model_from(weights: Weights) -> ValueModel:
 
 
 def config_from(fields: Mapping[str, Any]) -> PreTrainedConfig:
-    """The config that `to_dict` made these fields of."""
+    """Rebuild a config from the fields of `to_dict`."""
     from transformers import AutoConfig
 
     others = dict(fields)
@@ -130,7 +130,7 @@ def _empty(kind: Any, config: PreTrainedConfig) -> PreTrainedModel:
 
 
 def _ready(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
-    # Without dropout: PPO compares log-probabilities of the same weights, which must be the same numbers.
+    # No dropout: PPO compares log-probabilities of the same weights, which must be the same numbers.
     nn.Module.to(model, device)
     model.train(False)
     return model

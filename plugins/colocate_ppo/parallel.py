@@ -1,4 +1,4 @@
-"""Data parallelism over a role's ranks. With one rank nothing is sent and torch.distributed isn't touched."""
+"""Data parallelism over a role's ranks. A single rank sends nothing and doesn't touch torch.distributed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from colocate_ppo.maths import Total, alone
 
 
 def total(ctx: Context) -> Total:
-    """The function that sums a tensor over the ranks; every rank gets the sum, as a new tensor."""
+    """Return a function that sums a tensor over the ranks; every rank gets the sum, as a new tensor."""
     if ctx.world_size == 1:
         return alone
 
@@ -26,41 +26,41 @@ def total(ctx: Context) -> Total:
 
 
 def per_rank(ctx: Context, number: int) -> list[int]:
-    """One number of each rank, known to all."""
+    """Gather one number from each rank, on all ranks."""
     numbers = torch.zeros(ctx.world_size, dtype=torch.int64, device=ctx.device)
     numbers[ctx.rank] = number
     return [int(n) for n in total(ctx)(numbers)]
 
 
 def drawing(ctx: Context, number: int | None) -> torch.Generator:
-    """The rank's generator, at the beginning of the numbers that belong to a step.
+    """Return the rank's generator, at the start of a step's random numbers.
 
-    They depend on the rank's seed and the step alone: a call that is done again draws what it drew, and a run that is
-    resumed what it would have drawn.
+    The numbers depend only on the rank's seed and the step: a repeated call draws the same numbers, and a resumed run
+    draws the numbers of an uninterrupted run.
 
     Args:
         ctx: The role's context.
-        number: That of the step; None leaves the generator where it is.
+        number: The step's number; None leaves the generator's state unchanged.
     """
     generator = ctx.generator
     return generator if number is None else generator.manual_seed((ctx.seed + number) % (1 << 63))
 
 
 def how_many(counts: Sequence[int], size: int) -> int:
-    """Return how many minibatches there are in an epoch, of rows that are so many on each rank."""
+    """Return the number of minibatches in an epoch, from the number of rows on each rank."""
     return -(-sum(counts) // size)
 
 
 def minibatches(counts: Sequence[int], rank: int, size: int, epochs: int) -> list[Tensor]:
-    """One rank's rows of each minibatch; for every rank the same number of minibatches.
+    """Return one rank's rows of each minibatch; all ranks have the same number of minibatches.
 
-    Which rows make a minibatch is defined by their numbers in the whole batch, so it doesn't depend on the number of
-    ranks. With k minibatches an epoch, of each k consecutive rows every minibatch has one, hence ranks with contiguous
-    parts do equal work; in each epoch other rows meet. No shuffling: the batch was drawn at random.
+    The rows' numbers in the whole batch decide the minibatch, so the number of ranks doesn't matter. With k minibatches
+    an epoch, each minibatch has one of any k consecutive rows, so ranks with contiguous parts do equal work; each epoch
+    combines rows differently. No shuffling: the batch was drawn at random.
 
     Args:
-        counts: How many rows each rank has; they are contiguous in the batch, in the order of the ranks.
-        rank: Whose rows.
+        counts: Rows on each rank; contiguous in the batch, in the order of the ranks.
+        rank: The rank.
         size: Rows of a minibatch over all ranks.
         epochs: How often each row is used.
 
@@ -74,13 +74,13 @@ def minibatches(counts: Sequence[int], rank: int, size: int, epochs: int) -> lis
 
 
 def even_minibatches(tokens: Tensor, k: int, epochs: int) -> list[Tensor]:
-    """One rank's rows of each minibatch, where these are to have as many tokens each.
+    """Return one rank's rows of each minibatch, with about equal numbers of tokens in each.
 
-    The longest rows are dealt out first, forth and back; in each epoch other rows meet.
+    The longest rows are dealt first, back and forth; each epoch combines rows differently.
 
     Args:
-        tokens: `[B]`, how many each row of this rank has.
-        k: Minibatches in an epoch, as many on every rank.
+        tokens: `[B]`, the number of tokens of this rank's rows.
+        k: Minibatches in an epoch, equal on all ranks.
         epochs: How often each row is used.
 
     Returns:

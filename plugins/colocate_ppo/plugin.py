@@ -1,4 +1,4 @@
-"""What the plugin offers. Names only, so that listing them imports neither torch nor transformers."""
+"""The plugin's roles and jobs. Names only, so that a listing imports neither torch nor transformers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from colocate import hookimpl
 
 @hookimpl
 def colocate_roles() -> dict[str, str]:
-    """The roles of namespace `ppo`."""
+    """Return the roles of namespace `ppo`."""
     return {
         "actor": "colocate_ppo.actor:Actor",
         "critic": "colocate_ppo.critic:Critic",
@@ -18,5 +18,5 @@ def colocate_roles() -> dict[str, str]:
 
 @hookimpl
 def colocate_jobs() -> dict[str, str]:
-    """The jobs of namespace `ppo`."""
+    """Return the jobs of namespace `ppo`."""
     return {"train": "colocate_ppo.job:train"}

@@ -1,4 +1,4 @@
-"""What becomes of a step that has failed: it is done again, or the job goes back to its checkpoint, or it ends."""
+"""Recovery from a failed step: repeat the step, go back to the last checkpoint, or end the job."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ _log = logging.getLogger("colocate.ppo")
 
 @attrs.define
 class Recovery:
-    """What a job does about failed calls of its roles.
+    """A job's policy for failed calls of its roles.
 
-    A group that can't go on is another matter: that is ended, or restarted where it has `on_failure: restart`.
+    A group that can't go on is another matter: that group is ended, or restarted if it has `on_failure: restart`.
 
     Attributes:
-        how: What becomes of a failed step.
-        limit: How often the same part of a step is done again, or the same checkpoint is gone back to.
+        how: What follows a failed step.
+        limit: How often the same part of a step is repeated, or the same checkpoint is restored.
         job: The job's name, for errors.
-        failed: How many calls have failed since somebody asked last.
+        failed: Calls that have failed since the last report.
     """
 
     how: OnStepFailure
@@ -41,10 +41,10 @@ class Recovery:
             raise ConfigError(f"{self.job}: option `step_retries` must be 0 or more, not {self.limit}")
 
     def part(self, run: Run, name: str, do: Callable[[], T]) -> T:
-        """Do a part of a step, in the phase of this name; once more when it has failed, if that is what is wanted.
+        """Run a part of a step in the phase `name`; repeat a failed part if the policy is "retry".
 
         Raises:
-            RoleError: It has failed, for the last time.
+            RoleError: The part has failed for the last time.
         """
         left = self.limit if self.how == "retry" else 0
         while True:
@@ -59,15 +59,15 @@ class Recovery:
                 _log.warning("%s is done again: %s", name, _what(error))
 
     def restore(self, run: Run, error: RoleError, restore: Callable[[], None]) -> None:
-        """Go back to the last checkpoint, if that is what is wanted.
+        """Go back to the last checkpoint if the policy is "restore", or raise the error.
 
         Args:
             run: The run.
-            error: Why.
-            restore: Makes the roles and the job be as `run.resumed` has them.
+            error: The failure.
+            restore: Restores the roles and the job from `run.resumed`.
 
         Raises:
-            RoleError: It isn't, there is no checkpoint, or it was gone back to often enough.
+            RoleError: The policy is another one, there is no checkpoint, or the limit is reached.
         """
         if self.how != "restore" or _is_final(error) or self._restored >= self.limit:
             raise error
@@ -80,17 +80,17 @@ class Recovery:
         restore()
 
     def progressed(self) -> None:
-        """There is a new checkpoint."""
+        """Reset the count of restores: there is a new checkpoint."""
         self._restored = 0
 
     def told(self) -> dict[str, float]:
-        """Return what a step has to say about this: `failed_calls`, if any has failed since the last one."""
+        """Return the step's metric `failed_calls`, if calls have failed since the last report."""
         failed, self.failed = self.failed, 0
         return {"failed_calls": failed} if failed else {}
 
 
 def _is_final(error: RoleError) -> bool:
-    """Whether another attempt would fail in the same way: ranks that disagree, or a mistake in the config."""
+    """Return whether another attempt would fail in the same way: ranks that disagree, or a mistake in the config."""
     return isinstance(error, RenewalError) or isinstance(error.__cause__, ConfigError)
 
 

@@ -1,4 +1,4 @@
-"""`ppo.reference`: the frozen policy that the actor shouldn't leave too far behind."""
+"""`ppo.reference`: the frozen policy, which limits the actor's drift."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
 @needs("process_group")
 class Reference(Role):
-    """A copy of the actor that isn't trained. `load` gives it its model.
+    """A copy of the actor without training, set by `load`.
 
     Args:
         parallel: How the ranks share the model: "none" or "fsdp2"; see `Layout`.
-        dtype: In what it computes. Weights are float32.
+        dtype: The dtype of computations. Weights are float32.
     """
 
     def __init__(self, parallel: Literal["none", "fsdp2"] = "none", dtype: Dtype = "float32") -> None:
@@ -35,18 +35,18 @@ class Reference(Role):
 
     @property
     def model(self) -> SpreadModel:
-        """The model that was loaded."""
+        """The loaded model."""
         return loaded(self.ctx, self.loaded)
 
     def renew(self) -> None:
-        """Go on after a failed call, with new process groups."""
-        from colocate.torch import renew  # as in the learner, by who needs it
+        """Use new process groups after a failed call."""
+        from colocate.torch import renew  # imported late, as in the learner: the import is slow
 
         if self.loaded is not None:
             renew(self.loaded.wrapped, None, self.ctx)
 
     def plan(self, roles: Mapping[str, object]) -> None:
-        """Have what `ppo.train` gives it, where its memory is planned."""
+        """Load the actor's weights, as `ppo.train` does, when memory is planned."""
         self.load(actors_weights(roles))
 
     @method
@@ -58,23 +58,23 @@ class Reference(Role):
     @method(dispatch=Scatter("rollout"), collect=Concat())
     @torch.no_grad()
     def log_probs(self, rollout: Rollout, temperature: float = 1.0) -> Tensor:
-        """The log-probability of each response token, `[B, R]`."""
+        """Return the log-probability of each response token, `[B, R]`."""
         return response_log_probs(self.model, rollout, temperature)
 
     @method(dispatch=Scatter("rollout", "log_probs", "reference_log_probs"), collect=Reduce("sum"), awake=())
     def kl(
         self, rollout: Rollout, log_probs: Tensor, reference_log_probs: Tensor, estimator: maths.KlEstimator = "k1"
     ) -> float:
-        """How far the actor is from here: the mean over all response tokens, as the sum of the ranks' parts."""
+        """Return the mean KL from the actor over all response tokens, as the sum of the ranks' parts."""
         estimate, mask = maths.kl_estimate(log_probs, reference_log_probs, estimator), rollout["mask"]
         return maths.token_mean(estimate, mask, parallel.total(self.ctx)(mask.sum())).item()
 
     def save(self, directory: str) -> None:
-        """Write what `restore` needs into a folder."""
+        """Write a checkpoint of the model into a folder."""
         checkpoint.save(self.ctx, directory, self.model)
 
     def restore(self, directory: str) -> None:
-        """Go on where `save` was called, by as many ranks or others."""
+        """Restore the model from a checkpoint of any number of ranks."""
         self._adopt(checkpoint.config_of(self.ctx, directory))
         checkpoint.restore(self.ctx, directory, self.model)
 

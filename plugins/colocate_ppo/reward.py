@@ -1,4 +1,4 @@
-"""`ppo.reward`: the task's own scorer, or that of a subclass."""
+"""`ppo.reward`: the task's own scorer, or a subclass's scorer."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from colocate_ppo.task import Problem
 
 
 class Reward(Role):
-    """Scores answers with the scorer that reasoning-gym has for their problem.
+    """Scores answers with reasoning-gym's scorer of each problem.
 
-    A subclass with a `score_answer` of its own scores as that says. One that needs more than texts has a `score` of its
-    own: `rollout["token_ids"]` has the tokens of each answer. A score that is no finite number is an error: one of them
-    would be in each weight after the next update.
+    Override `score_answer` in a subclass to score texts. Override `score` to score with more than texts:
+    `rollout["token_ids"]` has the tokens of each answer. A score that isn't finite is an error: after the next update,
+    one such score would be in each weight.
     """
 
     def score_answer(self, answer: str, problem: Problem) -> float:
-        """The score of one answer; higher is better.
+        """Score one answer; higher is better.
 
         Args:
-            answer: Its text with special tokens and blanks, without the token that ended it. reasoning-gym's scorers
-                get it without the blanks around it, as they compare it with answers that have none.
-            problem: What was asked.
+            answer: The answer's text with special tokens and blanks, without the token that ended it. reasoning-gym's
+                scorers get the text without surrounding blanks, as they compare it with answers that have none.
+            problem: The problem.
         """
         score: float = _scorer(problem.entry["metadata"]["source_dataset"])(answer.strip(), problem.entry)
         return score
 
     @method(dispatch=Scatter("rollout"), collect=Concat())
     def score(self, rollout: Rollout) -> Tensor:
-        """The score of each answer, `[B]` float32; those of reasoning-gym are 0 to 1."""
+        """Score each answer, `[B]` float32; reasoning-gym's scores are 0 to 1."""
         scores = []
         for row, (answer, problem) in enumerate(zip(rollout["answers"], rollout["problems"], strict=True)):
             score = self.score_answer(answer, problem)
@@ -48,23 +48,23 @@ class Reward(Role):
 
     @method(dispatch=OnRank(0))
     def shuffle(self, scores: Tensor, number: int | None = None) -> Tensor:
-        """The scores of the whole batch in random order: a control, with which nothing can be learned.
+        """Shuffle the scores of the whole batch: a control experiment, in which nothing can be learned.
 
         Args:
             scores: `[B]`.
-            number: Which random numbers to draw, as of the actor's `generate`.
+            number: The step's number, which selects the random numbers, as for the actor's `generate`.
         """
         order = torch.randperm(len(scores), generator=drawing(self.ctx, number), device=scores.device)
         return scores[order]
 
     @method(dispatch=Scatter("rollout", "scores"), collect=Reduce("mean"))
     def summary(self, rollout: Rollout, scores: Tensor) -> dict[str, float]:
-        """Means over the answers: `reward` (their scores), `accuracy` and `length` in tokens.
+        """Compute means over the answers: `reward` (the scores), `accuracy` and `length` in tokens.
 
-        An answer is accurate if it is the right one to the letter, but for blanks around it.
+        An accurate answer equals the right one to the letter, except for surrounding blanks.
 
         Raises:
-            ValueError: A score is no finite number, as of a subclass with a `score` of its own.
+            ValueError: A score isn't finite, perhaps from a subclass's own `score`.
         """
         if len(bad := (~scores.isfinite()).nonzero()):
             row = int(bad[0, 0])
@@ -86,7 +86,7 @@ class Reward(Role):
 
 
 def _is_finite(score: Any) -> bool:
-    """Return whether a score is a number that float32 has."""
+    """Return whether a score is a finite number in float32."""
     try:
         return bool(abs(score) <= torch.finfo(torch.float32).max)
     except (TypeError, ValueError, RuntimeError):
@@ -95,6 +95,6 @@ def _is_finite(score: Any) -> bool:
 
 @cache
 def _scorer(task: str) -> Any:
-    import reasoning_gym  # it takes a second: who only imports this class does without
+    import reasoning_gym  # imported late: the import takes a second
 
     return reasoning_gym.get_score_answer_fn(task)

@@ -1,4 +1,4 @@
-"""Rollouts: questions with their answers, as rows of tensors that are handed from role to role."""
+"""Rollouts: questions with their answers, as rows of tensors that roles exchange."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class Rollout(TypedDict):
         tokens: `[B, P + R]`, int64.
         attention: `[B, P + R]`, boolean; false on padding.
         mask: `[B, R]`, boolean; true on the response's own tokens, the end token included.
-        problems: What was asked, B of them, with the token ids of each prompt.
-        answers: The responses as text, a list of B: special tokens and blanks as the policy wrote them, without the
-            token that ended the response.
-        token_ids: The token ids of each response, that token included.
-        sampled: `[B, R]`, the log-probabilities with which an engine has sampled the tokens, where one has.
+        problems: The B problems, with the token ids of each prompt.
+        answers: The responses as text, a list of B: special tokens and blanks as generated, without the token that
+            ended the response.
+        token_ids: The token ids of each response, the end token included.
+        sampled: `[B, R]`, the log-probabilities of the tokens under the engine that sampled them, if an engine did.
     """
 
     tokens: Tensor
@@ -38,14 +38,14 @@ class Rollout(TypedDict):
 
 
 class Estimates(TypedDict):
-    """What the actor and the critic learn from: `advantages` (whitened) and `returns`, `[B, R]` each."""
+    """The targets of actor and critic: `advantages` (whitened) and `returns`, `[B, R]` each."""
 
     advantages: Tensor
     returns: Tensor
 
 
 def widen(prompts: Padded, width: int, pad: int) -> Padded:
-    """The same prompts, padded on the left to a width."""
+    """Pad the prompts on the left to a width."""
     missing = width - prompts.tokens.shape[1]
     return Padded(
         functional.pad(prompts.tokens, (missing, 0), value=pad), functional.pad(prompts.mask, (missing, 0), value=False)
@@ -53,7 +53,7 @@ def widen(prompts: Padded, width: int, pad: int) -> Padded:
 
 
 def join(prompts: Padded, responses: Padded, problems: Problems, answers: list[str]) -> Rollout:
-    """A rollout of its parts."""
+    """Combine prompts, responses, problems and answers to a rollout."""
     return {
         "tokens": torch.cat([prompts.tokens, responses.tokens], dim=1),
         "attention": torch.cat([prompts.mask, responses.mask], dim=1),

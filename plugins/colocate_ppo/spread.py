@@ -1,6 +1,6 @@
 """A model that the ranks of a role share: a copy on each, copies kept equal by DDP, or shards by FSDP2.
 
-What shares one is imported by who makes one: it takes a second, which whoever checks a config doesn't wait for.
+Functions that build a shared model import its library: this takes a second, which a check of a config doesn't need.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ Dtype: TypeAlias = Literal["float32", "bfloat16"]
 
 @attrs.frozen
 class Layout:
-    """How ranks share a model, and how it computes.
+    """The ranks' way to share a model, and the dtype and memory use of computations.
 
     Attributes:
-        parallel: "none": a copy on each rank, whose gradients are summed in one message after the backward pass. "ddp":
-            the same, but summed by `DistributedDataParallel` while the backward pass runs. "fsdp2": each rank has a
-            part of every parameter, of its gradient and of the optimizer's state, by `fully_shard`.
-        dtype: In what the passes compute. Weights and the optimizer's state are float32.
-        gradient_checkpointing: The backward pass computes each layer anew instead of keeping what was in it.
+        parallel: "none": a copy on each rank; gradients are summed in one message after the backward pass. "ddp": the
+            same, but gradients are summed by `DistributedDataParallel` during the backward pass. "fsdp2": each rank has
+            a part of every parameter, of its gradient and of the optimizer's state, by `fully_shard`.
+        dtype: The dtype of the passes. Weights and the optimizer's state are float32.
+        gradient_checkpointing: Recompute each layer in the backward pass instead of keeping its activations.
     """
 
     parallel: Parallel = "none"
@@ -44,19 +44,19 @@ class Layout:
 
 
 class SpreadModel:
-    """One model over all ranks of a role. It starts from the weights that the first rank has, unless it isn't wrapped.
+    """One model over all ranks of a role. A wrapped model starts from the first rank's weights.
 
     Args:
         ctx: The role's context.
         module: The whole model, on the rank's device.
-        layout: How it is shared.
+        layout: How the ranks share the model.
 
     Raises:
         ConfigError: The role's mesh has other axes than "dp".
 
     Attributes:
         module: The model; under "fsdp2" its parameters are DTensors.
-        wrapped: What trains it: the model, or what `DistributedDataParallel` has made of it.
+        wrapped: The module to train: the model, or its `DistributedDataParallel`.
     """
 
     def __init__(self, ctx: Context, module: nn.Module, layout: Layout) -> None:
@@ -73,7 +73,7 @@ class SpreadModel:
         if layout.gradient_checkpointing:
             for layer in layers:
                 _compute_again(layer)
-        if layout.dtype != "float32" and layout.parallel != "fsdp2":  # which has a policy for that
+        if layout.dtype != "float32" and layout.parallel != "fsdp2":  # FSDP2 has a policy for dtypes
             _compute_in(module, getattr(torch, layout.dtype))
         if layout.parallel == "fsdp2":
             _copy_from_first(ctx, module)
@@ -81,21 +81,23 @@ class SpreadModel:
         elif layout.parallel == "ddp" and any(p.requires_grad and not p.is_meta for p in module.parameters()):
             from torch.nn.parallel import DistributedDataParallel
 
-            # Else its buckets take as much again as all gradients, and are in C++: they would be nobody's.
+            # Otherwise DDP's buckets take as much memory as all gradients again, and C++ owns them, so no role is
+            # charged.
             self.wrapped = DistributedDataParallel(
                 module, process_group=ctx.process_group(), gradient_as_bucket_view=True
             )
 
     def __call__(self, **inputs: Any) -> Any:
-        """Return what the model says. With gradients that is a step of all ranks; without, one rank may be alone."""
-        # DDP's forward pass tells the other ranks of buffers, and expects a backward pass: only where there is one.
+        """Run the model. With gradients all ranks take part; without, one rank may run alone."""
+        # DDP's forward pass sends buffers to the other ranks and expects a backward pass, so only use DDP with
+        # gradients.
         model = self.wrapped if torch.is_grad_enabled() else self.module
         if self._longest is not None and "position_ids" in inputs:
             self.check_length(int(inputs["position_ids"].max()) + 1)
         return model(**inputs)
 
     def check_length(self, length: int) -> None:
-        """Refuse rows of a length at which long-rope computes the other rows of the pass differently.
+        """Refuse a length at which long-rope changes the results of the pass's other rows.
 
         Args:
             length: The tokens of the longest row, prompt and response together.
@@ -112,9 +114,9 @@ class SpreadModel:
 
     @contextlib.contextmanager
     def whole(self) -> Iterator[None]:
-        """In the block each rank has all weights once it has run the model, so that it may run it as often as it likes.
+        """Keep all weights on each rank, from the first forward pass to the end of the block.
 
-        A rank whose answers have ended early would keep the others waiting otherwise.
+        Otherwise a rank with few forward passes left, since its answers ended early, would keep the others waiting.
         """
         sharded = self._sharded()
         for each in sharded:
@@ -124,18 +126,19 @@ class SpreadModel:
         finally:
             for each in sharded:
                 each.reshard()
-                each.set_reshard_after_forward(each in sharded[1:], recurse=False)  # the root stays: it is next
+                # the root stays unsharded: the next pass begins there
+                each.set_reshard_after_forward(each in sharded[1:], recurse=False)
 
     def weights(self) -> dict[str, Tensor]:
-        """A copy of all weights, whole, for `load`. All ranks call it."""
+        """Return a copy of all weights, whole, for `load`. All ranks call this."""
         return {name: whole(value).clone() for name, value in self.module.state_dict().items()}
 
     @torch.no_grad()
     def load(self, weights: Mapping[str, Tensor]) -> None:
-        """Take over weights, of which each rank has the same. All ranks call it.
+        """Copy weights, equal on all ranks, into the model. All ranks call this.
 
         Raises:
-            KeyError: They are another model's.
+            KeyError: The weights are another model's.
         """
         from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -163,8 +166,9 @@ class SpreadModel:
 
 
 def _layers(module: nn.Module) -> list[nn.Module]:
-    """Return what transformers takes for a layer, to compute it again or to shard it as one."""
-    from transformers.modeling_layers import GradientCheckpointingLayer  # as in the networks, by what makes one
+    """Return the modules that transformers marks as layers, to recompute or to shard each as one."""
+    # imported late, as in the networks: the import is slow
+    from transformers.modeling_layers import GradientCheckpointingLayer
 
     return [each for each in module.modules() if isinstance(each, GradientCheckpointingLayer)]
 
@@ -180,13 +184,13 @@ def _forward_in(module: nn.Module, dtype: torch.dtype, /, *args: Any, **named: A
 
 
 def _wrap_forward(module: nn.Module, forward: functools.partial[Any]) -> None:
-    """Give a module another forward pass: a partial, whose module is the copy in a copy of the module."""
-    # With the signature of the module's own: `generate` of transformers looks at the parameters.
+    """Replace a module's forward pass by a partial; a copy of the module binds the copy."""
+    # Keeps the signature of the module's own forward: transformers' `generate` inspects the parameters.
     module.forward = functools.update_wrapper(forward, module.forward, (), ())
 
 
 def _longest(config: Any) -> int | None:
-    """Return the length beyond which a model computes all positions of all rows otherwise; None if there is none."""
+    """Return the length beyond which a model computes the positions of all rows differently; None without a limit."""
     rope = getattr(config, "rope_parameters", None) or {}
     kinds = [rope] if "rope_type" in rope else [each for each in rope.values() if isinstance(each, Mapping)]
     lengths = [each["original_max_position_embeddings"] for each in kinds if each.get("rope_type") == "longrope"]
@@ -194,7 +198,10 @@ def _longest(config: Any) -> int | None:
 
 
 def _compute_again(layer: nn.Module) -> None:
-    """Have a layer keep its input only. What transformers has for that works in training mode alone, with dropout."""
+    """Keep only a layer's input for the backward pass.
+
+    Transformers' own option works only in training mode, with dropout.
+    """
     _wrap_forward(layer, functools.partial(_forward_again, layer))
 
 
@@ -214,10 +221,10 @@ def _copy_from_first(ctx: Context, module: nn.Module) -> None:
 
 
 def loaded(ctx: Context, there: T | None) -> T:
-    """Return what a role that is constructed without a model has once it was loaded.
+    """Return a role's loaded model.
 
     Raises:
-        ColocateError: It wasn't.
+        ColocateError: The role has no model yet.
     """
     if there is None:
         raise ColocateError(f"role {ctx.role!r} has no model yet: call `load` or `restore` before")
@@ -225,6 +232,6 @@ def loaded(ctx: Context, there: T | None) -> T:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """A tensor of which each rank has a part, whole on all of them; any other as it is."""
-    gather = getattr(tensor, "full_tensor", None)  # which DTensors have
+    """Gather a sharded tensor on all ranks; return any other tensor detached."""
+    gather = getattr(tensor, "full_tensor", None)  # only DTensors have `full_tensor`
     return tensor.detach() if gather is None else gather()

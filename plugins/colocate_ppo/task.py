@@ -1,6 +1,6 @@
-"""Problems of a task: a training stream, held-out problems that never occur in it, and demonstrations.
+"""Problems of a task: a training stream, held-out problems that never occur in the stream, and demonstrations.
 
-A task is one of reasoning-gym's, or a function of the user's that gives problems by their numbers.
+A task is one of reasoning-gym's, or a user's function that gives problems by index.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import attrs
 from colocate import ConfigError, register_batch
 from colocate.signatures import brief
 
-# A virtual dataset makes its items from `seed + index`: seeds this far apart give streams that share none.
+# A virtual dataset derives items from `seed + index`: seeds this far apart give disjoint streams.
 _ITEMS = 1 << 30
 _HELD_OUT_SEED = 1 << 60
 _HELD_OUT_PART = 10
@@ -32,7 +32,7 @@ _DIGESTED, _DIGESTED_ITEMS = 1 << 16, 4
 
 
 Question: TypeAlias = str | Sequence[Mapping[str, Any]] | Sequence[int]
-"""What is asked: a text as it is, the messages of a chat (`role` and `content`), or token ids."""
+"""A question: a text as it is, the messages of a chat (`role` and `content`), or token ids."""
 
 
 @attrs.frozen
@@ -40,10 +40,10 @@ class Problem:
     """One problem.
 
     Attributes:
-        question: What the policy is asked.
-        answer: The task's own answer; in a demonstration, the one to imitate.
-        entry: The item as the task gave it: what scores answers wants it back.
-        prompt: The token ids that the policy was given for the question; none before it was asked.
+        question: The question for the policy.
+        answer: The task's own answer; in a demonstration, the answer to imitate.
+        entry: The task's original item, which the scorer needs.
+        prompt: The token ids of the question's prompt; empty before the prompt is made.
     """
 
     question: Question
@@ -54,13 +54,13 @@ class Problem:
 
 @attrs.frozen
 class Problems(Sequence[Problem]):
-    """Some problems: a batch with a row for each, which is quickly sent.
+    """A batch of problems with a row for each, cheap to send.
 
     Attributes:
-        questions: What the policy is asked.
-        answers: The task's own answers; in demonstrations, those to imitate.
-        entries: The items as the task gave them, pickled: nobody but what scores answers looks into them.
-        prompts: The token ids that the policy was given for each question; none before it was asked.
+        questions: The questions for the policy.
+        answers: The task's own answers; in demonstrations, the answers to imitate.
+        entries: The task's original items, pickled: only the scorer reads these.
+        prompts: The token ids of each question's prompt; empty before the prompts are made.
     """
 
     questions: list[Question]
@@ -72,13 +72,13 @@ class Problems(Sequence[Problem]):
 
     @classmethod
     def of(cls, problems: Iterable[Problem]) -> Problems:
-        """A batch of single ones."""
+        """Combine single problems to a batch."""
         rows = [*problems]
         entries = [pickle.dumps(p.entry) for p in rows]
         return cls([p.question for p in rows], [p.answer for p in rows], entries, [p.prompt for p in rows])
 
     def repeated(self, times: int) -> Problems:
-        """Repeat each problem so many times, one after the other."""
+        """Repeat each problem `times` times; the repetitions are adjacent."""
         rows = [row for row in range(len(self)) for _ in range(times)]
         return Problems(
             [self.questions[row] for row in rows],
@@ -121,11 +121,12 @@ class Task:
     """A task, split by question into training and held-out problems.
 
     Attributes:
-        name: The name of a reasoning-gym dataset, or "module:function" for what gives mappings with a `question`
-            (see `Question`) and an `answer` by index: a list, say. The training stream begins anew at its end.
+        name: The name of a reasoning-gym dataset, or "module:function" for a function that returns mappings with a
+            `question` (see `Question`) and an `answer` by index, such as a list. The training stream restarts at the
+            end.
         options: The dataset's options, such as `max_word_len`, or the function's.
         seed: Decides the training stream; the held-out problems are the same for every seed.
-        position: The index of the training stream's next item: all there is to save and restore.
+        position: The index of the training stream's next item: the only state to save and restore.
     """
 
     name: str = "spell_backward"
@@ -141,7 +142,7 @@ class Task:
     def _dataset(self, seed: int) -> Any:
         if ":" in self.name:
             return self._own_dataset()
-        import reasoning_gym  # it takes a second, which most ranks can do without
+        import reasoning_gym  # imported late: the import takes a second, and most ranks don't need reasoning-gym
         from reasoning_gym.factory import DATASETS
 
         if self.name not in DATASETS:
@@ -152,7 +153,7 @@ class Task:
             )
         try:
             return reasoning_gym.create_dataset(self.name, seed=seed, size=_ITEMS, **self.options)
-        except (TypeError, ValueError, AssertionError) as error:  # its ways to say that options don't fit
+        except (TypeError, ValueError, AssertionError) as error:  # reasoning-gym's errors for unsuitable options
             raise ConfigError(f"task {self.name!r} refuses the options {dict(self.options)}: {error}") from error
 
     def _own_dataset(self) -> Any:
@@ -191,7 +192,7 @@ class Task:
         }
 
     def draw(self, count: int) -> Problems:
-        """The next problems of the training stream."""
+        """Draw the next problems of the training stream."""
         return Problems.of(self._draw(count))
 
     def _draw(self, count: int) -> list[Problem]:
@@ -208,19 +209,19 @@ class Task:
         return problems
 
     def demonstrate(self, count: int, flawed: float) -> Problems:
-        """The next problems of the training stream with answers to imitate, some of them wrong on purpose.
+        """Draw the next problems of the training stream with answers to imitate, some wrong on purpose.
 
         Args:
-            count: How many.
-            flawed: The fraction of wrong answers. Half of these are the answer the wrong way round (the word itself,
-                where the task is to spell it backward), half have its characters in alphabetical order.
+            count: Number of problems.
+            flawed: The fraction of wrong answers. Half of these are the answer backward (the word itself, if the task
+                is to spell it backward), half have the characters in alphabetical order.
         """
         chance = random.Random(f"{self.seed}/{self.position}")
         drawn = self.draw(count)
         return attrs.evolve(drawn, answers=[_flaw(answer, chance, flawed) for answer in drawn.answers])
 
     def held_out(self, count: int) -> Problems:
-        """Distinct problems that are never drawn for training; fewer if a long search finds no more."""
+        """Return distinct problems that are never drawn for training; fewer if a long search finds no more."""
         dataset = self._dataset(_HELD_OUT_SEED)
         looks = min(10 * _HELD_OUT_PART * count, len(dataset))
         candidates = (_problem(dataset[index]) for index in range(looks))
@@ -236,9 +237,9 @@ class Task:
 
 @contextlib.contextmanager
 def _seeded(seed: int) -> Iterator[None]:
-    """A block in which the generators of Python, NumPy and torch that are everybody's begin at a seed.
+    """Seed the global generators of Python, NumPy and torch for the block.
 
-    Rows that a task shuffles come in the same order after a resume.
+    A task that shuffles rows then gives the same order after a resume.
     """
     import numpy as np
     import torch
@@ -270,7 +271,7 @@ def difference_of_rows(before: Mapping[str, Any], now: Mapping[str, Any]) -> str
 
 
 def is_held_out(question: Question) -> bool:
-    """Whether a question belongs to the tenth that is kept for evaluation; the same on every machine."""
+    """Return whether a question belongs to the tenth held out for evaluation; the same on every machine."""
     return zlib.crc32(question_text(question).encode()) % _HELD_OUT_PART == 0
 
 

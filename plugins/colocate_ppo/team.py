@@ -1,4 +1,4 @@
-"""The roles of one group, and what is done with them outside a step."""
+"""The roles of one group, and operations outside a step."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ A = TypeVar("A", bound=Actor)
 
 
 class Players(Generic[A]):
-    """An actor that learns, a reward, and roles that start from the actor's weights; all as views of a group."""
+    """Views of a group: an actor that learns, a reward, and roles that start from the actor's weights."""
 
     actor: A
     reward: Reward
@@ -27,11 +27,11 @@ class Players(Generic[A]):
 
     @property
     def followers(self) -> Sequence[Critic | Reference]:
-        """Return what starts from the actor's weights."""
+        """The roles that start from the actor's weights."""
         raise NotImplementedError
 
     def align(self) -> None:
-        """Start every model of every rank from the actor of the first rank, as it is now."""
+        """Copy the actor's weights on the first rank to every model on every rank."""
         with self.scope():
             weights = self.actor.weights.keep()
             self.actor.load(weights.ref)
@@ -39,7 +39,7 @@ class Players(Generic[A]):
                 role.load(weights.ref)
 
     def evaluate(self, problems: Problems, max_new_tokens: int) -> dict[str, float]:
-        """Greedy answers to some problems: `eval_accuracy` (the very string) and `eval_score` (the task's own)."""
+        """Answer problems greedily: `eval_accuracy` (exact match) and `eval_score` (the task's own score)."""
         with self.scope():
             rollout = self.actor.generate.keep(problems, max_new_tokens, greedy=True)
             scores = self.reward.score.keep(rollout.ref)
@@ -47,7 +47,7 @@ class Players(Generic[A]):
         return {"eval_accuracy": means["accuracy"], "eval_score": means["reward"]}
 
     def answers(self, problems: Problems, max_new_tokens: int) -> list[str]:
-        """Greedy answers to some problems, as text."""
+        """Answer problems greedily; return the answers as text."""
         return self.actor.generate(problems, max_new_tokens, greedy=True)["answers"]
 
 
@@ -60,8 +60,8 @@ class Team(Players[Actor]):
         critic: `ppo.critic`.
         reference: `ppo.reference`.
         reward: `ppo.reward`.
-        scope: The group's scope: what is kept inside it is freed at its end.
-        pipeline: The group's pipeline: calls made inside it are sent at its end, as one message.
+        scope: The group's scope, whose end frees all residents kept inside.
+        pipeline: The group's pipeline, whose end sends the calls made inside as one message.
     """
 
     actor: Actor
@@ -73,7 +73,7 @@ class Team(Players[Actor]):
 
     @classmethod
     def of(cls, group: ColocatedGroup) -> Team:
-        """The roles named actor, critic, reference and reward of a group."""
+        """Return the views named actor, critic, reference and reward of a group."""
         return cls(
             group.role("actor", Actor),
             group.role("critic", Critic),
@@ -85,5 +85,5 @@ class Team(Players[Actor]):
 
     @property
     def followers(self) -> Sequence[Critic | Reference]:
-        """The critic and the reference."""
+        """The reference and the critic."""
         return self.reference, self.critic

@@ -1,4 +1,4 @@
-"""The policy's tokenizer: made in code by default, one token per character, so that nothing is downloaded."""
+"""The policy's tokenizer: by default built in code, one token per character, so that nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ class Tokenizer:
     """A tokenizer of transformers, for questions and answers.
 
     Attributes:
-        inner: What transformers made.
-        size: How many tokens there are.
-        ends: The tokens that end an answer, of which the first ends demonstrations.
+        inner: The tokenizer of transformers.
+        size: The number of tokens.
+        ends: The tokens that end an answer; the first one ends demonstrations.
         pad: The padding token.
-        begin: The tokens with which a text begins. Those with which tokenizers end texts would end a question.
-        suffix: What follows each question that is a text.
+        begin: The tokens before a text. A tokenizer's tokens after a text aren't used: they would end a question.
+        suffix: The text after each question that is a text.
         template_options: Options of the chat template.
     """
 
@@ -57,12 +57,12 @@ class Tokenizer:
 
     @classmethod
     def of(cls, inner: Any, ends: Sequence[int] = (), stop: Sequence[str | int] = ()) -> Tokenizer:
-        """From a tokenizer of transformers; one without a padding token pads with its end token.
+        """Wrap a tokenizer of transformers; without a padding token, the end token is used for padding.
 
         Args:
             inner: The tokenizer.
-            ends: The tokens that end an answer of the model; where there are none, the tokenizer's own end token does.
-            stop: More of them, each as its text or its number.
+            ends: The tokens that end an answer of the model; if empty, the tokenizer's own end token.
+            stop: Further end tokens, each as text or number.
 
         Raises:
             ConfigError: Nothing ends an answer, or a text of `stop` is no single token.
@@ -80,7 +80,8 @@ class Tokenizer:
         """Return a question's prompt: messages by the chat template, a text and token ids unchanged.
 
         Raises:
-            ConfigError: There are no tokens, or such as the tokenizer hasn't; or no chat template asks such messages.
+            ConfigError: The prompt has no tokens, or tokens unknown to the tokenizer; or the chat template refuses the
+                messages.
         """
         if isinstance(question, str):
             tokens = self._text_tokens(f"{question}{self.suffix}")
@@ -95,31 +96,31 @@ class Tokenizer:
         return tokens
 
     def _text_tokens(self, text: str) -> list[int]:
-        """Return a text's own tokens, after those with which texts begin unless the text has these itself."""
+        """Return a text's tokens, after the tokens before each text, unless the text has these already."""
         tokens: list[int] = self.inner(text, add_special_tokens=False)["input_ids"]
         begins = tokens[: len(self.begin)] == [*self.begin]
         return tokens if begins else [*self.begin, *tokens]
 
     def _chat_tokens(self, messages: Any) -> list[int]:
         messages = [*messages]
-        # An answer that the last message begins is gone on with.
+        # If the last message is the assistant's, the answer continues this message.
         continued = messages[-1].get("role") == "assistant"
         part = "continue_final_message" if continued else "add_generation_prompt"
         options = {part: True, **self.template_options, "tokenize": True, "return_dict": True}
         try:
             tokens: list[int] = self.inner.apply_chat_template(messages, **options)["input_ids"]
-        except Exception as error:  # Templates are code, and may raise any error.
+        except Exception as error:  # templates are code, and may raise any error
             raise ConfigError(
                 f"the chat template of the model's tokenizer can't ask {messages!r}: {str(error).partition(chr(10))[0]}"
             ) from error
         return tokens
 
     def prompts(self, questions: Sequence[Question], device: torch.device) -> Padded:
-        """Prompts of questions, padded on the left."""
+        """Return the prompts of questions, padded on the left."""
         return self.padded([self.prompt(question) for question in questions], device, side="left")
 
     def answers(self, answers: Sequence[str], device: torch.device) -> Padded:
-        """Answers with an end token, padded on the right."""
+        """Return the tokens of answers with an end token, padded on the right."""
         rows = self.inner([*answers], add_special_tokens=False)["input_ids"]
         return self.padded([[*row, self.ends[0]] for row in rows], device, side="right")
 
@@ -127,7 +128,7 @@ class Tokenizer:
         """Decode responses, with special tokens and blanks, without the token that ends a response."""
         bodies = [row[:-1] if row and row[-1] in self.ends else row for row in responses.rows]
         options = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
-        # Behind a letter: decoders of SentencePiece leave out the blank with which a text begins.
+        # Decoded after a letter: SentencePiece decoders drop a text's leading blank.
         letter: list[int] = self.inner("a", add_special_tokens=False)["input_ids"]
         if self.inner.decode(letter, **options) != "a":
             return [self.inner.decode(body, **options) for body in bodies]
@@ -144,21 +145,21 @@ class Tokenizer:
 
 
 def character_tokenizer(phrases: Sequence[str] = (), stop: Sequence[str | int] = ()) -> Tokenizer:
-    """A tokenizer with a token for each printable ASCII character and the newline.
+    """Build a tokenizer with a token for each printable ASCII character and the newline.
 
     Args:
-        phrases: Texts that are one token each. A beginning that all questions share makes sequences much shorter.
-        stop: Tokens that end an answer besides the end token.
+        phrases: Texts that are one token each. A token for the common beginning of all questions shortens sequences.
+        stop: Further tokens that end an answer.
     """
-    from transformers import PreTrainedTokenizerFast  # as in the networks, by what makes one
+    from transformers import PreTrainedTokenizerFast  # imported late, as in the networks: the import is slow
 
     vocabulary = {token: index for index, token in enumerate([*_SPECIAL.values(), *_CHARACTERS])}
     backend = Backend(models.BPE(vocab=vocabulary, merges=[], unk_token=_SPECIAL["unk_token"]))
     backend.decoder = decoders.Fuse()
-    inner: Any = PreTrainedTokenizerFast  # its signature is not typed
+    inner: Any = PreTrainedTokenizerFast  # typed Any: the signature has no types
     inner = inner(tokenizer_object=backend, **_SPECIAL)
     inner.add_tokens([AddedToken(phrase, normalized=False) for phrase in phrases])
-    return attrs.evolve(Tokenizer.of(inner, stop=stop), suffix="\n")  # The model learns where a question ends.
+    return attrs.evolve(Tokenizer.of(inner, stop=stop), suffix="\n")  # the model learns where a question ends
 
 
 def pretrained_tokenizer(
@@ -167,7 +168,7 @@ def pretrained_tokenizer(
     stop: Sequence[str | int] = (),
     template_options: Mapping[str, Any] | None = None,
 ) -> Tokenizer:
-    """The tokenizer of a hub id or a local folder; `ends` and `stop` as of `Tokenizer.of`."""
+    """Load the tokenizer of a hub id or a local folder; `ends` and `stop` as for `Tokenizer.of`."""
     from transformers import AutoTokenizer
 
     made = Tokenizer.of(AutoTokenizer.from_pretrained(name, trust_remote_code=False), ends, stop)

@@ -1,4 +1,4 @@
-"""What every job of this plugin does beside its steps: warm-up, evaluation, checkpoints, what becomes of failures."""
+"""The common part of this plugin's jobs: warm-up, evaluation, checkpoints, recovery from failures."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ _LIMITS: Mapping[str, Limit] = {
 
 @attrs.define
 class Progress:
-    """How far the job is: what a checkpoint has besides the roles' own files.
+    """The job's progress, stored in a checkpoint beside the roles' files.
 
     Attributes:
         warmed: Warm-up steps done.
-        step: Steps done after these.
-        position: Where the task's training stream goes on.
+        step: Steps done after the warm-up.
+        position: The next position of the task's training stream.
         before: Answers to the shown problems between warm-up and the first step.
-        rows: What the task's rows are (`Task.describe_rows`).
+        rows: The description of the task's rows (`Task.describe_rows`).
     """
 
     warmed: int = 0
@@ -62,45 +62,45 @@ class Progress:
     rows: dict[str, Any] = attrs.field(factory=dict)
 
     def write(self, path: Path) -> None:
-        """Keep it in a file."""
+        """Write the progress to a file."""
         path.write_text(json.dumps(attrs.asdict(self)), encoding="utf-8")
 
     def read(self, path: Path) -> None:
-        """Be as far as the file says."""
+        """Read the progress from a file."""
         for name, value in json.loads(path.read_text(encoding="utf-8")).items():
             setattr(self, name, value)
 
 
 class Training:
-    """An actor that imitates first, and then makes steps which the job defines.
+    """An actor's training: imitation first, then steps that the job defines.
 
     Args:
-        run: What the job is given.
+        run: The job's run.
         workers: The group.
-        team: Its roles.
+        team: The group's roles.
         task: The name of a reasoning-gym dataset.
-        task_options: Its options.
-        max_new_tokens: The longest answer; None for two more than the longest right one has characters.
-        warm_up_steps: Steps of supervised learning; None for 500, and for none if the actor's model has been trained.
-        warm_up_batch: Demonstrations in each of them.
+        task_options: Options of the dataset.
+        max_new_tokens: The longest answer; None for two more than the characters of the longest right answer.
+        warm_up_steps: Steps of supervised learning; None for 500, or for 0 if the actor's model is pretrained.
+        warm_up_batch: Demonstrations in each warm-up step.
         warm_up_ramp: Steps until the warm-up's learning rate is reached.
         flawed: The fraction of demonstrations that are wrong on purpose.
-        steps: Steps after these.
+        steps: Steps after the warm-up.
         eval_every: Steps between evaluations.
         eval_problems: Problems in an evaluation.
         checkpoint_every: Steps between checkpoints.
-        checkpoint_waits: Whether the next step begins when a checkpoint is written.
-        on_step_failure: What becomes of a step in which a role has raised.
-        step_retries: How often the same part is done again.
-        same_rows: Whether a run that goes on must have the rows that it had.
+        checkpoint_waits: Whether the next step waits until a checkpoint is written.
+        on_step_failure: What follows when a role raises in a step.
+        step_retries: How often the same part is repeated.
+        same_rows: Whether a resumed run must have the same rows.
         job: The job's name, for errors.
 
     Attributes:
         team: See above.
         problems: The task.
         longest: The longest answer in tokens.
-        progress: How far it is.
-        begins_at: Where the training stream is to go on after a checkpoint, if the job has drawn ahead.
+        progress: The job's progress.
+        begins_at: The position of the training stream for the next checkpoint, if the job has drawn ahead.
     """
 
     def __init__(
@@ -141,21 +141,22 @@ class Training:
         self.progress, self._recovery = Progress(), Recovery(on_step_failure, step_retries, job)
 
     def part(self, name: str, do: Callable[[], T]) -> T:
-        """Do a part of a step, which may be done again (`Recovery.part`)."""
+        """Run a part of a step, with repetitions by `Recovery.part`."""
         return self._recovery.part(self._run, name, do)
 
     def train(self, step: Callable[[], dict[str, float]]) -> None:
-        """Do all that is left, however the run began.
+        """Run the rest of the job, whether new or resumed.
 
         Args:
-            step: Makes the next step, of the number `progress.step`; its metrics.
+            step: Makes step number `progress.step`, and returns its metrics.
         """
         run, progress = self._run, self.progress
         run.total(self._steps)
         self._tell_progress()
         if run.resumed is None:
             self.part("align", self.team.align)
-        elif self._workers.wait_ready() is None:  # who runs this job hasn't restored it, or finds nothing of it there
+        # the caller of this job hasn't restored the group, or the checkpoint has nothing of the group
+        elif self._workers.wait_ready() is None:
             self._restore()
         else:
             self._go_on()
@@ -207,7 +208,7 @@ class Training:
     def _go_on(self) -> None:
         assert self._run.resumed is not None
         self.progress.read(self._run.resumed / _PROGRESS)
-        before = self.progress.rows  # none in a checkpoint of an earlier version
+        before = self.progress.rows  # empty in a checkpoint of an earlier version
         if self._same_rows and before and (difference := difference_of_rows(before, self._rows)) is not None:
             raise ConfigError(
                 f"{self._job}: the run can't go on after step {self.progress.step}, as task {self.problems.name!r} "
@@ -239,10 +240,10 @@ class Training:
 
 
 def group_of(run: Run, name: str | None, job: str) -> ColocatedGroup:
-    """Return the group that a job trains in: that of the name, or the only one.
+    """Return the group that a job trains in: the named group, or the only one.
 
     Raises:
-        ConfigError: There is none, or several.
+        ConfigError: No group, or several, match.
     """
     named = [group for key, group in run.groups.items() if name in (None, key)]
     if len(named) != 1:
@@ -258,14 +259,14 @@ def wrong_options(
     classes: Mapping[str, type | None],
     wanted: Mapping[str, type],
 ) -> Iterator[tuple[str, str]]:
-    """Yield what is wrong with the options of a job of this plugin, and with the roles of its group.
+    """Yield wrong options of a job of this plugin, and missing roles of the job's group, with reasons.
 
     Args:
-        options: The job's.
-        limits: Of the options that only this job has.
+        options: The job's options.
+        limits: Limits of the options that only this job has.
         place: The group's name.
-        classes: Of its roles; None for one that isn't known.
-        wanted: The roles that the job needs, and of which class each is.
+        classes: The classes of the group's roles; None for an unknown class.
+        wanted: The roles that the job needs, with the class of each.
     """
     yield from beyond_limits(options, {**_LIMITS, **limits})
     for role, cls in wanted.items():
@@ -277,12 +278,16 @@ def wrong_options(
 
 
 def classes_of(roles: Mapping[str, RoleSpec[Any]]) -> dict[str, type | None]:
-    """Return the classes of roles in a config, as far as they can be had."""
+    """Return the classes of roles in a config; None for a class that isn't imported."""
     return {name: spec.target if isinstance(spec.target, type) else None for name, spec in roles.items()}
 
 
 def actor_scale(step: int, steps: int, still: int, ramp: int, decay: float) -> float:
-    """0 in the first `still` steps; up to 1 in `ramp` steps; linearly to 0 in the last part, of size `decay`."""
+    """Return the factor of the actor's learning rate: 0, then a ramp to 1, then a linear decay to 0.
+
+    The factor is 0 in the first `still` steps, reaches 1 at step `ramp`, and decays in the last part `decay` of all
+    steps.
+    """
     if step <= still:
         return 0.0
     return min(1.0, step / max(1, ramp), (steps - step + 1) / max(1.0, decay * steps))
@@ -293,11 +298,10 @@ def _is_due(step: int, every: int) -> bool:
 
 
 def _compare(problems: Problems, before: Sequence[str], after: Sequence[str]) -> list[dict[str, str]]:
-    """Answers before and after, a row for each problem."""
     columns = zip(problems, before, after, strict=True)
     return [{"question": question_text(p.question), "right": p.answer, "before": b, "after": a} for p, b, a in columns]
 
 
 def _warm_up_scale(done: int, ramp: int, steps: int) -> float:
-    """Up to 1 in `ramp` steps, then linearly down to 0."""
+    """Return the factor of the warm-up's learning rate: a ramp to 1, then a linear decay to 0."""
     return min((done + 1) / max(1, ramp), (steps - done) / max(1, steps - ramp))
