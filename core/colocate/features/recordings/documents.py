@@ -125,7 +125,7 @@ _REQUIRED: Mapping[str, Any] = {
 }
 _FURTHER: Mapping[str, Any] = {
     **dict.fromkeys(("row", "rows", "valid", "padded"), int),
-    **dict.fromkeys(("missing", "drew", "weights"), str),
+    **dict.fromkeys(("missing", "weights"), str),
     **dict.fromkeys(("cut", "defaults", "inputs"), bool),
     "error": dict,
 }

@@ -320,9 +320,8 @@ class Comparing(Tap):
             self._weights = None
         elif self._weights is None:
             self._weights = self._found.label(seen)
-        moved = row is None and about.get("drew") not in (None, seen.drew)
-        cause = Cause(where, self._weights, "; its generator stands elsewhere" if moved else "")
-        self._teller.add(compared.add(difference, label, cause, seen.seq, seen.begun), difference.size)
+        told = compared.add(difference, label, Cause(where, self._weights), seen.seq, seen.begun)
+        self._teller.add(told, difference.size)
 
     def _label(self, seen: Seen, row: int | None) -> str:
         return self._found.label(seen) + ("" if row is None else f", row {row}")

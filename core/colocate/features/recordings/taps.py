@@ -21,7 +21,6 @@ from colocate._role.context import RowState, running_call
 from colocate._role.method_spec import MethodSpec
 from colocate._system.imported import imported
 from colocate.features.recordings.digests import Digest, digest_of
-from colocate.features.recordings.values import digest_of_bytes
 from colocate.worker.context import WorkerContext
 from colocate.worker.lane import Work
 from colocate.worker.serving.role_instance import RoleInstance
@@ -42,7 +41,6 @@ class Seen:
         digest: What is remembered of its arguments.
         begun: When it began, in seconds of time.time().
         rows: How many of its rows have ended.
-        drew: Where its role's generator stood afterwards; "" where it has none.
         cut: Whether what it yields was read to no end.
         defaults: The states of the process's default generators, if the call has changed them for all of the process.
         weights: A digest of the weights that the last sync has brought; "" where none has since somebody looks.
@@ -56,7 +54,6 @@ class Seen:
     digest: Digest
     begun: float
     rows: int = 0
-    drew: str = ""
     defaults: Any = None
     cut: bool = False
     weights: str = ""
@@ -251,9 +248,6 @@ class Tapped:
         del self._under_way[seen.seq]
         if self.player is not None:
             self.player.over(seen)
-        generator = self._role.ctx._generator
-        if generator is not None:
-            seen.drew = digest_of_bytes(generator.get_state().numpy().tobytes())
         if seen.defaults is not None:
             now = _defaults()
             seen.defaults = None if now == seen.defaults else now

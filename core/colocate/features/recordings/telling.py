@@ -64,7 +64,6 @@ class DocumentTap(Tap):
             about["digest"] = seen.digest
         if "row" not in more and "inputs" not in more:
             about |= seen.had
-            about |= {"drew": seen.drew} if seen.drew else {}
             about |= {"weights": seen.weights} if seen.weights else {}
         about |= more
         if seen.defaults is not None and not {"row", "inputs"} & more.keys():

@@ -25,7 +25,7 @@ import pathlib
 import sys
 import types
 import uuid
-from collections import Counter, OrderedDict, UserDict, defaultdict, deque
+from collections import Counter, OrderedDict, UserDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from importlib import import_module
@@ -95,21 +95,6 @@ def _members(value: Any) -> list[Any]:
     return [*_checked(value)]
 
 
-_FACTORIES = {kind.__name__: kind for kind in (bool, dict, float, int, list, set, str, tuple)}
-
-
-def _from_default(parts: Sequence[Any]) -> Any:
-    (name,) = _plain("name", parts[:1])
-    return _from_pairs(lambda: defaultdict(None if name is None else _FACTORIES[name]))(parts[1:])
-
-
-def _default_parts(value: Any) -> list[Any]:
-    factory = value.default_factory
-    if factory is not None and factory not in _FACTORIES.values():
-        raise NotRecorded(f"a defaultdict of {factory!r} isn't recorded")
-    return [factory and factory.__name__, *_pairs(value)]
-
-
 def _reduced(value: Any) -> Sequence[Any]:
     parts: Sequence[Any] = value.__reduce_ex__(4)[1]
     return parts
@@ -125,24 +110,19 @@ _PARTS: dict[type, tuple[Callable[[Any], Sequence[Any]], Callable[[Sequence[Any]
     dict: (_pairs, _from_pairs(dict)),
     set: (_members, _from_items(set)),
     frozenset: (_members, _from_items(frozenset)),
-    deque: (lambda value: (value.maxlen, *value), lambda parts: deque(parts[1:], parts[0])),
     OrderedDict: (_pairs, _from_pairs(OrderedDict)),
     Counter: (_pairs, _from_pairs(Counter)),
-    defaultdict: (_default_parts, _from_default),
     complex: (lambda value: (value.real, value.imag), lambda parts: complex(*parts)),
-    uuid.UUID: (lambda value: (value.hex,), lambda parts: uuid.UUID(*parts)),
 }
 """How values of a type are taken apart and made; a type of `_REDUCED` is called with the arguments of its pickle."""
 _REDUCED: tuple[Any, ...] = (
-    *(range, slice, decimal.Decimal, fractions.Fraction),
+    *(range, decimal.Decimal),
     *(datetime.date, datetime.datetime, datetime.time, datetime.timedelta, datetime.timezone),
     *(pathlib.PosixPath, pathlib.PurePosixPath, pathlib.PureWindowsPath),
 )
 _PARTS |= {kind: (_reduced, _from_reduced(kind)) for kind in _REDUCED}
 _MAKERS = {kind.__name__: make for kind, (_, make) in _PARTS.items()}
-_OF_ANY = {
-    kind.__name__ for kind in (list, tuple, dict, set, frozenset, slice, deque, OrderedDict, Counter, defaultdict)
-}
+_OF_ANY = {kind.__name__ for kind in (list, tuple, dict, set, frozenset, OrderedDict, Counter)}
 _PLAIN = {*SCALARS, bytes, datetime.timedelta, datetime.timezone}
 
 
@@ -190,7 +170,7 @@ def named_parts(value: Any) -> dict[str, Any] | None:
 def is_named(value: Any) -> bool:
     """Return whether `repr` identifies a value: dates, paths, enums, dtypes and devices."""
     torch, numpy = imported("torch"), imported("numpy")
-    named = [enum.Enum, *_PARTS, *([] if numpy is None else [numpy.dtype])]
+    named = [enum.Enum, slice, fractions.Fraction, uuid.UUID, *_PARTS, *([] if numpy is None else [numpy.dtype])]
     named += [] if torch is None else [torch.dtype, torch.device, torch.layout, torch.memory_format]
     return isinstance(value, tuple(named))
 
@@ -243,12 +223,6 @@ class _Encoder:
             return self._of_tensor(torch, value)
         if numpy is not None and isinstance(value, numpy.ndarray | numpy.generic):
             return self._of_array(numpy, kind, value)
-        if numpy is not None and isinstance(value, numpy.dtype):
-            return ["dtype", _dtype_code(value)]
-        if torch is not None and isinstance(value, torch.dtype | torch.layout | torch.memory_format):
-            return ["torch", str(value).removeprefix("torch.")]
-        if torch is not None and isinstance(value, torch.device):
-            return ["device", str(value)]
         if torch is not None and kind is torch.Size:
             return ["Size", [*value]]
         if tensordict is not None and kind is tensordict.TensorDict:
@@ -370,9 +344,7 @@ def _checked(keys: Collection[Any]) -> Collection[Any]:
         return keys
     for key in keys:
         kind: Any = type(key)
-        if kind is slice:
-            _checked((key.start, key.stop, key.step))
-        elif isinstance(key, tuple) and kind.__hash__ is tuple.__hash__ and kind.__eq__ is tuple.__eq__:
+        if isinstance(key, tuple) and kind.__hash__ is tuple.__hash__ and kind.__eq__ is tuple.__eq__:
             _checked([*tuple.__iter__(key)])
         elif kind not in _PARTS:
             is_own = kind.__hash__ is enum.Enum.__hash__ or isinstance(kind.__hash__, types.WrapperDescriptorType)
@@ -507,9 +479,6 @@ class _Decoder:
             "jagged": lambda content: _jagged(*self._all(content)),
             "array": lambda content: self._array(*content),
             "scalar": lambda content: self._array(*content)[()],
-            "dtype": _dtype_of,
-            "torch": _of_torch,
-            "device": lambda name: _torch().device(name),
             "Size": lambda sizes: _torch().Size(sizes),
             "TensorDict": lambda content: _tensordict(content[0], self.value(content[1])),
             "leaves": lambda content: arrived(self._class(content[0], "leaves"), self.value(content[1])),
@@ -579,14 +548,6 @@ def _torch() -> Any:
     import torch
 
     return torch
-
-
-def _of_torch(name: str) -> Any:
-    torch = _torch()
-    found = vars(torch)[name]
-    if not isinstance(found, torch.dtype | torch.layout | torch.memory_format):
-        raise ValueError(f"torch.{name} is no type of numbers")
-    return found
 
 
 def _dtype_of(code: str) -> Any:
