@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, Literal, NoReturn, ParamSpec
 
 from colocate import features
 from colocate._api.held import Held
-from colocate._calls.sending import recording
+from colocate._calls.sending import refuse_here
 from colocate._calls.view import RoleView
 from colocate._display import table
 from colocate._role.call import Call, Underway
@@ -218,9 +218,7 @@ class ColocatedGroup(Held[WorkerGroup], node=WorkerGroup, by="pool.spawn"):
                 or a kept call has failed whose resident was dropped before anybody used it: what was in the directory
                 stays.
         """
-        self._node.check()
-        if (found := recording(self._node)) is not None:
-            found.refuse_call("checkpoint")
+        refuse_here(self._node, "checkpoint")
         refuse_to_wait(f"the checkpoint of group {self.name!r}")
         checkpoints: Any = self._node.part("checkpoints")
         folder = Path(directory)
@@ -250,9 +248,7 @@ class ColocatedGroup(Held[WorkerGroup], node=WorkerGroup, by="pool.spawn"):
                 it has other contents than were saved; some ranks may have been restored. Restore again, or close the
                 group.
         """
-        self._node.check()
-        if (found := recording(self._node)) is not None:
-            found.refuse_call("restore")
+        refuse_here(self._node, "restore")
         refuse_to_wait(f"the restore of group {self.name!r}")
         folder = Path(directory)
         tag: str | int | float | None
@@ -390,9 +386,7 @@ class ColocatedGroup(Held[WorkerGroup], node=WorkerGroup, by="pool.spawn"):
             TimeoutError: It isn't ready yet.
         """
         node = self._node
-        node.check()
-        if (found := recording(node)) is not None:
-            found.refuse_call("resize")
+        refuse_here(node, "resize")
         limited = limit(timeout, "resize(timeout)")
         refuse_to_wait(f"the resize of group {self.name!r}")
         size: int = run_deferred(lambda: cast("Any", node.part("checkpoints")).resize(limited))

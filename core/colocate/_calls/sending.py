@@ -31,7 +31,7 @@ from colocate._role.role import RoleInfo
 from colocate._signals.in_framework import in_framework
 from colocate._system.lines import place
 from colocate._system.numbers import FOREVER_S
-from colocate._values.dispatch import Plan
+from colocate._values.dispatch import Arguments, Plan, plan
 from colocate._values.mesh import one_axis
 from colocate.errors import ColocateError, PipelineError
 from colocate.wire import HOLE
@@ -443,6 +443,30 @@ def everyone(worker_group: WorkerGroup) -> RoleInfo:
     return RoleInfo("", object, {}, slots, one_axis(len(slots)), "", key=key)
 
 
+def for_all(
+    worker_group: WorkerGroup,
+    label: str,
+    method: str,
+    spec: MethodSpec,
+    arguments: Arguments,
+    timeout: float | None = None,
+) -> Draft:
+    """Have a call of whole workers ready.
+
+    Args:
+        worker_group: Their group.
+        label: What messages call it.
+        method: Its name.
+        spec: What of them it calls.
+        arguments: What it is given.
+        timeout: Seconds until it is given up; None for never.
+    """
+    info = everyone(worker_group)
+    planned = plan(spec.dispatch, arguments, info.ranks)
+    call = PendingCall(label, "", method, info.slots)
+    return ready(worker_group, call, info, spec, planned, [], FOREVER_S if timeout is None else timeout)
+
+
 def send(messages: Messages) -> Sequence[Draft]:
     """Send calls of one group, with those that features put before them; all of these. The order's lock is held."""
     drafts, worker_group = messages.drafts, messages._worker_group
@@ -459,6 +483,14 @@ def send(messages: Messages) -> Sequence[Draft]:
     finally:
         together.discard()
     return found
+
+
+def refuse_here(worker_group: WorkerGroup, label: str) -> None:
+    """Refuse a call in a pipeline, which would wait, one of a group that is over, and one from role code."""
+    if (recorder := recording(worker_group)) is not None:
+        recorder.refuse_call(label)
+    worker_group.check()
+    refuse_inside(label, worker_group.name)
 
 
 def refuse_inside(label: str, group: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import attrs
 
@@ -20,7 +20,7 @@ from colocate._values.dispatch import Broadcast, chosen_ranks, plan
 from colocate._values.leaves import map_leaves
 from colocate._values.nesting import no_end
 from colocate._values.plain import is_plain
-from colocate.errors import ColocateError
+from colocate.errors import ColocateError, ConfigError
 
 if TYPE_CHECKING:
     from colocate._worker_group.worker_group import WorkerGroup
@@ -70,12 +70,21 @@ class Inspection:
     methods: Mapping[str, str]
 
 
-def inspect(view: Any) -> Inspection:
-    """Group, role, ranks, meshes and methods (with signatures) of a view."""
+def viewed(view: Any, given: str) -> tuple[WorkerGroup, RoleInfo]:
+    """Return a view's group and role; `given` says to what it was given.
+
+    Raises:
+        ConfigError: It is no view.
+    """
     found = getattr(view, "__dict__", {}).get("_colocate_view")
     if found is None:
-        raise ColocateError(f"{view!r} is no view; views come from group.role(name)")
-    worker_group, role = found
+        raise ConfigError(f"{given}={view!r}): it is a view, as group.role(name) gives it")
+    return cast("tuple[WorkerGroup, RoleInfo]", found)
+
+
+def inspect(view: Any) -> Inspection:
+    """Group, role, ranks, meshes and methods (with signatures) of a view."""
+    worker_group, role = viewed(view, "inspect(view")
     return Inspection(
         group=worker_group.name,
         role=role.name,

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     import torch
 
 NO_SIZES: Mapping[str, Mapping[str, int]] = MappingProxyType({})
+NO_CALLS: Mapping[str, str] = MappingProxyType({})
 NO_BYTES: Mapping[str, int] = MappingProxyType({})
 
 
@@ -34,6 +35,10 @@ class OfWorker:
     """
 
     calls: ClassVar[Mapping[str, MethodSpec]] = MappingProxyType({})
+
+    def __init_subclass__(cls, calls: Mapping[str, str] = NO_CALLS) -> None:
+        """Args: calls: Which method each of the feature's calls on whole workers runs."""
+        cls.calls = {said: cls.__dict__[name].spec for said, name in calls.items()}
 
     def __init__(self, worker_context: Any) -> None:
         """Args: worker_context: The worker (`WorkerContext`)."""

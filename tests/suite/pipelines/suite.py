@@ -77,7 +77,7 @@ class Pipelines(ExecutorCase):
             refused: dict[str, Callable[[], object]] = {
                 r"echo\.noop would wait.*\.submit": echo.noop,
                 r"echo\.noop would wait.*before or after the block": echo.noop.options(timeout=1),
-                r"group\.run\(who\) would wait": lambda: pair.run(who),
+                r"function who would wait": lambda: pair.run(who),
                 r"echo\.first is sent when the block .* at .*suite\.py:\d+ ends": call.result,
                 r"echo\.first is sent": call.exception,
                 r"echo\.first is sent when": lambda: colocate.wait([call]),

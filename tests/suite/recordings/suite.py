@@ -129,7 +129,7 @@ class Recordings(ExecutorCase):
             critic.value(role.generate(torch.arange(2.0)))
         with pytest.raises(ConfigError, match="is there already"):
             runtime.record(critic, tmp_path / "it")
-        with pytest.raises(ConfigError, match="it takes views"):
+        with pytest.raises(ConfigError, match="it is a view"):
             runtime.record("critic", tmp_path / "other")
         recording = colocate.load_recording(tmp_path / "it")
         assert {name: [call.method for call in recording[name].calls] for name in recording} == {

@@ -15,16 +15,15 @@ import attrs
 
 from colocate._calls.pending import PendingCall
 from colocate._calls.records import CheckpointRecord
-from colocate._calls.sending import everyone, ready, refuse_inside, send_now
+from colocate._calls.sending import for_all, send_now
 from colocate._protocol import to_worker
 from colocate._protocol.message import Message
 from colocate._role.role import RoleInfo
 from colocate._system.deadline import Deadline
 from colocate._system.files import atomic_folder, nobody_renames
 from colocate._system.limits import AFTER_FORCE_S
-from colocate._system.numbers import FOREVER_S, shown
+from colocate._system.numbers import shown
 from colocate._system.threads import Thread
-from colocate._values.dispatch import plan
 from colocate._version import __version__
 from colocate._worker_group.hooks import OfGroup
 from colocate._worker_group.worker_group import WorkerGroup
@@ -280,7 +279,6 @@ def _begun(worker_group: WorkerGroup, folder: Path, tag: Tag, wait: bool) -> Ite
     if not isinstance(tag, str | int | float):
         raise ConfigError(f"checkpoint(tag) must be text, a number or None, not {shown(tag)}")
     saved = savable(worker_group.roles)
-    refuse_inside("checkpoint", worker_group.name)
     folder = folder.resolve() if folder.name in ("", "..") else folder.absolute()  # it gets its name by a rename
     found = Checkpoint(folder, tag, uuid.uuid4().hex)
     with checkpoints_of(worker_group).writing:  # as long as it is under way
@@ -392,7 +390,6 @@ def restore(worker_group: WorkerGroup, folder: Path) -> Tag:
         RoleError: A `restore` raised, or another checkpoint took the place of this one meanwhile. Some roles may be as
             they were, others not.
     """
-    refuse_inside("restore", worker_group.name)
     with checkpoints_of(worker_group).writing:
         found, generation = Checkpoint.read(folder.absolute(), worker_group.roles), worker_group.generation
         _submit(worker_group, found.folder, RESTORE, identity=found.identity).result()
@@ -444,12 +441,10 @@ def _submit(
     then: Callable[[], object] = lambda: None,
     **more: Any,
 ) -> PendingCall:
-    role, spec = everyone(worker_group), CheckpointsOfWorker.calls[what]
-    planned = plan(spec.dispatch, {"directory": str(folder), **more}, role.ranks)
-    call = PendingCall(what, "", what, role.slots)
-    draft = ready(worker_group, call, role, spec, planned, [], FOREVER_S)  # large ones take long
+    given = {"directory": str(folder), **more}
+    draft = for_all(worker_group, what, what, CheckpointsOfWorker.calls[what], given)
     send_now(draft, then)
-    return call
+    return draft.call
 
 
 def resize(worker_group: WorkerGroup, timeout: float | None) -> int:

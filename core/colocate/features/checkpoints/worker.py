@@ -15,7 +15,7 @@ from colocate.worker.hooks import OfWorker
 from colocate.worker.serving.role_instance import RoleInstance
 
 
-class CheckpointsOfWorker(OfWorker):
+class CheckpointsOfWorker(OfWorker, calls={CHECKPOINT: "save", RESTORE: "restore"}):
     """The checkpoints of a worker's roles."""
 
     def __init__(self, worker_context: WorkerContext) -> None:
@@ -67,7 +67,3 @@ class CheckpointsOfWorker(OfWorker):
             share.restore(context, role, directory, identity)
             context.device.end(f"{role.name}.restore")
         context.ran(role.name, f"restoring role {role.name!r}")
-
-
-_METHODS = {CHECKPOINT: "save", RESTORE: "restore"}
-CheckpointsOfWorker.calls = {said: CheckpointsOfWorker.__dict__[name].spec for said, name in _METHODS.items()}

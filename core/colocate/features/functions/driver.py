@@ -8,7 +8,7 @@ from typing import Any
 
 from colocate._calls.handles import Consumer, Reference
 from colocate._calls.pending import PendingCall
-from colocate._calls.sending import everyone, ready, recording, refuse_inside, start
+from colocate._calls.sending import everyone, ready, refuse_here, start
 from colocate._calls.view import with_references
 from colocate._definitions.names import path_of
 from colocate._signals.in_framework import refuse_to_wait
@@ -16,8 +16,8 @@ from colocate._values.dispatch import plan
 from colocate._values.nesting import no_end
 from colocate._worker_group.spawn import ship
 from colocate._worker_group.worker_group import WorkerGroup
-from colocate.features.functions.worker import RUN
-from colocate.worker.serving.build import Shipped
+from colocate.features.functions.worker import FunctionsOfWorker
+from colocate.worker.serving.build import FUNCTION, Shipped
 
 
 def run(
@@ -29,23 +29,20 @@ def run(
     name = getattr(function, "__name__", type(function).__name__)
     label = f"function {name}"
     _check_fits(function, name, args, kwargs)
-    if (recorder := recording(worker_group)) is not None:
-        recorder.refuse_call(f"group.run({name})")
-    worker_group.check()
-    refuse_inside(label, worker_group.name)
+    refuse_here(worker_group, label)
     refuse_to_wait(label)
-    role = everyone(worker_group)
+    role, spec = everyone(worker_group), FunctionsOfWorker.calls[FUNCTION]
     uses: list[Reference] = []
     consumer = Consumer(worker_group.name, role.slots, role.ranks.mesh)
     given = {"args": args, "kwargs": dict(kwargs)}
     shipped = _ship(function, name, worker_group.services.executor.in_process)
     try:
         given = with_references(given, worker_group, consumer, label, uses)
-        planned = plan(RUN.dispatch, {"function": shipped, **given}, role.ranks)
+        planned = plan(spec.dispatch, {"function": shipped, **given}, role.ranks)
     except RecursionError:
         raise no_end(label) from None
     call = PendingCall(label, "", name, role.slots)
-    return start(ready(worker_group, call, role, RUN, planned, uses, None))
+    return start(ready(worker_group, call, role, spec, planned, uses, None))
 
 
 def _check_fits(function: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:

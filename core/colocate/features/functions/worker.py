@@ -14,7 +14,7 @@ from colocate.worker.serving.build import FUNCTION, Shipped
 from colocate.worker.serving.signal_handlers import calls_role_code
 
 
-class FunctionsOfWorker(OfWorker):
+class FunctionsOfWorker(OfWorker, calls={FUNCTION: "run"}):
     """What runs the functions of a worker."""
 
     @method
@@ -23,7 +23,3 @@ class FunctionsOfWorker(OfWorker):
         """Run a function with the worker's context; one that is async is run to its end."""
         result = function.load()(current(), *args, **kwargs)
         return awaited(result) if inspect.iscoroutine(result) else result
-
-
-RUN = FunctionsOfWorker.__dict__["run"].spec
-FunctionsOfWorker.calls = {FUNCTION: RUN}

@@ -7,12 +7,11 @@ from functools import partial
 from typing import Any, cast
 
 from colocate._calls.pending import PendingCall
-from colocate._calls.sending import Draft, everyone, give_place, ready, recording, refuse_inside, settled, start
+from colocate._calls.sending import Draft, everyone, for_all, give_place, refuse_here, settled, start
 from colocate._plugins.needs import require
 from colocate._role.method import DISCARDABLE, TAGS
 from colocate._signals.in_framework import refuse_to_wait
 from colocate._system.nearest import did_you_mean
-from colocate._system.numbers import FOREVER_S
 from colocate._values.dispatch import plan
 from colocate._worker_group.worker_group import WorkerGroup
 from colocate.errors import ConfigError, MemoryBudgetError, RoleError
@@ -118,14 +117,8 @@ def _discarded(tags: Sequence[str], discard: Sequence[str]) -> list[str]:
 def _start(
     worker_group: WorkerGroup, method: str, label: str, given: Mapping[str, Any], timeout: float | None
 ) -> PendingCall:
-    if (recorder := recording(worker_group)) is not None:
-        recorder.refuse_call(f"the {label}")
-    worker_group.check()
-    refuse_inside(f"the {label}", worker_group.name)
-    info, spec = everyone(worker_group), MemoryOfWorker.calls[method]
-    planned = plan(spec.dispatch, dict(given), info.ranks)
-    call = PendingCall(label, "", method, info.slots)
-    return start(ready(worker_group, call, info, spec, planned, [], FOREVER_S if timeout is None else timeout))
+    refuse_here(worker_group, f"the {label}")
+    return start(for_all(worker_group, label, method, MemoryOfWorker.calls[method], given, timeout))
 
 
 def _result(worker_group: WorkerGroup, role: str, call: PendingCall, done: str) -> int:

@@ -31,7 +31,7 @@ from colocate.worker.hooks import OfWorker
 from colocate.worker.serving.role_instance import RoleInstance
 
 
-class MemoryOfWorker(OfWorker):
+class MemoryOfWorker(OfWorker, calls={SLEEP: "sleep", WAKE: "wake"}):
     """The memory of a worker's roles.
 
     Attributes:
@@ -211,10 +211,6 @@ class MemoryOfWorker(OfWorker):
         self._accounts.moved(role)
         whole = asleep and len(self.sleeper.asleep.tags(role)) == len(TAGS)
         self._worker_context.say(Moved(role, asleep, nbytes, start, time.time(), whole, why, kept_awake=dict(kept)))
-
-
-_METHODS = {SLEEP: "sleep", WAKE: "wake"}
-MemoryOfWorker.calls = {said: MemoryOfWorker.__dict__[name].spec for said, name in _METHODS.items()}
 
 
 def _check_addresses(instance: object, worker_context: WorkerContext, elsewhere: Elsewhere) -> None:

@@ -20,15 +20,13 @@ from colocate._api.group import ColocatedGroup
 from colocate._api.runtime import Runtime
 from colocate._calls.pending import PendingCall
 from colocate._calls.records import CallRecord, MoveRecord
-from colocate._calls.sending import everyone, ready, recording, refuse_inside, start
+from colocate._calls.sending import for_all, refuse_here, start
 from colocate._protocol.message import Message
 from colocate._protocol.requests import Requests
 from colocate._signals.in_framework import refuse_to_wait
 from colocate._system.deadline import Deadline
 from colocate._system.nearest import did_you_mean
-from colocate._system.numbers import FOREVER_S
 from colocate._system.recent import Interval
-from colocate._values.dispatch import plan
 from colocate._worker_group.hooks import OfGroup
 from colocate._worker_group.worker_group import WorkerGroup
 from colocate._worker_group.workforce import Worker
@@ -254,10 +252,7 @@ class _Session:
                 f"{label}: its workers are threads of this process, and torch profiles a process, not one rank of it. "
                 "Use connect(processes=True) (--set executor.with.processes=true), Ray or Dask"
             )
-        if (recorder := recording(node)) is not None:
-            recorder.refuse_call(label)
-        node.check()
-        refuse_inside(label, node.name)
+        refuse_here(node, label)
         refuse_to_wait(label)
 
     def begin(self) -> None:
@@ -416,6 +411,4 @@ def _check(told: list[Any]) -> list[Any]:
 
 
 def _call(node: WorkerGroup, what: str, given: Mapping[str, Any]) -> PendingCall:
-    role, spec = everyone(node), ProfilingOfWorker.calls[what]
-    planned = plan(spec.dispatch, dict(given), role.ranks)
-    return start(ready(node, PendingCall(what, "", what, role.slots), role, spec, planned, [], FOREVER_S))
+    return start(for_all(node, what, what, ProfilingOfWorker.calls[what], given))

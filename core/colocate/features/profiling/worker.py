@@ -32,7 +32,7 @@ _LOOKS = 8
 """So often it looks at its clock: the first range takes torch a millisecond, and any of them may be interrupted."""
 
 
-class ProfilingOfWorker(OfWorker):
+class ProfilingOfWorker(OfWorker, calls={BEGIN: "begin", END: "end"}):
     """The profile of a worker. While there is none, no call asks for it (`WorkerContext.list_hooks`)."""
 
     def __init__(self, worker_context: WorkerContext) -> None:
@@ -120,10 +120,6 @@ class ProfilingOfWorker(OfWorker):
             del self.enters, self.leaves
             self._worker_context.list_hooks()
             session.end()
-
-
-_METHODS = {BEGIN: "begin", END: "end"}
-ProfilingOfWorker.calls = {said: ProfilingOfWorker.__dict__[name].spec for said, name in _METHODS.items()}
 
 
 def _stem(boot: Boot) -> str:

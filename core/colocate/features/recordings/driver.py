@@ -18,13 +18,13 @@ import attrs
 
 from colocate import features
 from colocate._calls.pending import PendingCall
-from colocate._calls.sending import everyone, ready, recording, refuse_inside, start
+from colocate._calls.sending import for_all, refuse_here, start
+from colocate._calls.view import viewed
 from colocate._protocol.message import Message
 from colocate._role.role import RoleInfo
 from colocate._signals.in_framework import refuse_to_wait
 from colocate._system.files import GrowingFile
-from colocate._system.numbers import FOREVER_S, parse_bytes
-from colocate._values.dispatch import plan
+from colocate._system.numbers import parse_bytes
 from colocate._worker_group.hooks import OfGroup
 from colocate._worker_group.worker_group import WorkerGroup
 from colocate._worker_group.workforce import Worker
@@ -216,10 +216,7 @@ def record(views: Any, folder: str | os.PathLike[str], limit: str | int | None, 
     if others := with_inputs - {(name, role.name) for name, (_, roles) in groups.items() for role in roles}:
         raise ConfigError(f"runtime.record(inputs): role {min(others)[1]!r} isn't among the roles that are recorded")
     for worker_group, _ in groups.values():
-        if (recorder := recording(worker_group)) is not None:
-            recorder.refuse_call("runtime.record")
-        worker_group.check()
-        refuse_inside("runtime.record", worker_group.name)
+        refuse_here(worker_group, "runtime.record")
     whole = Recorder(place, groups)
     made: list[Path] = []
     try:
@@ -250,10 +247,7 @@ def of_group(worker_group: WorkerGroup) -> RecordingsOfGroup:
 
 def _viewed(views: Any) -> Iterator[tuple[WorkerGroup, RoleInfo]]:
     for view in views if isinstance(views, Iterable) and not isinstance(views, str) else [views]:
-        found = getattr(view, "__dict__", {}).get("_colocate_view")
-        if found is None:
-            raise ConfigError(f"runtime.record({view!r}): it takes views, as group.role(name) gives them")
-        yield cast("tuple[WorkerGroup, RoleInfo]", found)
+        yield viewed(view, "runtime.record(view")
 
 
 def _begin(
@@ -289,10 +283,7 @@ def _over(role: RoleInfo) -> Recorded:
 
 
 def _send(worker_group: WorkerGroup, said: str, **arguments: Any) -> PendingCall:
-    info, spec = everyone(worker_group), RecordingsOfWorker.calls[said]
-    planned = plan(spec.dispatch, arguments, info.ranks)
-    call = PendingCall(said, "", said, info.slots)
-    return start(ready(worker_group, call, info, spec, planned, [], FOREVER_S))
+    return start(for_all(worker_group, said, said, RecordingsOfWorker.calls[said], arguments))
 
 
 def _played(worker_group: WorkerGroup, role: RoleInfo, given: Replay | Compare, life: str) -> Played:
@@ -374,10 +365,7 @@ def comparison(view: Any) -> list[ComparedMethod]:
     Raises:
         ConfigError: It is no view, or of a role that isn't compared.
     """
-    found = getattr(view, "__dict__", {}).get("_colocate_view")
-    if found is None:
-        raise ConfigError(f"comparison({view!r}): it takes a view, as group.role(name) gives it")
-    worker_group, role = cast("tuple[WorkerGroup, RoleInfo]", found)
+    worker_group, role = viewed(view, "comparison(view")
     if worker_group.declared.specs[role.name].compare is None:
         raise ConfigError(f"comparison: role {role.name!r} isn't compared: declare it with .on(compare=...)")
     refuse_to_wait("comparison")

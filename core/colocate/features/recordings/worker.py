@@ -26,7 +26,7 @@ from colocate.worker.lane import Work
 from colocate.worker.serving.role_instance import RoleInstance
 
 
-class RecordingsOfWorker(OfWorker):
+class RecordingsOfWorker(OfWorker, calls={RECORDING: "record", COMPARISON: "compared"}):
     """The roles of a worker whose calls somebody sees."""
 
     def __init__(self, worker_context: WorkerContext) -> None:
@@ -179,7 +179,3 @@ class RecordingsOfWorker(OfWorker):
         """Write what is left."""
         for tapped in self._tapped.values():
             self._end(tapped)
-
-
-_METHODS = {RECORDING: "record", COMPARISON: "compared"}
-RecordingsOfWorker.calls = {said: RecordingsOfWorker.__dict__[name].spec for said, name in _METHODS.items()}

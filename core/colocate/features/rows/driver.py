@@ -9,7 +9,7 @@ import attrs
 
 from colocate._calls.handles import Consumer, Reference
 from colocate._calls.order import Hold
-from colocate._calls.sending import recording, refuse_inside
+from colocate._calls.sending import refuse_here
 from colocate._calls.view import ViewCall, with_references
 from colocate._protocol.message import Message
 from colocate._role.call import Call, OnDriver, Resident
@@ -149,10 +149,7 @@ class RowsViewCall(OnDriver):
         Residents among the rows are fetched: it is the driver that gives rows to ranks, and knows which are whose.
         """
         worker_group, role, spec, label = self._worker_group, self._role, self._spec, self._label
-        worker_group.check()
-        refuse_inside(label, worker_group.name)
-        if (recorder := recording(worker_group)) is not None:
-            recorder.refuse_call(label)
+        refuse_here(worker_group, label)
         refuse_to_wait(label)
         arguments = spec.bind(args, kwargs)
         named = (spec.rows,) if spec.rows is not None else getattr(spec.dispatch, "parameters", ())

@@ -7,17 +7,16 @@ from typing import Any, NoReturn
 
 import attrs
 
-from colocate._calls.pending import PendingCall
-from colocate._calls.sending import everyone, ready, recording, refuse_inside, start
+from colocate._calls.sending import for_all, refuse_here, start
+from colocate._calls.view import viewed
 from colocate._display import columns, page, reason, table
 from colocate._role.role import RoleInfo
 from colocate._signals.in_framework import refuse_to_wait
 from colocate._system.nearest import did_you_mean
-from colocate._system.numbers import FOREVER_S, limit
-from colocate._values.dispatch import plan
+from colocate._system.numbers import limit
 from colocate._worker_group.worker_group import WorkerGroup
 from colocate.errors import ConfigError
-from colocate.features.weights.driver import has_method, viewed
+from colocate.features.weights.driver import has_method
 from colocate.features.weights.messages import DIGESTS, Digest, Wanted
 from colocate.features.weights.weights import awake_for
 from colocate.features.weights.worker import WeightsOfWorker
@@ -106,16 +105,15 @@ def compare_weights(
         RoleError: `named_weights` has raised.
     """
     limited = limit(timeout, "compare_weights(timeout)", positive=True)
-    seconds = FOREVER_S if limited is None else limited
     refuse_to_wait("compare_weights")
-    (one, first), (other, second) = viewed(a, "compare_weights", "a"), viewed(b, "compare_weights", "b")
+    (one, first), (other, second) = viewed(a, "compare_weights(a"), viewed(b, "compare_weights(b")
     for role in (first, second):
         has_method("compare_weights", role, "named_weights", f". {_TO_SEE}")
     alone = one is other and first.name == second.name
-    have = _digests(other, second, {}, seconds)
+    have = _digests(other, second, {}, limited)
     called = dict(names or {})
     wanted = {_origin(name, called): digest.dtype for ranks in have for name, digest in ranks.items()}
-    given = have if alone else _digests(one, first, wanted, seconds)
+    given = have if alone else _digests(one, first, wanted, limited)
     if unknown := [name for name in called if name not in given[0]]:
         near = did_you_mean(unknown[0], given[0])
         raise ConfigError(f"compare_weights(names=...): {first.name} has no weight {unknown[0]!r}{near}")
@@ -131,16 +129,11 @@ def _origin(name: str, names: Mapping[str, str | None]) -> str:
     return next((own for own, called in names.items() if called == name), name)
 
 
-def _digests(worker_group: WorkerGroup, role: RoleInfo, dtypes: Mapping[str, str], timeout: float) -> Found:
+def _digests(worker_group: WorkerGroup, role: RoleInfo, dtypes: Mapping[str, str], timeout: float | None) -> Found:
     label = f"the comparing of {role.name}'s weights"
-    if (recorder := recording(worker_group)) is not None:
-        recorder.refuse_call(label)
-    worker_group.check()
-    refuse_inside(label, worker_group.name)
-    info, spec = everyone(worker_group), WeightsOfWorker.calls[DIGESTS]
+    refuse_here(worker_group, label)
     wanted = Wanted(role.name, f"{worker_group.name}.{role.name}", dtypes)
-    planned = plan(spec.dispatch, {"wanted": wanted}, info.ranks)
-    draft = ready(worker_group, PendingCall(label, "", DIGESTS, info.slots), info, spec, planned, [], timeout)
+    draft = for_all(worker_group, label, DIGESTS, WeightsOfWorker.calls[DIGESTS], {"wanted": wanted}, timeout)
     draft.wakes = {role.name: awake_for(role.cls, "named_weights")}
     found = start(draft).result()
     return [found[slot] for slot in role.slots]

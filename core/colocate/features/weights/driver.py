@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, cast
 import attrs
 
 from colocate._calls.pending import PendingCall
-from colocate._calls.sending import Draft, everyone, ready, recording, refuse_inside, send_now, submit
+from colocate._calls.sending import Draft, for_all, refuse_here, send_now, submit
+from colocate._calls.view import viewed
 from colocate._display import weights_age
 from colocate._protocol.uses import Origin, Source
 from colocate._role.call import Call
@@ -27,9 +28,8 @@ from colocate._role.method import RoleMethod
 from colocate._role.role import RoleInfo
 from colocate._signals.in_framework import in_framework, refuse_to_wait
 from colocate._system.nearest import did_you_mean
-from colocate._system.numbers import FOREVER_S, limit, parse_bytes, plural
+from colocate._system.numbers import limit, parse_bytes, plural
 from colocate._values.collect import Gather
-from colocate._values.dispatch import plan
 from colocate._worker_group.hooks import OfGroup
 from colocate._worker_group.worker_group import WorkerGroup
 from colocate.errors import CallCancelled, ColocateError, ConfigError, SleepingError
@@ -261,19 +261,15 @@ def sync_weights(
         SleepingError: Memory of one of them, or a weight, sleeps and is only woken by `group.wake`.
     """
     limited = limit(timeout, "sync_weights(timeout)", positive=True)
-    worker_group, giver = viewed(source, "sync_weights", "source")
-    other, taker = viewed(target, "sync_weights", "target")
+    worker_group, giver = viewed(source, "sync_weights(source")
+    other, taker = viewed(target, "sync_weights(target")
     _check(worker_group, giver, other, taker, check)
     label = f"the sync of {giver.name} to {taker.name}"
     for each in {id(worker_group): worker_group, id(other): other}.values():
-        if (recorder := recording(each)) is not None:
-            recorder.refuse_call(label)
-        each.check()
-        refuse_inside(label, each.name)
+        refuse_here(each, label)
     given = _planned(worker_group, giver, other, taker, names, dtype, bucket, finite, check)
-    seconds = FOREVER_S if limited is None else limited
     updates = SourceUpdates(f"{worker_group.name}.{giver.name}", staleness)
-    found = _draft(other, label, given if worker_group is other else attrs.evolve(given, serves={}), seconds)
+    found = _draft(other, label, given if worker_group is other else attrs.evolve(given, serves={}), limited)
     if _waits.get():
         found.call.refuse_in_vain()
     if not given.idle:
@@ -283,24 +279,12 @@ def sync_weights(
         submit(found)
     else:
         found.call.parts = {"weights": StartedSync(updates, None, taker.name)}
-        gives = _draft(worker_group, label, attrs.evolve(given, source=giver.name, target=None, takes={}), seconds)
+        gives = _draft(worker_group, label, attrs.evolve(given, source=giver.name, target=None, takes={}), limited)
         gives.call.parts = {"weights": StartedSync(updates, giver.name, None)}
         if _waits.get():
             gives.call.refuse_in_vain()
         _send_both(gives, found)
     return cast("WeightSync", found.call)
-
-
-def viewed(view: Any, asks: str, what: str) -> tuple[WorkerGroup, RoleInfo]:
-    """Return a view's group and role; `asks` is the function that was given it, as its argument `what`.
-
-    Raises:
-        ConfigError: It is no view.
-    """
-    found = getattr(view, "__dict__", {}).get("_colocate_view")
-    if found is None:
-        raise ConfigError(f"{asks}({what}={view!r}): it is a view, as group.role(name) gives it")
-    return found  # type: ignore[no-any-return]
 
 
 def _check(worker_group: WorkerGroup, giver: RoleInfo, other: WorkerGroup, taker: RoleInfo, check: bool) -> None:
@@ -438,10 +422,8 @@ def _planned(
     )
 
 
-def _draft(worker_group: WorkerGroup, label: str, given: SyncPlan, timeout: float) -> Draft:
-    info, spec = everyone(worker_group), WeightsOfWorker.calls[SYNC]
-    planned = plan(spec.dispatch, {"plan": given}, info.ranks)
-    draft = ready(worker_group, PendingCall(label, "", SYNC, info.slots), info, spec, planned, [], timeout)
+def _draft(worker_group: WorkerGroup, label: str, given: SyncPlan, timeout: float | None) -> Draft:
+    draft = for_all(worker_group, label, SYNC, WeightsOfWorker.calls[SYNC], {"plan": given}, timeout)
     needs = [(given.source, "named_weights"), (given.target, "load_weights")]
     if given.check:
         needs.append((given.target, "named_weights"))

@@ -81,7 +81,7 @@ class _JoinSynced(Collect):
         return WeightSync(found[0].version, found[0].nbytes, max(each.seconds for each in found), by, checked)
 
 
-class WeightsOfWorker(OfWorker):
+class WeightsOfWorker(OfWorker, calls={SYNC: "sync", DIGESTS: "digests"}):
     """The syncs of a worker, and what its roles have received by them. A sync is run on the worker's lane."""
 
     def __init__(self, worker_context: WorkerContext) -> None:
@@ -578,12 +578,6 @@ def _idle(target: RoleInstance) -> Synced:
     """Have a target be as if it had got weights, if it only stands in for one; another one has those that it had."""
     target.ctx.weights_version += target.stands_in
     return Synced(target.ctx.weights_version, 0, 0.0, "", None)
-
-
-WeightsOfWorker.calls = {
-    SYNC: WeightsOfWorker.__dict__["sync"].spec,
-    DIGESTS: WeightsOfWorker.__dict__["digests"].spec,
-}
 
 
 class _Check:
