@@ -6,7 +6,7 @@ import contextlib
 import logging
 import threading
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -388,7 +388,7 @@ class Slots(Owned):
                 index: tuple(each for each in there if each is not worker_group) for index, there in self.taken.items()
             }
             self.taken = {index: there for index, there in left.items() if there}
-            self.forget(worker_group)
+            self.connection.forget(worker_group)
         self.changed()
 
     def beside(self, worker_group: WorkerGroup, slot: int) -> list[Worker]:
@@ -396,14 +396,6 @@ class Slots(Owned):
         index = worker_group.indices[slot]
         there = [each for each in self.taken.get(index, ()) if each is not worker_group and index in each.indices]
         return [each.workforce.workers[each.indices.index(index)] for each in there]
-
-    def others(self) -> Mapping[str, WorkerGroup]:
-        """The worker groups of its runtime, by name."""
-        return self.connection.worker_groups
-
-    def forget(self, worker_group: WorkerGroup) -> None:
-        """Free the name of a group."""
-        self.connection.forget(worker_group)
 
     # -- from driver to driver
 

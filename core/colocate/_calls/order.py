@@ -35,7 +35,7 @@ from colocate._protocol import from_worker, to_worker
 from colocate._protocol.consequence import CAUSE_MAY_COME_LATE
 from colocate._protocol.requests import Request, Requests
 from colocate._signals.in_framework import Section
-from colocate._system.jobs import JobThread, Timer
+from colocate._system.jobs import Timer
 from colocate._system.limits import (
     ALIVE_WITHIN_S,
     SILENT_AFTER_S,
@@ -122,7 +122,7 @@ class CallOrder:
         self.pending: dict[int, PendingCall] = {}
         self.link = link
         self._timers = link.services.timers
-        self.stacks = StackQuestions(link, self._timers, self.lock)
+        self.stacks = StackQuestions(link, self.lock)
         self._withdrawals: Requests[int, bool] = Requests(link.base)
         self._last_seq = link.base  # 0 is the construction of the roles
         self._resumed: dict[str, int] = {}  # by lane
@@ -563,9 +563,9 @@ class StackQuestions:
         ran: The calls that each rank ran when it last told its stack.
     """
 
-    def __init__(self, link: WorkerGroup, timers: JobThread, lock: Section) -> None:
+    def __init__(self, link: WorkerGroup, lock: Section) -> None:
         self.ran: dict[int, tuple[int, ...]] = {}
-        self._link, self._timers, self._lock = link, timers, lock
+        self._link, self._timers, self._lock = link, link.services.timers, lock
         self._requests: Requests[int, str] = Requests(link.base)
 
     def ask(self, slots: list[int], then: Callable[[Stacks], None]) -> None:

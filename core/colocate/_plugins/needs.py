@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import itertools
 import sys
@@ -28,7 +27,6 @@ Said: TypeAlias = Iterable[tuple[str | Sequence[str | int], str | PluginError]]
 NEEDS = "__colocate_needs__"
 _CHECK = "__colocate_check__"
 _KNOWN = ("process_group", "process")
-_OF_TORCH = {"device", "generator", "process_group"}  # what a role asks its context for, and is torch's
 
 
 def needs(*what: Literal["process_group", "process"]) -> Callable[[C], C]:
@@ -176,11 +174,9 @@ def imports_of(classes: Iterable[type]) -> tuple[str, ...] | None:
         return None
     classes = list(classes)
     seen: set[str] = set()
-    bases = [base for cls in classes for base in cls.__mro__]
-    todo = [base.__module__ for base in bases]
+    todo = [base.__module__ for cls in classes for base in cls.__mro__]
     tops = {name.partition(".")[0] for name in todo}
     own = {cls.__module__ for cls in classes}
-    todo += [name for base in bases if base.__module__ in MAINS or not _is_installed(base) for name in _used_in(base)]
     while todo:
         name = todo.pop()
         if name in seen or (is_shipped_with_python(name) and name not in MAINS and name not in own):
@@ -191,29 +187,6 @@ def imports_of(classes: Iterable[type]) -> tuple[str, ...] | None:
         if module is not None and (name.partition(".")[0] in tops or not file or not is_installed_file(file)):
             todo += _used_by(module)
     return tuple(name for name in LONG if any(each.partition(".")[0] == name for each in seen))
-
-
-def _is_installed(cls: type) -> bool:
-    file = getattr(sys.modules.get(cls.__module__), "__file__", None)
-    return cls.__module__ == "builtins" or (file is not None and is_installed_file(file))
-
-
-def _used_in(cls: type) -> Iterator[str]:
-    """The modules that a class's functions import when they are called, or have from the function around them."""
-    todo: list[Any] = list(vars(cls).values())
-    for value in todo:  # which grows
-        function = getattr(value, "__func__", value)
-        if isinstance(function, ModuleType):
-            yield function.__name__
-        elif isinstance(function, FunctionType):
-            names = function.__code__.co_names
-            yield from names
-            if "ctx" in names and not _OF_TORCH.isdisjoint(names):
-                yield "torch"
-            for cell in function.__closure__ or ():
-                with contextlib.suppress(ValueError):  # it is empty
-                    if not any(cell.cell_contents is each for each in todo):
-                        todo.append(cell.cell_contents)
 
 
 def _used_by(module: ModuleType) -> Iterator[str]:

@@ -190,9 +190,8 @@ class Requests(Generic[Party, Answer]):
             if concerns(request.about):
                 self.fail(request, error())
 
-    def fail_all(self, error: BaseException, *, for_good: bool = True) -> None:
-        """No answer will come to any question, nor to those still to be asked if it is for good."""
-        if for_good:
-            self._failed = error
+    def fail_all(self, error: BaseException) -> None:
+        """No answer will come to any question, nor to those still to be asked."""
+        self._failed = error
         for request in list(self._open.values()):
             self.fail(request, error)

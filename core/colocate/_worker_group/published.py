@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import attrs
 
-from colocate._calls.order import CallOrder
 from colocate._calls.pending import PendingCall
 from colocate._definitions import ids, making, sources
 from colocate._definitions.bundles import Bundle, ReceivedDefinitions, Table
@@ -23,7 +22,6 @@ from colocate._definitions.names import script_names
 from colocate._definitions.sources import ShippedModules
 from colocate._protocol import from_worker, questions, to_worker
 from colocate._protocol.message import Message
-from colocate._signals.in_framework import Section
 from colocate._system.jobs import error_text
 from colocate._system.threads import Thread
 from colocate._worker_group.workforce import Worker
@@ -39,11 +37,8 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes)
 class Published:
     """Sends definitions to the workers of one group, and holds them: its results may name them as long as it exists."""
 
-    def __init__(self, link: WorkerGroup, lock: Section, workers: Callable[[], Sequence[Worker]]) -> None:
-        """Args: link: The group. lock: That of its calls. workers: Those that it has now."""
+    def __init__(self, link: WorkerGroup) -> None:
         self._link = link
-        self._lock = lock
-        self._workers = workers
         self._held: dict[int, Any] = {}
         self._received_definitions = ReceivedDefinitions()
         self._tried = Table("is given it")
@@ -62,7 +57,7 @@ class Published:
         self.given = ShippedModules(self._link.name, modules)
         self.script = script
         if script != ids.this_process():
-            for worker in self._workers():
+            for worker in self._link.workforce.workers:
                 worker.table.script = "has another's"
 
     def renew(self) -> None:
@@ -114,7 +109,7 @@ class Published:
             self._give(slots, list(needs.values()))
 
     def _give(self, slots: Iterable[int], needs: Sequence[Need]) -> None:
-        executor, workers = self._link.services.executor, self._workers()
+        executor, workers = self._link.services.executor, self._link.workforce.workers
         if executor.in_process:  # nothing travels, but what couldn't is told there too (`strict=True`)
             if lacking := self._tried.lacks(needs):
                 self._tried.has_got(self._tried.bundle(lacking))
@@ -152,7 +147,7 @@ class Published:
 
     def lost(self, worker: Worker, lost: from_worker.Undefined) -> None:
         """Note that a worker couldn't rebuild something of a bundle, and has nothing of it."""
-        with self._lock:
+        with self._link.order.lock:
             worker.table.lost(lost.ids, lost.names)
 
     def told(self, worker: Worker, told: to_worker.Define, body: Any) -> None:
@@ -187,7 +182,7 @@ class Published:
             return sources.shadowing()
         assert isinstance(question, questions.Missing)
         definition = Definition(question.id, ids.find(question.id))
-        with self._lock:
+        with self._link.order.lock:
             self._give([worker.slot], [definition])
         return None
 
@@ -198,8 +193,6 @@ def _are_equal(now: Any, was: Any) -> bool:
 
 
 Tell: TypeAlias = Callable[[Any, str | None], None]
-Locate: TypeAlias = Callable[[questions.WhereIs, Tell], None]
-"""Tells where a worker is reached."""
 
 
 @attrs.define
@@ -215,10 +208,8 @@ class _Meeting:
 class Questions:
     """Answers the workers of one group."""
 
-    def __init__(self, order: CallOrder, published: Published, locate: Locate) -> None:
-        self._order = order
-        self._published = published
-        self._locate = locate
+    def __init__(self, link: WorkerGroup) -> None:
+        self._link = link
         self._meetings: dict[str, _Meeting] = {}
 
     def asked(self, worker: Worker, asked: from_worker.Ask) -> None:
@@ -237,14 +228,31 @@ class Questions:
             case questions.Meet() as question:
                 self._meet(worker.slot, question, tell)
             case question:
-                self._published.asked(worker, question, tell)
+                self._link.published.asked(worker, question, tell)
+
+    def _locate(self, asked: questions.WhereIs, tell: Tell) -> None:
+        """Tell where a worker of some group is reached."""
+        group = asked.group
+        found = self._link.home.connection.worker_groups.get(group)
+        if found is None or not found.alive or found.number != asked.number:
+            tell(None, f"group {group!r} is closed")
+            return
+        if found.generation != asked.generation:
+            tell(None, f"group {group!r} has been restarted")
+            return
+
+        def located(address: str | None, why: str) -> None:
+            words = f"worker {asked.slot} of group {group!r} can't be reached by others: {why}"
+            tell(address, None if address is not None else words)
+
+        found.workforce.workers[asked.slot].locate(located)
 
     def _meet(self, slot: int, asked: questions.Meet, tell: Tell) -> None:
         """Tell all members the value that one of them has brought, once all are there, or why one can't come.
 
         Nobody comes any more once the call has failed: then the hold ends the wait in the worker.
         """
-        with self._order.lock:
+        with self._link.order.lock:
             meeting = self._meetings.setdefault(asked.rendezvous_key, _Meeting())
             meeting.there.append(tell)
             meeting.slots.add(slot)
@@ -260,7 +268,7 @@ class Questions:
 
     def _aligned(self, asked: questions.Aligned, tell: Tell) -> None:
         """Tell which of a call's other residents have the partition of the first, once all of them are made."""
-        call = self._order.pending.get(asked.seq)
+        call = self._link.order.pending.get(asked.seq)
         uses = {use._kept.source.key: use._kept for use in call.uses} if call is not None else {}
         if asked.key not in uses:
             tell(None, "the call has failed on another rank")

@@ -19,7 +19,7 @@ from colocate._calls.residents import Residents
 from colocate._calls.services import Services
 from colocate._calls.unasked import Unasked
 from colocate._owned.owned import Owned, State, raise_together
-from colocate._protocol import from_worker, questions, to_worker
+from colocate._protocol import from_worker, to_worker
 from colocate._protocol.message import Message
 from colocate._protocol.uses import Origin, Source
 from colocate._role.method_spec import MethodSpec
@@ -31,7 +31,7 @@ from colocate._system.numbers import FOREVER_S
 from colocate._system.threads import Thread
 from colocate._values.mesh import Ranks
 from colocate._worker_group.hooks import OfGroup
-from colocate._worker_group.published import Published, Questions, Tell
+from colocate._worker_group.published import Published, Questions
 from colocate._worker_group.spawn import Declared, resize, warn_of_rebound
 from colocate._worker_group.workforce import Worker, Workforce
 from colocate.errors import ClosedError, ClusterError, ColocateError, GroupRestarted, RoleStartError, WorkerDied
@@ -261,12 +261,12 @@ class WorkerGroup(Owned):
         self.declared = declared  # its roles as they were declared
         self.roles: Mapping[str, RoleInfo] = declared.infos  # its roles by name
         self.seed = services.seed  # what the generators of its roles are derived from
-        self._start_timeout: float | None = None
+        self.start_timeout: float | None = None  # seconds that a start may take
         self.number = services.new_key()  # which no group of its name has had before
         self._origins: dict[str, Origin] = {}  # by method
         self.order = CallOrder(self)
         self.background = declared.background  # its roles that have a lane of their own
-        self.published = Published(self, self.order.lock, lambda: self.workforce.workers)
+        self.published = Published(self)
         self.restarts = Restarts(self, restarts)
         self._parts: dict[str, OfGroup] = {}  # the halves of features that are there, by the names of these
         self.drafting: list[OfGroup] = []  # features that insert calls before others
@@ -282,9 +282,8 @@ class WorkerGroup(Owned):
 
     def _begin(self, places: Sequence[Place]) -> None:
         """Make the records of a generation of workers."""
-        self.questions = Questions(self.order, self.published, self._locate)
-        parts = self.order, self.home.request, places
-        self.workforce = Workforce(self, *parts, self._heard, self._greet, self._gone)
+        self.questions = Questions(self)
+        self.workforce = Workforce(self, places)
 
     # -- what its calls and parts need
 
@@ -434,7 +433,7 @@ class WorkerGroup(Owned):
 
     # -- what its workers say
 
-    def _heard(self, worker: Worker, message: Message, body: Any) -> None:
+    def heard(self, worker: Worker, message: Message, body: Any) -> None:
         """Take what a worker says that isn't about itself."""
         slot, order = worker.slot, self.order
         match message:
@@ -464,32 +463,15 @@ class WorkerGroup(Owned):
                     raise TypeError(f"worker {slot} of group {self.name!r} says what no driver hears: {message!r}")
                 self.part(feature).heard(worker, message, body)
 
-    def _greet(self, worker: Worker) -> None:
+    def greet(self, worker: Worker) -> None:
         """Tell a new worker what it has to know before anything else."""
         for part in self.parts.values():
             part.greets(worker)
 
-    def _gone(self, worker: Worker) -> None:
+    def gone(self, worker: Worker) -> None:
         """Hear that a worker has ended."""
         for part in self.parts.values():
             part.gone(worker)
-
-    def _locate(self, asked: questions.WhereIs, tell: Tell) -> None:
-        """Tell where a worker of some group is reached."""
-        group = asked.group
-        found = self.home.others().get(group)
-        if found is None or not found.alive or found.number != asked.number:
-            tell(None, f"group {group!r} is closed")
-            return
-        if found.generation != asked.generation:
-            tell(None, f"group {group!r} has been restarted")
-            return
-
-        def located(address: str | None, why: str) -> None:
-            words = f"worker {asked.slot} of group {group!r} can't be reached by others: {why}"
-            tell(address, None if address is not None else words)
-
-        found.workforce.workers[asked.slot].locate(located)
 
     # -- its state
 
@@ -543,23 +525,27 @@ class WorkerGroup(Owned):
         Raises:
             RoleStartError: They don't start; everything is ended.
         """
-        self._start_timeout = timeout
+        self.start_timeout = timeout
         if not self.services.executor.in_process:
             warn_of_rebound(self.declared, self.name, self.line)
         self._start()
 
     def _start(self) -> None:
-        def starts() -> tuple[dict[str, Any], dict[str, Any]]:
-            given = {name: plain for name, part in self.parts.items() if (plain := part.gives()) is not None}
-            return given, {name: plain for name, part in self.parts.items() if (plain := part.starts()) is not None}
-
-        parts: dict[str, dict[str, Any]] = {}
-        for feature, part in self.parts.items():
-            for role, plain in part.builds().items():
-                parts.setdefault(role, {})[feature] = plain
-        self.workforce.start(self.declared, self.seed, self._start_timeout, starts, parts)
+        self.workforce.start()
         self.workforce.ready()
         self.home.changed()
+
+    def builds(self) -> Mapping[str, Mapping[str, Any]]:
+        """Return what features say of roles that are built, by role and feature."""
+        found: dict[str, dict[str, Any]] = {}
+        for feature, part in self.parts.items():
+            for role, plain in part.builds().items():
+                found.setdefault(role, {})[feature] = plain
+        return found
+
+    def told(self, says: Callable[[OfGroup], Any]) -> dict[str, Any]:
+        """Return what features say to their halves in the workers, by their names."""
+        return {name: plain for name, part in self.parts.items() if (plain := says(part)) is not None}
 
     def begin_again(self) -> bool:
         """Note that it is being rebuilt from now on; False when it is closed."""
@@ -652,7 +638,7 @@ class WorkerGroup(Owned):
         """Let go of the group, which isn't this driver's any more; nothing of it is ended."""
         self._fail_what_is_left()
         self.restarts.stop()
-        self.home.forget(self)
+        self.home.connection.forget(self)
         self.disown()
         self._tell_state(State.CLOSED)
         self.life.end()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 from colocate._calls.failures import broken_error, death_error, failure_error, worker_error
-from colocate._calls.order import CallOrder, Stacks
+from colocate._calls.order import Stacks
 from colocate._calls.pending import PendingCall
 from colocate._definitions.bundles import Table
 from colocate._owned.owned import State
@@ -22,9 +22,9 @@ from colocate._protocol.requests import Request as Question, Requests
 from colocate._system.deadline import NEVER, Deadline
 from colocate._system.jobs import Timer
 from colocate._system.limits import AFTER_END_S, AFTER_FORCE_S, AFTER_KILL_S, IDLE_S, LOOKS_FOR_S, STACKS_WITHIN_S
-from colocate._worker_group.spawn import Declared, builds, start_error
+from colocate._worker_group.spawn import builds, start_error
 from colocate.errors import ClusterError, ColocateError, WorkerDied
-from colocate.executor import Boot, Detachable, Exit, Host, Place, Request
+from colocate.executor import Boot, Detachable, Exit, Host, Place
 from colocate.worker.serving.output import Tail, log_levels, split_label
 
 if TYPE_CHECKING:
@@ -169,7 +169,7 @@ class Worker:
                 self.lane_ended = True
                 workforce.stages.reach(self.slot, Stage.LEAVING)
             case _:
-                workforce.heard(self, message, body)
+                workforce.link.heard(self, message, body)
 
     def logged(self, line: str) -> None:
         """Print a line of its output: with the role and rank that printed it, where that is known."""
@@ -220,21 +220,9 @@ class Worker:
 class Workforce:
     """Starts, watches and ends the workers of a group."""
 
-    def __init__(
-        self,
-        link: WorkerGroup,
-        order: CallOrder,
-        request: Request,
-        places: Sequence[Place],
-        heard: Callable[[Worker, Message, Any], None],
-        greet: Callable[[Worker], None],
-        gone: Callable[[Worker], None],
-    ) -> None:
+    def __init__(self, link: WorkerGroup, places: Sequence[Place]) -> None:
         self.link = link
-        self.order = order
-        self.heard = heard  # is told what a worker says that isn't about itself
-        self._greet = greet  # tells a worker what it has to know before anything else
-        self._gone = gone  # is told of a worker that has ended
+        self.order = link.order
         self.stages = Stages(len(places))
         self._lock = threading.Lock()  # the innermost one
         self._built: dict[int, ColocateError | None] = {}
@@ -245,7 +233,7 @@ class Workforce:
         self._timers: list[Timer] = []
         self._building_since: float | None = None
         self.began = time.time()
-        services = link.services
+        services, request = link.services, link.home.request
         generation = f"@{link.generation}" if link.generation else ""
         levels = log_levels()
         self.workers = [
@@ -276,30 +264,28 @@ class Workforce:
 
     # -- start
 
-    def start(
-        self,
-        declared: Declared,
-        seed: int,
-        timeout: float | None,
-        starts: Callable[[], tuple[Mapping[str, Any], Mapping[str, Any]]],
-        parts: Mapping[str, Mapping[str, Any]],
-    ) -> None:
+    def start(self) -> None:
         """Start the workers and construct the roles.
-
-        Args:
-            declared: The roles.
-            seed: What their generators are derived from.
-            timeout: Seconds that this may take; None for any.
-            starts: Returns, when the workers run, what features say before there are roles, and of how these begin.
-            parts: What features say of roles, by role and feature.
 
         Raises:
             RoleStartError: A worker didn't start, or a role wasn't constructed; everything is ended.
         """
-        link = self.link
-        deadline = Deadline(timeout)
-        executor = link.services.executor
-        body = builds(declared, executor.codec, link.name, seed, link.generation, executor.in_process, parts)
+        group, declared = self.link, self.link.declared
+        deadline, executor = Deadline(group.start_timeout), group.services.executor
+        generation, parts = group.generation, group.builds()
+        body = builds(declared, executor.codec, group.name, group.seed, generation, executor.in_process, parts)
+        self._launch()
+        if self._reached(Stage.RUNNING, deadline):
+            self._compare_versions()
+        if not self._built:
+            self._construct(body, deadline)
+        if group.closed_by is not None:
+            group.check()
+        if errors := self._start_errors():
+            raise start_error(group.name, errors)
+
+    def _launch(self) -> None:
+        group, executor, declared = self.link, self.link.services.executor, self.link.declared
         imports = () if executor.in_process else imports_of(info.cls for info in declared.infos.values())
         for worker, place in zip(self.workers, self._places, strict=True):
             worker.boot = attrs.evolve(worker.boot, imports=imports, env={**worker.boot.env, **declared.env})
@@ -309,53 +295,56 @@ class Workforce:
                 raise
             except Exception as why:
                 words = f"could not be started: {type(why).__name__}: {why}"
-                failed = worker_error(link, worker.slot, None, words)
+                failed = worker_error(group, worker.slot, None, words)
                 failed.__cause__ = why
-                raise start_error(link.name, {worker.slot: failed}) from why
-            self._greet(worker)
-            if link.closed_by is not None:  # by another thread, which has no longer waited for this one
+                raise start_error(group.name, {worker.slot: failed}) from why
+            group.greet(worker)
+            if group.closed_by is not None:  # by another thread, which has no longer waited for this one
                 worker.host.kill()
-                link.check()
-        if self._reached(Stage.RUNNING, deadline):
-            here = versions.facts()
-            for worker in self.workers:
-                if (unlike := versions.difference(here, worker.hello or here)) is not None:
-                    self.built(worker.slot, worker_error(link, worker.slot, worker.pid, unlike))
-        if not self._built:
-            live = link.live()
-            build = to_worker.Build(
-                link.generation,
-                len(self.workers),
-                link.services.collective_timeout,
-                *starts(),
-                declared.background,
-            )
-            link.send(live, build, body)
-            self._building_since = time.time()
-            began, left = self._building_since, deadline
-            while not self.stages.wait(lambda: self.stages.all_reached(Stage.BUILT) or self._build_failed, left):
-                if (stood := link.stood(began)) <= 0.0:
-                    break
-                began, left = time.time(), Deadline(stood)
-            if self._build_failed:
-                # The others are told by a hold, and have as long as after any failed call.
-                if link.closed_by is None:
-                    self._granted = link.grace
-                self._reached(Stage.BUILT, Deadline(link.grace))
-        if link.closed_by is not None:
-            link.check()
+                group.check()
+
+    def _compare_versions(self) -> None:
+        here = versions.facts()
+        for worker in self.workers:
+            if (unlike := versions.difference(here, worker.hello or here)) is not None:
+                self.built(worker.slot, worker_error(self.link, worker.slot, worker.pid, unlike))
+
+    def _construct(self, body: Any, deadline: Deadline) -> None:
+        """Have all workers construct their roles, and wait for that."""
+        group = self.link
+        build = to_worker.Build(
+            group.generation,
+            len(self.workers),
+            group.services.collective_timeout,
+            group.told(lambda part: part.gives()),
+            group.told(lambda part: part.starts()),
+            group.background,
+        )
+        group.send(group.live(), build, body)
+        self._building_since = began = time.time()
+        while not self.stages.wait(lambda: self.stages.all_reached(Stage.BUILT) or self._build_failed, deadline):
+            if (stood := group.stood(began)) <= 0.0:
+                break
+            began, deadline = time.time(), Deadline(stood)
+        if self._build_failed:
+            # The others are told by a hold, and have as long as after any failed call.
+            if group.closed_by is None:
+                self._granted = group.grace
+            self._reached(Stage.BUILT, Deadline(group.grace))
+
+    def _start_errors(self) -> dict[int, ColocateError]:
+        """Return what has gone wrong with the start, by slot."""
         errors: dict[int, ColocateError] = {}
         for worker in self.workers:
             error = self._built.get(worker.slot)
             late = worker.slot not in self._built
             if late and not (self._build_failed and worker.hello is not None):
                 what = "did not start" if worker.hello is None else "did not construct its roles"
-                error = worker_error(link, worker.slot, worker.pid, f"{what} in time")
-                self._granted = timeout or 0.0
+                error = worker_error(self.link, worker.slot, worker.pid, f"{what} in time")
+                self._granted = self.link.start_timeout or 0.0
             if error is not None:
                 errors[worker.slot] = error
-        if errors:
-            raise start_error(link.name, errors)
+        return errors
 
     def starting(self, longer_than: float) -> list[int]:
         """Return the slots whose workers have been starting for so many seconds."""
@@ -373,7 +362,7 @@ class Workforce:
         for worker, place, token in zip(self.workers, self._places, tokens, strict=True):
             self._built[worker.slot] = None
             worker.host = executor.take(place, worker.boot, worker, token)
-            self._greet(worker)
+            self.link.greet(worker)
 
     def wait_hello(self, grace: float) -> list[int]:
         """Wait until all workers have said hello, or have ended; the slots of those that haven't in time."""
@@ -432,7 +421,7 @@ class Workforce:
         """Note that a worker is gone, which the group may have failed of."""
         assert worker.exit is not None
         link, slot = self.link, worker.slot
-        self._gone(worker)
+        link.gone(worker)
         self.order.gone(slot)
         if link.life.is_starting:
             running = "the constructors of its roles" if worker.hello is not None else None

@@ -9,13 +9,16 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from colocate import features
-from colocate._protocol import from_worker
+from colocate._protocol import from_worker, questions
+from colocate._protocol.consequence import Consequence
 from colocate._protocol.ledger import TAGS
 from colocate._protocol.message import Message
-from colocate._role.context import Context, RowState
+from colocate._protocol.requests import Requests
+from colocate._role.context import Context, RowState, running_call
 from colocate._system.imported import imported
 from colocate._system.recent import RecentSpans
 from colocate._values.codec import Codec
@@ -23,32 +26,58 @@ from colocate.errors import ConfigError, SerializationError
 from colocate.executor import Boot
 from colocate.gpus import KIND, in_use
 from colocate.worker.background import Background
-from colocate.worker.base import Send, Worker
+from colocate.worker.device import Device
 from colocate.worker.hooks import OfWorker
 from colocate.worker.lane import Lane
+from colocate.worker.residents.store import Store
 from colocate.worker.serving.definitions import Definitions
 from colocate.worker.serving.role_instance import RoleInstance
+from colocate.worker.serving.scope import Scope
+from colocate.worker.settings import Setting
 
 if TYPE_CHECKING:
     from colocate.worker.residents.peers import Peers
 
+_OF_CODE = (questions.Missing, questions.Source, questions.Compare)
 _CAUSE_EVERY_S = 0.01  # how often features are asked whether the cause of a failure is known
 
 
-class WorkerContext(Worker):
+Send: TypeAlias = Callable[[Any, Any], None]
+"""Of a head, or within one process of the message itself, and the body."""
+
+
+class WorkerContext(abc.ABC):
     """What the parts of a worker share: its roles, what they keep, and what they ask the driver.
 
     Attributes:
+        boot: Who it is.
+        in_process: Whether the other workers are threads of this process.
+        store: What it keeps.
+        roles: Those of its slot, by what messages call them.
+        scope: Which calls may wait for others.
+        device: What its slot computes on.
+        setting: What makes torch's settings.
+        lane: Where role code runs, but for that of background roles.
+        empty: The bytes that its process had before the first role; None where that is the driver's.
+        slots: How many slots its group has.
+        collective_timeout: Seconds that an operation of a process group may take.
+        looking: Held by who looks at what roles hold beside the lane, and so keeps what a role lets go of.
         codec: How values travel.
         instances: Its roles by name, as their contexts know each other.
         definitions: What it and its driver know of each other's classes and functions.
         background: Those of their lanes, by role.
         peers: How it gets at other workers' residents.
         recent: When its roles were busy; None where nobody but the driver asks, who knows.
+        parts: The halves of features that are there, by the names of these.
         begins: Of these halves `begins`, where they have one of their own; the others likewise.
     """
 
+    lane: Lane
     peers: Peers
+    empty: int | None = None
+    slots = 1
+    collective_timeout = 1800.0
+    parts: Mapping[str, OfWorker] = MappingProxyType({})
     recent: RecentSpans[str] | None = None
     enters: tuple[Callable[..., None], ...] = ()
     leaves: tuple[Callable[..., None], ...] = ()
@@ -61,13 +90,59 @@ class WorkerContext(Worker):
     finishes: tuple[Callable[..., Any], ...] = ()
 
     def __init__(self, boot: Boot, codec: Codec, send: Send, in_process: bool) -> None:
-        super().__init__(boot, send, in_process)
+        self.boot = boot
+        self._send = send
+        self.in_process = in_process
         self.codec = codec
+        self.scope = Scope(self._lane_of)
+        self.store = Store(boot.strict, self.scope, boot.device)
+        self.roles: dict[Any, RoleInstance] = {}
+        self.device = Device(boot.device, in_process)
+        self.setting = Setting(boot.device, in_process, self.device.leaves)
+        self._questions: Requests[None, Any] = Requests()
+        self.looking = threading.Lock()
+        self.scope.ends(lambda concerns, reason: self._questions.fail_those(concerns, lambda: Consequence(reason)))
         self._making = threading.RLock()  # held while a half of a feature is made
         self.background: dict[str, Background] = {}
         self.instances: dict[str, object] = {}
         self.definitions = Definitions(self.ask, self.say, in_process)
         self.scope.ends(self._end_peers)
+
+    def why_not(self) -> str | None:
+        """Why the call that asks mustn't wait for another worker; None when it may."""
+        return self.scope.why(self.asking())
+
+    def asking(self) -> int | None:
+        """The number of the call that asks; a thread that a role has started asks for the one that runs."""
+        state = running_call.get()
+        return state.seq if state is not None else max(list(self.lane.running), default=None)
+
+    def say(self, message: Message, body: Any = None) -> None:
+        """Tell the driver something; in order, from any thread."""
+        self._send(message if self.in_process else message.head(), body)
+
+    def ask(self, question: Message, apart: bool = False) -> Any:
+        """Ask the driver something and wait; ColocateError says its refusal, or what broke the wait.
+
+        Args:
+            question: The question.
+            apart: It isn't asked for any call: only the end of the worker breaks the wait.
+        """
+        seq = -1 if apart else self.asking()
+        if seq == 0 and isinstance(question, _OF_CODE):
+            seq = -1  # roles are constructed also when another rank's can't be, which has no part in this answer
+        request = self._questions.open([None], seq or 0)
+        reason = self.scope.why(seq)
+        if reason is not None:
+            self._questions.drop(request)
+            raise Consequence(reason)
+        self.lane.waits()  # a `__del__` may ask, at any time
+        self.say(from_worker.Ask(request.token, question))
+        return request.result()[0]
+
+    def tell(self, question: Message) -> None:
+        """Tell the driver something by a question, the answer to which isn't waited for. From any thread."""
+        self.say(from_worker.Ask(self._questions.open([None], -1).token, question))
 
     def part(self, name: str) -> OfWorker:
         """Return this worker's half of a feature, which is made when it is first asked for.
@@ -257,3 +332,14 @@ def entered(blocks: Iterable[AbstractContextManager[object]]) -> ExitStack:
 def _plain(number: Any) -> int | float:
     """A number as the driver can take it up: without whatever class the role has for it."""
     return float(number) if isinstance(number, float) else operator.index(number)
+
+
+def named(worker_context: WorkerContext) -> dict[str, RoleInstance]:
+    """Return the roles of a worker by name, without what functions run in; on any thread."""
+    return {role.name: role for role in list(worker_context.roles.values()) if role.name is not None}
+
+
+def beside(worker_context: WorkerContext, name: str | None = None) -> list[object]:
+    """Return the objects that aren't looked into with those of one role: the other roles', and what it sets apart."""
+    found = [role.instance for each, role in named(worker_context).items() if each != name]
+    return found if name is None else [*found, *worker_context.roles[name].apart()]

@@ -22,7 +22,7 @@ from colocate.features.memory.messages import Holds, Ledger, Sizes
 from colocate.features.memory.sleep import Sleeper
 from colocate.features.memory.vmm import absent
 from colocate.gpus import in_use
-from colocate.worker.base import Worker, beside, named
+from colocate.worker.context import WorkerContext, beside, named
 from colocate.worker.holdings import Holdings, Storages, gradients_of, held_by, lie_in, search
 from colocate.worker.hooks import OfWorker
 from colocate.worker.serving.failure import LOOKING
@@ -86,7 +86,7 @@ class Accounts:
         beside: What roles of other groups hold that have workers on the slot, by group, as these told it last.
     """
 
-    def __init__(self, worker_context: Worker, sleeper: Sleeper) -> None:
+    def __init__(self, worker_context: WorkerContext, sleeper: Sleeper) -> None:
         self._worker_context = worker_context
         self._sleeper = sleeper
         self.gradients = Gradients(worker_context)
@@ -417,7 +417,7 @@ class Gradients:
     known as they were between two calls, or where their role's memory has moved since.
     """
 
-    def __init__(self, worker_context: Worker) -> None:
+    def __init__(self, worker_context: WorkerContext) -> None:
         self._worker_context = worker_context
         self._lock = threading.Lock()
         self._asked = threading.Event()

@@ -28,7 +28,7 @@ from colocate._system.room import free_memory
 from colocate._system.tracebacks import frames_of_users, told
 from colocate.errors import ColocateError, ConfigError, SleepingError
 from colocate.features.memory.offload import HOST, Key, Offload, place_of
-from colocate.worker.base import Worker, beside, named
+from colocate.worker.context import WorkerContext, beside, named
 from colocate.worker.holdings import (
     Holdings,
     Objects,
@@ -414,7 +414,7 @@ class Sleeper:
             sleeps or wakes.
     """
 
-    def __init__(self, worker_context: Worker) -> None:
+    def __init__(self, worker_context: WorkerContext) -> None:
         self._worker_context = worker_context
         self.offload = Offload(worker_context.boot.device, lambda: self.free(), lambda: self.spill_dir)
         self.asleep = Asleep(worker_context.boot.device, self.offload)
@@ -733,7 +733,7 @@ class Sleeper:
 
 
 def _held(
-    worker_context: Worker, name: str, storages: Callable[[], Objects] = Objects, with_declared: bool = True
+    worker_context: WorkerContext, name: str, storages: Callable[[], Objects] = Objects, with_declared: bool = True
 ) -> Holdings:
     """Return what a role holds."""
     role = worker_context.roles[name]

@@ -29,7 +29,7 @@ from colocate.errors import MemoryBudgetError, SleepingError
 from colocate.features.memory.ledger import Accounts, Shares
 from colocate.features.memory.messages import Moved
 from colocate.features.memory.sleep import RestorePlan, Sleeper, lacks_room, reason
-from colocate.worker.base import Worker, named
+from colocate.worker.context import WorkerContext, named
 from colocate.worker.serving.role_instance import RoleInstance
 
 _ALL = tuple(TAGS)
@@ -90,7 +90,7 @@ class TurnScheduler:
 
     _limits: Sequence[Limit]  # what all may have together, where they do
 
-    def __init__(self, worker_context: Worker, sleeper: Sleeper, accounts: Accounts) -> None:
+    def __init__(self, worker_context: WorkerContext, sleeper: Sleeper, accounts: Accounts) -> None:
         self._worker_context = worker_context
         self._sleeper = sleeper
         self._accounts = accounts

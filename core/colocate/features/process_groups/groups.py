@@ -30,7 +30,7 @@ from colocate.features.process_groups.torch_groups import Plan
 from colocate.features.process_groups.usable import Usable
 from colocate.features.process_groups.waits import destroy_later, guard, transferring
 from colocate.gpus import backend_for, number_of
-from colocate.worker.base import Worker
+from colocate.worker.context import WorkerContext
 from colocate.worker.serving.failure import LOOKING
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class ProcessGroups:
         cuts: How often one was cut.
     """
 
-    def __init__(self, worker: Worker) -> None:
+    def __init__(self, worker: WorkerContext) -> None:
         """Make none yet. Where workers are threads of one process, torch can give them no groups of their own."""
         boot = worker.boot
         self._worker, self._in_process = worker, worker.in_process

@@ -29,7 +29,7 @@ from colocate.features.process_groups.meetings import NotMade, all_make, can_not
 from colocate.features.process_groups.messages import Joining
 from colocate.features.process_groups.torch_groups import Plan
 from colocate.features.process_groups.waits import destroy_later
-from colocate.worker.base import Worker
+from colocate.worker.context import WorkerContext
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -74,7 +74,7 @@ class Making:
         failed_in: The last call in which a group couldn't be made, as another rank had left, or died; -1 for none.
     """
 
-    def __init__(self, worker: Worker) -> None:
+    def __init__(self, worker: WorkerContext) -> None:
         """Nothing is made yet. Args: worker: Whose lane waits."""
         self._worker = worker
         self._lock = threading.Lock()
@@ -261,7 +261,7 @@ class DefaultGroup:
         name: What torch calls it.
     """
 
-    def __init__(self, worker: Worker, making: Making) -> None:
+    def __init__(self, worker: WorkerContext, making: Making) -> None:
         """Make none yet."""
         self._worker, self._making = worker, making
         self._group, self._slot = worker.boot.group, worker.boot.slot

@@ -45,8 +45,7 @@ from colocate.features.weights.weights import (
     pairs,
 )
 from colocate.wire import Area
-from colocate.worker.base import beside
-from colocate.worker.context import WorkerContext
+from colocate.worker.context import WorkerContext, beside
 from colocate.worker.holdings import Objects, WeakStorage, held_by
 from colocate.worker.hooks import OfWorker
 from colocate.worker.lane import Work

@@ -26,10 +26,9 @@ from colocate.executor import Boot
 from colocate.features import CALLS, of_message
 from colocate.wire import Arriving, Turns
 from colocate.worker.background import Background, LaneBarrier
-from colocate.worker.base import Send
 from colocate.worker.birth.imports import importing
 from colocate.worker.birth.template import tell_imports
-from colocate.worker.context import WorkerContext
+from colocate.worker.context import Send, WorkerContext
 from colocate.worker.lane import Lane, Work
 from colocate.worker.residents.peers import Peers
 from colocate.worker.runner import Runner
