@@ -18,21 +18,20 @@ def test_roles_with_options_and_methods_and_jobs(colocate: CommandLine) -> None:
     assert (done.returncode, done.stderr) == (0, "")
     lines = done.stdout.splitlines()
     assert lines[0].startswith("ppo: roles, jobs, from colocate ")
-    about = "The value model: the actor's backbone with one output. `load` gives it its model."
+    about = "The value model: the actor's backbone with one output, set by `load`."
     at = lines.index(f"role ppo.critic: {about} (colocate_ppo.critic:Critic)")
     assert lines[at + 1 : at + 6] == [
         "needs process_group",
         "  load(weights: Weights) -> None",
-        "      Broadcast(), Gather(): Start from the backbone of a language model; every value is 0 at first.",
+        "      Broadcast(), Gather(): Copy the backbone of a language model; all values are 0 at first.",
         "  values(rollout: Rollout) -> Tensor",
-        "      Scatter('rollout'), Concat(): The value of the state in which each response token was chosen, `[B, R]`.",
+        "      Scatter('rollout'), Concat(): Return the value of the state before each response token, `[B, R]`.",
     ]
     at = lines.index("options of ppo.actor")
     assert lines[at + 1].split() == ["option", "type", "default", "what", "it", "is"]
     assert " ".join(lines[at + 2].split()) == (
         "model str | None None A hub id or a local folder with a causal language model and its tokenizer; None makes a "
-        "small Llama with random weights that reads characters. Code that comes with a model (`auto_map`) isn't run: "
-        "such a one fails."
+        "small Llama with random weights that reads characters. A model with code of its own (`auto_map`) fails to load."
     )
     assert " ".join(lines[at + 3].split()) == "layers int 2 Layers of the small Llama."
     assert any(line.startswith("job ppo.train: Train an actor with PPO") for line in lines)
