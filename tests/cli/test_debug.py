@@ -220,7 +220,7 @@ def test_a_killed_driver(colocate: CommandLine, screen: Callable[..., Screen], d
     wait_until(lambda: driver.pid not in stopped_drivers(), "its socket is gone")
 
 
-@pytest.mark.in_make_test("15-terminal", "2-editor")
+@pytest.mark.in_make_test("15-terminal")
 @pytest.mark.parametrize("hook", ["", "debugpy.breakpoint"], ids=["terminal", "editor"])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_run_that_is_to_end(colocate: CommandLine, number: signal.Signals, hook: str) -> None:

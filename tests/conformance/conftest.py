@@ -47,7 +47,7 @@ def _is_in_make_test(file: str, area: str, function: object) -> bool:
         return False
     if file == "test_outpost_hosts":  # beside test_outpost, whose posts aren't started by ssh
         return area in ("deaths", "residents") and hasattr(function, "smoke")
-    if file == "test_ray" and area == "placement":  # tests/ray has how a cluster of several nodes places slots
+    if file == "test_ray" and area in ("audits", "placement"):  # of which tests/ray has what is its own
         return False
     return is_of_wheel if file == "test_dask" else hasattr(function, "smoke")
 

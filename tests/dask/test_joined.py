@@ -71,6 +71,7 @@ def test_sockets(cluster: str, other: Any) -> None:
     assert len(sockets) >= 2  # its stream, and what it has asked by
 
 
+@pytest.mark.long
 def test_connections(runtime: Runtime) -> None:
     """What was asked beside something else leaves no connection of its own."""
     executor: Any = runtime._node.services.executor

@@ -206,7 +206,8 @@ def agrees(drawn: Sequence[Drawn], executor: str, forks: Forks) -> None:
         assert done.stdout == "agreed\n", f"{drawn}\n{done.stderr[-6000:]}"
 
 
-@pytest.mark.parametrize("executor", [*BUILT_IN, pytest.param("strict", marks=pytest.mark.long)])
+@pytest.mark.in_make_test("threads")
+@pytest.mark.parametrize("executor", [*BUILT_IN, "strict"])
 @hypothesis.settings(max_examples=2, deadline=None, database=None, derandomize=True)
 @given(
     drawn=st.lists(

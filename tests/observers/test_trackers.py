@@ -193,6 +193,7 @@ def test_a_run_that_goes_on_in_tensorboard(tmp_path: Path) -> None:
     assert [each.step for each in found.Scalars("n")] == [1, 2, 3, 4]
 
 
+@pytest.mark.long
 def test_wandb(tmp_path: Path) -> None:
     """One that is written only."""
     rows, axes, exits, _ = by_wandb(tmp_path, "run_for_wandb")

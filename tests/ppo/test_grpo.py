@@ -234,6 +234,7 @@ def test_staleness_of_the_example(tmp_path: Path) -> None:
     assert found.rows == run([*TINY, *OWN, *STALE], tmp_path / "own").rows
 
 
+@pytest.mark.long
 def test_turns_within_a_budget(tmp_path: Path) -> None:
     """Actor and engine don't fit together, and all goes as if they did."""
     moved = Moved()

@@ -96,6 +96,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Recorder:
     return run("ppo-small.yaml", TINY, tmp_path_factory.mktemp("tiny"))
 
 
+@pytest.mark.long
 def test_ppo_improves(warmed: Recorder, tmp_path: Path) -> None:
     trained = run("ppo-small.yaml", TRAINED, tmp_path, resumed=warmed.resumed)
     assert warmed.rows[0]["eval_accuracy"] < 0.35

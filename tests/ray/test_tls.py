@@ -35,6 +35,7 @@ def refused(options: dict[str, Any]) -> str:
     return str(caught.value)
 
 
+@pytest.mark.long
 def test_right_certificates(
     cluster: dict[str, Any], certificates: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -50,15 +51,18 @@ def test_right_certificates(
         assert look_at(attrs.evolve(window, address=there), executor)["job"] == "demo"
 
 
+@pytest.mark.long
 def test_none(cluster: dict[str, Any]) -> None:
     assert re.search(r"does it use TLS\? Then set RAY_USE_TLS=1", refused(cluster))
 
 
+@pytest.mark.long
 def test_of_another_authority(cluster: dict[str, Any], certificates: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tls(monkeypatch, certificates, "bad", "bad")
     assert re.search(r"no certificate of the authority in RAY_TLS_CA_CERT \(.*bad-ca\.pem\)", refused(cluster))
 
 
+@pytest.mark.long
 def test_that_the_cluster_does_not_know(
     cluster: dict[str, Any], certificates: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -66,6 +70,7 @@ def test_that_the_cluster_does_not_know(
     assert re.search(r"doesn't accept the certificate .*bad-cert\.pem", refused(cluster))
 
 
+@pytest.mark.long
 def test_that_are_not_there(cluster: dict[str, Any], certificates: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tls(monkeypatch, certificates, "good", "missing")
     with pytest.raises(ConfigError, match=r"name no file: RAY_TLS_SERVER_CERT=.*missing-cert\.pem"):

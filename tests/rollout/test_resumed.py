@@ -62,7 +62,7 @@ def steps(group: colocate.ColocatedGroup, count: int = 2) -> list[list[list[tupl
     return found
 
 
-@pytest.mark.in_make_test("strange")
+@pytest.mark.long
 @pytest.mark.parametrize("engine", [*ENGINES, "strange"])
 def test_resumed_and_killed(engine: str, tmp_path: Path) -> None:
     """Restored in place, after a kill, by another process: each draws as the run that goes on, whatever comes between.

@@ -224,6 +224,7 @@ def count(run: Run, *, steps: int) -> None:
             (directory / "done").write_text(str(step))
 
 
+@pytest.mark.in_make_test("memory")
 def test_a_run_goes_on_on_another_machine(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which has none of its files: with the same numbers, and all that was logged. A new run gets another name."""
 

@@ -268,7 +268,7 @@ def test_an_audit_while_one_is_replaced(runtime: Runtime, monkeypatch: pytest.Mo
     group.wait_ready(PATIENCE_S)
 
 
-@pytest.mark.in_make_test("replaces")
+@pytest.mark.long
 def test_a_node_on_which_workers_die(runtime: Runtime, machines: Machines) -> None:
     """The second time its slot is a spare, and the spare has its place; who asks is told."""
     pool = runtime.reserve(slots=2, spares=1)

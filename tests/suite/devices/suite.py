@@ -43,6 +43,7 @@ class Devices(ExecutorCase):
         if group.state == "ready":
             group.role("gpu", HasNvml).forget()
 
+    @pytest.mark.long
     @of_executor
     def test_samples(self, played: ColocatedGroup) -> None:
         """Observers are told each second, of all slots that have a GPU; each XID error once; until it is stopped."""

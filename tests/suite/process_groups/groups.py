@@ -196,6 +196,7 @@ class CutProcessGroups(collectives.CutProcessGroups):
         assert error.__cause__ == root
         assert pair.sum(1.0) == [2.0] * 2
 
+    @pytest.mark.in_make_test("sum-given0")
     @needs(OwnProcess)
     @pytest.mark.parametrize(("method", "given"), [("sum", [1.0]), ("sum_in_default", [])])
     def test_a_peer_that_never_comes(self, no_leaks: None, method: str, given: list[float]) -> None:
