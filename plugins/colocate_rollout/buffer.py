@@ -1,4 +1,4 @@
-"""`Buffer`: what generates puts items into it, and what trains takes those that aren't too old."""
+"""`Buffer`: items from the role that generates, for the role that trains, with a limit on staleness."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from colocate.texts import amount_problem, limit, shown
 T = TypeVar("T")
 
 
-@attrs.frozen(eq=False)  # found by identity: users' values are compared by their own code
+@attrs.frozen(eq=False)  # compared by identity: users' values may define their own equality
 class _Item(Generic[T]):
     value: T
     version: int
 
 
 class Buffer(Generic[T]):
-    """A bounded buffer on the driver between a stream and a trainer; its methods may be called from any thread.
+    """A bounded buffer on the driver between a stream and a trainer; all methods are thread-safe.
 
-    Iterating over it takes items one by one, whatever their version, until it is closed and empty.
+    Iteration takes items one by one, whatever their version, until the buffer is closed and empty.
 
     Attributes:
-        capacity: How many items it holds; who puts more waits.
+        capacity: The number of items that fit; `put` waits for room.
         max_staleness: By how many versions of weights an item may be older than the trainer.
     """
 
@@ -38,11 +38,11 @@ class Buffer(Generic[T]):
         """Make an empty buffer.
 
         Args:
-            capacity: How many items it holds.
-            max_staleness: By how many versions an item may be older than what `get` is given; 0 for none.
+            capacity: The number of items that fit.
+            max_staleness: By how many versions an item may be older than the `version` of `get`; 0 for none.
 
         Raises:
-            ConfigError: One of them is no such number.
+            ConfigError: An argument is no such number.
         """
         for name, value, least in (("capacity", capacity, 1), ("max_staleness", max_staleness, 0)):
             if (problem := amount_problem(value, whole=True, least=least)) is not None:
@@ -53,11 +53,11 @@ class Buffer(Generic[T]):
         self._dropped = 0
         self._closed = False
         self._error: BaseException | None = None
-        self._trace: TracebackType | None = None  # of the error, when it came
+        self._trace: TracebackType | None = None  # the traceback of the error at the time of `close`
 
     @property
     def dropped(self) -> int:
-        """How many items were too old, and nobody has got them."""
+        """The number of items that were dropped as too old."""
         return self._dropped
 
     def __len__(self) -> int:
@@ -68,17 +68,17 @@ class Buffer(Generic[T]):
         return f"<buffer of {len(self)} of {self.capacity} items, {state}, {self._dropped} dropped>"
 
     def put(self, item: T, version: int = 0, timeout: float | None = None) -> None:
-        """Add an item, as soon as there is room.
+        """Add an item, and wait for room first.
 
         Args:
             item: The item.
-            version: The weights that it was made with (`ctx.weights_version`); of several, the oldest.
-            timeout: Seconds to wait; None for as long as it takes.
+            version: The version of the weights that made the item (`ctx.weights_version`); of several, the oldest.
+            timeout: Seconds to wait; None for no limit.
 
         Raises:
             ConfigError: `version` is no whole number.
             ClosedError: The buffer is closed.
-            TimeoutError: It is full, and nobody takes anything.
+            TimeoutError: The buffer is full, and no item was taken in time.
         """
         _check_version(version, "put")
         within = limit(timeout, "put(timeout)")
@@ -92,20 +92,20 @@ class Buffer(Generic[T]):
             self._news.notify_all()
 
     def get(self, n: int = 1, *, version: int | None = None, timeout: float | None = None) -> list[T]:
-        """Take the next items, the first that were put; what is too old is dropped, and counted in `dropped`.
+        """Take the oldest items; items that are too stale are dropped and counted in `dropped`.
 
         Args:
-            n: How many.
-            version: The trainer's weights: items of versions below `version - max_staleness` are dropped. None drops
-                nothing.
-            timeout: Seconds to wait for them; None for as long as it takes.
+            n: Number of items.
+            version: The version of the trainer's weights: items of versions below `version - max_staleness` are
+                dropped. None drops nothing.
+            timeout: Seconds to wait for the items; None for no limit.
 
         Returns:
-            The items; fewer than `n`, or none, only where the buffer is closed and has no more.
+            The items; fewer than `n`, or none, only if the buffer is closed and has no more.
 
         Raises:
-            ConfigError: `n` is more than the buffer holds, or `version` no whole number.
-            TimeoutError: There aren't as many in time; those that there are stay.
+            ConfigError: `n` is more than the capacity, or `version` no whole number.
+            TimeoutError: Too few items came in time; the present ones stay.
             BaseException: The buffer was closed with this error, and has no more.
         """
         if (problem := amount_problem(n, whole=True, least=1)) is not None:
@@ -125,10 +125,10 @@ class Buffer(Generic[T]):
             return found
 
     def close(self, error: BaseException | None = None) -> None:
-        """Have it take no item any more; what it has can be got. Who waits for room gets a `ClosedError`. Idempotent.
+        """Refuse further items; present items can still be taken. A waiting `put` raises a `ClosedError`. Idempotent.
 
         Args:
-            error: Why there are no more: what has ended whoever puts items in. `get` raises it when it has none left.
+            error: The error that ended the producer, if any. `get` raises the error once no items are left.
         """
         with self._news:
             if not self._closed and error is not None:
@@ -141,14 +141,14 @@ class Buffer(Generic[T]):
             yield found[0]
 
     def _has(self, n: int, version: int | None) -> bool:
-        """Whether there are so many items, without those that are too old."""
+        """Return whether the buffer has `n` items, after dropping items that are too stale."""
         if version is not None:
-            # One by one, each in one step: a signal's handler may put something between two of these lines.
+            # One by one, in single steps: a signal handler may change the buffer between any two of these lines.
             for old in [each for each in [*self._items] if each.version < version - self.max_staleness]:
-                with contextlib.suppress(ValueError):  # the handler has taken it
+                with contextlib.suppress(ValueError):  # a signal handler has taken the item
                     self._items.remove(old)
                     self._dropped += 1
-                self._news.notify_all()  # there is room
+                self._news.notify_all()  # wakes a `put` that waits for room
         return len(self._items) >= n
 
 

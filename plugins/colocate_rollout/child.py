@@ -1,7 +1,7 @@
-"""An engine in a process of its own, a child of its role: whichever engine, by messages.
+"""An engine in a separate process, a child of the role: any engine, driven by messages.
 
-What goes to the child is a method's name and its arguments, and one answer comes back. Of `rows` come the rows, and a
-question between any two steps, at which the child does what else it is told, until it hears whether to end.
+A request is a method's name with arguments, and gets one answer. `rows` instead sends each row, and between any two
+steps a question whether to stop; until the reply to that question, the child handles other requests.
 """
 
 from __future__ import annotations
@@ -29,23 +29,22 @@ if TYPE_CHECKING:
 
 _LOOKS_S = 0.05
 _CANCELLED_S = 5.0
-"""So long a step may take after nobody waits any more: a call that doesn't return in ten seconds fails its group."""
+"""Seconds of a step after its call's cancellation: a call that doesn't return in ten seconds fails its group."""
 _CLOSES_S = 5.0
 
 
 @attrs.frozen
 class ChildOptions:
-    """How an engine has a process of its own.
+    """Options of an engine's own process.
 
     Attributes:
-        python: The interpreter of an environment of its own, which has colocate in the same version; None for the
-            worker's.
+        python: The interpreter of another environment, which has the same version of colocate; None for the worker's.
         env: Variables besides those of the worker.
-        within: Seconds in which the engine has to be there.
-        hung_after: A child that is asked for something, and gives no sign for so many seconds, is ended: longer than
-            any step of the engine takes.
-        fails: What fails of its end: "call", the one that generates, or "group", so that a restart acts.
-        bucket: How much memory weights go through at once.
+        within: Seconds until the engine must be ready.
+        hung_after: Seconds of silence during a request after which the child is killed: more than the longest step of
+            the engine.
+        fails: What the child's end fails: "call", the call that generates, or "group", so that a restart acts.
+        bucket: Size of the buffer through which weights are sent.
     """
 
     python: str | None = None
@@ -57,27 +56,28 @@ class ChildOptions:
 
 
 class ChildEngine:
-    """An engine whose methods run in a child of the role.
+    """An engine in a child process of the role.
 
-    After the child's end, which fails a call, it begins anew: with the next weights, or with the next call where it
-    never got any.
+    The child's end fails a call. The next update of weights starts a new child; if no weights ever came, so does the
+    next call.
 
     Args:
         ctx: The role's context.
         engine: The engine's name, or its class.
-        options: The engine's own. With `role` it has the config of that role's model, and gets weights by a sync.
-        child: How it has a process.
+        options: The engine's options. With `role`, the engine has the config of that role's model, and gets weights by
+            a sync.
+        child: Options of the process; True for the defaults.
 
     Raises:
-        ConfigError: It can't be in a child, or the engine refuses its options.
-        ChildDied: It wasn't ready in time, or has ended before.
+        ConfigError: The engine can't run in a child, or refuses its options.
+        ChildDied: The child wasn't ready in time, or has ended before.
     """
 
     def __init__(
         self, ctx: Context, engine: str | type[Any], options: Mapping[str, Any], child: Literal[True] | ChildOptions
     ) -> None:
         if not isinstance(child, ChildOptions):
-            given: Any = {} if child is True else child  # a mapping, where the role is declared in Python with one
+            given: Any = {} if child is True else child  # a mapping, from a role declared in Python
             if not isinstance(given, Mapping):
                 raise ConfigError(f"child={given!r}: true or false, or a mapping with what ChildOptions has")
             child = ChildOptions(**fitting(ChildOptions, "child", given))
@@ -87,24 +87,25 @@ class ChildEngine:
                 "can't be: leave the axis out, or `child`"
             )
         self._ctx, self._settings = ctx, child
-        self._missing: str | None = None  # why its weights can't be used
+        self._missing: str | None = None  # why the weights can't be used
         if options.get("role") is not None:
             options = _with_config(ctx, options)
             self._missing = "none have come yet; colocate.sync_weights brings them"
         place = {"device": str(ctx.device), "role": ctx.role, "group": ctx.group, "node": ctx.node}
         self._serve = partial(_serve, engine, dict(options), place)
-        self._has_got = False  # weights that no other child has
+        self._has_got = False  # whether a child has got weights
         self._managed: Mapping[str, int] = {}
-        self._early: deque[Any] = deque()  # what has come of rows while something else was waited for
+        self._early: deque[Any] = deque()  # messages of `rows` that came during another request
         self.apart = (self,)
         self._begin()
 
     def _begin(self) -> None:
-        """Start the child, which has the engine then."""
+        """Start the child, which makes the engine."""
         settings = self._settings
-        self._is_told = False  # whether a call has failed of its end
+        self._is_told = False  # whether a call has failed because of the child's end
         self._early.clear()
-        # With "call" the role looks itself, so that others may use it, and weights come to one that begins anew.
+        # With "call" the child's end fails no group: this class checks for the end, so other roles stay usable and a
+        # later update can start a new child.
         self._child = self._ctx.start(
             self._serve,
             name="engine",
@@ -132,14 +133,14 @@ class ChildEngine:
     # -- messages
 
     def _ask(self, method: str, *args: Any, patience: float | None = None) -> None:
-        """Have the engine do something."""
+        """Send a request to the engine and wait for the answer."""
         self._line.send((method, args))
         kind, value = self._answer(patience)
         if kind == "raised":
             raise _error(*value)
 
     def _ask_if_alive(self, method: str, *args: Any, patience: float | None = None) -> None:
-        """Have it do what needn't be done by one that has ended, which the next call of `rows` tells."""
+        """Send a request that a dead child may miss; the next call of `rows` reports the death."""
         with contextlib.suppress(ChildDied):
             if self._child.alive:
                 self._ask(method, *args, patience=patience)
@@ -154,13 +155,13 @@ class ChildEngine:
             self._early.append(found)
 
     def _next(self) -> Any:
-        """Return what comes of rows."""
+        """Return the next message of `rows`."""
         return self._early.popleft() if self._early else self._line.recv()
 
     # -- what an engine does
 
     def rows(self, prompts: Sequence[Prompt], sampling: Sampling, stop: Callable[[], bool]) -> Iterator[Row]:
-        """See `Engine`."""
+        """Generate rows in the child; see `Engine`."""
         if self._is_told and not (self._child.alive or self._has_got):
             self._begin()
         try:
@@ -172,14 +173,14 @@ class ChildEngine:
     def _rows(self, prompts: Sequence[Prompt], sampling: Sampling, stop: Callable[[], bool]) -> Iterator[Row]:
         if self._child.alive and self._missing is not None:
             raise ConfigError(f"the engine has no whole weights: {self._missing}")
-        self._ask("managed")  # what hangs already is found out before it is sent more than fits
+        self._ask("managed")  # detects a hung child before a message that might fill the pipe
         self._line.send(("rows", ([*prompts], sampling)))
         runs, asks, child = True, False, self._child
         try:
             while runs:
                 kind, value, managed = self._next()
                 if asks := kind == "asks":
-                    stops = stop()  # it may rest in there, paused, and the engine be made anew
+                    stops = stop()  # a paused role waits in here, and the engine may be replaced meanwhile
                     self._same(child)
                     self._line.send(("goes on", stops))
                 elif kind == "row":
@@ -198,17 +199,17 @@ class ChildEngine:
                 runs, asks = kind in ("asks", "row"), kind == "asks"
 
     def _same(self, child: Child) -> None:
-        """Raise unless the child of a generation is still there."""
+        """Raise unless the child of a generation still runs."""
         if child is not self._child:
             raise ChildDied("the engine's process has ended amid these rows, and another one has begun since")
 
     def update(self, weights: Weights, version: int) -> None:
-        """See `Engine`: weights go through shared memory, or by CUDA IPC."""
+        """Send weights through shared memory or CUDA IPC; see `Engine`."""
         if not self._child.alive:
             self._begin()
             if self._has_got:
                 self._missing = "its process has ended, with those that it had"
-        self._ask("managed")  # what hangs already is found out before it is sent more than fits
+        self._ask("managed")  # detects a hung child before a message that might fill the pipe
         self._line.send(("update", (weights.source, dict(weights.specs), version)))
         kind, value = self._answer()
         if kind == "wants":
@@ -217,7 +218,7 @@ class ChildEngine:
             except ChildDied:
                 raise
             except BaseException:
-                self._answer()  # that the update has failed
+                self._answer()  # reads the answer that the update has failed
                 raise
             kind, value = self._answer()
         if kind == "raised":
@@ -228,10 +229,10 @@ class ChildEngine:
         self._missing, self._has_got = None, True
 
     def named_weights(self) -> _Given:
-        """See `Engine`: they come as `update` brings others, by shared memory or CUDA IPC.
+        """Return the child's weights, received through shared memory or CUDA IPC; see `Engine`.
 
         Raises:
-            ConfigError: The engine can't give them back.
+            ConfigError: The engine can't return weights.
         """
         self._line.send(("described", ()))
         kind, value = self._answer()
@@ -243,29 +244,32 @@ class ChildEngine:
         self._line.send(("give", (self._settings.bucket,)))
         try:
             yield from colocate.torch.receive_weights(cast("Connection", self._line))
-        finally:  # the child says how it has ended, however that was
+        finally:  # the child always sends a final answer
             kind, value = self._answer()
             if kind == "raised":
                 raise _error(*value)
 
     def managed(self) -> Mapping[str, int]:
-        """See `Engine`: as the child has said last, since it is asked for on other threads as well."""
+        """Return the child's last report, without a request: other threads call this too. See `Engine`."""
         return self._managed if self._child.alive else {}
 
     def sleep(self, tags: Sequence[str]) -> None:
-        """See `Engine`. Weights that the engine leaves to colocate stay awake: nobody else finds them."""
+        """Free memory in the child; see `Engine`.
+
+        Weights that an engine leaves to colocate stay awake: colocate can't find these in a child.
+        """
         self._ask_if_alive("sleep", tags)
 
     def wake(self, tags: Sequence[str]) -> None:
-        """See `Engine`."""
+        """Take memory back in the child; see `Engine`."""
         self._ask_if_alive("wake", tags)
 
     def abort(self) -> None:
-        """See `Engine`."""
+        """Drop all requests in the child; see `Engine`."""
         self._ask_if_alive("abort")
 
     def close(self) -> None:
-        """See `Engine`."""
+        """Close the engine and stop the child; see `Engine`."""
         try:
             self._ask_if_alive("close", patience=_CLOSES_S)
         finally:
@@ -274,11 +278,11 @@ class ChildEngine:
 
 @attrs.frozen(eq=False)
 class _Given:
-    """Weights that a child gives back, and what it has said of them.
+    """Weights that a child sends back, with a description.
 
     Attributes:
         specs: Shape and dtype of each, in order.
-        given: Gives them.
+        given: Receives the weights.
     """
 
     specs: Mapping[str, Any]
@@ -289,7 +293,7 @@ class _Given:
 
 
 class _Line:
-    """The connection to a child, which is ended where it gives no sign."""
+    """The connection to a child; a silent child is killed."""
 
     def __init__(self, ctx: Context, child: Child, hung_after: float) -> None:
         assert child.connection is not None
@@ -297,12 +301,12 @@ class _Line:
         self.fileno, self.send = self._connection.fileno, self._connection.send
 
     def recv(self, patience: float | None = None) -> Any:
-        """Wait for what comes, so many seconds at most.
+        """Wait for a message, at most `patience` seconds (`hung_after` by default); then kill the child.
 
         Raises:
             ChildDied: The child has ended.
         """
-        silent = since_cancelled = 0.0  # not by a clock: this process may have been stopped as well
+        silent = since_cancelled = 0.0  # counted by polls, not by a clock: this process may have been stopped as well
         longest = self._hung_after if patience is None else patience
         while not self._connection.poll(_LOOKS_S):
             silent += _LOOKS_S
@@ -321,7 +325,7 @@ class _Line:
 def _serve(
     engine: str | type[Any], options: Mapping[str, Any], place: Mapping[str, Any], connection: Connection
 ) -> None:
-    """Have an engine, and do what is asked for."""
+    """Run the child: make the engine, then handle requests until the connection closes."""
     serving = _Serving(connection)
     serving.answer(serving.make, engine, options, place)
     while True:
@@ -333,7 +337,7 @@ def _serve(
 
 
 class _Serving:
-    """An engine whose methods are asked for by messages."""
+    """An engine in a child, driven by messages."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -351,17 +355,17 @@ class _Serving:
         self._connection.send((kind, value, managed))
 
     def answer(self, function: Callable[..., object], *args: Any) -> None:
-        """Say how a function has ended, and what the engine manages now."""
+        """Send a function's result or error, and the memory that the engine manages now."""
         try:
             found = function(*args)
             managed = {} if function == self._engine.close else dict(self._engine.managed())
-        except BaseException as error:  # whatever an engine raises is for the role to see
+        except BaseException as error:  # the role handles any error of an engine
             self._say("raised", _told(error))
         else:
             self._say("returned", found if function == self._described else None, managed)
 
     def do(self, method: str, args: tuple[Any, ...]) -> None:
-        """Have one method run, but `rows`."""
+        """Handle a request for any method except `rows`."""
         own: Mapping[str, Callable[..., object]] = {
             "update": self._update,
             "described": self._described,
@@ -375,7 +379,7 @@ class _Serving:
         return self._engine.named_weights()
 
     def _described(self) -> dict[str, Any]:
-        """Say what there is to give: what the engine's own weights say of themselves, or they as they are."""
+        """Return the specs of the engine's weights, as given by the engine or read from the weights."""
         found = self._named_weights()
         return dict(getattr(found, "specs", None) or Weights.of(found).specs)
 
@@ -383,7 +387,7 @@ class _Serving:
         colocate.torch.send_weights(self._connection, self._named_weights(), bucket)
 
     def rows(self, prompts: Sequence[Prompt], sampling: Sampling) -> None:
-        """Send rows as they end."""
+        """Send each row when finished."""
         try:
             for row in self._engine.rows(prompts, sampling, self._stop):
                 self._say("row", row)
@@ -394,7 +398,7 @@ class _Serving:
             self._say("ended", None, managed)
 
     def _stop(self) -> bool:
-        """Ask whether to end, and do what else is asked for until that is said."""
+        """Ask whether to stop, and handle other requests until the reply."""
         self._say("asks")
         while True:
             method, args = self._connection.recv()
@@ -413,34 +417,35 @@ class _Serving:
             given.close()
 
     def _weights(self) -> Generator[tuple[str, Tensor]]:
-        """Weights as they come, which they do when the engine wants the first."""
+        """Yield received weights; the transfer starts when the engine takes the first one."""
         self._say("wants")
         with contextlib.closing(colocate.torch.receive_weights(self._connection)) as received:
             for name, tensor in received:
-                yield name, tensor.clone()  # vLLM has each until its layer is whole, and this memory has others by then
+                # a copy: vLLM keeps weights until a layer is complete, and this buffer is reused earlier
+                yield name, tensor.clone()
 
 
 def _told(error: BaseException) -> tuple[bytes, str, str]:
     try:
         packed = pickle.dumps(error)
-    except Exception:  # whatever classes of users raise
+    except Exception:  # users' exceptions may raise anything when pickled
         packed = b""
     return packed, f"{type(error).__name__}: {error}", "".join(traceback.format_exception(error))
 
 
 def _error(packed: bytes, said: str, text: str) -> BaseException:
-    """Return an error of the child, with its traceback there."""
+    """Return an error of the child, with the child's traceback as a note."""
     try:
         found: BaseException = pickle.loads(packed)
-    except Exception:  # it is of a class that only the child has, or that can't be made again
+    except Exception:  # the class exists only in the child, or can't be rebuilt
         found = RuntimeError(said)
     found.add_note(f"In the engine's own process:\n{text}")
     return found
 
 
 def _with_config(ctx: Context, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options with the config of a role's model in the place of the role."""
-    from colocate_rollout.models import described_in  # which imports torch, as this module is not to
+    """Replace the option `role` by the config of the named role's model."""
+    from colocate_rollout.models import described_in  # imported late: `models` imports torch, and this module must not
 
     name = options["role"]
     fields, dtype = described_in(ctx, name)

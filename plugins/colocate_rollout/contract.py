@@ -1,4 +1,4 @@
-"""What an engine is: seven methods, what these are given, and what they yield."""
+"""The contract of an engine: seven methods, their arguments, and their rows."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from colocate.plugins import find_engine
 from colocate.signatures import arguments_of, path_text
 
 Finish = Literal["stop", "length", "aborted"]
-"""Why a response has ended."""
+"""The reason for the end of a response."""
 
 
-_ENDLESS = sys.float_info.max  # infinity is no number to draw tokens by
+_ENDLESS = sys.float_info.max  # infinity can't be a parameter of sampling
 
 
 def _ids(value: Any) -> tuple[int, ...]:
@@ -26,7 +26,7 @@ def _ids(value: Any) -> tuple[int, ...]:
 
 
 def _number(least: float, most: float, whole: bool = False) -> Callable[[Any, attrs.Attribute[Any], Any], None]:
-    """Return what refuses a value outside of a range, which `least` isn't in unless it is a whole number's."""
+    """Return a validator for numbers from `least` to `most`."""
 
     def check(_: Any, field: attrs.Attribute[Any], value: Any) -> None:
         kinds = int if whole else (int, float)
@@ -41,17 +41,17 @@ def _number(least: float, most: float, whole: bool = False) -> Callable[[Any, at
 
 @attrs.frozen
 class Sampling:
-    """How tokens are drawn.
+    """Parameters of sampling.
 
     Attributes:
         max_tokens: The longest response, with the token that ends it.
         temperature: Divides the logits; 0 takes the likeliest token each time.
-        top_p: Only the likeliest tokens with so much probability in all are drawn.
-        top_k: Only so many of the likeliest tokens are drawn; 0 for all.
-        seed: From which the seeds of rows are derived, in place of the runtime's seed and the number of the call: two
-            calls with equal ones draw equal rows.
-        stop_token_ids: The tokens that end a response; None for those at which the model's `generate` ends it, as its
-            generation config says, and () for none.
+        top_p: Draw only among the likeliest tokens that together have this probability.
+        top_k: Draw only among this many of the likeliest tokens; 0 for all.
+        seed: The base of the rows' seeds, instead of the runtime's seed and the call's number: two calls with equal
+            seeds draw equal rows.
+        stop_token_ids: The tokens that end a response; None for the end tokens of the model's generation config, and ()
+            for none.
     """
 
     max_tokens: int = attrs.field(default=128, validator=_number(1, _ENDLESS, whole=True))
@@ -64,11 +64,11 @@ class Sampling:
 
 @attrs.frozen
 class Prompt:
-    """One prompt and the samples that are wanted of it.
+    """One prompt, with a seed for each sample.
 
     Attributes:
-        index: The prompt's number in the whole list that the driver has given, which its rows carry.
-        token_ids: What the model is to go on with; at least one.
+        index: The prompt's number in the driver's whole list; rows carry this number.
+        token_ids: The prompt's tokens; at least one.
         seeds: One for each sample.
     """
 
@@ -82,14 +82,14 @@ class Row:
     """One response.
 
     Attributes:
-        index: The number of its prompt.
-        sample: Which one of the prompt's samples it is.
+        index: The prompt's number.
+        sample: The sample's number within the prompt.
         token_ids: The response, with the token that ended it.
-        log_probs: Of each token, in nats, as it was drawn: of the logits divided by the temperature, among the tokens
-            that `top_k` and `top_p` have left. At temperature 0 of the logits as they are.
-        finish_reason: "stop": by a token that ends it. "length": `max_tokens` are there, or the engine has no room
-            for a longer one, or for any, if the prompt has filled it. "aborted": it wasn't waited for to the end.
-        versions: The versions of the weights that have drawn it, each with the number of tokens, in order.
+        log_probs: The log-probability of each token, in nats, as drawn: under the logits divided by the temperature,
+            among the tokens left by `top_k` and `top_p`. At temperature 0, under the plain logits.
+        finish_reason: "stop": a token ended the response. "length": `max_tokens` are reached, or the engine has no room
+            for a longer response, or for any. "aborted": the call was cancelled before the end.
+        versions: The versions of the weights that drew the response, each with the number of tokens, in order.
     """
 
     index: int
@@ -101,87 +101,88 @@ class Row:
 
 
 class Engine(Protocol):
-    """What generates in a role's worker.
+    """An engine that generates in a role's worker.
 
-    Its class is named by an entry point in the group `colocate.engines`, and called as `Class(ctx, **options)`: with
-    the role's context, and with the options that the role was declared with (`with:` of a config), which are checked
-    against its signature. All methods are called on the lane of the worker, one at a time, but while `rows` is gone
-    through others may be called: `update` and `sleep` between two rows.
+    An entry point in the group `colocate.engines` names the class, which is called as `Class(ctx, **options)`: with the
+    role's context, and with the role's options (`with:` of a config), checked against the class's signature. All
+    methods are called on the worker's lane, one at a time. While a caller iterates over `rows`, other methods may be
+    called: `update` and `sleep` between two rows.
 
-    One that keeps process groups has a method `renew()` as well, which does without (see `colocate.torch.renew`). One
-    that can give its weights back has `named_weights()`: whole ones under the names under which `update` takes them,
-    as a source's `named_weights` (see `colocate.sync_weights`), for `check=True` and `colocate.compare_weights`.
+    An engine with process groups also has a method `renew()`, which stops using these groups (see
+    `colocate.torch.renew`). An engine that can return its weights has `named_weights()`: whole tensors under the names
+    that `update` takes, like a source's `named_weights` (see `colocate.sync_weights`), for `check=True` and
+    `colocate.compare_weights`.
     """
 
     def rows(self, prompts: Sequence[Prompt], sampling: Sampling, stop: Callable[[], bool]) -> Iterator[Row]:
-        """Generate, and yield each row as it ends.
+        """Generate rows, and yield each row when finished.
 
-        A row depends on its prompt, its seed, `sampling` and the weights only, and on what is generated beside it by
-        no more than the rounding of floating-point numbers. The row with the numbers i and k is of the prompt with
-        `index` i, and drawn by its `seeds[k]`; each comes once.
+        A row depends only on its prompt, its seed, `sampling` and the weights; rows beside it change no more than the
+        rounding of floating-point numbers. The row with numbers i and k belongs to the prompt with `index` i, and is
+        drawn with `seeds[k]`; each comes once.
 
-        The iterator may be closed at any row, and what it does may raise: either way nothing of its rows is left in
-        the engine, and the next `rows` gives what it would give of an engine that was just made.
+        The iterator may be closed at any row, and any step may raise: either way no part of the rows is left in the
+        engine, and the next `rows` gives the same result as on a new engine.
 
         Args:
-            prompts: What to go on with.
-            sampling: How.
-            stop: Whether to end, asked between any two steps of the engine. Rows that haven't ended are yielded as
-                they are then, as "aborted". While it is asked, the engine may get other weights, sleep and be woken:
-                rows go on afterwards, by the weights that are there.
+            prompts: The prompts to continue.
+            sampling: The parameters of sampling.
+            stop: Returns whether to stop; called between any two steps of the engine. On True, yield unfinished rows as
+                "aborted". During this call the engine may get other weights, sleep and wake: generation then continues
+                with the new weights.
 
         Raises:
-            ConfigError: A prompt is empty, or has tokens that the model hasn't; nothing has begun.
+            ConfigError: A prompt is empty, or has tokens unknown to the model; nothing has begun.
         """
         ...
 
     def update(self, weights: Weights, version: int) -> None:
-        """Take other weights, which come under the names that transformers has for them.
+        """Copy new weights into the engine, under transformers' names.
 
-        The engine goes through `weights` to its end, copies what it needs and forgets what it has computed by the
-        former weights. What it can't use is refused before anything is written (`weights.check`). An engine that was
-        left in the middle refuses to generate until a later update has come to its end.
+        The engine iterates over `weights` to the end, copies what it needs, and discards results of the former weights.
+        It refuses unsuitable weights before any write (`weights.check`). After an incomplete update, the engine refuses
+        to generate until a later update is complete.
 
         Args:
-            weights: The iterator of names and tensors, with `weights.specs` for what will come.
-            version: What `Row.versions` say from now on; it is 0 before the first update.
+            weights: An iterator of names and tensors, with `weights.specs` for what will come.
+            version: The new version for `Row.versions`; 0 before the first update.
         """
         ...
 
     def sleep(self, tags: Sequence[str]) -> None:
-        """Free memory, of "weights" and "cache" what is named; what is asleep already stays so.
+        """Free the memory of tags, "weights" or "cache"; a tag that already sleeps stays asleep.
 
-        What a cache held need not come back. Weights do, unless the engine leaves them to colocate, which moves what
-        the engine holds in tensors and doesn't tell by `managed`.
+        A cache's contents need not come back. Weights must, unless the engine leaves weights to colocate, which moves
+        the engine's tensors except the memory reported by `managed`.
         """
         ...
 
     def wake(self, tags: Sequence[str]) -> None:
-        """Take back what `sleep` has freed of these."""
+        """Take back the memory of tags that `sleep` has freed."""
         ...
 
     def managed(self) -> Mapping[str, int]:
-        """Return the bytes of memory that `sleep` frees, and of what colocate can't find, by tag, as they are now.
+        """Return the bytes of memory that `sleep` would free or that colocate can't find, by tag, at this moment.
 
-        What sleeps has none. colocate doesn't look into what an attribute `apart` of the engine's has, a sequence.
+        A sleeping tag has none. colocate doesn't search objects in the engine's attribute `apart`, a sequence.
         """
         ...
 
     def abort(self) -> None:
-        """Forget all requests. It is called after a failure, and does nothing where there are none."""
+        """Drop all requests. Called after a failure; does nothing without requests."""
         ...
 
     def close(self) -> None:
-        """End the engine: what it has begun, written or changed outside of itself is as before."""
+        """End the engine, and undo all its effects outside the engine: processes, files, settings."""
         ...
 
 
 def engine_with(engine: str | type[Any], options: Mapping[str, Any]) -> Callable[[Any], Any]:
-    """Return an engine of which all is known but its context.
+    """Return an engine's factory, which only lacks the context.
 
     Raises:
         PluginError: There is no such engine, or it can't be imported.
-        ConfigError: It doesn't take them.
+        ConfigError: The engine refuses the options.
     """
     found: Callable[..., Any] = engine_named(engine) if isinstance(engine, str) else engine
     name = engine if isinstance(engine, str) else engine.__qualname__
@@ -189,7 +190,7 @@ def engine_with(engine: str | type[Any], options: Mapping[str, Any]) -> Callable
 
 
 def engine_named(engine: str) -> type[Any]:
-    """Return the class of an installed engine; raise as `engine_with`."""
+    """Return the class of an installed engine; raise like `engine_with`."""
     if ":" in engine:
         raise ConfigError(
             f"engine={engine!r}: an engine is named by its entry point in the group colocate.engines; in Python its "
@@ -201,10 +202,10 @@ def engine_named(engine: str) -> type[Any]:
 
 
 def fitting(target: Callable[..., Any], name: str, options: Mapping[str, Any], skip: int = 0) -> dict[str, Any]:
-    """Return options as a class wants them; `name` is what errors call it, `skip` the arguments that aren't options.
+    """Convert options to a class's arguments, after the first `skip`; `name` names the class in errors.
 
     Raises:
-        ConfigError: It doesn't: all of them, with the nearest names.
+        ConfigError: Options don't fit; names all of them, with the nearest names.
     """
     arguments = arguments_of(target, name, skip=skip)
     said = [

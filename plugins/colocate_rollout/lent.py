@@ -1,4 +1,4 @@
-"""A role's own model while an engine generates by it: whole on each rank, without dropout, and then as it was."""
+"""A role's model, borrowed by an engine that generates: whole on each rank, without dropout, restored afterwards."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _OF_TOKENS = ("POLY", "SHADOW", "XLORA")
-"""Kinds of PEFT's that look at more than one token, or at more than tokens."""
+"""PEFT types whose result for a token depends on other tokens, or on more than tokens."""
 
 
 def check_adapters(module: PreTrainedModel, name: str) -> None:
-    """Refuse a model whose adapters aren't part of its layers alone.
+    """Refuse a model with adapters outside the layers.
 
     Raises:
-        ConfigError: Generated token by token, it would be another one.
+        ConfigError: Token-by-token generation would give other results.
     """
     configs: Any = getattr(module, "peft_config", {})
     for config in configs.values():
@@ -37,14 +37,14 @@ def check_adapters(module: PreTrainedModel, name: str) -> None:
 
 
 def is_sharded(module: PreTrainedModel) -> bool:
-    """Whether ranks have parts of its weights only."""
-    # Nobody has sharded it who hasn't imported that, which takes as long as torch itself.
+    """Return whether each rank has only parts of the model's weights."""
+    # A sharded model exists only after this import, which is too slow to make here.
     tensors = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
     return bool(_parts(module)) or any(isinstance(each, tensors) for each in module.parameters())
 
 
 def computes_together(module: PreTrainedModel) -> bool:
-    """Whether ranks have parts of weights that FSDP2 doesn't gather: those of tensor parallelism."""
+    """Return whether ranks have parts of weights that FSDP2 doesn't gather, as in tensor parallelism."""
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor, Replicate
 
@@ -55,9 +55,9 @@ def computes_together(module: PreTrainedModel) -> bool:
 
 @contextlib.contextmanager
 def whole(module: PreTrainedModel) -> Iterator[None]:
-    """In the block a model generates: without dropout, and whole on each rank.
+    """Prepare a model to generate in the block: whole on each rank, without dropout.
 
-    A rank whose rows end early would keep the others waiting otherwise. However the block ends, the model is as before.
+    Otherwise a rank whose rows end early would keep the others waiting. The end of the block restores the model.
     """
     trains = [each for each in module.modules() if each.training]
     parts = [_Part(each) for each in _parts(module)]
@@ -80,15 +80,16 @@ def _parts(module: torch.nn.Module) -> list[Any]:
 
 
 class _Part:
-    """A part of a model that FSDP2 shards, and how it does that now.
+    """A module that FSDP2 shards, and the module's present state.
 
-    FSDP2 has a way to say what is done after a forward pass, and none to ask; and it keeps the order of forward passes
-    until the next backward pass, which gathers by that. Both are read where torch 2.11 to 2.14 have them.
+    FSDP2 can set the action after a forward pass, but not return the setting; and it records the order of forward
+    passes for the gathers of the next backward pass. Both are read from private parts, as in torch 2.11 to 2.14.
     """
 
     def __init__(self, module: Any) -> None:
         self._module, self._state = module, module._get_fsdp_state()
-        self._state._lazy_init()  # as the first forward pass does, from the outermost part on: it decides for the root
+        # as in the first forward pass, outermost module first: this call decides about the root
+        self._state._lazy_init()
         groups = getattr(self._state, "_fsdp_param_groups", None) or [self._state._fsdp_param_group]
         self._groups = [each for each in groups if each is not None]
         self._order = self._state._comm_ctx.post_forward_order
@@ -97,15 +98,15 @@ class _Part:
         self._was_whole = [each.is_unsharded for each in self._groups]
 
     def gather(self) -> None:
-        """Have the whole of it, as its weights are now, also after forward passes."""
+        """Gather the module's present weights, and keep the weights whole after forward passes."""
         self._module.reshard()
         self._module.unshard()
         for each in self._groups:
             each.post_forward_mesh_info = None
 
     def go_back(self) -> None:
-        """Have it sharded as it was, as if nothing had been computed."""
-        self._state._state_ctx.iter_forward_root = None  # of a forward pass that failed
+        """Restore the sharded state, as if no forward pass had run."""
+        self._state._state_ctx.iter_forward_root = None  # left over from a failed forward pass
         indices, passes = self._passes
         del self._order[passes:]
         for each, after_forward, was_whole, index in zip(

@@ -1,4 +1,4 @@
-"""Models of transformers for engines: one by its name or config, or the one that another role has."""
+"""Models of transformers for engines: by name, by config, or from another role."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _ASKS_S = 5.0
 
 
 def imported() -> Any:
-    """Return transformers, with what is used of it: two threads that import it at once find only parts."""
+    """Import transformers under a lock, with the names used here: two concurrent imports would see a partial module."""
     with _IMPORTING:
         import transformers
 
@@ -37,10 +37,10 @@ def imported() -> Any:
 
 
 def given_once(engine: str, model: object, role: object) -> None:
-    """Refuse a model that is named twice, or not at all.
+    """Refuse options with both a model and a role, or with neither.
 
     Raises:
-        ConfigError: It is.
+        ConfigError: Both or neither are given.
     """
     if (model is None) == (role is None):
         raise ConfigError(
@@ -50,12 +50,12 @@ def given_once(engine: str, model: object, role: object) -> None:
 
 
 def reading(model: str) -> dict[str, Any]:
-    """Return the options by which transformers reads a folder, or a model of the hub.
+    """Return the options with which transformers reads a folder or a model of the hub.
 
-    Where the hub can't be reached, what was once read of it will do: transformers would ask again for half a minute.
+    If the hub can't be reached, earlier downloads are used: transformers would retry for half a minute.
 
     Raises:
-        ConfigError: There is no such folder; or no model of this name has been read, and the hub can't be asked.
+        ConfigError: There is no such folder; or the model was never downloaded, and the hub can't be reached.
     """
     if os.path.isdir(model):
         return {"trust_remote_code": False, "local_files_only": True}
@@ -71,28 +71,28 @@ def reading(model: str) -> dict[str, Any]:
 
 
 def _unreached() -> str | None:
-    """Why the hub of models can't be asked, if it can't."""
+    """Explain why the hub of models can't be reached; None for a reachable hub."""
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:
         return "the hub isn't asked, as HF_HUB_OFFLINE is set"
     try:
         urllib.request.urlopen(urllib.request.Request(constants.ENDPOINT, method="HEAD"), timeout=_ASKS_S).close()
-    except urllib.error.HTTPError:  # it answers
+    except urllib.error.HTTPError:  # an answer, so the hub is reachable
         return None
     except OSError as error:
         why = getattr(error, "reason", error)
-        # Its certificate is for the hub's own client to judge, which may know others.
+        # The hub's own client judges the certificate, and may know further authorities.
         return None if isinstance(why, ssl.SSLError) else f"the hub {constants.ENDPOINT} can't be reached ({why})"
     return None
 
 
 def config_of(model: str | Mapping[str, Any], how: Mapping[str, Any] | None = None) -> PreTrainedConfig:
-    """Return the config of a folder or hub id, or what its fields say.
+    """Return the config of a folder or hub id, or one made from fields.
 
     Args:
         model: The folder, the id or the fields.
-        how: What `reading` says of the former two, where it was asked already.
+        how: The result of `reading` for a folder or id, if already known.
 
     Raises:
         ConfigError: There is no such model, or it is no causal language model.
@@ -132,27 +132,27 @@ def _made(fields: Mapping[str, Any]) -> PreTrainedConfig:
 
 @contextlib.contextmanager
 def role_of(ctx: Context, name: str, awake: Sequence[str]) -> Iterator[object]:
-    """A block with the role that an engine's option `role` names.
+    """Borrow the role that an engine's option `role` names, for the block.
 
     Raises:
-        ConfigError: There is none, or it can't be had.
+        ConfigError: There is no such role, or it can't be borrowed.
     """
     with contextlib.ExitStack() as stack:
         try:
             found = stack.enter_context(ctx.borrow(name, object, awake=awake))
         except ColocateError as error:
-            if type(error) is not ColocateError:  # it is there, and sleeps or the like
+            if type(error) is not ColocateError:  # the role exists but sleeps, for example
                 raise
             raise ConfigError(f"option `role: {name}`: {error.message}") from error
         yield found
 
 
 def described_in(ctx: Context, name: str) -> tuple[dict[str, Any], str]:
-    """Return the config fields of a role's model, with the tokens that end responses, and the model's dtype."""
+    """Return config fields of a role's model, with the tokens that end responses, and the model's dtype."""
     with role_of(ctx, name, ()) as role:
         module = model_in(role, name)
         dtype = str(next(module.parameters()).dtype).removeprefix("torch.")
-        # FSDP2 makes a class of its own of the module's, and so may whoever has written the role.
+        # FSDP2 derives a class from the module's, and so may the role's author.
         bases = type(_without_adapters(module)).__mro__
         kind = next(each for each in bases if each.__module__.startswith("transformers."))
         ends = sorted(stop_ids(module.generation_config)) or None
@@ -160,12 +160,12 @@ def described_in(ctx: Context, name: str) -> tuple[dict[str, Any], str]:
 
 
 def model_in(role: object, name: str) -> PreTrainedModel:
-    """Return the only causal language model among a role's attributes, also where DDP or the like is around it.
+    """Return the only causal language model among a role's attributes, unwrapped from DDP and similar wrappers.
 
-    One that has adapters of PEFT's comes with them, as PEFT's model.
+    A model with PEFT adapters is returned as PEFT's model.
 
     Raises:
-        ConfigError: There is none, or there are several.
+        ConfigError: There is no such model, or there are several.
     """
     from torch import nn
 
@@ -174,7 +174,7 @@ def model_in(role: object, name: str) -> PreTrainedModel:
     for value in vars(role).values():
         inner: Any = value
         while inner is not None and not isinstance(_without_adapters(inner), kind):
-            # As DistributedDataParallel, torch.compile and classes of one's own have what they are around.
+            # DistributedDataParallel, torch.compile and users' wrappers keep the inner model in one of these.
             known = vars(inner) if hasattr(inner, "__dict__") else {}
             modules = known.get("_modules", {}) if isinstance(inner, nn.Module) else known
             inner = modules.get("module", modules.get("_orig_mod"))
@@ -189,16 +189,16 @@ def model_in(role: object, name: str) -> PreTrainedModel:
 
 
 def _without_adapters(value: Any) -> Any:
-    """Return the model that a model of PEFT's is around; anything else as it is."""
-    peft: Any = sys.modules.get("peft")  # nobody has such a model who hasn't imported that
+    """Return the model inside PEFT's wrapper; any other value unchanged."""
+    peft: Any = sys.modules.get("peft")  # without this import no such model can exist
     if peft is None or not isinstance(value, peft.PeftModel | peft.PeftMixedModel):
         return value
-    inner = value.base_model  # with prompts it is the model itself
+    inner = value.base_model  # with prompt learning, the base model is the model itself
     return inner.model if hasattr(inner, "merge_and_unload") else inner
 
 
 def generation_config(model: str | Mapping[str, Any], config: PreTrainedConfig) -> GenerationConfig:
-    """Return a model's generation config as transformers does: from the folder, or made from the model's config.
+    """Return a model's generation config as transformers does: from the folder, or from the model's config.
 
     Args:
         model: The folder, the hub id or the fields of a config.
@@ -212,19 +212,19 @@ def generation_config(model: str | Mapping[str, Any], config: PreTrainedConfig) 
     options = {"local_files_only": reading(model)["local_files_only"]}
     try:
         made = kind.from_pretrained(model, **options)
-    except OSError:  # The file need not be there; `from_pretrained` of a model does the same.
+    except OSError:  # the file is optional; a model's `from_pretrained` does the same
         made = kind.from_pretrained(model, config_file_name="config.json", _from_model_config=True, **options)
     return made
 
 
 def stop_ids(config: GenerationConfig) -> frozenset[int]:
-    """Return the tokens at which `generate` of transformers ends a response.
+    """Return the tokens at which transformers' `generate` ends a response.
 
     Args:
         config: The model's generation config.
 
     Raises:
-        ConfigError: It ends responses by text, too.
+        ConfigError: The generation config also ends responses by text.
     """
     if config.stop_strings:
         raise ConfigError(
@@ -236,15 +236,15 @@ def stop_ids(config: GenerationConfig) -> frozenset[int]:
 
 
 def check_rope(config: Any, length: int, option: str) -> None:
-    """Refuse a model that computes all rows of a pass otherwise as soon as one is longer than a limit.
+    """Refuse a long-rope model if rows may exceed a limit: one longer row changes all rows of a pass.
 
     Args:
-        config: The model's.
-        length: Tokens of prompt and response together, at most.
-        option: The option that says so.
+        config: The model's config.
+        length: Maximum tokens of prompt and response together.
+        option: The option that sets `length`.
 
     Raises:
-        ConfigError: Its rotary embedding is long-rope, and rows may be longer than the first range of that.
+        ConfigError: The rotary embedding is long-rope, and rows may be longer than its first range.
     """
     rope = getattr(config, "rope_parameters", None) or {}
     kinds = [rope] if "rope_type" in rope else [each for each in rope.values() if isinstance(each, Mapping)]
@@ -257,14 +257,14 @@ def check_rope(config: Any, length: int, option: str) -> None:
 
 
 def check_prompts(prompts: Sequence[Prompt], vocabulary: int) -> None:
-    """Refuse prompts that a model can't go on with.
+    """Refuse prompts that a model can't continue.
 
     Args:
-        prompts: What it is given.
-        vocabulary: How many tokens it has.
+        prompts: The prompts.
+        vocabulary: The model's number of tokens.
 
     Raises:
-        ConfigError: The first of them that is empty, or has other tokens.
+        ConfigError: Names the first prompt that is empty or has other tokens.
     """
     for prompt in prompts:
         if not prompt.token_ids:
@@ -275,11 +275,11 @@ def check_prompts(prompts: Sequence[Prompt], vocabulary: int) -> None:
 
 
 def with_room(prompts: Sequence[Prompt], longest: int) -> tuple[list[Prompt], list[Row]]:
-    """Return the prompts that leave room for a response, and the rows of the others, whose response is empty.
+    """Separate the prompts with room for a response from the others, which become empty rows.
 
     Args:
-        prompts: All.
-        longest: How many tokens prompt and response may have together.
+        prompts: All prompts.
+        longest: Maximum tokens of prompt and response together.
     """
     full = [each for each in prompts if len(each.token_ids) >= longest]
     rows = [Row(each.index, sample, (), (), "length", ()) for each in full for sample in range(len(each.seeds))]

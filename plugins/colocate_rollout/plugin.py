@@ -1,4 +1,4 @@
-"""What the plugin offers. Names only, so that listing them imports neither torch nor an engine."""
+"""The plugin's roles. Names only, so that a listing imports neither torch nor an engine."""
 
 from __future__ import annotations
 
@@ -7,5 +7,5 @@ from colocate import hookimpl
 
 @hookimpl
 def colocate_roles() -> dict[str, str]:
-    """The roles of namespace `rollout`."""
+    """Return the roles of namespace `rollout`."""
     return {"engine": "colocate_rollout.role:EngineRole"}

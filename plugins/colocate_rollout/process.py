@@ -1,7 +1,7 @@
-"""What a library does to its whole process, and how that is undone: vLLM's patches, environment, groups, files.
+"""Isolation of vLLM in a shared process: undo the patches, variables, groups and files that vLLM leaves.
 
-vLLM takes a process for its own. In a worker there are other roles, whose code runs between the engine's steps: they
-are to find torch, the environment and the garbage collector as these were.
+vLLM takes a process for its own. A worker has other roles, whose code runs between the engine's steps: these must find
+torch, the environment and the garbage collector unchanged.
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ _PATCHED = {
     "torch.Tensor": ("pin_memory", "record_stream"),
     "sys": ("excepthook",),
 }
-"""What vLLM replaces, some of it as it is imported, some as an engine is made."""
+"""Names that vLLM replaces during an import or the construction of an engine."""
 
 _VARIABLES = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_NO_USAGE_STATS": "1",
-    "TORCHDYNAMO_DISABLE": "1",  # as modules of vLLM are imported: a helper for log-probabilities takes seconds else
+    # read while modules of vLLM are imported: compiling a helper for log-probabilities would take seconds
+    "TORCHDYNAMO_DISABLE": "1",
 }
 _MISSING = object()
 
@@ -58,10 +59,10 @@ def _have(names: Mapping[tuple[str, str], Any]) -> None:
 
 @attrs.define(eq=False)
 class Guest:
-    """An engine of vLLM's in a process that isn't its own.
+    """A vLLM engine in a shared process.
 
     Attributes:
-        environ: Variables that hold while the engine's code runs.
+        environ: Variables set while the engine's code runs.
     """
 
     environ: dict[str, str] = attrs.field(factory=dict)
@@ -70,8 +71,9 @@ class Guest:
 
     @contextlib.contextmanager
     def making(self) -> Iterator[None]:
-        """A block in which vLLM is imported, and an engine made or ended: afterwards all is as before."""
-        importlib.import_module("torch._dynamo")  # which remembers the variable as it is
+        """Restore the process after a block that imports vLLM, or makes or ends an engine."""
+        # imported first, so that this module keeps the variable's present value
+        importlib.import_module("torch._dynamo")
         before = dict(os.environ)
         os.environ.update({**_VARIABLES, **self.environ})
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -95,9 +97,9 @@ class Guest:
 
     @contextlib.contextmanager
     def inside(self) -> Iterator[None]:
-        """A block in which the engine's code runs: torch is as vLLM wants it to be, and then as before."""
-        torch.get_num_threads()  # which, on a thread that has computed nothing yet, has OpenMP use as many, too
-        with torch.random.fork_rng():  # a sampler draws for all rows, before it draws for those with a seed
+        """Run the engine's code in the block with vLLM's patches and random state, then restore torch."""
+        torch.get_num_threads()  # on a new thread, this call makes OpenMP use the same number of threads
+        with torch.random.fork_rng():  # vLLM's sampler also draws from the global generator, even for rows with a seed
             _have(self._theirs)
             try:
                 yield

@@ -1,4 +1,4 @@
-"""`rollout.engine`: generates with an engine, whichever that is."""
+"""`rollout.engine`: generates with any engine."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from colocate_rollout.contract import Engine, Prompt, Row, Sampling, engine_name
 
 
 class _Numbered(Scatter):
-    """`Scatter` of prompts, each of which knows its place in the whole list: their seeds depend on that alone.
+    """`Scatter` of prompts, numbered in the whole list: a prompt's seeds depend on this number alone.
 
-    Those that lie in workers know their rank, and their place in what that has.
+    Prompts that lie in workers are numbered per rank.
     """
 
     accepts_deferred = True
 
     def split(self, arguments: Mapping[str, Any], ranks: Any) -> Sequence[Mapping[str, Any]]:
-        """See `Scatter`."""
+        """Split the prompts; see `Scatter`."""
         if (prompts := arguments["prompts"]) is None or isinstance(prompts, str | bytes | Mapping):
             raise DispatchError(
                 f"generate(prompts=...) is {_named(prompts)}, and no list of prompts, each a list of token ids",
@@ -39,10 +39,10 @@ class _Numbered(Scatter):
 def _wrong(
     options: Mapping[str, Any], own: RoleSpec[Any], before: Mapping[str, RoleSpec[Any]]
 ) -> Iterator[tuple[str | Sequence[str | int], str | PluginError]]:
-    """Yield what is wrong with options in a config, as far as it is known without a worker."""
+    """Yield a config's wrong options and the reasons, as far as known without a worker."""
     engine, child = options["engine"], options["child"]
     others = {name: value for name, value in options.items() if name not in ("engine", "sampling", "child")}
-    if not isinstance(child, ChildOptions) or child.python is None:  # in another environment others are installed
+    if not isinstance(child, ChildOptions) or child.python is None:  # another environment has other engines
         try:
             cls = engine_named(engine)
         except PluginError as error:
@@ -64,15 +64,16 @@ class EngineRole(Role):
     """Generates with an engine.
 
     Args:
-        engine: Its name among the installed ones ("transformers", "vllm"); in Python also its class.
-        sampling: How tokens are drawn where a call doesn't say.
-        child: Whether the engine has a process of its own, which the slot owns; `ChildOptions` say how.
-        **options: The engine's own.
+        engine: The name of an installed engine ("transformers", "vllm"); in Python also a class.
+        sampling: Default parameters of sampling.
+        child: Whether the engine has a process of its own, which the slot owns; a `ChildOptions` configures the
+            process.
+        **options: The engine's options.
 
     Raises:
         PluginError: There is no such engine, or it isn't installed.
-        ConfigError: It has no such option, or can't be in a child.
-        ChildDied: A child has ended before its engine was there, or that took too long.
+        ConfigError: The engine has no such option, or can't be in a child.
+        ChildDied: The child ended before its engine was ready, or took too long.
     """
 
     def __init__(
@@ -83,16 +84,17 @@ class EngineRole(Role):
         **options: Any,
     ) -> None:
         self.sampling = Sampling()
-        self.sampling = self._wanted(sampling)  # a mapping, where the role is declared in Python with one
-        self.engine: Engine | None = None  # as long as there is none, its constructor may ask what the role holds
-        if child is False or self.ctx.device.type == "meta":  # what is only planned has no process
+        self.sampling = self._wanted(sampling)  # a mapping, from a role declared in Python
+        # set first: the engine's constructor may ask for the role's memory, which reads this attribute
+        self.engine: Engine | None = None
+        if child is False or self.ctx.device.type == "meta":  # a role that is only planned starts no process
             self.engine = engine_with(engine, options)(self.ctx)
         else:
             self.engine = ChildEngine(self.ctx, engine, options, child)
 
     @classmethod
     def objection(cls, option: str, value: Any) -> str | None:
-        """Why a config of others can't have a value of an option, if it can't: see `Executor.objection`."""
+        """Explain why a config of others can't set an option; None if allowed. See `Executor.objection`."""
         if option != "child" or not isinstance(value, Mapping) or value.keys().isdisjoint(("python", "env")):
             return None
         return (
@@ -107,15 +109,15 @@ class EngineRole(Role):
         samples: int = 1,
         sampling: Sampling | Mapping[str, Any] | None = None,
     ) -> Iterator[tuple[int, tuple[Row, ...]]]:
-        """Go on with each prompt.
+        """Continue each prompt.
 
         Args:
-            prompts: The token ids of each.
-            samples: How many responses to each.
-            sampling: How they are drawn, in place of the role's own; as a mapping what differs from that.
+            prompts: The token ids of each prompt.
+            samples: Responses to each prompt.
+            sampling: Parameters of sampling, instead of the role's; a mapping changes only some of the role's.
 
         Yields:
-            The index of a prompt and its samples, when all of these have ended.
+            The index of a prompt and its samples, once all of these are finished.
         """
         if not isinstance(samples, int) or samples < 1:
             raise ConfigError(f"generate(samples={samples!r}): a whole number, at least 1")
@@ -135,10 +137,10 @@ class EngineRole(Role):
                 yield places[row.index], tuple(sorted(found.pop(row.index), key=lambda each: each.sample))
 
     def _rows(self, prompts: Sequence[Prompt], sampling: Sampling, stop: Callable[[], bool]) -> Iterator[Row]:
-        """The engine's rows, of which nothing is left in it however this ends.
+        """Yield the engine's rows, and drop all requests on any error.
 
         Raises:
-            FloatingPointError: A log-probability is no number.
+            FloatingPointError: A log-probability isn't finite.
         """
         engine = self._engine
         try:
@@ -155,12 +157,12 @@ class EngineRole(Role):
             raise
 
     def _stops(self) -> bool:
-        """Whether nobody waits for the call any more; while the role is paused this doesn't return."""
+        """Return whether the call is cancelled; blocks while the role is paused."""
         self.ctx.pause_point()
         return self.ctx.cancelled
 
     def _wanted(self, sampling: Sampling | Mapping[str, Any] | None) -> Sampling:
-        """How rows of a call are drawn."""
+        """Merge a call's parameters of sampling with the role's."""
         if sampling is None or isinstance(sampling, Sampling):
             return sampling or self.sampling
         if not isinstance(sampling, Mapping):
@@ -171,7 +173,7 @@ class EngineRole(Role):
         return attrs.evolve(self.sampling, **sampling)
 
     def _base(self, sampling: Sampling) -> int:
-        """Return what the seeds of this call are derived from."""
+        """Return the base of this call's seeds."""
         if sampling.seed is not None:
             return sampling.seed
         if self.ctx.hosted:
@@ -188,21 +190,21 @@ class EngineRole(Role):
 
     @method(awake=("weights",))
     def load_weights(self, weights: Weights | Iterable[tuple[str, Any]], version: int) -> None:
-        """Have the engine take another role's weights.
+        """Update the engine's weights from another role.
 
         Args:
-            weights: What a sync brings; outside of any worker also pairs of a name and a tensor, as a module's
-                `state_dict().items()` or `colocate.torch.named_weights` has them.
-            version: What rows tell of it.
+            weights: The weights of a sync; outside a worker also pairs of name and tensor, from a module's
+                `state_dict().items()` or `colocate.torch.named_weights`.
+            version: The version that rows report.
         """
         self._engine.update(weights if isinstance(weights, Weights) else Weights.of(weights), version)
 
     @method(awake=("weights",))
     def named_weights(self) -> Iterable[tuple[str, Any]]:
-        """Return the weights that the engine has, for `sync_weights(check=True)` and `colocate.compare_weights`.
+        """Return the engine's weights, for `sync_weights(check=True)` and `colocate.compare_weights`.
 
         Raises:
-            ConfigError: It can't give them back.
+            ConfigError: The engine can't return weights.
         """
         give = getattr(self._engine, "named_weights", None)
         if give is None:
@@ -214,35 +216,35 @@ class EngineRole(Role):
         return found
 
     def sleep(self, tags: Sequence[str]) -> None:
-        """Have the engine free memory."""
+        """Free the engine's memory of tags."""
         self._engine.sleep(tags)
 
     def wake(self, tags: Sequence[str]) -> None:
-        """Have the engine take it back."""
+        """Take the engine's memory of tags back."""
         self._engine.wake(tags)
 
     def save(self, directory: str) -> None:
-        """Keep nothing: a checkpoint has how often `generate` was called, of which its draws depend."""
+        """Write nothing: weights come by a sync, and the checkpoint itself counts calls, which seed the draws."""
 
     def restore(self, directory: str) -> None:
-        """Go on from nothing; weights come by a sync."""
+        """Restore nothing: weights come by a sync."""
 
     def managed(self) -> Mapping[str, int]:
-        """Return what the engine frees by itself when it sleeps."""
+        """Return the bytes that the engine itself frees in `sleep`, by tag."""
         return {} if self.engine is None else self.engine.managed()
 
     def apart(self) -> Sequence[object]:
-        """Return what an engine says that nobody is to look into, by an attribute `apart`."""
+        """Return objects that colocate must not search, by the engine's attribute `apart`."""
         found: Sequence[object] = getattr(self.engine, "apart", ())
         return found
 
     def renew(self) -> None:
-        """Have an engine do without process groups that were cut: it has a method `renew` for that, or keeps none."""
+        """Stop using cut process groups, through the engine's `renew`; an engine without `renew` keeps no groups."""
         if (hook := getattr(self.engine, "renew", None)) is not None:
             hook()
 
     def close(self) -> None:
-        """End the engine."""
+        """Close the engine."""
         if self.engine is not None:
             self.engine.close()
 
@@ -252,7 +254,7 @@ def _named(value: object) -> str:
 
 
 def _numbered(prompts: Sequence[Any]) -> list[Prompt]:
-    """Return prompts with their numbers, unless they have them."""
+    """Number the prompts, unless already numbered."""
     found = []
     for index, each in enumerate(prompts):
         try:
@@ -266,6 +268,6 @@ def _numbered(prompts: Sequence[Any]) -> list[Prompt]:
 
 
 def _seed(base: int, index: int, sample: int) -> int:
-    """Derive the seed of a row: no two of a call are alike, nor overlap with those of another call."""
+    """Derive the seed of a row, different for all rows of all calls."""
     text = f"{base}\0{index}\0{sample}".encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1

@@ -1,13 +1,13 @@
-"""The suites that an engine's author runs on it.
+"""Test suites for an engine's author.
 
     from colocate_rollout.testing import EngineSuite
 
     class TestAcme(EngineSuite):
         engine = "acme"
 
-`EngineSuite` is what any engine holds; it needs no torch. `ModelSuite` is besides what one holds that generates by a
-model of transformers: its log-probabilities are those of the model's own forward pass. With an option `child` both hold
-the engine in a child.
+`EngineSuite` tests the contract of all engines; it needs no torch. `ModelSuite` adds tests for engines that run a model
+of transformers: log-probabilities must equal those of the model's own forward pass. With an option `child`, both suites
+test the engine in a child.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ LLAMA: Mapping[str, Any] = {
     "eos_token_id": 3,
     "tie_word_embeddings": False,
 }
-"""A tiny model, whose tokens are far from equally likely."""
+"""A tiny model with clearly unequal probabilities of tokens."""
 
 MODELS: Mapping[str, Mapping[str, Any]] = {
     "untied": LLAMA,
@@ -52,14 +52,14 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
     "gqa": {**LLAMA, "num_attention_heads": 4, "num_key_value_heads": 2},
     "qwen2": {**LLAMA, "model_type": "qwen2", "tie_word_embeddings": True},
 }
-"""What `ModelSuite` tries."""
+"""The models of `ModelSuite`."""
 
 PROMPTS = [[5 + number] * (1 + number % 7) + [50, 60] for number in range(8)]
 _NEVER = lambda: False  # noqa: E731
 
 
 class Trainer(Role):
-    """A role with a model, whose weights another role gets."""
+    """A role with a model, the source of weights for another role."""
 
     def __init__(self, model: Mapping[str, Any]) -> None:
         self.model = made(model)
@@ -70,29 +70,29 @@ class Trainer(Role):
         changed(self.model, 1)
 
     def named_weights(self) -> Any:
-        """See `colocate.sync_weights`."""
+        """Return the model's weights; see `colocate.sync_weights`."""
         return colocate.torch.named_weights(self.model)
 
     @method(dispatch=Scatter("prompts"), collect=Concat())
     def prompts(self, prompts: list[list[int]]) -> list[list[int]]:
-        """Return what it is given, to be kept."""
+        """Return the prompts, to be kept as a resident."""
         return [*prompts]
 
     @method
     def log_probs(self, prompts: Sequence[Sequence[int]], rows: Sequence[Row]) -> list[list[float]]:
-        """Of the tokens of rows, one for each prompt, as the forward pass has them."""
+        """Compute log-probabilities of rows' tokens, one row for each prompt, with the model's forward pass."""
         return [log_probs(self.model, prompt, row) for prompt, row in zip(prompts, rows, strict=True)]
 
 
 def made(model: Mapping[str, Any]) -> Any:
-    """Return a model of a config's fields, with the same random weights each time."""
+    """Build a model from a config's fields, with the same random weights each time."""
     found = imported().AutoModelForCausalLM.from_config(config_of(model)).eval()
     changed(found, 0)
     return found
 
 
 def changed(model: Any, seed: int) -> None:
-    """Give a model other weights."""
+    """Replace a model's weights by random ones of a seed."""
     import torch
 
     generator = torch.Generator().manual_seed(seed)
@@ -103,7 +103,7 @@ def changed(model: Any, seed: int) -> None:
 
 
 def log_probs(model: Any, prompt: Sequence[int], row: Row, temperature: float = 1.0) -> list[float]:
-    """Return those of a row's tokens as the forward pass of a model has them."""
+    """Compute log-probabilities of a row's tokens with a model's forward pass."""
     import torch
 
     tokens = torch.tensor([[*prompt, *row.token_ids]])
@@ -114,7 +114,7 @@ def log_probs(model: Any, prompt: Sequence[int], row: Row, temperature: float = 
 
 
 def weights_of(model: Any, until: int | None = None) -> Weights:
-    """Return a model's weights as an engine gets them; where `until` is given, the iterator raises after so many."""
+    """Return a model's weights in an engine's format; with `until`, the iterator raises after this many."""
     named = colocate.torch.named_weights(model)
 
     def given() -> Iterator[tuple[str, torch.Tensor]]:
@@ -127,7 +127,7 @@ def weights_of(model: Any, until: int | None = None) -> Weights:
 
 
 class _Owning(EngineRole):
-    """A role in a worker that is a thread, as children need a worker: closed outside that, it closes its group."""
+    """A role in a thread worker, for engines in children; `close` outside the worker closes the group."""
 
     made: ClassVar[list[_Owning]] = []
     group: colocate.ColocatedGroup
@@ -138,7 +138,7 @@ class _Owning(EngineRole):
         self.made.append(self)
 
     def close(self) -> None:
-        """Close the engine, or the group, which does that on its lane."""
+        """Close the engine on the lane, or else the group, which closes the engine there."""
         super().close() if threading.get_ident() == self.lane else self.group.close()
 
 
@@ -153,7 +153,7 @@ def _in_worker(engine: str | type[Any], options: Mapping[str, Any]) -> EngineRol
 
 
 def prompts(samples: int = 2, of: Sequence[Sequence[int]] = PROMPTS) -> list[Prompt]:
-    """Return prompts whose seeds are their own."""
+    """Return prompts with seeds that are all different."""
     return [
         Prompt(number, tuple(each), tuple(1000 * number + sample for sample in range(samples)))
         for number, each in enumerate(of)
@@ -161,7 +161,7 @@ def prompts(samples: int = 2, of: Sequence[Sequence[int]] = PROMPTS) -> list[Pro
 
 
 def by_number(rows: Iterator[Row]) -> dict[tuple[int, int], Row]:
-    """Return rows by prompt and sample, each of which has to come once."""
+    """Return rows by prompt and sample; fail on a duplicate."""
     found: dict[tuple[int, int], Row] = {}
     for row in rows:
         assert (row.index, row.sample) not in found, f"row {row.index}, sample {row.sample} comes twice"
@@ -170,7 +170,7 @@ def by_number(rows: Iterator[Row]) -> dict[tuple[int, int], Row]:
 
 
 def assert_alike(found: Mapping[Any, Row], wanted: Mapping[Any, Row], tolerance: float = 1e-4) -> None:
-    """Hold that rows are equal, but for the rounding of their log-probabilities."""
+    """Assert that rows are equal, except for the rounding of log-probabilities."""
     assert {key: row.token_ids for key, row in found.items()} == {key: row.token_ids for key, row in wanted.items()}
     for key, row in found.items():
         assert row.finish_reason == wanted[key].finish_reason
@@ -178,11 +178,11 @@ def assert_alike(found: Mapping[Any, Row], wanted: Mapping[Any, Row], tolerance:
 
 
 class EngineSuite:
-    """What any engine holds.
+    """The contract of all engines, as tests.
 
     Attributes:
-        engine: Its name, or its class.
-        options: Its options.
+        engine: The engine's name or class.
+        options: The engine's options.
     """
 
     engine: ClassVar[str | type[Any]]
@@ -192,7 +192,7 @@ class EngineSuite:
     @pytest.fixture(scope="class")
     @classmethod
     def roles(cls) -> Iterator[list[EngineRole]]:
-        """The role of `role`, if there is one now: of some engines a process can have but one."""
+        """The list of the open role, at most one: of some engines a process can have only one."""
         found: list[EngineRole] = []
         yield found
         for each in found:
@@ -200,19 +200,19 @@ class EngineSuite:
 
     @pytest.fixture
     def role(self, roles: list[EngineRole]) -> EngineRole:
-        """A role with the engine, outside any worker unless that is a child; most tests have the same."""
+        """A role with the engine, outside a worker unless in a child; shared by most tests."""
         if not roles:
             roles.append(self.ready())
         return roles[0]
 
     @pytest.fixture
     def without(self, roles: list[EngineRole]) -> None:
-        """Close roles, so that what makes engines of its own finds none."""
+        """Close the shared role, to make room for a test's own engines."""
         while roles:
             roles.pop().close()
 
     def make(self, **options: Any) -> EngineRole:
-        """Make a role with the engine and other options than `options`, where these are given."""
+        """Make a role with the engine; `options` override the class's options."""
         given = {**self.options, **options}
         return _in_worker(self.engine, given) if "child" in given else EngineRole(self.engine, **given)
 
@@ -222,11 +222,11 @@ class EngineSuite:
 
     @pytest.fixture
     def rows(self, role: EngineRole) -> Mapping[tuple[int, int], Row]:
-        """Return what it generates of `prompts()`."""
+        """The rows that the engine generates for `prompts()`."""
         return by_number(role._engine.rows(prompts(), self.sampling, _NEVER))
 
     def test_rows(self, rows: Mapping[tuple[int, int], Row]) -> None:
-        """Each sample of each prompt comes once, whole, and says how it ended."""
+        """Each sample of each prompt comes once, complete and with a finish reason."""
         assert rows.keys() == {*itertools.product(range(len(PROMPTS)), range(2))}
         for row in rows.values():
             assert 1 <= len(row.token_ids) <= self.sampling.max_tokens
@@ -237,11 +237,11 @@ class EngineSuite:
         assert len({row.token_ids for row in rows.values()}) > len(PROMPTS)
 
     def test_no_prompts(self, role: EngineRole) -> None:
-        """Nothing comes of none."""
+        """An empty list of prompts gives no rows."""
         assert by_number(role._engine.rows([], self.sampling, _NEVER)) == {}
 
     def test_seeds(self, role: EngineRole, rows: Mapping[tuple[int, int], Row]) -> None:
-        """A row is the same whatever is generated beside it, in whichever order."""
+        """A row is the same beside any other rows, in any order."""
         alone: dict[tuple[int, int], Row] = {}
         for prompt in prompts()[::-3]:
             alone |= by_number(role._engine.rows([prompt], self.sampling, _NEVER))
@@ -249,7 +249,7 @@ class EngineSuite:
         assert_alike(by_number(role._engine.rows(prompts()[::-1], self.sampling, _NEVER)), rows)
 
     def test_stop_tokens(self, role: EngineRole, rows: Mapping[tuple[int, int], Row]) -> None:
-        """What ends a response is its last token, and there is none before."""
+        """A stop token ends a response, and occurs nowhere before the end."""
         longest = max(rows.values(), key=lambda row: len(set(row.token_ids)))
         at = next(at for at, each in enumerate(longest.token_ids) if each != longest.token_ids[0])
         token = longest.token_ids[at]
@@ -264,7 +264,7 @@ class EngineSuite:
         assert {len(row.token_ids) for row in endless.values()} == {16}
 
     def test_likeliest(self, role: EngineRole) -> None:
-        """At temperature 0 seeds don't matter, and among one token nothing else is drawn."""
+        """At temperature 0 seeds don't matter, and `top_k=1` draws the same tokens."""
         greedy = by_number(role._engine.rows(prompts(), Sampling(max_tokens=8, temperature=0), _NEVER))
         assert all(greedy[index, 0].token_ids == greedy[index, 1].token_ids for index in range(len(PROMPTS)))
         first = by_number(role._engine.rows(prompts(), Sampling(max_tokens=8, top_k=1), _NEVER))
@@ -272,7 +272,7 @@ class EngineSuite:
         assert all(each == pytest.approx(0, abs=1e-5) for row in first.values() for each in row.log_probs)
 
     def test_aborted(self, role: EngineRole, rows: Mapping[tuple[int, int], Row]) -> None:
-        """Asked to end, it yields what there is, begun by the same tokens; nothing is left of it."""
+        """An aborted call yields the same first tokens, and leaves nothing behind."""
         asked = itertools.count()
         found = by_number(role._engine.rows(prompts(), self.sampling, lambda: next(asked) >= 4))
         assert found.keys() == rows.keys()
@@ -283,14 +283,14 @@ class EngineSuite:
         assert_alike(by_number(role._engine.rows(prompts(), self.sampling, _NEVER)), rows)
 
     def test_closed(self, role: EngineRole, rows: Mapping[tuple[int, int], Row]) -> None:
-        """Closed at a row, nothing of the others is left."""
+        """An iterator closed at a row leaves nothing of the other rows."""
         iterator: Any = iter(role._engine.rows(prompts(), self.sampling, _NEVER))
         next(iterator)
         iterator.close()
         assert_alike(by_number(role._engine.rows(prompts(), self.sampling, _NEVER)), rows)
 
     def test_failed(self, role: EngineRole, rows: Mapping[tuple[int, int], Row]) -> None:
-        """After a failure between two steps nothing is left of what was begun."""
+        """A failure between two steps leaves nothing of the rows."""
         asked = itertools.count()
 
         def fails() -> bool:
@@ -303,7 +303,7 @@ class EngineSuite:
         assert_alike(by_number(role._engine.rows(prompts(), self.sampling, _NEVER)), rows)
 
     def test_sleep(self, role: EngineRole, rows: Mapping[tuple[int, int], Row]) -> None:
-        """Managed memory is gone as the engine sleeps, and told; awake it generates as before."""
+        """Sleep frees managed memory, as reported; an awake engine generates as before."""
         engine = role._engine
         before = engine.managed()
         for tags in (["cache"], ["cache"], ["weights", "cache"]):
@@ -315,7 +315,7 @@ class EngineSuite:
         assert_alike(by_number(engine.rows(prompts(), self.sampling, _NEVER)), rows)
 
     def test_sleep_amid_rows(self, role: EngineRole, rows: Mapping[tuple[int, int], Row]) -> None:
-        """A role that stands still may sleep: rows go on as if it hadn't."""
+        """Sleep and wake between two steps don't change the rows."""
         asked = itertools.count()
 
         def stop() -> bool:
@@ -327,7 +327,7 @@ class EngineSuite:
         assert_alike(by_number(role._engine.rows(prompts(), self.sampling, stop)), rows)
 
     def test_wrong_prompts(self, role: EngineRole, rows: Mapping[tuple[int, int], Row]) -> None:
-        """A prompt that nobody can go on with is refused before anything has begun, by its number."""
+        """An invalid prompt is refused by number, before anything has begun."""
         for wrong in ((), (5, 1 << 40), (-1,)):
             given = [Prompt(0, (5, 6)), Prompt(1, wrong)]
             with pytest.raises(ConfigError, match="prompt 1 "):
@@ -335,7 +335,7 @@ class EngineSuite:
         assert_alike(by_number(role._engine.rows(prompts(), self.sampling, _NEVER)), rows)
 
     def test_full(self, role: EngineRole, rows: Mapping[tuple[int, int], Row]) -> None:
-        """A prompt that leaves no room ends without a response, as dialogues may; the others have theirs."""
+        """A prompt without room for a response gets an empty one, as in a long dialogue; other prompts get theirs."""
         given = [Prompt(len(PROMPTS), (5,) * 100_000, (1, 2)), *prompts()]
         found = by_number(role._engine.rows(given, self.sampling, _NEVER))
         for row in (found.pop((len(PROMPTS), sample)) for sample in range(2)):
@@ -344,23 +344,23 @@ class EngineSuite:
 
     @pytest.mark.usefixtures("without")
     def test_wrong_options(self) -> None:
-        """An option that it doesn't have is told, with the nearest one."""
+        """An unknown option is refused by name."""
         with pytest.raises(ConfigError, match="optoin_of_nobody"):
             self.make(optoin_of_nobody=1)
 
 
 class ModelSuite(EngineSuite):
-    """What an engine holds that generates by a model of transformers, and has an option `model` for a config's fields.
+    """The contract of engines that run a model of transformers, given by an option `model` with a config's fields.
 
     Attributes:
-        tolerance: How far its log-probabilities may be from those of the forward pass.
+        tolerance: The largest difference of log-probabilities from those of the forward pass.
     """
 
     options: ClassVar[Mapping[str, Any]] = {"model": LLAMA}
     tolerance: ClassVar[float] = 5e-5
 
     def ready(self) -> EngineRole:
-        """Make a role that has got the weights of `made`."""
+        """Make a role with the weights of `made`."""
         role = super().ready()
         role.load_weights(weights_of(made(self.options["model"])), 1)
         return role
@@ -374,12 +374,12 @@ class ModelSuite(EngineSuite):
 
     @pytest.mark.parametrize("temperature", [0.7, 0.0])
     def test_temperature(self, role: EngineRole, temperature: float) -> None:
-        """Log-probabilities are of the distribution that is drawn from."""
+        """Log-probabilities belong to the distribution of the draw."""
         model = made(self.options["model"])
         self._as_forward(role._engine, model, 1, Sampling(max_tokens=16, temperature=temperature))
 
     def test_nucleus(self, role: EngineRole) -> None:
-        """Nothing is drawn beyond `top_p`, and probabilities are those among what is left."""
+        """No token outside `top_p` is drawn, and probabilities are relative to the remaining tokens."""
         import torch
 
         model, sampling = made(self.options["model"]), Sampling(max_tokens=16, top_p=0.6)
@@ -397,9 +397,9 @@ class ModelSuite(EngineSuite):
     @pytest.mark.usefixtures("without")
     @pytest.mark.parametrize("kind", MODELS)
     def test_updates(self, kind: str) -> None:
-        """After each update log-probabilities are those of the forward pass; half an update is refused, a whole heals.
+        """After each update log-probabilities equal the forward pass's; an engine refuses to run after half an update.
 
-        What was computed by former weights isn't used again.
+        A complete update repairs the engine, and no result of former weights is used again.
         """
         model = made(MODELS[kind])
         role = self.make(model=MODELS[kind])
@@ -422,7 +422,7 @@ class ModelSuite(EngineSuite):
     @pytest.mark.usefixtures("without")
     @pytest.mark.parametrize("kind", MODELS)
     def test_weights_given_back(self, kind: str) -> None:
-        """The weights that an engine gives back, if it can, are bit by bit those that it has got, under all names."""
+        """Weights that an engine returns are bit by bit the updated ones, under all names."""
         import torch
 
         model = made(MODELS[kind])
@@ -445,7 +445,7 @@ class ModelSuite(EngineSuite):
             role.close()
 
     def test_update_amid_rows(self, role: EngineRole) -> None:
-        """Rows go on by other weights, and say which of their tokens are by which."""
+        """An update between two steps takes effect, and rows report the version of each token."""
         asked, models = itertools.count(), {1: made(self.options["model"]), 2: made(self.options["model"])}
         changed(models[2], 2)
 
@@ -466,7 +466,7 @@ class ModelSuite(EngineSuite):
         role.load_weights(weights_of(models[1]), 1)
 
     def test_weights_that_are_no_numbers(self, role: EngineRole, rows: Mapping[tuple[int, int], Row]) -> None:
-        """No row is drawn from logits that are none; with whole weights the engine goes on."""
+        """Non-finite logits give no row; after an update with finite weights, the engine works again."""
         import torch
 
         for temperature, bad in ((1.0, math.nan), (0.0, math.nan), (1.0, math.inf)):
@@ -481,7 +481,7 @@ class ModelSuite(EngineSuite):
         assert_alike(by_number(role._engine.rows(prompts(), self.sampling, _NEVER)), rows)
 
     def test_other_weights(self, role: EngineRole, rows: Mapping[tuple[int, int], Row]) -> None:
-        """Weights of another model are refused before anything is written."""
+        """Weights of another model are refused before any write."""
         other = copy.deepcopy(made(self.options["model"]))
         del other.model.layers[1]
         with pytest.raises(ConfigError, match=r"model\.layers\.1\..* doesn't come"):

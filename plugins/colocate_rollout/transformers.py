@@ -1,8 +1,8 @@
-"""The engine `transformers`: the forward pass of a model of transformers, with rows that come and go.
+"""The engine `transformers`: the forward pass of a transformers model, with continuous batching.
 
-Rows are in places of one cache, of which those in use are the first ones: a step computes them all, without a gap. A
-row that ends gives its place to the last one, and new rows, whose prompts go through the model in one pass, come after
-that. What a row draws is decided by one number of a generator of its own, whoever is beside it.
+Each row has a place in one cache; the places in use are the first ones, without gaps, and a step computes all of them.
+A finished row's place goes to the last row. The prompts of new rows go through the model in one pass, and take the next
+places. One number of a row's own generator decides each draw, whatever rows are beside it.
 """
 
 from __future__ import annotations
@@ -47,23 +47,23 @@ Count = Annotated[int, Checked(partial(amount_problem, whole=True, least=1))]
 
 @hookimpl
 def colocate_engine() -> type[TransformersEngine]:
-    """See `EngineHooks`."""
+    """Return the engine's class; see `EngineHooks`."""
     return TransformersEngine
 
 
 class TransformersEngine:
-    """Continuous batching by a model of transformers: another role's, with nothing to bring in sync, or one of its own.
+    """Continuous batching with a transformers model: another role's, which needs no sync, or one of the engine's own.
 
     Args:
         ctx: The role's context.
-        model: A folder or a hub id, or the fields of a config (`model_type` among them), whose weights are random until
-            others come. Code that comes with a model isn't run.
-        role: In place of a model, the role of the group whose model generates; it is declared before this one. In a
-            background role one of its own, with the config and the dtype of that; then weights come by
+        model: A folder or a hub id, or the fields of a config (`model_type` among them), with random weights until the
+            first sync. A model's own code isn't run.
+        role: Instead of a model, the role of the group whose model generates; declared before this role. In a
+            background role the engine has a model of its own with that role's config and dtype, and gets weights by
             `colocate.sync_weights`.
-        dtype: Of a model of its own.
+        dtype: The dtype of the engine's own model.
         max_rows: Rows that are generated at once.
-        max_length: Tokens of prompt and response together; None for what the model takes, and no more than 2048.
+        max_length: Tokens of prompt and response together; None for the model's limit, at most 2048.
         max_batch_tokens: Tokens of prompts that go through the model at once.
     """
 
@@ -78,9 +78,9 @@ class TransformersEngine:
         max_batch_tokens: Count = 4096,
     ) -> None:
         given_once("transformers", model, role)
-        self._missing: str | None = None  # why its weights can't be used
+        self._missing: str | None = None  # why the weights can't be used
         kind: str = dtype
-        if role is not None and ctx.background:  # that one may be amid a call when this one generates
+        if role is not None and ctx.background:  # the other role may be in a call while this one generates
             model, kind = described_in(ctx, role)
             role, self._missing = None, "none have come yet; colocate.sync_weights brings them"
         self._ctx, self._role, self._max_batch_tokens = ctx, role, max_batch_tokens
@@ -94,21 +94,21 @@ class TransformersEngine:
             length: int = max_length or min(longest, 2048)
             _check_attention(config, length)
             check_rope(config, length, "max_length")
-            stop_ids(module.generation_config)  # refused here rather than by the first row
+            stop_ids(module.generation_config)  # refuses stop strings here rather than at the first row
             self._vocabulary, self._longest = config.vocab_size, length
             heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
             size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-            shape = max_rows, heads, length + 1, size  # the last token is what nobody reads
+            shape = max_rows, heads, length + 1, size  # the last token position takes values that are never read
             self._cache = _Cache(config.num_hidden_layers, shape, next(module.parameters()).dtype, ctx.device)
             if role is not None:
                 self._check_ranks(module, role)
-        self.apart = (self._cache,)  # it is told by `managed`
+        self.apart = (self._cache,)  # the cache is reported by `managed`
 
     def _check_ranks(self, module: PreTrainedModel, name: str) -> None:
-        """Refuse a model whose other ranks would wait in vain for this role's.
+        """Refuse a sharded model if other ranks would wait in vain for this role's.
 
         Raises:
-            ConfigError: It is sharded over ranks that this role hasn't.
+            ConfigError: The model is sharded over ranks that this role lacks.
         """
         if not is_sharded(module):
             return
@@ -118,7 +118,7 @@ class TransformersEngine:
                 "compute each token together, and rows would wait for those of other ranks: give the engine a model of "
                 "its own (`model`), and colocate.sync_weights brings the weights"
             )
-        with self._ctx.borrow(name, object, awake=()) as role:  # which may be of any class
+        with self._ctx.borrow(name, object, awake=()) as role:  # the role may be of any class
             theirs = getattr(getattr(role, "ctx", self._ctx), "world_size", self._ctx.world_size)
         if theirs != self._ctx.world_size:
             raise ConfigError(
@@ -127,7 +127,7 @@ class TransformersEngine:
             )
 
     def rows(self, prompts: Sequence[Prompt], sampling: Sampling, stop: Callable[[], bool]) -> Iterator[Row]:
-        """See `Engine`."""
+        """Generate rows; see `Engine`."""
         if self._missing is not None:
             raise ConfigError(f"the engine has no whole weights: {self._missing}")
         check_prompts(prompts, self._vocabulary)
@@ -152,7 +152,7 @@ class TransformersEngine:
                 if stop():
                     yield from (each.row("aborted") for each in (*running, *waiting))
                     return
-                if cache.emptied != emptied:  # while this stood still, and perhaps sleeps yet
+                if cache.emptied != emptied:  # the cache was emptied during `stop`, and may still be asleep
                     cache.make()
                     waiting.extendleft(reversed(running))
                     running, emptied = [], cache.emptied
@@ -175,7 +175,7 @@ class TransformersEngine:
                 yield from rows
 
     def _next(self, waiting: deque[_Running], room: int) -> list[list[_Running]]:
-        """Take the rows that begin now, those of one prompt together, which goes through the model once."""
+        """Take the rows that start now, grouped by prompt, since a prompt goes through the model once."""
         found: dict[tuple[int, ...], list[_Running]] = {}
         widest = 0
         while waiting and room:
@@ -190,7 +190,7 @@ class TransformersEngine:
     def _begin(
         self, module: PreTrainedModel, groups: list[list[_Running]], first: int
     ) -> tuple[list[_Running], Tensor]:
-        """Send the prompts of groups through the model into the places from `first` on.
+        """Send the prompts of groups through the model, into the places from `first` on.
 
         Returns:
             The rows in the order of their places, and the logits of their first tokens, `[rows, vocabulary]`.
@@ -200,7 +200,7 @@ class TransformersEngine:
         tokens = torch.tensor([[*[0] * (width - len(each)), *each] for each in ids], device=self._ctx.device)
         at = torch.tensor([range(len(each) - width, len(each)) for each in ids], device=self._ctx.device)
         place = slice(first, first + len(ids))
-        logits = tokens  # of the last part
+        logits = tokens  # replaced in the loop; the last part's logits remain
         for begin in range(0, width, step := max(1, self._max_batch_tokens // len(ids))):
             part = slice(begin, begin + step)
             logits = _forward(module, cache, place, tokens[:, part], at[:, part])
@@ -213,13 +213,13 @@ class TransformersEngine:
         return rows, logits[source]
 
     def _step(self, module: PreTrainedModel, running: Sequence[_Running]) -> Tensor:
-        """Send the last token of each row through the model: the logits of the next one, `[rows, vocabulary]`."""
+        """Send the last token of each row through the model; return the next token's logits, `[rows, vocabulary]`."""
         tokens = torch.tensor([each.token_ids[-1:] for each in running], device=self._ctx.device)
         at = torch.tensor([[each.length - 1] for each in running], device=self._ctx.device)
         return _forward(module, self._cache, slice(0, len(running)), tokens, at)
 
     def update(self, weights: Weights, version: int) -> None:
-        """See `Engine`."""
+        """Copy new weights into the engine's own model; see `Engine`."""
         if self._own is None:
             if weights.source != self._role:
                 raise ConfigError(
@@ -240,33 +240,33 @@ class TransformersEngine:
         self._version = version
 
     def named_weights(self) -> NamedWeights | _Lent:
-        """See `Engine`: those of the model that generates, which may be another role's."""
+        """Return the weights of the model that generates, perhaps another role's; see `Engine`."""
         return _Lent(self._module) if self._own is None else colocate.torch.named_weights(self._own)
 
     def sleep(self, tags: Sequence[str]) -> None:
-        """See `Engine`; weights of its own are moved by colocate."""
+        """Free the cache; see `Engine`. colocate moves the weights of the engine's own model."""
         if "cache" in tags:
             self._cache.free()
 
     def wake(self, tags: Sequence[str]) -> None:
-        """See `Engine`."""
+        """Allocate the cache again; see `Engine`."""
         if "cache" in tags:
             self._cache.make()
 
     def managed(self) -> Mapping[str, int]:
-        """See `Engine`."""
+        """Return the bytes of the cache; see `Engine`."""
         return {"cache": self._cache.nbytes}
 
     def abort(self) -> None:
-        """See `Engine`: what `rows` has begun goes with its iterator."""
+        """Do nothing: the end of an iterator of `rows` already drops all rows. See `Engine`."""
 
     def close(self) -> None:
-        """See `Engine`."""
+        """Free the cache; see `Engine`."""
         self._cache.free()
 
     @contextlib.contextmanager
     def _module(self) -> Iterator[PreTrainedModel]:
-        """The model that generates, of a role that is looked up each time: what is kept of a role might sleep."""
+        """Borrow the model that generates, for the block; a role's model might sleep otherwise."""
         if self._role is None:
             assert self._own is not None
             yield self._own
@@ -279,13 +279,13 @@ class TransformersEngine:
 
 @attrs.frozen(eq=False)
 class _Lent:
-    """The weights of a model that another role has, which is looked up each time."""
+    """The weights of another role's model, which is looked up each time."""
 
     module: Callable[[], contextlib.AbstractContextManager[PreTrainedModel]]
 
     @property
     def specs(self) -> Mapping[str, Any]:
-        """Shape and dtype of each, in order."""
+        """Shape and dtype of each weight, in order."""
         with self.module() as module:
             return colocate.torch.named_weights(module).specs
 
@@ -296,7 +296,7 @@ class _Lent:
 
 @attrs.define(eq=False)
 class _Running:
-    """A row that is generated."""
+    """A row in progress."""
 
     prompt: Prompt
     sample: int
@@ -309,16 +309,16 @@ class _Running:
 
     @property
     def ids(self) -> tuple[int, ...]:
-        """Return what the next token comes after: prompt and response."""
+        """The tokens so far: prompt and response."""
         return (*self.prompt.token_ids, *self.token_ids)
 
     @property
     def length(self) -> int:
-        """How many these are."""
+        """The number of tokens so far."""
         return len(self.prompt.token_ids) + len(self.token_ids)
 
     def take(self, token: int, log_prob: float, version: int, stops: Collection[int]) -> bool:
-        """Go on with a token; return whether it was the last one."""
+        """Append a token; return whether the row is finished."""
         self.token_ids.append(token)
         self.log_probs.append(log_prob)
         if self.versions and self.versions[-1][0] == version:
@@ -330,47 +330,47 @@ class _Running:
         return token in stops or len(self.token_ids) == self.most
 
     def row(self, finish: Finish | None = None) -> Row:
-        """Return what it is for others."""
+        """Convert to a finished `Row`."""
         tokens, log_probs, versions = tuple(self.token_ids), tuple(self.log_probs), tuple(self.versions)
         return Row(self.prompt.index, self.sample, tokens, log_probs, finish or self.finish, versions)
 
 
 class _Cache:
-    """Keys and values of rows, layer by layer, in memory that is taken once.
+    """Keys and values of rows, layer by layer, in memory allocated once.
 
     Attributes:
-        rows: How many rows have a place.
-        emptied: How often that was of no use any more: what rows had in it has to be computed anew.
+        rows: Number of rows with a place.
+        emptied: How often the contents were lost, so that rows must be computed again.
     """
 
     def __init__(self, layers: int, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device) -> None:
-        """`shape`: rows, heads, tokens and the size of a head."""
+        """Allocate the cache; `shape` is rows, heads, tokens and the size of a head."""
         self.rows, self.emptied = shape[0], 0
         self._shape, self._dtype, self._device, self._layers = shape, dtype, device, layers
         self._tensors: list[Tensor] = []
-        self._used = (0, 0)  # rows and tokens that were written
+        self._used = (0, 0)  # the extent of written rows and tokens
         self._place, self._at, self._width = slice(0, 0), torch.empty(0), 0
         self.make()
 
     @property
     def nbytes(self) -> int:
-        """The bytes that are there."""
+        """The allocated bytes."""
         return sum(each.nbytes for each in self._tensors)
 
     def make(self) -> None:
-        """Take the memory, if it isn't there."""
+        """Allocate the memory, unless already allocated."""
         if not self._tensors:
             self._tensors = [
                 torch.zeros(self._shape, dtype=self._dtype, device=self._device) for _ in range(2 * self._layers)
             ]
 
     def free(self) -> None:
-        """Let go of the memory."""
+        """Free the memory."""
         self._tensors, self._used = [], (0, 0)
         self.emptied += 1
 
     def clear(self) -> None:
-        """Forget all rows: what they have left might be no number, which no mask can hide."""
+        """Zero all used places: leftovers may be NaN, which no mask can hide."""
         self.make()
         rows, tokens = self._used
         for each in self._tensors:
@@ -379,14 +379,14 @@ class _Cache:
         self._used = 0, 0
 
     def copy(self, source: int, target: int, tokens: int) -> None:
-        """Have a place hold what another one does."""
+        """Copy a place to another place."""
         for each in self._tensors:
             each[target, :, :tokens] = each[source, :, :tokens]
         self._use(target + 1, tokens)
 
     def expect(self, place: slice, at: Tensor, width: int) -> None:
-        """Say where the next pass through the model writes, and how much of it it reads."""
-        # What isn't a token's own goes where nobody reads.
+        """Set the places that the next pass writes, and the width that the pass reads."""
+        # Padding is written to a position that is never read.
         self._place, self._at, self._width = place, torch.where(at < 0, self._shape[2] - 1, at), width
         self._use(place.stop, width)
 
@@ -396,10 +396,12 @@ class _Cache:
     # -- what models call
 
     def update(self, keys: Tensor, values: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Write what a layer has computed, and return what it attends to."""
+        """Store a layer's new keys and values; return all keys and values for attention."""
         found = []
         for number, new in ((2 * layer_idx, keys), (2 * layer_idx + 1, values)):
-            if self._tensors[number].dtype != new.dtype:  # as a model that computes in another dtype has it
+            if (
+                self._tensors[number].dtype != new.dtype
+            ):  # a model may compute in another dtype than the dtype of the weights
                 self._tensors[number] = self._tensors[number].to(new.dtype)
             own = self._tensors[number][self._place]
             own[torch.arange(len(own), device=own.device)[:, None], :, self._at] = new.transpose(1, 2)
@@ -412,20 +414,20 @@ class _Cache:
 
 
 def _forward(module: PreTrainedModel, cache: _Cache, place: slice, tokens: Tensor, at: Tensor) -> Tensor:
-    """Send tokens through a model; return the logits after the last one of each row, `[rows, vocabulary]`, float32.
+    """Send tokens through a model; return the logits after each row's last token, `[rows, vocabulary]`, float32.
 
     Args:
         module: The model.
-        cache: What it attends to.
-        place: Where the rows are in it.
+        cache: Keys and values to attend to.
+        place: The rows' places in the cache.
         tokens: `[rows, n]`, padded on the left.
-        at: Their positions, `[rows, n]`; negative where there is none.
+        at: Positions of the tokens, `[rows, n]`; negative for padding.
     """
     width = int(at.max()) + 1
     cache.expect(place, at, width)
     at = at.clamp(min=0)
     mask = torch.arange(width, device=at.device) <= at[:, None, :, None]
-    if module.config._attn_implementation == "eager":  # which adds it
+    if module.config._attn_implementation == "eager":  # eager attention adds the mask to the scores
         dtype = next(module.parameters()).dtype
         mask = torch.zeros(mask.shape, dtype=dtype, device=at.device).masked_fill(~mask, torch.finfo(dtype).min)
     with torch.no_grad():
@@ -457,7 +459,7 @@ def _draw(logits: Tensor, sampling: Sampling, rows: Sequence[_Running]) -> tuple
 
 
 def _cut(logits: Tensor, top_k: int, top_p: float) -> Tensor:
-    """Leave out what isn't among the likeliest tokens."""
+    """Mask the logits outside `top_k` and `top_p`."""
     if 0 < top_k < logits.shape[1]:
         least = logits.topk(top_k, dim=-1).values[:, -1:]
         logits = logits.masked_fill(logits < least, -torch.inf)
@@ -470,7 +472,7 @@ def _cut(logits: Tensor, top_k: int, top_p: float) -> Tensor:
 
 
 def _own_model(model: str | Mapping[str, Any], dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-    """Make a model, ready to generate. Random weights are the same on all ranks."""
+    """Build a model, ready to generate. Random weights are the same on all ranks."""
     auto = imported().AutoModelForCausalLM
     how = reading(model) if isinstance(model, str) else None
     config = config_of(model, how)
@@ -481,7 +483,7 @@ def _own_model(model: str | Mapping[str, Any], dtype: torch.dtype, device: torch
         generator = torch.Generator(device=device).manual_seed(0) if device.type != "meta" else None
         with torch.no_grad():
             for parameter in made.parameters() if generator is not None else ():
-                if parameter.ndim > 1:  # the others are norms and biases, which start at one and zero
+                if parameter.ndim > 1:  # the other parameters are norms and biases, which start at one and zero
                     parameter.normal_(0, getattr(config, "initializer_range", 0.02), generator=generator)
     torch.nn.Module.to(made, device)
     torch.nn.Module.train(made, False)
@@ -490,10 +492,10 @@ def _own_model(model: str | Mapping[str, Any], dtype: torch.dtype, device: torch
 
 
 def _check_attention(config: Any, length: int) -> None:
-    """Refuse a model whose attention isn't to all tokens before.
+    """Refuse a model without full attention.
 
     Raises:
-        ConfigError: It has layers of another kind.
+        ConfigError: Some layers attend to only some of the earlier tokens.
     """
     kinds = set(getattr(config, "layer_types", None) or ())
     window = getattr(config, "sliding_window", None)

