@@ -25,13 +25,17 @@ _log = logging.getLogger("colocate")
 
 @attrs.define(eq=False)
 class Notices:
-    """What has been noticed in a run, soonest first. While entered, it is looked for."""
+    """What is noticed in a run. While entered, it is looked for.
+
+    Attributes:
+        found: What is to go, soonest first.
+        last: How many notices there have been: what is saved when one is known answers it, and those before.
+    """
 
     _driver: Driver
     _told: Callable[[Leaving], object]  # on the looking thread
     found: tuple[Leaving, ...] = attrs.field(default=(), init=False)
-    _count: int = attrs.field(default=0, init=False)  # how many there have been
-    _numbers: dict[str, int] = attrs.field(factory=dict, init=False)  # those of what is found, by who goes
+    last: int = attrs.field(default=0, init=False)
     _ends_at: float | None = attrs.field(factory=ends_at, init=False)  # of the batch job
     # When a signal came, or None at the end. A SimpleQueue: `put` is all that a signal's handler may call.
     _signals: queue.SimpleQueue[float | None] = attrs.field(factory=queue.SimpleQueue, init=False)
@@ -48,11 +52,6 @@ class Notices:
         """Ask the batch system for the job's end on another thread, which logs the answer. Safe in a signal handler."""
         if is_asked():
             self._signals.put(time.time())
-
-    @property
-    def last(self) -> int:
-        """The number of the last one of what is to go, from 1: what is saved when it is known answers those before."""
-        return max(self._numbers.values(), default=0)
 
     def _look(self) -> None:
         failed = False
@@ -79,11 +78,9 @@ class Notices:
         found += [] if self._ends_at is None else [Leaving("the batch job", self._ends_at)]
         found = [each for each in found if each.until is None or each.until - time.time() <= NOTICE_S]
         found.sort(key=lambda each: (each.until or 0.0, each.who))
-        new = [each for each in found if each.who not in self._numbers]
-        numbers = {each.who: self._numbers.get(each.who, 0) for each in found}
-        numbers |= {each.who: number for number, each in enumerate(new, self._count + 1)}
-        self._count += len(new)
-        self.found, self._numbers = tuple(found), numbers
+        known = {each.who for each in self.found}
+        new = [each for each in found if each.who not in known]
+        self.found, self.last = tuple(found), self.last + len(new)
         for each in new:
             _log.warning("%s: the job is to write a checkpoint", each)
             self._told(each)

@@ -84,7 +84,7 @@ def test_notices(monkeypatch: pytest.MonkeyPatch) -> None:
     notices._note({"n0": n0.until, "n1": n1.until, "n2": None})
     assert notices.last == 3  # whom no checkpoint answers that was begun before
     notices._note({"n1": n1.until})
-    assert notices.last == 2
+    assert notices.last == 3
     notices._note({"n1": n1.until, "n2": None})
     assert notices.last == 4
     assert told == [n2, n1, n0, n2]

@@ -147,10 +147,10 @@ class RecordedCall:
                 `values`.
             SerializationError: As of `value`.
         """
-        whole = self._whole()
-        if whole.raised is not None:
-            raise SerializationError(f"it has raised {whole.error}")
         try:
+            whole = self._whole()
+            if whole.raised is not None:
+                raise SerializationError(f"it has raised {whole.error}")
             if not whole.spec.ends_in_rows:
                 return whole.value()
             rows = {row.index: row for row in self.rows if row.index is not None}
@@ -164,12 +164,11 @@ class RecordedCall:
             raise ConfigError(f"call {self.number} of {self.method} can't be joined: {why}; see its values") from error
 
     def _whole(self) -> Whole:
-        try:
-            spec = method_of(self._role._methods[self.method])
-        except CannotJoin as error:
-            raise ConfigError(f"call {self.number} of {self.method} can't be joined: {error}; see its values") from None
-        partition = self._role._partitions.get(self.seq)
-        return Whole(self._by_rank, self._role.ranks, self._role._meshes, partition, spec, self._role._find)
+        """Return it with all ranks. Raises: CannotJoin: Its collect is a user's."""
+        role, folder = self._role, self._role._folder
+        meshes = {name: Mesh(shape) for name, shape in folder.meshes.items()}
+        spec, partition = method_of(folder.methods[self.method]), role._partitions.get(self.seq)
+        return Whole(self._by_rank, role.ranks, meshes, partition, spec, role._find)
 
     def value(self, rank: int = 0) -> Any:
         """Return what a rank gave.
@@ -217,7 +216,7 @@ class RecordedCall:
         try:
             whole = self._whole()
             places = None if whole.spec.rows is not None else whole.places()
-        except ConfigError:  # the order of the rows is unknown
+        except CannotJoin:  # the order of the rows is unknown
             places = {}
         find = self._role._find
         return [
@@ -264,8 +263,7 @@ class RecordedRole:
     _find: Find = attrs.field(repr=False)
     _came: Mapping[int, Sequence[tuple[int, int]]] = attrs.field(repr=False)
     _partitions: Mapping[int, Sequence[Sequence[int]]] = attrs.field(repr=False)
-    _methods: Mapping[str, Mapping[str, Any]] = attrs.field(repr=False)
-    _meshes: Mapping[str, Mesh] = attrs.field(repr=False)
+    _folder: RoleFolder = attrs.field(repr=False)
 
     @classmethod
     def of(cls, folder: RoleFolder, find: Find) -> RecordedRole:
@@ -285,8 +283,7 @@ class RecordedRole:
             find,
             RowOrder.read(folder.path),
             RowOrder.read(folder.path, "partition"),
-            folder.methods,
-            {name: Mesh(shape) for name, shape in folder.meshes.items()},
+            folder,
         )
 
     @cached_property
