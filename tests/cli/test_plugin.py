@@ -31,7 +31,8 @@ def test_roles_with_options_and_methods_and_jobs(colocate: CommandLine) -> None:
     assert lines[at + 1].split() == ["option", "type", "default", "what", "it", "is"]
     assert " ".join(lines[at + 2].split()) == (
         "model str | None None A hub id or a local folder with a causal language model and its tokenizer; None makes a "
-        "small Llama with random weights that reads characters. A model with code of its own (`auto_map`) fails to load."
+        "small Llama with random weights that reads characters. A model with code of its own (`auto_map`) fails to "
+        "load."
     )
     assert " ".join(lines[at + 3].split()) == "layers int 2 Layers of the small Llama."
     assert any(line.startswith("job ppo.train: Train an actor with PPO") for line in lines)
