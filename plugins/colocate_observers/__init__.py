@@ -1,1 +1,1 @@
-"""Observers for the trackers that people use, each an extra of its own name: `observe: [tensorboard]` in a config."""
+"""Observers for common experiment trackers, an extra each: `observe: [tensorboard]` in a config."""

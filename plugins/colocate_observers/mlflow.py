@@ -1,4 +1,4 @@
-"""`observe: [mlflow]`: what a run logs, in an MLflow store."""
+"""`observe: [mlflow]`: a run's logs in an MLflow store."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ import colocate
 
 _FOREIGN = re.compile(r"[^/\w.\- :]")
 ANSWERS_WITHIN_S = 10.0
-_LONGEST = 250  # of a key
+_LONGEST = 250  # characters of a key
 
 
 class MLflow:
     """Writes scalars, seconds per phase, versions, the config and the report.
 
-    What is logged is sent by a thread of its own, and together with what has been logged meanwhile: other observers
-    don't wait for the store.
+    A separate thread sends logged values, batched with values logged meanwhile: other observers don't wait for the
+    store.
     """
 
     def __init__(self, experiment: str = "colocate", tracking_uri: str | None = None) -> None:
-        """Write to a store.
+        """Connect to a store.
 
         Args:
-            experiment: Its name there; made if there is none.
-            tracking_uri: The store, as in "http://tracking:5000"; None for what the environment says
-                (`MLFLOW_TRACKING_URI`).
+            experiment: The experiment's name in the store; created if missing.
+            tracking_uri: The store, as in "http://tracking:5000"; None for the environment's (`MLFLOW_TRACKING_URI`).
 
         Raises:
-            ConfigError: Such a store can't be had.
+            ConfigError: The store isn't available.
         """
         try:
-            self._client = MlflowClient(tracking_uri)  # no active run of MLflow's, which belongs to a thread
+            # a client rather than MLflow's active run, which belongs to one thread
+            self._client = MlflowClient(tracking_uri)
         except MlflowException as error:
             raise colocate.ConfigError(
                 f"MLflow has no store for {tracking_uri or 'what it takes when it is told of none'}: say where its "
@@ -55,10 +55,10 @@ class MLflow:
         self._raised = False
 
     def colocate_run_started(self, run: colocate.RunInfo) -> None:
-        """Begin a run there, or go on with the one that the run has there.
+        """Create an MLflow run, or continue the one of a resumed run.
 
         Raises:
-            ConfigError: The server doesn't answer, or has no such run any more.
+            ConfigError: The server doesn't answer, or no longer has the MLflow run.
         """
         self._check_server()
         kept = run.directory / "mlflow-run"
@@ -70,11 +70,11 @@ class MLflow:
             self._run = self._client.create_run(experiment, run_name=run.name).info.run_id
             kept.write_text(f"{self._run}\n", encoding="utf-8")
             parameters = [Param(name, value) for name, value in run.environment.items()]
-            self._client.log_batch(self._run, params=parameters)  # which never change there
+            self._client.log_batch(self._run, params=parameters)  # MLflow's parameters can't change later
         self._client.log_dict(self._run, dict(run.config), "config.json")
 
     def _goes_on(self, kept: Path) -> str:
-        """The run whose number a file has, running again."""
+        """Set the run whose id is in a file to running again; return the id."""
         run = kept.read_text(encoding="utf-8").strip()
         try:
             self._client.update_run(run, status="RUNNING")
@@ -85,7 +85,7 @@ class MLflow:
         return run
 
     def colocate_run_logged(self, record: colocate.LogRecord) -> None:
-        """Have it sent."""
+        """Queue logged values for the sending thread."""
         if self._run is not None:
             self._raise_failure()
             seconds = {f"seconds/{phase}": spent for phase, spent in record.seconds.items()}
@@ -107,7 +107,7 @@ class MLflow:
             raise self._failure
 
     def colocate_run_finished(self, record: colocate.RunRecord, error: BaseException | None) -> None:
-        """Wait until all is sent; write the report, and whether it went well."""
+        """Wait until all values are sent; write the report, and the run's status."""
         if self._run is not None:
             self._sender.shutdown()
             self._check_server()
@@ -118,13 +118,13 @@ class MLflow:
             self._raise_failure()
 
     def _check_server(self) -> None:
-        # The client would try for four minutes, and say nothing meanwhile.
+        # The client itself would retry for four minutes without any message.
         uri = urlsplit(self._client.tracking_uri)
         if uri.scheme not in ("http", "https"):
             return
         try:
             requests.head(uri.geturl(), timeout=ANSWERS_WITHIN_S)
-        except requests.exceptions.SSLError:  # the client knows whom to trust
+        except requests.exceptions.SSLError:  # the client has its own list of trusted certificates
             pass
         except (requests.ConnectionError, requests.Timeout) as error:
             where = uri.netloc.rpartition("@")[2]
@@ -133,12 +133,12 @@ class MLflow:
 
 def _status(record: colocate.RunRecord, error: BaseException | None) -> str:
     if record.stopped or isinstance(error, KeyboardInterrupt):
-        return "KILLED"  # by its user, which is no failure
+        return "KILLED"  # the user stopped the run, which is no failure
     return "FINISHED" if error is None else "FAILED"
 
 
 def _legal(name: str) -> str:
-    """The name as MLflow takes it, which may make it a path."""
+    """Return a name that MLflow accepts; MLflow may use names as paths."""
     name = _FOREIGN.sub("_", name)[:_LONGEST]
     normal = posixpath.normpath(name)
     return name if normal == name and not name.startswith((".", "/")) else f"_{name.replace('/', '_')}"[:_LONGEST]
@@ -146,5 +146,5 @@ def _legal(name: str) -> str:
 
 @colocate.hookimpl
 def colocate_observer() -> type[MLflow]:
-    """See `ObserverHooks`."""
+    """Return the observer's class; see `ObserverHooks`."""
     return MLflow

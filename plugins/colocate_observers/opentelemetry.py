@@ -1,4 +1,4 @@
-"""`observe: [opentelemetry]`: a run, its calls and what it logs, as OpenTelemetry has them."""
+"""`observe: [opentelemetry]`: a run, calls and logs as OpenTelemetry spans and gauges."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from opentelemetry.trace import Span, StatusCode
 import colocate
 
 _FOREIGN = re.compile(r"[^-_./a-zA-Z0-9]")
-_LONGEST = 255  # of an instrument's name
+_LONGEST = 255  # characters of an instrument's name
 
 
 class OpenTelemetry:
-    """Sends a span for the run and for each call on each rank, and a gauge for each number that is logged."""
+    """Sends a span for the run and for each call on each rank, and a gauge for each logged number."""
 
     def __init__(self, endpoint: str | None = None, service: str = "colocate") -> None:
-        """Send to a collector, by OTLP over HTTP.
+        """Set up exporters to a collector, by OTLP over HTTP.
 
         Args:
-            endpoint: Its address, as in "http://127.0.0.1:4318"; None for what the environment says
+            endpoint: The collector's address, as in "http://127.0.0.1:4318"; None for the environment's
                 (`OTEL_EXPORTER_OTLP_ENDPOINT`).
-            service: The name of the service there.
+            service: The service's name in the collector.
 
         Raises:
-            ConfigError: That is no address; the exporters would find it only when the run is over.
+            ConfigError: The endpoint is no address; the exporters would report this only at the end of the run.
         """
         if endpoint is not None:
             uri = urlsplit(endpoint)
@@ -52,24 +52,24 @@ class OpenTelemetry:
         self._run: Span | None = None
 
     def colocate_run_started(self, run: colocate.RunInfo) -> None:
-        """Begin the run's span; one that goes on after a step has another, with the same folder."""
+        """Start the run's span; a resumed run has another span with the same folder."""
         attributes: dict[str, str | int] = {**run.environment, "colocate.directory": str(run.directory)}
         if run.resumed is not None:
             attributes["colocate.resumed"] = run.resumed
         self._run = self._tracer.start_span(run.name, attributes=attributes)
 
     def colocate_run_logged(self, record: colocate.LogRecord) -> None:
-        """Set gauges. There is none for what is no finite number."""
+        """Set gauges, except for numbers that aren't finite."""
         seconds = {f"seconds.{phase}": spent for phase, spent in record.seconds.items()}
         for name, value in {"step": record.step, **record.scalars, **seconds}.items():
             if name not in self._gauges:
                 legal = _FOREIGN.sub("_", f"colocate.{name}")[:_LONGEST]
                 self._gauges[name] = self._meter.create_gauge(legal).set
             if math.isfinite(value):
-                self._gauges[name](float(value))  # a whole one of more than 64 bits would be none there
+                self._gauges[name](float(value))  # as a float: OpenTelemetry has no integers of more than 64 bits
 
     def colocate_call_finished(self, record: colocate.CallRecord) -> None:
-        """Send a call: one span for each rank; or one for a call that failed before any had begun it."""
+        """Send one span for each rank of a call, or one for a call that failed before any rank started."""
         inside = None if self._run is None else trace.set_span_in_context(self._run)
         name = f"{record.role}.{record.method}" if record.role else record.method
         shared: dict[str, str | float] = {"colocate.group": record.group, "colocate.submitted": record.submitted}
@@ -83,7 +83,7 @@ class OpenTelemetry:
             span.end(_ns(end))
 
     def colocate_run_finished(self, record: colocate.RunRecord, error: BaseException | None) -> None:
-        """End the run's span, and send what hasn't been sent."""
+        """End the run's span, and send everything unsent."""
         if self._run is not None:
             if error is not None:
                 self._run.record_exception(error)
@@ -99,5 +99,5 @@ def _ns(seconds: float) -> int:
 
 @colocate.hookimpl
 def colocate_observer() -> type[OpenTelemetry]:
-    """See `ObserverHooks`."""
+    """Return the observer's class; see `ObserverHooks`."""
     return OpenTelemetry

@@ -1,4 +1,4 @@
-"""`observe: [prometheus]`: an endpoint for Prometheus while a run runs."""
+"""`observe: [prometheus]`: a Prometheus endpoint during a run."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ _LOOKS_FOR_S = 2.0
 
 
 class RoleBytes(Collector):
-    """What roles hold, asked of their workers when somebody looks. A group that doesn't answer is left out."""
+    """The roles' memory, queried from the workers on each scrape. A group that doesn't answer is left out."""
 
     def __init__(self, observer: Prometheus) -> None:
         self._observer = observer
 
     def describe(self) -> Iterable[GaugeMetricFamily]:
-        """Nothing: there is no group yet."""
+        """Return nothing: no group exists at registration."""
         return ()
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
-        """Ask each group that can be called."""
+        """Query each group that is ready for calls."""
         labels = ["run", "group", "role", "slot", "where"]
         found = GaugeMetricFamily("colocate_role_bytes", "bytes that roles hold", labels=labels)
         for name, group in list(self._observer.groups.items()):
@@ -48,21 +48,21 @@ class RoleBytes(Collector):
 
 
 class Prometheus:
-    """Serves what was logged last, calls and their seconds, the state of groups, and what their roles hold.
+    """Serves the latest logs, calls and their seconds, the states of groups, and the memory of roles.
 
     `/metrics` is for Prometheus; `/healthz` answers 200, or 503 once a group has failed for good.
 
     Attributes:
-        run: The run's folder's name, which is on all that it serves.
-        groups: Those that live, by name.
+        run: The name of the run's folder, a label of all metrics.
+        groups: The live groups, by name.
     """
 
     def __init__(self, port: int = 9464, address: str = "127.0.0.1") -> None:
-        """Listen.
+        """Create the metrics; `colocate_run_started` opens the port.
 
         Args:
-            port: The port; 0 for any that is free.
-            address: The address; who can reach it can read all numbers of the run.
+            port: The port; 0 for any free port.
+            address: The address to listen on; everyone who can reach this address can read all numbers of the run.
 
         Raises:
             ConfigError: There is no such port.
@@ -101,14 +101,14 @@ class Prometheus:
 
     @property
     def port(self) -> int | None:
-        """The port while it listens."""
+        """The open port; None before and after the run."""
         return None if self._served is None else self._served[0].server_port
 
     def colocate_run_started(self, run: colocate.RunInfo) -> None:
-        """Listen.
+        """Start to listen.
 
         Raises:
-            ConfigError: The port is taken or not for everybody, or there is no such address here.
+            ConfigError: The port is taken or forbidden, or this machine lacks the address.
         """
         self.run = run.directory.name
         port, address = self._at
@@ -122,7 +122,7 @@ class Prometheus:
             print(f"prometheus: http://{address}:{self.port}/metrics")
 
     def colocate_run_logged(self, record: colocate.LogRecord) -> None:
-        """Note what was logged."""
+        """Set the gauges of logged values, and add the seconds of phases."""
         self._step.labels(self.run).set(record.step)
         for name, value in record.scalars.items():
             self._logged.labels(self.run, name).set(value)
@@ -130,24 +130,24 @@ class Prometheus:
             self._phase.labels(self.run, phase).inc(seconds)
 
     def colocate_group_spawned(self, group: colocate.ColocatedGroup) -> None:
-        """There is a group."""
+        """Register a group, with counters at zero."""
         self.groups[group.name] = group
         self._is(group.name, group.state)
         for counter in (self._restarts, self._deaths):
-            counter.labels(self.run, group.name)  # from 0 on, as rates need
+            counter.labels(self.run, group.name)  # counters start at 0, as rates need
 
     def colocate_group_changed(self, name: str, state: str, cause: colocate.ColocateError | None) -> None:
-        """Note its state."""
+        """Set a group's state, and count a restart."""
         self._is(name, state)
         if state == "restarting":
             self._restarts.labels(self.run, name).inc()
 
     def colocate_worker_died(self, error: colocate.WorkerDied) -> None:
-        """Count it."""
+        """Count a worker's death."""
         self._deaths.labels(self.run, error.group or "").inc()
 
     def colocate_group_closed(self, name: str) -> None:
-        """There is no such group any more."""
+        """Remove a closed group."""
         self.groups.pop(name, None)
         self._is(name, "closed")
 
@@ -157,22 +157,22 @@ class Prometheus:
         self._state.labels(self.run, group, state).set(1)
 
     def _health(self) -> tuple[bool, str]:
-        """Whether all is well, and in which states groups are; one that failed and isn't restarting is lost."""
+        """Return whether all groups live, and a text with the groups' states; a failed group is lost for good."""
         lost = "failed" in self._states.values()
         return not lost, "".join(f"{group} {state}\n" for group, state in sorted(self._states.items()))
 
     def colocate_call_finished(self, record: colocate.CallRecord) -> None:
-        """Count a call."""
+        """Count a call and the ranks' seconds."""
         method = (self.run, record.group, record.role, record.method.removeprefix("the "))
         self._calls.labels(*method, "ok" if record.error is None else "error").inc()
         self._busy.labels(*method).inc(sum(end - start for _, start, end in record.ran))
 
     def colocate_memory_moved(self, record: colocate.MoveRecord) -> None:
-        """Count what was moved."""
+        """Count the bytes that a role moved to sleep or wake."""
         self._moved.labels(self.run, record.group, record.role, record.kind).inc(record.nbytes)
 
     def colocate_devices_sampled(self, samples: Sequence[colocate.DeviceSample]) -> None:
-        """Note what GPUs do."""
+        """Set the gauges of GPUs, and count XID errors."""
         for sample in samples:
             gpu = self.run, sample.node, sample.uuid, ",".join(f"{group}/{slot}" for group, slot in sample.slots)
             for name, gauge in self._gpu.items():
@@ -182,7 +182,7 @@ class Prometheus:
                 self._xids.labels(*gpu, str(xid)).inc()
 
     def colocate_run_finished(self, record: colocate.RunRecord, error: BaseException | None) -> None:
-        """Listen no longer."""
+        """Stop listening."""
         served, self._served = self._served, None
         if served is not None:
             server, thread = served
@@ -194,7 +194,7 @@ class Prometheus:
 def _serve(
     port: int, address: str, metrics: Callable[..., Any], health: Callable[[], tuple[bool, str]]
 ) -> tuple[WSGIServer, threading.Thread]:
-    """Listen, and answer on a thread of its own."""
+    """Start a server on a thread; the server answers `/healthz`, and passes all other requests to `metrics`."""
 
     def answer(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
         if environ["PATH_INFO"] != "/healthz":
@@ -209,7 +209,7 @@ def _serve(
 
 
 def _cure(error: OSError) -> str:
-    """Return what to do where it can't listen."""
+    """Return advice for an error of listening."""
     if error.errno == errno.EADDRINUSE:
         return "where another run has it, give this one a port of its own, `with: {port: ...}`"
     if error.errno in (errno.EACCES, errno.EPERM):
@@ -219,5 +219,5 @@ def _cure(error: OSError) -> str:
 
 @colocate.hookimpl
 def colocate_observer() -> type[Prometheus]:
-    """See `ObserverHooks`."""
+    """Return the observer's class; see `ObserverHooks`."""
     return Prometheus

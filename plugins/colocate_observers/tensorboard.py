@@ -1,4 +1,4 @@
-"""`observe: [tensorboard]`: what a run logs, as TensorBoard shows it."""
+"""`observe: [tensorboard]`: a run's logs for TensorBoard."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ class TensorBoard:
     """Writes scalars, seconds per phase, and the config, for `tensorboard --logdir runs`."""
 
     def __init__(self, directory: str | None = None) -> None:
-        """Write.
+        """Choose the folder.
 
         Args:
-            directory: Where each run gets a folder of its name; by default it is `tensorboard` in the run's own.
+            directory: The parent of a folder for each run; None for `tensorboard` in the run's own folder.
         """
         self._directory = directory
         self._writer: SummaryWriter | None = None
 
     def colocate_run_started(self, run: colocate.RunInfo) -> None:
-        """Begin to write; what comes after the step that a run goes on from is hidden."""
+        """Open the writer; TensorBoard then hides earlier values after the step of a resume."""
         directory = Path(self._directory) / run.directory.name if self._directory else run.directory / "tensorboard"
         purge = None if run.resumed is None else run.resumed + 1
         self._writer = SummaryWriter(str(directory), purge_step=purge)
         self._writer.add_text("config", f"```json\n{json.dumps(run.config, indent=1)}\n```")
 
     def colocate_run_logged(self, record: colocate.LogRecord) -> None:
-        """Write what was logged."""
+        """Write scalars and seconds per phase."""
         if self._writer is not None:
             for name, value in record.scalars.items():
                 self._writer.add_scalar(name, value, record.step, record.time)
@@ -38,12 +38,12 @@ class TensorBoard:
                 self._writer.add_scalar(f"seconds/{phase}", seconds, record.step, record.time)
 
     def colocate_run_finished(self, record: colocate.RunRecord, error: BaseException | None) -> None:
-        """Write all that is left."""
+        """Flush and close the writer."""
         if self._writer is not None:
             self._writer.close()
 
 
 @colocate.hookimpl
 def colocate_observer() -> type[TensorBoard]:
-    """See `ObserverHooks`."""
+    """Return the observer's class; see `ObserverHooks`."""
     return TensorBoard

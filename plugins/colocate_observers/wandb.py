@@ -1,4 +1,4 @@
-"""`observe: [wandb]`: what a run logs, for Weights & Biases."""
+"""`observe: [wandb]`: a run's logs for Weights & Biases."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ class WeightsAndBiases:
         mode: Literal["online", "offline", "disabled"] | None = None,
         tags: list[str] | None = None,
     ) -> None:
-        """Send.
+        """Set the options of `wandb.init`.
 
         Args:
-            project: The project there.
-            entity: Whose it is; None for what the environment says (`WANDB_ENTITY`), or your own.
-            mode: Whether it is sent, only written, or neither; None for what the environment says (`WANDB_MODE`).
+            project: The project's name.
+            entity: The project's owner; None for the environment's (`WANDB_ENTITY`), or your own.
+            mode: Whether to send, to write only, or neither; None for the environment's (`WANDB_MODE`).
             tags: Labels of the run.
         """
         self._options: dict[str, Any] = {"project": project, "entity": entity, "mode": mode, "tags": tags}
         self._run: wandb.Run | None = None
-        self._next: int | None = None  # the number of the next row, where the library can't know it
+        self._next: int | None = None  # number of the next row, for an offline run
 
     def colocate_run_started(self, run: colocate.RunInfo) -> None:
-        """Begin a run there, or go on with the one that the run has there; its files are in the run's folder.
+        """Create a W&B run, or continue the one of a resumed run; files go to the run's folder.
 
         Raises:
             ConfigError: There is no API key.
         """
         options = {**self._options, "config": dict(run.config), "dir": str(run.directory)}
-        kept = run.directory / "wandb-run"  # its name there, and a dot for each row
+        kept = run.directory / "wandb-run"  # has the W&B run's id, and a dot for each row
         name, rows = "", ""
         if run.resumed is not None and kept.exists():
             name, _, rows = kept.read_text(encoding="utf-8").partition("\n")
@@ -57,12 +57,13 @@ class WeightsAndBiases:
         if self._run.id != name:
             self._kept.truncate(0)
             self._kept.write(f"{self._run.id}\n".encode())
-        # One that isn't sent begins to count anew, and what it would send later took the place of the rows before.
+        # An offline run would number rows from 0 again after a resume, and a later upload would replace the earlier
+        # rows.
         self._next = len(rows) if rows and self._run.offline else None
-        self._run.define_metric("*", step_metric="step")  # what charts have on their x axis
+        self._run.define_metric("*", step_metric="step")  # the x axis of charts
 
     def colocate_run_logged(self, record: colocate.LogRecord) -> None:
-        """Send what was logged."""
+        """Send scalars and seconds per phase."""
         if self._run is not None:
             seconds = {f"seconds/{phase}": spent for phase, spent in record.seconds.items()}
             self._run.log({**record.scalars, **seconds, "step": record.step}, step=self._next)
@@ -70,7 +71,7 @@ class WeightsAndBiases:
             self._next = None if self._next is None else self._next + 1
 
     def colocate_run_finished(self, record: colocate.RunRecord, error: BaseException | None) -> None:
-        """Send the report, and whether it went well; waits until all is sent."""
+        """Send the report and the exit status; wait until all is sent."""
         if self._run is not None:
             report = record.directory / "report.html"
             if report.exists():
@@ -81,5 +82,5 @@ class WeightsAndBiases:
 
 @colocate.hookimpl
 def colocate_observer() -> type[WeightsAndBiases]:
-    """See `ObserverHooks`."""
+    """Return the observer's class; see `ObserverHooks`."""
     return WeightsAndBiases
