@@ -1,8 +1,8 @@
 """verl on colocate: `COLOCATE_VERL=ray|dask|local`, or `colocate_verl.install(...)`, and verl's trainers run unchanged.
 
-`driver` is the driver's half: slots, workers, calls. `groups` and `results` are its face: the classes and objects of
-`verl.single_controller.ray`. `roles` is what is in the workers, and `private` has each name of verl's and of Ray's that
-isn't public. `demo` is no part of that: it trains a tiny model by verl's trainers, on the CPU by a shim of its own.
+`driver` is the driver's half: slots, workers, calls. `groups` and `results` are its interface to verl: the classes and
+objects of `verl.single_controller.ray`. `roles` runs in the workers, and `private` lists all private names of verl and
+Ray. `demo` isn't part of the plugin: it trains a tiny model with verl's trainers, on the CPU through a shim.
 """
 
 from typing import Any
@@ -18,19 +18,19 @@ __all__ = ["group_of", "install"]
 
 
 def install(executor: str, **options: Any) -> None:
-    """Have verl's worker groups of this process run on colocate.
+    """Run verl's worker groups of this process on colocate.
 
     Args:
         executor: "ray", "dask" or "local".
-        **options: For `colocate.connect`, of that executor. On Ray the cluster is that of `ray.init()`.
+        **options: Options of that executor for `colocate.connect`. On Ray the cluster is that of `ray.init()`.
 
     Raises:
         ConfigError: There is no such executor, or a worker group is on another one already.
-        CapabilityError: The installed verl isn't one that this plugin is for.
+        CapabilityError: The plugin doesn't support the installed verl.
     """
     private.check_version()
     ENGINE.choose(executor, options)
-    private.home()  # imports verl, which the faces need whole
+    private.home()  # imports verl completely, as `groups` and `results` need
     colocate.library(private.PASSED_BY)
     from . import groups, results
 
@@ -40,6 +40,6 @@ def install(executor: str, **options: Any) -> None:
 
 
 def group_of(worker_group: Any) -> colocate.ColocatedGroup:
-    """Return the group that a worker group of verl's stands for: its memory, its trace, and what of it sleeps."""
+    """Return the colocate group of a verl worker group, for memory, traces and sleep."""
     found: colocate.ColocatedGroup = worker_group.workers[0].of.group
     return found

@@ -1,4 +1,4 @@
-"""verl's `DataProto`, as colocate sends and keeps it: as its tensors and arrays, and not packed into a file's bytes."""
+"""verl's `DataProto` as a batch of colocate: sent and kept as tensors and arrays, not pickled to bytes."""
 
 import itertools
 from collections.abc import Sequence

@@ -1,7 +1,7 @@
-"""The driver's half: slots, the workers on them, and calls of their roles. It knows no class that verl's callers see.
+"""The driver's half: slots, the workers on these slots, and calls of the workers' roles. Independent of verl's classes.
 
-A face of it needs `Slots.split`, `Slots.spawn` and `Workers.submit`, and no more. `groups` and `results` are one: the
-classes of `verl.single_controller.ray`. A backend of another interface of verl's is another one, beside it.
+An interface to verl needs only `Slots.split`, `Slots.spawn` and `Workers.submit`. `groups` and `results` are one: the
+classes of `verl.single_controller.ray`. A backend for another verl interface would be a second one beside these.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from . import private
 from .roles import Payload, make_role
 
 OPTIONS: Mapping[str, Mapping[str, Any]] = {"ray": {"address": "auto"}, "dask": {}, "local": {"processes": True}}
-"""The executors, and how they are connected unless options say otherwise."""
-Declared = tuple[type, Sequence[Any], Mapping[str, Any]]  # a class of verl's and its arguments
+"""The executors, with default options for `colocate.connect`."""
+Declared = tuple[type, Sequence[Any], Mapping[str, Any]]  # a class of verl's and the constructor's arguments
 
 
 class Engine:
-    """Where the worker groups of this process run. Its runtime is made for the first of them."""
+    """The place of this process's worker groups. The first worker group connects the runtime."""
 
     def __init__(self) -> None:
         self.executor = ""
         self.options: Mapping[str, Any] = {}
-        self.environment: Mapping[str, str] = {}  # what workers find the driver's Ray by
+        self.environment: Mapping[str, str] = {}  # the address of the driver's Ray, for workers
         self._runtime: Runtime | None = None
         self._lock = threading.Lock()
         self._ending: list[threading.Thread] = []
 
     def choose(self, executor: str, options: Mapping[str, Any]) -> None:
-        """Say where they are to run."""
+        """Choose the executor and options of worker groups."""
         if executor not in OPTIONS:
             raise ConfigError(f"verl's worker groups are on {', '.join(map(repr, OPTIONS))}, and not on {executor!r}")
         wanted = executor, {**OPTIONS[executor], **options}
@@ -50,7 +50,7 @@ class Engine:
             self.executor, self.options = wanted
 
     def runtime(self) -> Runtime:
-        """Return the runtime, connected when first asked for."""
+        """Return the runtime, connected at the first call."""
         with self._lock:
             if self._runtime is None or not self._runtime.alive:
                 self.environment = private.cluster() if self.executor == "ray" else {}
@@ -58,23 +58,26 @@ class Engine:
             return self._runtime
 
     def end(self) -> None:
-        """Close everything."""
+        """Close the runtime, with all pools and groups."""
         with self._lock:
             runtime, self._runtime = self._runtime, None
         if runtime is not None:
             runtime.close(force=True)
 
     def ends_with(self, holder: object, owned: Pool | ColocatedGroup) -> None:
-        """Have something be closed when nobody holds an object any more."""
+        """Close a pool or a group once an object has no references left."""
 
-        def close() -> None:  # on a thread of its own: an object is collected wherever that happens to be
+        def close() -> None:  # on a new thread: garbage collection may run on any thread, at any point
             self._ending.append(threading.Thread(target=owned.close, kwargs={"force": True}, daemon=True))
             self._ending[-1].start()
 
         weakref.finalize(holder, close).atexit = False
 
     def settle(self) -> None:
-        """Wait until what nobody holds any more is closed. Worker groups hold themselves, by their methods."""
+        """Wait until everything without references is closed.
+
+        Worker groups refer to themselves, through their methods.
+        """
         gc.collect()
         while self._ending:
             self._ending.pop().join()
@@ -84,26 +87,26 @@ ENGINE = Engine()
 
 
 class _Pools(dict[int, Pool]):
-    """What is reserved for one resource pool, by the GPUs of a slot. Ends when neither slots nor workers hold it."""
+    """The pools of one resource pool, by GPUs per slot. Closed when neither slots nor workers refer to this mapping."""
 
 
 @attrs.define(eq=False)
 class Slots:
-    """Slots of one resource pool, or some of them: reserved when workers are first spawned on them."""
+    """Some or all slots of one resource pool, reserved at the first spawn."""
 
-    nodes: Sequence[int]  # how many of the pool's are to lie on each node
+    nodes: Sequence[int]  # number of the pool's slots on each node
     name: str
-    groups: int  # that may share a slot
+    groups: int  # number of groups that may share a slot
     first: int
     count: int
     _pools: _Pools = attrs.field(factory=_Pools)
 
     def split(self, first: int, count: int) -> Slots:
-        """Return some of them, counted from the pool's first."""
+        """Return a part of the slots, counted from the pool's first."""
         return attrs.evolve(self, first=first, count=count)
 
     def spawn(self, roles: Mapping[str, Declared], gpus: int, name: str, environment: Mapping[str, str]) -> Workers:
-        """Start workers of so many GPUs each, with roles by name; `name` is their group's."""
+        """Start workers with `gpus` GPUs each, and with roles by name; `name` is the group's name."""
         ENGINE.settle()
         pool = self._reserved(gpus)
         specs = {
@@ -135,18 +138,18 @@ class Slots:
 
 
 class Workers:
-    """The workers of a group. They end when nobody holds it any more."""
+    """The workers of a group. The group ends once this object has no references left."""
 
     def __init__(self, group: ColocatedGroup, keeps: object) -> None:
         self.group = group
-        self._keeps = keeps  # whose slots they are on
+        self._keeps = keeps  # keeps the pools of the workers' slots alive
         self._views = {name: group.role(name) for name in group.roles}
-        self.outer = next(reversed(self._views))  # the last role, which verl has around the others
+        self.outer = next(reversed(self._views))  # the last role, which verl wraps around the others
         self.ranks = list(range(len(group.roles[self.outer].slots)))
         ENGINE.ends_with(self, group)
 
     def submit(self, role: str, method: str, payloads: Sequence[Payload], ranks: Sequence[int]) -> Call[list[Any]]:
-        """Call a method of a role on some ranks, with a payload for each; the same object where that is the same."""
+        """Call a role's method on ranks, with a payload for each; ranks with the same payload share one object."""
         call: Any = getattr(self._views[role], method)
         if ranks != self.ranks:
             call = call.options(ranks=ranks)

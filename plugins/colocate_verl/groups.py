@@ -1,4 +1,4 @@
-"""The classes of `verl.single_controller.ray`, by colocate's pools and groups. Imported by `install`, after verl."""
+"""The classes of `verl.single_controller.ray`, on colocate's pools and groups. Imported by `install`, after verl."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from verl.single_controller.ray.base import RayClassWithInitArgs  # pyright: ign
 from colocate.errors import CapabilityError, ConfigError
 
 from . import (
-    data as data,  # which colocate is to know in each process that has worker groups
+    data as data,  # registers `DataProto` in each process with worker groups
     private,
 )
 from .driver import Declared, Slots, Workers
@@ -26,7 +26,7 @@ from .roles import Payload, sibling
 
 @attrs.frozen
 class Placements:
-    """What stands for the placement groups of a resource pool: it only says which slots it is of."""
+    """A stand-in for the placement groups of a resource pool, which only names the pool's slots."""
 
     slots: Slots
 
@@ -40,7 +40,7 @@ class Placements:
 
 
 class RayResourcePool(ResourcePool, OnDriver):  # type: ignore[misc]  # verl isn't there when types are checked
-    """Slots, reserved when the first worker group is made on them."""
+    """Slots, reserved by the first worker group."""
 
     def __init__(
         self,
@@ -64,16 +64,16 @@ class RayResourcePool(ResourcePool, OnDriver):  # type: ignore[misc]  # verl isn
 
     @functools.cached_property
     def slots(self) -> Slots:
-        """Return the pool's slots, of as many as `store` says when they are first asked for."""
+        """The pool's slots; the first access reads their number from `store`."""
         if min(self.store, default=0) < 1:
             raise ConfigError(f"RayResourcePool(process_on_nodes={self.store}): name at least one process on each node")
         return Slots(tuple(self.store), self.name_prefix, self.max_colocate_count, 0, sum(self.store))
 
     def get_placement_groups(self, strategy: str = "", name: str | None = None, device_name: str = "") -> Placements:
-        """Return what stands for them."""
+        """Return the stand-in for placement groups."""
         return Placements(self.slots)
 
-    pgs = property(get_placement_groups, doc="What stands for its placement groups.")
+    pgs = property(get_placement_groups, doc="A stand-in for placement groups.")
 
 
 class SubRayResourcePool(RayResourcePool):
@@ -87,11 +87,11 @@ class SubRayResourcePool(RayResourcePool):
         self.subgroup_world_size = subgroup_world_size
         self.slots = placement_groups.slots.split(self.start_bundle_index, subgroup_world_size)
 
-    world_size = property(lambda self: self.subgroup_world_size, doc="How many slots it has.")
+    world_size = property(lambda self: self.subgroup_world_size, doc="The number of slots.")
 
 
 def merge_resource_pool(rp1: RayResourcePool, rp2: RayResourcePool) -> NoReturn:
-    """Refuse: slots are reserved together."""
+    """Raise a CapabilityError: a pool's slots are reserved together."""
     raise CapabilityError("merge_resource_pool: colocate reserves a pool's slots together; make one, and split it")
 
 
@@ -105,7 +105,7 @@ _INSTEAD = {
 
 
 class RayWorkerGroup(WorkerGroup, OnDriver):  # type: ignore[misc]
-    """A worker group, or what `spawn` makes of one for each of its roles."""
+    """A worker group, or the part of one role, as returned by `spawn`."""
 
     def __init__(
         self,
@@ -170,7 +170,7 @@ class RayWorkerGroup(WorkerGroup, OnDriver):  # type: ignore[misc]
         return cls(name_prefix=name_prefix, **given)
 
     def spawn(self, prefix_set: Iterable[str]) -> dict[str, RayWorkerGroup]:
-        """Return what each of the roles is called by."""
+        """Return a worker group for each role's calls."""
         return {key: self._part(key) for key in prefix_set}
 
     def _part(self, key: str) -> RayWorkerGroup:
@@ -185,12 +185,12 @@ class RayWorkerGroup(WorkerGroup, OnDriver):  # type: ignore[misc]
         return part
 
     def fuse(self, prefix_set: Iterable[str]) -> None:
-        """Have each of the roles as an attribute."""
+        """Set an attribute for each role."""
         self.wg_dict = self.wg_dict or self.spawn(prefix_set)
         self.__dict__.update(self.wg_dict)
 
     def execute_all_async(self, method_name: str, *args: Any, **kwargs: Any) -> list[Result]:
-        """Call a method on all workers; lists of as many items as there are workers are for one each, as in verl."""
+        """Call a method on all workers. As in verl, lists with one item per worker are split, one item each."""
         count = self.world_size
         if all(isinstance(each, list) and len(each) == count for each in (*args, *kwargs.values())):
             given = [([each[i] for each in args], {key: each[i] for key, each in kwargs.items()}) for i in range(count)]
@@ -221,12 +221,12 @@ class RayWorkerGroup(WorkerGroup, OnDriver):  # type: ignore[misc]
 
     execute_all, execute_rank_zero = execute_all_async, execute_rank_zero_async
 
-    world_size = property(lambda self: len(self._workers), doc="How many workers it has.")
-    workers = property(lambda self: self._workers, doc="Its workers.")
-    worker_names = property(lambda self: [each.name for each in self._workers], doc="Their names.")
+    world_size = property(lambda self: len(self._workers), doc="The number of workers.")
+    workers = property(lambda self: self._workers, doc="The workers' handles.")
+    worker_names = property(lambda self: [each.name for each in self._workers], doc="The workers' names.")
     _meet = property(lambda self: self.execute_rank_zero_sync("get_master_addr_port"))
-    master_address = property(lambda self: self._meet[0], doc="Where the workers meet.")
-    master_port = property(lambda self: self._meet[1], doc="The port at which they meet.")
+    master_address = property(lambda self: self._meet[0], doc="The address of the workers' rendezvous.")
+    master_port = property(lambda self: self._meet[1], doc="The port of the workers' rendezvous.")
 
     def _is_worker_alive(self, worker: Any) -> bool:
         return bool(worker.of.group.state == "ready")
@@ -240,20 +240,20 @@ class RayWorkerGroup(WorkerGroup, OnDriver):  # type: ignore[misc]
 
 
 def _shared(payloads: list[Payload]) -> list[Payload]:
-    """Return the payloads, where those of the same objects are one, which is encoded once."""
+    """Merge payloads of the same objects, so that each payload is encoded once."""
     made: dict[Any, Payload] = {}
     keys = [(*map(id, args), *((key, id(each)) for key, each in kwargs.items())) for args, kwargs in payloads]
     return [made.setdefault(key, payload) for key, payload in zip(keys, payloads, strict=True)]
 
 
-_inside: weakref.WeakKeyDictionary[type, Mapping[str, Any]] = weakref.WeakKeyDictionary()  # of made classes
+_inside: weakref.WeakKeyDictionary[type, Mapping[str, Any]] = weakref.WeakKeyDictionary()  # by made class
 
 
 def roles_of(given: Any) -> dict[str, Declared]:
-    """Return the roles that a class with its arguments means."""
+    """Return the roles in a class with arguments."""
     if given is None:
         raise ConfigError("RayWorkerGroup(resource_pool, ray_cls_with_init): give it the class that it is made of")
-    if refused := private.options_of(given).keys() - {"runtime_env", "name"}:  # which verl sets by itself
+    if refused := private.options_of(given).keys() - {"runtime_env", "name"}:  # verl itself sets these two
         raise CapabilityError(f"RayClassWithInitArgs: a worker has what its pool reserves, and no {', '.join(refused)}")
     cls = private.unwrapped(given.cls)
     base = next((each for each in cls.__mro__ if each in _inside), None)
@@ -263,7 +263,7 @@ def roles_of(given: Any) -> dict[str, Declared]:
 
 
 def create_colocated_worker_raw_cls(class_dict: Mapping[str, Any]) -> type:
-    """Return a class to inherit from: its workers have those of several classes beside them, by name."""
+    """Return a base class for workers that reach workers of several classes by name."""
     members = {name: property(lambda _, name=name: sibling(name)) for name in class_dict}  # type: ignore[misc]
     found = type("_".join(("FusedWorker", *class_dict)), (Worker,), {"is_fused_worker": True, **members})
     _inside[found] = dict(class_dict)
@@ -271,12 +271,12 @@ def create_colocated_worker_raw_cls(class_dict: Mapping[str, Any]) -> type:
 
 
 def create_colocated_worker_cls(class_dict: Mapping[str, Any]) -> Any:
-    """Return several classes as roles of one worker."""
+    """Combine several classes as roles of one worker."""
     return RayClassWithInitArgs(create_colocated_worker_raw_cls(class_dict))
 
 
 def create_colocated_worker_cls_fused(class_dict: Mapping[str, Any]) -> Any:
-    """Return several classes as roles of one worker."""
+    """Combine several classes as roles of one worker, marked as fused."""
     found = create_colocated_worker_cls(class_dict)
     found.fused_worker_used = True
     return found
@@ -285,6 +285,6 @@ def create_colocated_worker_cls_fused(class_dict: Mapping[str, Any]) -> Any:
 _POOLS = RayResourcePool, SubRayResourcePool, merge_resource_pool
 _COLOCATED = create_colocated_worker_cls, create_colocated_worker_cls_fused, create_colocated_worker_raw_cls
 FACES: Mapping[str, Any] = {each.__name__: each for each in (*_POOLS, *_COLOCATED, RayWorkerGroup)}
-"""What stands in the place of verl's own, by its name there, and is pickled by that name."""
+"""Replacements of verl's objects by name, which also pickle by that name."""
 for _each in FACES.values():
     _each.__module__ = private.HOME

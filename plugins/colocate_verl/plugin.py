@@ -1,4 +1,4 @@
-"""What each import of verl loads (its entry point `verl.plugins`): the door, where `COLOCATE_VERL` is set."""
+"""The entry point `verl.plugins`, loaded by each import of verl: installs the plugin if `COLOCATE_VERL` is set."""
 
 import os
 import sys
@@ -8,6 +8,6 @@ if chosen := os.environ.get("COLOCATE_VERL"):
 
     try:
         install(chosen)
-    except Exception as error:  # verl swallows what a plugin raises: it is told here, and by the first worker group
+    except Exception as error:  # verl swallows this error; the first worker group repeats the error
         print(f"[colocate_verl] COLOCATE_VERL={chosen}: {error}", file=sys.stderr)
         private.refuse(error)

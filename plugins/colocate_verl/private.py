@@ -1,4 +1,4 @@
-"""Each name of verl's and of Ray's that isn't public and is touched here; a test notices when one is gone."""
+"""All private names of verl and Ray that this plugin uses; a test notices when one is gone."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from typing import Any, NoReturn
 
 from colocate.errors import CapabilityError
 
-HOME = "verl.single_controller.ray.base"  # has the classes that are replaced; `verl.single_controller.ray` has them too
-PASSED_BY = "verl.single_controller"  # its lines call worker groups for verl's trainers: errors name the trainer's line
-MARK = "attrs_3141562937"  # the attribute of methods that `@register` has marked: MAGIC_ATTR of verl's decorator
+HOME = "verl.single_controller.ray.base"  # the module of the replaced classes
+PASSED_BY = "verl.single_controller"  # errors name the trainer's line instead of a line in this package
+MARK = "attrs_3141562937"  # the attribute of methods marked by `@register`: MAGIC_ATTR of verl's decorator
 PROTECTED = ("WORLD_SIZE", "RANK", "WG_PREFIX", "WG_BACKEND", "RAY_LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """Variables of workers that verl sets for its own use: `worker_env` may not."""
 _NAMESPACE, _JOB = (
     "COLOCATE_VERL_NAMESPACE",
     "COLOCATE_VERL_JOB",
-)  # the driver's; vLLM names sockets by the job's id
+)  # of the driver; vLLM names sockets by the job's id
 
 
 def check_version() -> None:
-    """Raise unless the installed verl is one that this is for."""
+    """Raise a CapabilityError for an unsupported version of verl."""
     found = importlib.metadata.version("verl")
     if not (0, 9) <= tuple(int(part) for part in found.split(".")[:2]) < (0, 11):
         raise CapabilityError(
@@ -35,12 +35,12 @@ def check_version() -> None:
 
 
 def home() -> Any:
-    """Import verl's module with the classes that are replaced. `PASSED_BY` is imported with it."""
+    """Import verl's module of the replaced classes. `PASSED_BY` is imported too."""
     return importlib.import_module(HOME)
 
 
 def replace(instead: Mapping[str, Any]) -> None:
-    """Put other objects in the place of verl's, by name, wherever a module has imported them."""
+    """Replace verl's objects by name, in every module that has imported them."""
     by_id = {id(getattr(home(), name)): value for name, value in instead.items()}
     for module in [each for each in sys.modules.values() if isinstance(each, ModuleType)]:
         for name, value in list(vars(module).items()):
@@ -49,7 +49,7 @@ def replace(instead: Mapping[str, Any]) -> None:
 
 
 def refuse(error: Exception) -> None:
-    """Have the first worker group or resource pool raise what has kept the door shut."""
+    """Defer an error of `install`: the first worker group or resource pool raises the error."""
 
     class Refused:
         def __init__(self, *args: Any, **kwargs: Any) -> NoReturn:
@@ -59,10 +59,10 @@ def refuse(error: Exception) -> None:
 
 
 def patch(executor: str) -> None:
-    """Have verl ask nothing of a Ray that isn't there, and Ray answer a worker as an actor of the driver's."""
+    """Patch verl to skip checks of an absent Ray, and Ray to answer a worker like an actor of the driver."""
     home().ResourcePoolManager._check_resource_available = functools.partialmethod(_check_pools, executor)
     hook: Any = importlib.import_module("ray._private.auto_init_hook")
-    hook.enable_auto_connect &= executor == "ray"  # elsewhere nothing but ray.init starts a Ray
+    hook.enable_auto_connect &= executor == "ray"  # elsewhere only `ray.init` itself starts a Ray
     if "WG_BACKEND" not in os.environ:
         of_main_ppo: Any = importlib.import_module("verl.trainer.constants_ppo")
         of_verl = of_main_ppo.get_ppo_ray_runtime_env
@@ -72,9 +72,9 @@ def patch(executor: str) -> None:
 
 
 def _check_pools(pools: Any, executor: str) -> None:
-    """Refuse, before anything is started, a PPO trainer that would make Ray actors where no Ray is.
+    """Refuse early a PPO trainer that would start Ray actors without a Ray.
 
-    It makes its pools first. What they offer is checked when they are reserved.
+    The trainer makes its pools first, which is when this runs. The pools' resources are checked when they are reserved.
     """
     import ray
 
@@ -98,7 +98,7 @@ def _check_pools(pools: Any, executor: str) -> None:
 
 
 def _for_main_ppo(executor: str, of_verl: Any, config: Any = None) -> Any:
-    """Return what Ray is started with by verl's `main_ppo`: its actors are to find the door, on any cluster."""
+    """Return the runtime environment for Ray in verl's `main_ppo`: all actors get `COLOCATE_VERL`."""
     if executor != "ray":
         raise CapabilityError(
             f"verl.trainer.main_ppo on {executor!r}: its trainer, agent and reward loops and vLLM are Ray actors: "
@@ -116,22 +116,22 @@ def unwrapped(cls: Any) -> type:
 
 
 def options_of(given: Any) -> dict[str, Any]:
-    """Return what a class with its arguments is to be an actor with."""
+    """Return the actor options of a class with arguments."""
     return {**given._options, **given._additional_resource}
 
 
 def bind(group: Any, cls: type) -> None:
-    """Give a worker group the methods of a class that `@register` has marked."""
+    """Bind a class's methods that `@register` has marked to a worker group."""
     group._bind_worker_method(cls, home().func_generator)
 
 
 def put_beside(worker: Any, others: Mapping[str, Any]) -> None:
-    """Have a worker find those beside it by name: `get_fused_worker_by_name`."""
+    """Set a worker's siblings, which verl finds with `get_fused_worker_by_name`."""
     worker.fused_worker_dict = others
 
 
 def cluster() -> dict[str, str]:
-    """Return what a worker has to have in its environment to join the driver's Ray at its first question to Ray."""
+    """Return environment variables with which a worker joins the driver's Ray at the first use of Ray."""
     import ray
 
     if not ray.is_initialized():
@@ -141,7 +141,7 @@ def cluster() -> dict[str, str]:
 
 
 def _be_in_ray(hook: Any) -> None:
-    """Have Ray answer this worker as an actor, of which colocate made it no one."""
+    """Patch Ray to answer this worker like an actor, although colocate made no actor."""
     import ray
 
     collective: Any = importlib.import_module("ray.util.collective.collective")

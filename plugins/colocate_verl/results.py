@@ -1,4 +1,4 @@
-"""What verl's callers hold of workers and calls, and Ray's functions that take those."""
+"""Stand-ins for Ray's references and handles in the hands of verl's callers, and patches of Ray's functions."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ if TYPE_CHECKING:
 
 
 class OnDriver:
-    """What means something on the driver only, and of Ray's functions to none but `ray.get`."""
+    """An object for the driver that made it, accepted by `ray.get` but by no other function of Ray."""
 
     def __reduce__(self) -> Any:
         raise CapabilityError(f"{self!r} lives with its driver and can't be sent to a Ray task or actor")
 
 
 class Result(OnDriver):
-    """One rank's result of a call. It says that its class is `ray.ObjectRef`, as verl asks by `isinstance`."""
+    """One rank's result of a call. Poses as a `ray.ObjectRef`, since verl checks with `isinstance`."""
 
     def __init__(self, call: Call[Any] | Future[Any], index: int, keeps: object = None) -> None:
         self._call: Any = call
         self._index = index
-        self._keeps = keeps  # whose workers end when nobody holds them
+        self._keeps = keeps  # keeps the workers alive, which end without references
 
     __class__: Any = property(lambda _: ray.ObjectRef)
 
     def value(self, timeout: float | None = None) -> Any:
-        """Wait for it."""
+        """Wait for the value; `timeout` in seconds."""
         return self._call.result(timeout)[self._index]
 
     def __await__(self) -> Generator[Any, None, Any]:
@@ -50,9 +50,9 @@ class Result(OnDriver):
 
 @attrs.define(eq=False)
 class WorkerHandle(OnDriver):
-    """One worker: `handle.method.remote(...)`. Sent to a Ray actor it is a name that can be counted."""
+    """One worker: `handle.method.remote(...)`. In a Ray actor, a handle is only a name that can be counted."""
 
-    of: Workers | None  # whose it is; None where it is a name
+    of: Workers | None  # the workers; None for a mere name
     rank: int
     name: str
 
@@ -75,12 +75,12 @@ class WorkerHandle(OnDriver):
 
 
 def values(args: Sequence[Any], kwargs: dict[str, Any]) -> Payload:
-    """Return the arguments of one rank with the values of results, as Ray gives an actor."""
+    """Return one rank's arguments, with results replaced by values, as Ray does for actors."""
     return tuple(map(_value, args)), {key: _value(each) for key, each in kwargs.items()}
 
 
 def _value(given: Any) -> Any:
-    if isinstance(given, ray.ObjectRef):  # Ray's or ours
+    if isinstance(given, ray.ObjectRef):  # also true for a `Result`
         return ray.get(given)
     from verl.protocol import DataProtoFuture  # pyright: ignore[reportMissingImports]
 
@@ -92,7 +92,7 @@ def _is_ours(value: Any) -> bool:
 
 
 def _get(get_of_ray: Callable[..., Any], refs: Any, *, timeout: float | None = None, **options: Any) -> Any:
-    """As `ray.get`, of ours and Ray's, alone and mixed."""
+    """Get results of Ray and of colocate, alone and mixed, like `ray.get`."""
     if _is_ours(refs):
         return refs.value(timeout)
     if not isinstance(refs, Sequence) or not any(map(_is_ours, refs)):
@@ -103,8 +103,8 @@ def _get(get_of_ray: Callable[..., Any], refs: Any, *, timeout: float | None = N
 
 
 def _put(data_list: Sequence[Any], max_workers: int | None = None) -> list[Result]:
-    """Stand in for verl's `parallel_put`: what is put is sent when a call takes it."""
-    assert len(data_list) > 0, "data_list must not be empty"  # as verl's
+    """Replace verl's `parallel_put`: data is sent only with the call that takes the result."""
+    assert len(data_list) > 0, "data_list must not be empty"  # the same text as verl's
     done = Future[Sequence[Any]]()
     done.set_result(data_list)
     return [Result(done, index) for index in range(len(data_list))]
@@ -124,7 +124,7 @@ def _shut_down(shutdown_of_ray: Callable[..., None], end: Callable[[], None], *a
 
 
 def patch(end: Callable[[], None]) -> None:
-    """Have functions of Ray's take what is ours, or refuse it by name; `ray.shutdown` calls `end` first."""
+    """Patch Ray's functions to accept or refuse `OnDriver` objects; `ray.shutdown` calls `end` first."""
     import verl.utils.ray_utils  # pyright: ignore[reportMissingImports]
 
     verl.utils.ray_utils.parallel_put = _put

@@ -1,4 +1,4 @@
-"""What is in the workers: a class of verl's as a role, with its name and its methods."""
+"""The workers' half: a verl class as a role, with the class's name and methods."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from colocate import Dispatch, Ranks, method
 
 from . import private
 
-Payload = tuple[tuple[Any, ...], dict[str, Any]]  # what a method gets on one rank: by position and by name
-CALL = "ray_call"  # the method of each role that runs a function of the caller's on the worker, Ray's `__ray_call__`
+Payload = tuple[tuple[Any, ...], dict[str, Any]]  # a method's arguments on one rank, by position and by name
+CALL = "ray_call"  # the method of each role that runs a caller's function on the worker, like Ray's `__ray_call__`
 
 
 class Payloads(Dispatch):
-    """Item i of `payload` for rank i of those that the call names: verl's own dispatch has split the arguments."""
+    """Sends item i of `payload` to the i-th rank of a call, since verl's own dispatch has split the arguments."""
 
     accepts_deferred: ClassVar[bool] = False
     selectable: ClassVar[bool] = True
 
     def split(self, arguments: Mapping[str, Any], ranks: Ranks) -> Sequence[Mapping[str, Any]]:
-        """One mapping per rank; equal payloads are one object."""
+        """Return one mapping per rank; equal payloads are one object."""
         parts: list[Mapping[str, Any]] = [arguments] * ranks.world_size
         made: dict[int, Mapping[str, Any]] = {}
         targets = range(ranks.world_size) if ranks.targets is None else ranks.targets
@@ -33,7 +33,7 @@ class Payloads(Dispatch):
 
 
 class Siblings(Mapping[str, Any]):
-    """verl's `fused_worker_dict`: finds the workers beside this one and holds none: each counts its own memory."""
+    """verl's `fused_worker_dict`: finds siblings on access and keeps none, so a role's memory has no sibling."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names = names
@@ -51,12 +51,12 @@ class Siblings(Mapping[str, Any]):
 
 
 def sibling(name: str) -> Any:
-    """Return the worker of another role beside this one."""
+    """Return the verl worker of a sibling role."""
     return colocate.context().sibling(name, VerlRole).worker
 
 
 class VerlRole:
-    """Base of roles that have a worker of verl's; `make_role` gives them its methods."""
+    """Base of roles around a verl worker; `make_role` adds the methods."""
 
     def __init__(self, cls: type, args: Sequence[Any], kwargs: Mapping[str, Any], names: Sequence[str]) -> None:
         self.worker = cls(*args, **kwargs)
@@ -65,14 +65,14 @@ class VerlRole:
 
 @functools.cache
 def make_role(cls: type) -> type[VerlRole]:
-    """Return a class of verl's as a role class. It travels by value, as no module has it."""
+    """Return a verl class as a role class, which is pickled by value, since no module has the class."""
     methods = {name: _role_method(cls, name) for name in dir(cls) if _is_method(cls, name)}
     methods[CALL] = method(dispatch=Payloads())(_ray_call)
     return type(cls.__name__, (VerlRole,), {"__qualname__": cls.__qualname__, "__module__": __name__, **methods})
 
 
 def _is_method(cls: type, name: str) -> bool:
-    """Return whether callers may name it: what is public, and what verl's `@register` has marked."""
+    """Return whether a method is open to callers: public, or marked by verl's `@register`."""
     found = inspect.getattr_static(cls, name)
     if isinstance(found, property | type) or not callable(getattr(cls, name, None)):
         return False

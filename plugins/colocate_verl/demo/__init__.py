@@ -1,6 +1,6 @@
-"""verl's own trainers with a tiny model on the CPU, and the shim that makes it a device: no part of the plugin.
+"""verl's own trainers with a tiny model on the CPU, through a shim that isn't part of the plugin.
 
-`make`, `settings`, `of_v0` and `of_v1` are for a script of your own, as docs/examples/verl_own.py is one.
+`make`, `settings`, `of_v0` and `of_v1` are for scripts of your own, such as docs/examples/verl_own.py.
 """
 
 from .config import make, settings
@@ -11,13 +11,13 @@ __all__ = ["ENVIRONMENT", "NAMES", "make", "of_v0", "of_v1", "settings"]
 ENVIRONMENT = {
     "VERL_USE_EXTERNAL_MODULES": "colocate_verl.demo.cpu",
     "VERL_PLATFORM": "cpu",
-    "VERL_ENGINE_DEVICE": "cuda",  # the name under which verl has its engines
+    "VERL_ENGINE_DEVICE": "cuda",  # the name under which verl registers engines
     "TOKENIZERS_PARALLELISM": "false",
     "HF_HUB_OFFLINE": "1",
 }
-"""What the driver and all workers have before they import verl."""
+"""Variables of the driver and all workers, set before the import of verl."""
 NAMES = {
     "ppo": ("actor/pg_loss", "actor/grad_norm", "critic/vf_loss", "critic/grad_norm"),
     "sft": ("train/loss", "train/grad_norm"),
 }
-"""What a trainer says of each step, and runs are compared by."""
+"""The metrics of each step by which runs are compared."""

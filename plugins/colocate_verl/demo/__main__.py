@@ -1,9 +1,9 @@
-"""verl's own trainers with a tiny model on the CPU, by verl's worker groups or by colocate's: the same losses.
+"""verl's own trainers with a tiny model on the CPU, on verl's worker groups or on colocate's: the same losses.
 
-python -m colocate_verl.demo --trainer v1|v0|sft --executor ray|dask|local|verl --steps 3
+    python -m colocate_verl.demo --trainer v1|v0|sft --executor ray|dask|local|verl --steps 3
 
-Model, tokenizer and data are made at run time. Trainers, engines (FSDP2), losses and data sets are verl's. What isn't,
-since verl's own are vLLM and Ray actors: how answers are sampled, and what rewards them (`rollout`).
+Model, tokenizer and data are made at run time. Trainers, engines (FSDP2), losses and data sets are verl's. Sampling and
+rewards aren't, since verl's own are vLLM and Ray actors: see `rollout`.
 """
 
 # verl isn't there when types are checked.
@@ -36,18 +36,18 @@ from colocate_verl.demo.trainers import answers, of_v0, of_v1
 
 @attrs.define
 class Run:
-    """What a run of a trainer has shown: what starting took, and the metrics of each step."""
+    """The measurements of a trainer's run: the start-up time, and the metrics of each step."""
 
     start_s: float
     steps: list[dict[str, float]]
     asleep_bytes: int = 0
-    """What has left the memory of all ranks each time that the critic went to sleep."""
+    """Bytes that left the memory of all ranks in each sleep of the critic."""
     left_bytes: int = 0
-    """What the critic had in memory then."""
+    """Bytes of the sleeping critic that stayed in memory."""
 
 
 def train(trainer: str, folder: Path, options: argparse.Namespace, resume: int = 0) -> Run:
-    """Train from the start, or on from the checkpoint after a step."""
+    """Train from the start, or from the checkpoint of step `resume`."""
     log = folder / f"log-{resume}.jsonl"
     os.environ["VERL_FILE_LOGGER_PATH"] = str(log)
     config = settings(trainer, folder, options.steps, options.set)
@@ -69,13 +69,13 @@ def train(trainer: str, folder: Path, options: argparse.Namespace, resume: int =
         if options.sleep:
             have_sleep(made, run)
         made.fit() if trainer == "v0" else made.fit(answers(config))
-    del made  # verl keeps the errors of imports that have failed, and these the frames that have asked for them
+    del made  # errors of failed imports, which verl keeps, refer to frames with the trainer
     run.steps = [json.loads(line)["data"] for line in log.read_text().splitlines()]
     return run
 
 
 def have_sleep(trainer: Any, run: Run) -> None:
-    """Have the critic sleep while the actor trains: its next call wakes it."""
+    """Put the critic to sleep while the actor trains; the critic's next call wakes it."""
     group, update = colocate_verl.group_of(trainer.critic_wg), trainer._update_actor
 
     def with_critic_asleep(*args: Any, **kwargs: Any) -> Any:
@@ -89,13 +89,13 @@ def have_sleep(trainer: Any, run: Run) -> None:
 
 @contextlib.contextmanager
 def a_ray() -> Iterator[None]:
-    """Start a Ray on this machine, as verl's `main_ppo` does."""
+    """Run a Ray on this machine in the block, as verl's `main_ppo` does."""
     import ray
 
-    os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)  # or Ray leaves one in the home directory
-    # Ray wants a short name.
+    os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)  # otherwise Ray leaves a token in the home directory
+    # Ray's sockets need a short path.
     with tempfile.TemporaryDirectory(prefix="r-", dir="/tmp", ignore_cleanup_errors=True) as folder:
-        # What it has is only counted. verl's pools ask for ten CPUs a process.
+        # These resources are only counted: verl's pools request ten CPUs per process.
         pretended: dict[str, Any] = {"num_cpus": 64, "num_gpus": 2 * RANKS}
         ray.init(address="local", include_dashboard=False, log_to_driver=False, _temp_dir=folder, **pretended)
         try:
@@ -106,7 +106,7 @@ def a_ray() -> Iterator[None]:
 
 @contextlib.contextmanager
 def a_transfer_queue(folder: Path) -> Iterator[None]:
-    """Start V1's data plane, as `TaskRunnerV1` does."""
+    """Run V1's data plane in the block, as `TaskRunnerV1` does."""
     import transfer_queue
 
     transfer_queue.init(settings("v1", folder, 1).transfer_queue)
@@ -117,13 +117,13 @@ def a_transfer_queue(folder: Path) -> Iterator[None]:
 
 
 def ray_processes() -> list[str]:
-    """Return the names of Ray's own processes among those that this one has started."""
+    """Return the names of Ray's own processes below this process."""
     names = [process.name() for process in psutil.Process().children(recursive=True)]
     return sorted({name for name in names if name in ("raylet", "gcs_server")})
 
 
 def chosen() -> argparse.Namespace:
-    """Read what the command line says, and set the environment of this process; a mistake ends it."""
+    """Parse the command line and set this process's environment; exit on a mistake."""
     parser = argparse.ArgumentParser(
         prog="python -m colocate_verl.demo", description="verl's own trainers with a tiny model on the CPU."
     )
@@ -162,11 +162,11 @@ def main() -> None:
     """Train, and print the losses and norms of each step."""
     options = chosen()
     if options.executor != "verl":
-        # As COLOCATE_VERL does, but that Dask offers room for all ranks on smaller machines, too.
+        # Like COLOCATE_VERL, except that Dask offers room for all ranks on small machines too.
         colocate_verl.install(options.executor, **{"cpus": RANKS} if options.executor == "dask" else {})
     import torch
 
-    torch.set_num_threads(1)  # of the driver, as of each worker: they share a machine
+    torch.set_num_threads(1)  # in the driver, and in each worker: all share a machine
     with contextlib.ExitStack() as stack:
         stack.enter_context(contextlib.redirect_stdout(sys.stderr))  # verl prints much
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="verl-demo-")))
@@ -193,7 +193,7 @@ def main() -> None:
 
 
 def table(names: Sequence[str], steps: Sequence[Mapping[str, float]], first: int = 1) -> str:
-    """Lay out the steps' losses and norms, to all the digits by which runs are compared."""
+    """Format the steps' losses and norms as a table, with all compared digits."""
     timed = "timing_s/step" in steps[0]
     lines = ["step" + "".join(f"{name:>18}" for name in names) + "  seconds" * timed]
     for number, step in enumerate(steps, first):

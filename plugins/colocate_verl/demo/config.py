@@ -1,4 +1,4 @@
-"""What the demo's trainers are given: a tiny model, a tokenizer and questions, made at run time, and verl's config."""
+"""The inputs of the demo's trainers: a tiny model, a tokenizer and questions, made at run time, and verl's config."""
 
 # verl isn't there when types are checked.
 # pyright: reportMissingImports=false
@@ -20,7 +20,7 @@ TEMPLATE = (
 
 
 def make(folder: Path, steps: int) -> None:
-    """Make models, a tokenizer and data of sums, from fixed seeds."""
+    """Make models, a tokenizer and sums as data, from fixed seeds."""
     import pandas
     import torch
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -30,7 +30,7 @@ def make(folder: Path, steps: int) -> None:
     backend = Tokenizer(models.WordLevel({c: i for i, c in enumerate(characters)}, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     backend.decoder = decoders.Fuse()
-    fast: Any = PreTrainedTokenizerFast  # its signature is not typed
+    fast: Any = PreTrainedTokenizerFast  # typed Any: the signature has no types
     tokenizer = fast(
         tokenizer_object=backend, pad_token="<pad>", eos_token="<end>", unk_token="<unk>", chat_template=TEMPLATE
     )
@@ -60,12 +60,12 @@ def make(folder: Path, steps: int) -> None:
 
 
 def settings(trainer: str, folder: Path, steps: int, changes: Mapping[str, Any] | None = None) -> Any:
-    """Return verl's config for a trainer: its defaults, what a tiny model on the CPU needs, and what you change.
+    """Return verl's config for a trainer: verl's defaults, values for a tiny model on the CPU, and your changes.
 
     Args:
         trainer: "v0", "v1" or "sft".
-        folder: Where `make` has put models and data. Checkpoints go there, too, unless changed.
-        steps: After how many steps the training ends.
+        folder: The folder with the models and data of `make`. Checkpoints go there, too, unless changed.
+        steps: Number of training steps.
         changes: Values by verl's own keys, such as `{"data.train_batch_size": 64}`. A key that verl's config lacks
             begins with "+".
 
@@ -88,7 +88,7 @@ def settings(trainer: str, folder: Path, steps: int, changes: Mapping[str, Any] 
     def model(where: str, name: str) -> dict[str, Any]:
         return {
             f"{where}.path": folder / name,
-            f"{where}.use_remove_padding": False,  # needs flash attention
+            f"{where}.use_remove_padding": False,  # removing padding needs flash attention
             f"{where}.enable_gradient_checkpointing": False,
             f"+{where}.override_config.attn_implementation": "sdpa",
         }
@@ -138,7 +138,7 @@ def settings(trainer: str, folder: Path, steps: int, changes: Mapping[str, Any] 
             **engine(f"{actor}.ref.fsdp_config"),
             **engine("critic.fsdp"),
         }
-    own = {key.lstrip("+"): key for key in both}  # some of which verl's config lacks
+    own = {key.lstrip("+"): key for key in both}  # a "+" marks a key that verl's config lacks
     values = both | {own.get(key, key): value for key, value in (changes or {}).items()}
     with initialize_config_module("verl.trainer.config", version_base=None):
         try:

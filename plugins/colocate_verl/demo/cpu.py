@@ -1,13 +1,13 @@
 """verl on a machine without an accelerator, for tests and the demo: verl itself trains on accelerators only.
 
-A shim, and no part of the plugin. `import verl` imports this module in each process that has
+A shim, and no part of the plugin. `import verl` imports this module in each process with
 `VERL_USE_EXTERNAL_MODULES=colocate_verl.demo.cpu VERL_PLATFORM=cpu VERL_ENGINE_DEVICE=cuda`, which is verl's own way to
-add a platform. What it adds or replaces:
+add a platform. The shim adds or replaces:
 
 - a platform "cpu", with the engines that verl registers for CUDA;
-- the default process group, which verl asks for as `cpu:gloo,<device>:<backend>`: torch refuses the CPU twice;
+- the default process group, which verl requests as `cpu:gloo,<device>:<backend>`: torch refuses the CPU twice;
 - the attention of critics, which is flash attention whatever the config says;
-- what lies on the host isn't pinned: without an accelerator there is no pinned memory.
+- the offload policy: without an accelerator there is no pinned memory.
 """
 
 # verl isn't there when types are checked.
@@ -28,7 +28,7 @@ from verl.plugin.platform.platform_manager import PlatformRegistry
 
 
 class _Cpu(types.ModuleType):
-    """`torch.cpu`, with what verl calls of `torch.cuda` besides: nothing is cached, and memory isn't counted."""
+    """`torch.cpu` with the functions of `torch.cuda` that verl calls: no cache, and no count of memory."""
 
     get_rng_state, set_rng_state = staticmethod(torch.get_rng_state), staticmethod(torch.set_rng_state)
 
@@ -53,7 +53,7 @@ def _nothing(*_: Any) -> None: ...
 
 @PlatformRegistry.register(platform="cpu")
 class CpuPlatform(PlatformCUDA):  # type: ignore[misc]
-    """The CPU as verl's accelerator. In Ray that is a "GPU", which is what verl counts: say `ray.init(num_gpus=)`."""
+    """The CPU as verl's accelerator. Ray counts each as a "GPU", as verl requests: pass `ray.init(num_gpus=)`."""
 
     device_name = "cpu"
     device_module = _Cpu("cpu")
@@ -65,19 +65,19 @@ class CpuPlatform(PlatformCUDA):  # type: ignore[misc]
         return True
 
     def is_platform_available(self, use_smi_check: bool = False) -> bool:
-        """Return False: it is asked for by VERL_PLATFORM, and never found."""
+        """Return False: only VERL_PLATFORM selects this platform, and no search finds it."""
         return False
 
     def current_device(self) -> str:
-        """Return what tensors are moved to."""
+        """Return the target of `Tensor.to`."""
         return "cpu"
 
     def communication_backend_name(self) -> str:
-        """Return the CPU's."""
+        """Return the CPU's backend."""
         return "gloo"
 
 
-# Before anything imports the function by name.
+# Patched before any module imports the function by name.
 verl.utils.distributed.initialize_global_process_group_ray = functools.partial(
     verl.utils.distributed.initialize_global_process_group_ray, backend="cpu:gloo"
 )

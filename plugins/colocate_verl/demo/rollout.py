@@ -1,6 +1,6 @@
-"""How the demo's trainers come by answers: in the place of vLLM's servers, agent loops and reward workers of verl's.
+"""Sampling and rewards of the demo's trainers, instead of verl's vLLM servers, agent loops and reward workers.
 
-They run on the driver, with the weights that the actor's workers have written to a file: no Ray, and no accelerator.
+Answers are sampled on the driver, with weights that the actor's workers have written to a file: no Ray, no accelerator.
 """
 
 # verl isn't there when types are checked.
@@ -22,11 +22,11 @@ from verl.utils import tensordict_utils as tu
 RESPONSE = 12
 """Tokens of each answer."""
 ABOUT = ("data_source", "reward_model", "extra_info")
-"""What a reward is told of a question, beside the answer."""
+"""Columns of a question that the reward function gets, beside the answer."""
 
 
 class Rollout(verl.workers.rollout.base.BaseRollout):  # type: ignore[misc]
-    """The workers' end: the actor's new weights go into a file, from the first rank."""
+    """The workers' end: writes the actor's new weights to a file, from the first rank."""
 
     async def resume(self, tags: list[str]) -> None:
         """Do nothing: no engine holds memory here."""
@@ -34,7 +34,7 @@ class Rollout(verl.workers.rollout.base.BaseRollout):  # type: ignore[misc]
     release = resume
 
     async def update_weights(self, weights: Iterator[tuple[str, torch.Tensor]], **_: Any) -> None:
-        """Write the weights; each is gathered on all ranks."""
+        """Write the weights, which all ranks gather."""
         whole = {name: tensor.cpu().clone() for name, tensor in weights}
         if torch.distributed.get_rank() == 0:
             torch.save(whole, self.config.custom["weights"])
@@ -44,23 +44,23 @@ verl.workers.rollout.base._ROLLOUT_REGISTRY["demo", "async"] = f"{__name__}.{Rol
 
 
 class Servers:
-    """In the place of `LLMServerManager`."""
+    """Replaces `LLMServerManager`."""
 
     @classmethod
     def create(cls, **_: Any) -> Servers:
-        """Make none."""
+        """Return an object without servers."""
         return cls()
 
     def get_client(self) -> None:
-        """Return what `Answers` is given, and doesn't need."""
+        """Return None: `Answers` needs no client."""
 
     def get_replicas(self) -> list[Any]:
-        """Return none to update."""
+        """Return an empty list: no replicas need updates."""
         return []
 
 
 class Rewards:
-    """In the place of `RewardLoopManager`: rewards come with the answers."""
+    """Replaces `RewardLoopManager`: answers already have rewards."""
 
     def __init__(self, config: Any, rm_resource_pool: Any = None) -> None:
         self.reward_loop_workers: list[Any] = []
@@ -68,9 +68,9 @@ class Rewards:
 
 
 class Answers:
-    """In the place of `AgentLoopManager` of both trainers: samples an answer to each prompt, and rewards it.
+    """Replaces `AgentLoopManager` in both trainers: samples an answer to each prompt, and rewards the answer.
 
-    By the config's `reward.custom_reward_function`, or else by its share of digits.
+    The reward is the config's `reward.custom_reward_function`, or else the share of digits.
     """
 
     def __init__(self, config: Any) -> None:
@@ -85,14 +85,14 @@ class Answers:
 
     @classmethod
     def create(cls, config: Any, **_: Any) -> Answers:
-        """Make it, as V0 does."""
+        """Make the object, as V0 does."""
         return cls(config)
 
     @torch.no_grad()
     def answer(self, step: int, messages: Any, about: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
-        """Sample an answer to each of some messages; prompts are padded on the left, answers are of one length.
+        """Sample an answer to each prompt; prompts are padded on the left, answers have one length.
 
-        The step seeds the draws: a run that is resumed draws what it would have drawn.
+        The step seeds the draws: a resumed run draws the same answers as an uninterrupted one.
         """
         generator = torch.Generator().manual_seed(step)
         self.model.load_state_dict(torch.load(self.weights))
@@ -136,12 +136,12 @@ class Answers:
         return torch.tensor(scores)
 
     def _about(self, batch: Any) -> list[dict[str, Any]]:
-        """Return what the reward is told of each question of a batch."""
+        """Return the reward function's arguments for each question of a batch."""
         columns = [batch[name] for name in ABOUT] if self.reward else []
         return [dict(zip(ABOUT, row, strict=True)) for row in zip(*columns, strict=True)]
 
     def generate_sequences(self, batch: Any) -> Any:
-        """Answer a batch of either trainer: V0 wants the answers, V1 finds them in the TransferQueue."""
+        """Answer a batch of either trainer: V0 gets the answers, V1 reads the answers from the TransferQueue."""
         return self._of_v0(batch) if isinstance(batch, DataProto) else self._of_v1(batch)
 
     def _of_v0(self, batch: DataProto) -> DataProto:

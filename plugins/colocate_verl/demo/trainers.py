@@ -1,4 +1,4 @@
-"""verl's PPO trainers, as its task runners make them, but with what stands in the place of Ray actors (`rollout`)."""
+"""verl's PPO trainers, made as in verl's task runners, with stand-ins for Ray actors (`rollout`)."""
 
 # verl isn't there when types are checked.
 # pyright: reportMissingImports=false
@@ -8,13 +8,13 @@ from typing import Any
 
 
 def of_v0(config: Any) -> Any:
-    """Make verl's `RayPPOTrainer`, which wants to be given what its task runner makes.
+    """Make verl's `RayPPOTrainer` with the arguments of verl's task runner.
 
-    Answers are sampled on the driver, by the actor's weights: no vLLM, and no Ray. Of the config's own choices it takes
-    `reward.custom_reward_function`; without one an answer is worth its share of digits.
+    Answers are sampled on the driver, with the actor's weights: no vLLM, and no Ray. Of the config's choices, only
+    `reward.custom_reward_function` is used; without one the reward is an answer's share of digits.
 
     Args:
-        config: What `settings("v0", ...)` returns, or a config of verl's for its PPO with the keys that it adds.
+        config: The result of `settings("v0", ...)`, or a config of verl's PPO with the same added keys.
 
     Returns:
         The trainer: call its `init_workers()`, then its `fit()`.
@@ -44,7 +44,7 @@ def of_v0(config: Any) -> Any:
 
 
 def of_v1(config: Any) -> Any:
-    """Make `PPOTrainerSync`, as `TaskRunnerV1` does; the TransferQueue is there already."""
+    """Make `PPOTrainerSync`, as `TaskRunnerV1` does; the TransferQueue must be running."""
     import verl.trainer.ppo.v1.trainer_base as v1
     from omegaconf import OmegaConf
 
@@ -56,7 +56,7 @@ def of_v1(config: Any) -> Any:
 
 
 def answers(config: Any) -> Any:
-    """Make what V1 calls for answers; V0 makes it by its name in the config."""
+    """Make V1's source of answers; V0 makes one by name from the config."""
     from colocate_verl.demo import rollout
 
     return rollout.Answers(config)
