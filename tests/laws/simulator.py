@@ -151,7 +151,7 @@ class Lane:
 
     def __init__(self, rank: Rank, name: str) -> None:
         self.rank, self.name = rank, name
-        self.order: LaneOrder[Work] = LaneOrder(rank.scope)
+        self.order: Any = LaneOrder(rank.scope)
         self.queue: deque[Any] = deque()
         self.taken: Work | None = None
         self.computing: list[Work] = []  # of which the last one computes: at a pause point another one may begin

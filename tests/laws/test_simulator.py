@@ -64,7 +64,7 @@ def _forgets_pending(does: Any) -> Any:
 
 
 def _limits_nothing(does: Any) -> Any:
-    def hold(self: LaneOrder[Any], number: int, failed: int) -> Any:
+    def hold(self: LaneOrder, number: int, failed: int) -> Any:
         self._held = max(self._held, number)
         return lane_order.Hold(number)
 
@@ -72,7 +72,7 @@ def _limits_nothing(does: Any) -> Any:
 
 
 def _does_not_look_again(does: Any) -> Any:
-    def begins(self: LaneOrder[Any], call: Any, overlapping: int) -> bool:
+    def begins(self: LaneOrder, call: Any, overlapping: int) -> bool:
         self.running[call.seq] = call
         self._begun = call.seq
         return True
@@ -81,7 +81,7 @@ def _does_not_look_again(does: Any) -> Any:
 
 
 def _is_back_too_early(does: Any) -> Any:
-    def back(self: LaneOrder[Any], overlapping: int) -> Any:
+    def back(self: LaneOrder, overlapping: int) -> Any:
         if self.reported >= self._held:
             return None
         self.reported = self._held

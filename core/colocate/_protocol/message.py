@@ -57,11 +57,6 @@ def kind_of(head: Head) -> object:
     return head[0]
 
 
-def is_a(head: Head, kind: type[Message]) -> bool:
-    """Return whether a head is of such a message, whatever version has made it."""
-    return kind_of(head) == kind.__name__
-
-
 def read(head: Head | Message) -> Message:
     """Return the message of a head; within one process it is handed over as it is."""
     if isinstance(head, Message):

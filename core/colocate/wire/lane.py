@@ -30,7 +30,12 @@ _TAKEN = frozenset({errno.EBADF, errno.ENOTSOCK})
 
 
 class SocketLane:
-    """One connection of an event loop; made by `EventLoop.attach`."""
+    """One connection of an event loop; made by `EventLoop.attach`.
+
+    Attributes:
+        finished: Whether it is over: nothing is received any more.
+        taken: Whether its descriptor was found closed by somebody else; the event loop need not see its end then.
+    """
 
     def __init__(self, event_loop: EventLoop, sock: socket.socket, on_message: OnMessage, on_closed: OnClosed) -> None:
         self._event_loop = event_loop
@@ -49,19 +54,9 @@ class SocketLane:
         self._hub_writes = False  # what is in the queue; who has put something there no longer does
         self._can_send = True
         self._closing = False
-        self._finished = False
-        self._taken = False
+        self.finished = False
+        self.taken = False
         self._reason: str | None = None
-
-    @property
-    def finished(self) -> bool:
-        """Whether it is over: nothing is received any more."""
-        return self._finished
-
-    @property
-    def taken(self) -> bool:
-        """Whether its descriptor was found closed by somebody else; the event loop need not see its end then."""
-        return self._taken
 
     @property
     def closed(self) -> bool:
@@ -110,7 +105,7 @@ class SocketLane:
     def close(self, reason: str = "closed on this side") -> None:
         """Close the lane; from any thread. What isn't sent yet is dropped (see `drain`), and `on_closed` follows."""
         with self._lock:
-            if self._finished:
+            if self.finished:
                 return
             self._closing = True
             self._shut(reason)
@@ -132,9 +127,9 @@ class SocketLane:
 
         Its end of the connection may still be open in a child that it forked, so there may be no end of file.
         """
-        if self._finished:
+        if self.finished:
             return
-        while not self._finished and readable(self._sock.fileno(), 0):
+        while not self.finished and readable(self._sock.fileno(), 0):
             self._on_events(select.EPOLLIN)
         self._finish(reason)
 
@@ -167,22 +162,22 @@ class SocketLane:
     def receive(self, scratch: memoryview) -> None:
         """Receive what is there and handle it."""
         with self._reading:
-            if not self._finished:
+            if not self.finished:
                 self._receive(scratch)
                 if self._secured is not None:
                     self._settle(self._secured, scratch)
 
     def _settle(self, secured: Secured, scratch: memoryview) -> None:
         """Receive what TLS has and the kernel doesn't show; see to it that sending goes on once TLS is set up."""
-        while secured.has_more and not (self._finished or self._closing):
+        while secured.has_more and not (self.finished or self._closing):
             self._receive(scratch)
-        if not self._settled and not self._finished:
+        if not self._settled and not self.finished:
             self._settled = secured.is_open
             self._flush()
 
     def _lend(self, lent: bool) -> bool:
         with self._lock:
-            if self._finished:
+            if self.finished:
                 return False
             if self._lent is not lent:
                 self._lent = lent
@@ -205,7 +200,7 @@ class SocketLane:
             if self._hub_writes and self._queue:
                 self._hub_writes = False
                 self._write()
-            if not self._finished:
+            if not self.finished:
                 self._show_interest()
             self._empty.notify_all()
 
@@ -237,14 +232,14 @@ class SocketLane:
     def _finish(self, reason: str) -> None:
         """Release everything and say so, once."""
         with self._reading, self._lock:
-            if self._finished:
+            if self.finished:
                 return
-            self._finished = True
-            self._taken = self._taken or _is_taken(self._sock)
+            self.finished = True
+            self.taken = self.taken or _is_taken(self._sock)
             self._event_loop.drop(self._sock)
             self._shut(reason)
             self._reader.close()
-            if self._taken:
+            if self.taken:
                 self._sock.detach()  # the number may be somebody else's by now
             else:
                 self._sock.close()
@@ -282,7 +277,7 @@ class SocketLane:
             self._hub_writes = True
         except OSError as error:
             self._break(error)
-        if self._hub_writes and not self._finished:
+        if self._hub_writes and not self.finished:
             self._show_interest()
 
     def _show_interest(self) -> None:
@@ -297,7 +292,7 @@ class SocketLane:
             self._reason = self._reason or _reason(error)
             self._stop_sending()
         else:
-            self._taken = error.errno in _TAKEN
+            self.taken = error.errno in _TAKEN
             self._shut(_reason(error))
 
     def _shut(self, reason: str) -> None:
@@ -322,7 +317,7 @@ class SocketLane:
         self._reading = threading.RLock()
         self._empty = threading.Condition(self._lock)
         self._can_send = False
-        self._closing = self._finished = True
+        self._closing = self.finished = True
         for sending in self._queue:
             sending.abandon()
         self._queue.clear()

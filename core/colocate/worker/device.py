@@ -36,7 +36,7 @@ class Device:
     def __init__(self, name: str, in_process: bool) -> None:
         """Args: name: As torch calls it. in_process: Whether slots are threads."""
         self._name = name
-        self.is_gpu = works_by_itself(name)
+        self.is_gpu = name != "cpu"
         self._starts: list[int] = []  # of memory that isn't the allocator's to give to others
         self._stops: list[int] = []
         self._reserved: object = None
@@ -163,11 +163,6 @@ class Device:
             if tuple(each["segment_pool_id"]) != (0, 0)
         )
         self._starts, self._stops = [start for start, _ in private], [stop for _, stop in private]
-
-
-def works_by_itself(name: str) -> bool:
-    """Whether torch's calls return before their work on a device is done."""
-    return name != "cpu"
 
 
 def _allocated(module: Any, device: str) -> Any:

@@ -150,7 +150,7 @@ class Lane:
         self._on_broken = on_broken
         self._scope = scope
         self._turns = turns
-        self._order: LaneOrder[Work] = LaneOrder(scope)
+        self._order = LaneOrder(scope)
         self.running = self._order.running
         self.tasks: Tasks | None = None  # of async methods, once there was one
         self._places = 0

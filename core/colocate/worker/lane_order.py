@@ -14,30 +14,16 @@ from __future__ import annotations
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import ClassVar, Generic, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, TypeAlias
 
 import attrs
 
 from colocate.worker.serving.scope import Scope
 
+if TYPE_CHECKING:
+    from colocate.worker.lane import Work
+
 _NEVER = sys.maxsize
-
-
-class Call(Protocol):
-    """What is known of a call here: its number, and how many may overlap (0: a sync one, a barrier).
-
-    `stands`: It is another lane's, for which this one stands still.
-    """
-
-    seq: int
-    concurrency: int
-    stands: ClassVar[bool]
-
-    def drop(self) -> None:
-        """Hear that it will never begin."""
-
-
-C = TypeVar("C", bound=Call)
 
 
 @attrs.frozen
@@ -94,7 +80,7 @@ class GoOn:
 Item: TypeAlias = Hold | Resume | Decided | Renewed | Pause | GoOn
 
 
-class LaneOrder(Generic[C]):
+class LaneOrder:
     """The calls of one lane.
 
     What is heard by the thread that receives holds at once; what has to keep its place among the calls is an item,
@@ -111,15 +97,15 @@ class LaneOrder(Generic[C]):
 
     def __init__(self, scope: Scope) -> None:
         """Begin with none. Args: scope: Which drivers' calls count, and whether the worker ends."""
-        self.running: dict[int, C] = {}
-        self.unfinished: list[C] = []
+        self.running: dict[int, Work] = {}
+        self.unfinished: list[Work] = []
         self.resumed = self.reported = self.resting = self.standing = 0
         self._paused: Pause | None = None
         self._told_rest = False
         # Of calls for which it stands still and that come before what a pause holds up, behind which call they come.
         self._places: dict[int, float] = {}
         self._scope = scope
-        self._waiting: deque[C] = deque()
+        self._waiting: deque[Work] = deque()
         self._held = self._noted = 0
         self._limits: dict[int, int] = {}  # by hold that isn't over: only calls before this one begin
         # By question, calls that may be withdrawn; by pause, of negative numbers here, the first that it holds up:
@@ -167,17 +153,17 @@ class LaneOrder(Generic[C]):
         """Whether the next call that comes is the next to begin, as nearly always: nothing waits or is held."""
         return not (self._waiting or self._is_limited or self.reported < self._held)
 
-    def next(self, overlapping: int) -> C | None:
+    def next(self, overlapping: int) -> Work | None:
         """Take the next of those that wait, if it may begin beside so many async ones that run."""
         if self._waiting and self._scope.closed is None and self._may_begin(self._waiting[0], overlapping):
             return self._waiting.popleft()
         return None
 
-    def next_stand(self, overlapping: int) -> C | None:
+    def next_stand(self, overlapping: int) -> Work | None:
         """As `next`, amid a call that isn't async: only what the lane stands still for may begin beside it."""
         return self.next(overlapping) if self._waiting and self._waiting[0].stands else None
 
-    def begins(self, call: C, overlapping: int) -> bool:
+    def begins(self, call: Work, overlapping: int) -> bool:
         """Note that a call runs; False when a hold, or the end, has come meanwhile and looked at what runs before."""
         self.running[call.seq] = call
         if self._scope.let_go(call.seq):  # its driver has let go, of which the queue will tell
@@ -195,11 +181,11 @@ class LaneOrder(Generic[C]):
         self.put_back(call)
         return False
 
-    def put_back(self, call: C) -> None:
+    def put_back(self, call: Work) -> None:
         """Have a call be the next again."""
         self._waiting.appendleft(call)
 
-    def failed(self, call: C) -> None:
+    def failed(self, call: Work) -> None:
         """A call has failed here: this rank stops by itself."""
         if self._scope.let_go(call.seq):  # nobody leads the hold that would follow
             self.unfinished.append(call)
@@ -233,7 +219,7 @@ class LaneOrder(Generic[C]):
         self._told_rest = True
         return self._paused
 
-    def note(self, item: C | Item) -> None:
+    def note(self, item: Work | Item) -> None:
         """Come to a call, or to another item."""
         if isinstance(item, Hold):
             self._noted = max(self._noted, item.number)
@@ -265,17 +251,17 @@ class LaneOrder(Generic[C]):
         if self._paused is not None and self._paused.number <= number:
             self._paused = None
 
-    def _put_first(self, calls: Iterable[C]) -> None:
+    def _put_first(self, calls: Iterable[Work]) -> None:
         """Have calls come before those that a pause holds up: on all ranks, to which messages come in one order."""
         assert self._paused is not None
         for call in calls:
             self._places.setdefault(call.seq, self._paused.last + 0.5)
         self._waiting = deque(sorted(self._waiting, key=self._place))
 
-    def _place(self, call: C) -> float:
+    def _place(self, call: Work) -> float:
         return self._places.get(call.seq, call.seq)
 
-    def _is_paused(self, call: C) -> bool:
+    def _is_paused(self, call: Work) -> bool:
         return self._paused is not None and call.seq > self._paused.last and not call.stands
 
     @property
@@ -307,7 +293,7 @@ class LaneOrder(Generic[C]):
             self._waiting.remove(call)
             call.drop()
 
-    def _may_begin(self, call: C, overlapping: int) -> bool:
+    def _may_begin(self, call: Work, overlapping: int) -> bool:
         if self._is_limited and self._place(call) >= min(
             self._limit_of_holds, min(list(self._held_up.values()), default=_NEVER)
         ):

@@ -79,7 +79,7 @@ class Runner:
                 continue
             work.label = f"{build.name}.__init__"
             try:
-                worker_context.definitions.load(work.bundles_seen)
+                worker_context.definitions.received.load(work.bundles_seen)
                 self._lane.have_loop()
                 before = worker_context.device.begin()
                 with worker_context.constructing(build.name), self._role_code:
@@ -136,7 +136,7 @@ class Runner:
                 for begins in worker_context.begins:
                     begins(role, spec.awake, work.label)
             if work.bundles_seen:
-                worker_context.definitions.load(work.bundles_seen)
+                worker_context.definitions.received.load(work.bundles_seen)
             resolver = self._resolver(call, work) if call.uses else None
             arguments = {} if body is None else self._arguments(body, resolver, role, spec)
             if worker_context.store.strict:

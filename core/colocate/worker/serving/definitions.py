@@ -41,11 +41,6 @@ class Definitions:
         self.received.put(message.ids, message.names, body)
         self._driver.knows.update(message.ids)
 
-    def load(self, count: int) -> None:
-        """Have the first `count` bundles loaded: those that were sent before what is read next."""
-        if count:
-            self.received.load(count)
-
     # -- modules
 
     def install(self) -> None:

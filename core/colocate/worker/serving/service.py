@@ -17,7 +17,7 @@ from typing import Any
 
 from colocate import wire
 from colocate._protocol import from_worker, to_worker, versions
-from colocate._protocol.message import Head, is_a, kind_of, read
+from colocate._protocol.message import Head, kind_of, read
 from colocate._protocol.versions import base_of
 from colocate._system.limits import STEP_ENDS_WITHIN_S
 from colocate.executor import Boot
@@ -91,7 +91,7 @@ class Service:
             lane.drain(timeout)
 
     def _received(self, head: tuple[Any, ...], body: Any) -> None:
-        if not is_a(head, to_worker.Boot):
+        if kind_of(head) != to_worker.Boot.__name__:
             if self._heeds is None:
                 print(
                     f"the first message on this worker's lane is {kind_of(head)!r}; colocate {_boot().version} says "
