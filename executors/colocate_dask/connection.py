@@ -291,8 +291,6 @@ def _missing_files(security: Security | None) -> str:
 
 
 def _close(loop: LoopThread, client: Any) -> None:
-    """Close a client in any state."""
-
     async def close() -> None:
         await client.close(timeout=_CLOSE_S)
 

@@ -347,7 +347,6 @@ class DaskExecutor(Executor, OwnProcess, MultiNode, SharedSlots):
     def _start_keepers(
         self, held: Lot, grants: Sequence[Grant], request: Request, key: bytes | None
     ) -> Mapping[str, str]:
-        """Start the keepers of a reservation, and return addresses by Dask worker."""
         plans = {grant.worker: self._plan(held, grant, request, key) for grant in grants}
         try:
             answers = self._connection.on_workers(far.start, plans, workers=list(plans), within_s=_START_S)

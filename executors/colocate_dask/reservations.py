@@ -389,7 +389,6 @@ class Reservations(SchedulerPlugin):
                 self._news()
 
     def _offers(self, wanted: Wanted, version: Facts) -> list[Offer]:
-        """Return an offer for each candidate worker, including workers being replaced."""
         offers = [self._offer(worker, wanted.share, version) for worker in self._scheduler.workers]
         if wanted.only is not None:
             return [offer for offer in offers if offer.worker in wanted.only]

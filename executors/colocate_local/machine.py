@@ -23,7 +23,6 @@ class Machine(Executor, SharedSlots):
 
     @staticmethod
     def _device(devices: tuple[int, ...]) -> str:
-        """Return torch's name of a slot's device, as seen by the slot's worker."""
         return torch_device(devices[0] if devices else None)
 
     def nodes(self) -> Sequence[Node]:

@@ -125,6 +125,5 @@ def _made(node: str, name: str) -> Holding:
 
 
 def _brief(text: str) -> str:
-    """Return Ray's error text without the table of ids."""
     lines = [line.strip() for line in text.splitlines() if line.strip() and not line.startswith("\t")]
     return " ".join(lines)

@@ -76,7 +76,6 @@ def _environment(cluster: Cluster) -> dict[str, Any]:
 
 
 def _found(address: str) -> str:
-    """Return the address as host:port."""
     from ray._private import services
 
     try:

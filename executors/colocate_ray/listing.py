@@ -69,7 +69,6 @@ def _by_owner(actors: Iterable[Mapping[str, Any]]) -> set[str]:
 
 
 def _reservation_of(actor: Mapping[str, Any]) -> str:
-    """Return the id of an actor's reservation."""
     name: str = actor["Name"]
     return name.removeprefix(PREFIX).rpartition("/")[0]
 

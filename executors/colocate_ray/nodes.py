@@ -75,7 +75,6 @@ class Nodes:
         return self._silence.among({node["NodeID"]: _address(node) for node in self._alive()})
 
     def _offers_and_free(self) -> list[tuple[Node, Node]]:
-        """Return the total and the free resources of each node."""
         free = _free()
         return [
             (self._offer(node, node["Resources"]), self._offer(node, free.get(node["NodeID"], {})))

@@ -172,7 +172,6 @@ class Placing:
         return slots
 
     def _check_possible(self, request: Request) -> None:
-        """Refuse a request that can never fit, unless nodes may come."""
         try:
             self.nodes.check_possible(request)
         except PlacementError:
@@ -180,7 +179,6 @@ class Placing:
                 raise
 
     def _grows(self, request: Request) -> bool:
-        """Return whether nodes may come for a request."""
         return self._autoscaler(request.timeout) is not None if request.grow is None else request.grow
 
     def _autoscaler(self, within_s: float = 0.0) -> Autoscaler | None:
@@ -475,7 +473,6 @@ def _wait_placed(held: Held, deadline: float) -> bool:
 
 
 def _table(group: PlacementGroup) -> dict[str, Any]:
-    """Return a placement group's state, and the nodes of the bundles by index."""
     found = placement_group_table(group)
     return {"state": found.get("state", "REMOVED"), "placed": dict(found.get("bundles_to_node_id", {}))}
 

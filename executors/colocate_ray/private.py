@@ -38,7 +38,6 @@ class PrivateFolder:
     """A folder for all files of a private Ray, accessible to this user only."""
 
     def __init__(self, path: str) -> None:
-        """Create the folder, with a new token."""
         self.path = Path(path)
         self.path.mkdir(0o700)
         self.token = self.path / "token"

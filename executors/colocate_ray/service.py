@@ -75,7 +75,6 @@ class Service(Proxied):
 
 
 def _prepare_environment(token_file: str | None) -> None:
-    """Set the variables that Ray reads during import."""
     if token_file is not None:
         os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=os.path.expanduser(token_file))
         os.environ.pop("RAY_AUTH_TOKEN", None)

@@ -209,7 +209,6 @@ def _serve(
 
 
 def _cure(error: OSError) -> str:
-    """Return advice for an error of listening."""
     if error.errno == errno.EADDRINUSE:
         return "where another run has it, give this one a port of its own, `with: {port: ...}`"
     if error.errno in (errno.EACCES, errno.EPERM):

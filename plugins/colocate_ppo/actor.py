@@ -37,7 +37,6 @@ _LIMITS: Mapping[str, Limit] = {
 
 
 def _wrong(options: Mapping[str, Any], *_: object) -> Iterator[tuple[str, str]]:
-    """Yield each invalid option, and the reason."""
     wrong = [*beyond_limits(options, _LIMITS)]
     yield from wrong
     hidden, heads = options["hidden"], options["heads"]

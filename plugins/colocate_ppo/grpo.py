@@ -66,7 +66,6 @@ class GroupTeam(Players[GroupActor]):
 def _checked(
     options: Mapping[str, Any], groups: Mapping[str, Mapping[str, RoleSpec[Any]]]
 ) -> Iterable[tuple[str, str]]:
-    """Return the config's wrong options, with reasons."""
     wanted = options["group"]
     if len(named := [name for name in groups if wanted in (None, name)]) != 1:
         return [("group", f"must name the group to train in; the config has {', '.join(groups) or 'none'}")]
@@ -324,7 +323,6 @@ class _Asked:
 
     @classmethod
     def of(cls, number: int, stream: Task, count: int) -> _Asked:
-        """Draw the next problems."""
         before, drawn = stream.position, stream.draw(count)
         return cls(number, drawn, before, stream.position)
 
@@ -351,7 +349,6 @@ def _refuse(workers: ColocatedGroup, **options: Any) -> None:
 def _wrong(
     place: str, classes: Mapping[str, type | None], is_background: Callable[[str], bool], **options: Any
 ) -> Iterator[tuple[str, str]]:
-    """Yield the options that conflict with each other or with the group, and the reasons."""
     rollout, staleness, samples = options["rollout"], options["staleness"], options["samples"]
     yield from wrong_options(options, _LIMITS, place, classes, {"actor": GroupActor, "reward": Reward})
     if samples < 2:

@@ -30,7 +30,6 @@ _LIMITS: Mapping[str, Limit] = {
 def _checked(
     options: Mapping[str, Any], groups: Mapping[str, Mapping[str, RoleSpec[Any]]]
 ) -> Iterable[tuple[str, str]]:
-    """Return the config's wrong options, with reasons."""
     if len(named := [name for name in groups if options["group"] in (None, name)]) != 1:
         return [("group", f"must name the group to train in; the config has {', '.join(groups) or 'none'}")]
     return wrong_options(options, _LIMITS, named[0], classes_of(groups[named[0]]), _ROLES)

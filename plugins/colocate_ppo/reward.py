@@ -86,7 +86,6 @@ class Reward(Role):
 
 
 def _is_finite(score: Any) -> bool:
-    """Return whether a score is a finite number in float32."""
     try:
         return bool(abs(score) <= torch.finfo(torch.float32).max)
     except (TypeError, ValueError, RuntimeError):

@@ -176,7 +176,6 @@ def pretrained_tokenizer(
 
 
 def _begin(inner: Any) -> list[int]:
-    """Return the tokens that a tokenizer puts before each text."""
     letter: list[int] = inner("a", add_special_tokens=False)["input_ids"]
     tokens: list[int] = inner("a")["input_ids"]
     places = (at for at in range(len(tokens)) if tokens[at : at + len(letter)] == letter)
@@ -184,7 +183,6 @@ def _begin(inner: Any) -> list[int]:
 
 
 def _token(inner: Any, stop: str | int) -> int:
-    """Return the token that a text or a number names."""
     if isinstance(stop, str):
         tokens: list[int] = inner(stop, add_special_tokens=False)["input_ids"]
     else:

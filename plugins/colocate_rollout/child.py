@@ -100,7 +100,6 @@ class ChildEngine:
         self._begin()
 
     def _begin(self) -> None:
-        """Start the child, which makes the engine."""
         settings = self._settings
         self._is_told = False  # whether a call has failed because of the child's end
         self._early.clear()
@@ -133,7 +132,6 @@ class ChildEngine:
     # -- messages
 
     def _ask(self, method: str, *args: Any, patience: float | None = None) -> None:
-        """Send a request to the engine and wait for the answer."""
         self._line.send((method, args))
         kind, value = self._answer(patience)
         if kind == "raised":
@@ -155,7 +153,6 @@ class ChildEngine:
             self._early.append(found)
 
     def _next(self) -> Any:
-        """Return the next message of `rows`."""
         return self._early.popleft() if self._early else self._line.recv()
 
     # -- what an engine does
@@ -344,7 +341,6 @@ class _Serving:
         self._engine: Any = None
 
     def make(self, engine: str | type[Any], options: Mapping[str, Any], place: Mapping[str, Any]) -> None:
-        """Make the engine, which is alone in this process."""
         ctx, make = attrs.evolve(Role().ctx, **place), engine_with(engine, options)
         model = options.get("model")
         if isinstance(model, Mapping) and "dtype" in model and "dtype" in inspect.signature(make).parameters:
@@ -365,7 +361,6 @@ class _Serving:
             self._say("returned", found if function == self._described else None, managed)
 
     def do(self, method: str, args: tuple[Any, ...]) -> None:
-        """Handle a request for any method except `rows`."""
         own: Mapping[str, Callable[..., object]] = {
             "update": self._update,
             "described": self._described,
@@ -387,7 +382,6 @@ class _Serving:
         colocate.torch.send_weights(self._connection, self._named_weights(), bucket)
 
     def rows(self, prompts: Sequence[Prompt], sampling: Sampling) -> None:
-        """Send each row when finished."""
         try:
             for row in self._engine.rows(prompts, sampling, self._stop):
                 self._say("row", row)

@@ -26,8 +26,6 @@ def _ids(value: Any) -> tuple[int, ...]:
 
 
 def _number(least: float, most: float, whole: bool = False) -> Callable[[Any, attrs.Attribute[Any], Any], None]:
-    """Return a validator for numbers from `least` to `most`."""
-
     def check(_: Any, field: attrs.Attribute[Any], value: Any) -> None:
         kinds = int if whole else (int, float)
         fits = isinstance(value, kinds) and not isinstance(value, bool) and (least <= value <= most)

@@ -39,7 +39,6 @@ class _Numbered(Scatter):
 def _wrong(
     options: Mapping[str, Any], own: RoleSpec[Any], before: Mapping[str, RoleSpec[Any]]
 ) -> Iterator[tuple[str | Sequence[str | int], str | PluginError]]:
-    """Yield a config's wrong options and the reasons, as far as known without a worker."""
     engine, child = options["engine"], options["child"]
     others = {name: value for name, value in options.items() if name not in ("engine", "sampling", "child")}
     if not isinstance(child, ChildOptions) or child.python is None:  # another environment has other engines
@@ -173,7 +172,6 @@ class EngineRole(Role):
         return attrs.evolve(self.sampling, **sampling)
 
     def _base(self, sampling: Sampling) -> int:
-        """Return the base of this call's seeds."""
         if sampling.seed is not None:
             return sampling.seed
         if self.ctx.hosted:
@@ -254,7 +252,6 @@ def _named(value: object) -> str:
 
 
 def _numbered(prompts: Sequence[Any]) -> list[Prompt]:
-    """Number the prompts, unless already numbered."""
     found = []
     for index, each in enumerate(prompts):
         try:

@@ -314,7 +314,6 @@ class _Running:
 
     @property
     def length(self) -> int:
-        """The number of tokens so far."""
         return len(self.prompt.token_ids) + len(self.token_ids)
 
     def take(self, token: int, log_prob: float, version: int, stops: Collection[int]) -> bool:
@@ -330,7 +329,6 @@ class _Running:
         return token in stops or len(self.token_ids) == self.most
 
     def row(self, finish: Finish | None = None) -> Row:
-        """Convert to a finished `Row`."""
         tokens, log_probs, versions = tuple(self.token_ids), tuple(self.log_probs), tuple(self.versions)
         return Row(self.prompt.index, self.sample, tokens, log_probs, finish or self.finish, versions)
 
@@ -354,7 +352,6 @@ class _Cache:
 
     @property
     def nbytes(self) -> int:
-        """The allocated bytes."""
         return sum(each.nbytes for each in self._tensors)
 
     def make(self) -> None:
@@ -365,7 +362,6 @@ class _Cache:
             ]
 
     def free(self) -> None:
-        """Free the memory."""
         self._tensors, self._used = [], (0, 0)
         self.emptied += 1
 
@@ -379,7 +375,6 @@ class _Cache:
         self._used = 0, 0
 
     def copy(self, source: int, target: int, tokens: int) -> None:
-        """Copy a place to another place."""
         for each in self._tensors:
             each[target, :, :tokens] = each[source, :, :tokens]
         self._use(target + 1, tokens)
@@ -459,7 +454,6 @@ def _draw(logits: Tensor, sampling: Sampling, rows: Sequence[_Running]) -> tuple
 
 
 def _cut(logits: Tensor, top_k: int, top_p: float) -> Tensor:
-    """Mask the logits outside `top_k` and `top_p`."""
     if 0 < top_k < logits.shape[1]:
         least = logits.topk(top_k, dim=-1).values[:, -1:]
         logits = logits.masked_fill(logits < least, -torch.inf)

@@ -162,7 +162,6 @@ class VllmEngine:
         return config, generation, fields, dtype
 
     def _checked(self, options: Mapping[str, Any], model: object, dtype: str | None) -> dict[str, Any]:
-        """Return arguments for vLLM, checked against vLLM's options."""
         there = {field.name for field in dataclasses.fields(self._vllm.EngineArgs)} - {"model"}
         ours = there & _OWN.keys() | {each for each in there if any(part in each for part in _CODE)}
         for each in options:
@@ -353,7 +352,6 @@ class VllmEngine:
             self.abort()
 
     def _parameters(self, prompts: Sequence[Prompt], sampling: Sampling) -> Iterator[tuple[Prompt, int, Any]]:
-        """Yield each sample of each prompt, with vLLM's sampling parameters."""
         kind = importlib.import_module("vllm.sampling_params")
         stops = self._stops if sampling.stop_token_ids is None else sampling.stop_token_ids
         for prompt in prompts:
@@ -377,7 +375,6 @@ class VllmEngine:
                 )
 
     def _aborted(self, asked: Mapping[str, tuple[int, int]]) -> list[Row]:
-        """Return unfinished rows with the tokens so far."""
         return [
             _row(
                 asked[state.external_req_id],
@@ -467,7 +464,6 @@ class VllmEngine:
         return {"weights": self._nbytes, "cache": sum(storage.nbytes() for storage in self._storages().values())}
 
     def _storages(self) -> dict[int, Any]:
-        """Return the storages of the cache."""
         found = (each.untyped_storage() for each in self._runner.kv_caches)
         return {each._cdata: each for each in found}
 
@@ -496,7 +492,6 @@ def _itself(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def _coordinators() -> list[Any]:
-    """Return vLLM's process groups."""
     state: Any = importlib.import_module("vllm.distributed.parallel_state")
     return [*{id(each): each for each in vars(state).values() if isinstance(each, state.GroupCoordinator)}.values()]
 
@@ -545,7 +540,6 @@ def _planned(
 
 
 def _imported() -> Any:
-    """Import vLLM, or raise an error with the command to install vLLM."""
     try:
         vllm = importlib.import_module("vllm")
     except ModuleNotFoundError as error:

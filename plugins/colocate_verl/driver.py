@@ -92,7 +92,7 @@ class _Pools(dict[int, Pool]):
 
 @attrs.define(eq=False)
 class Slots:
-    """Some or all slots of one resource pool, reserved at the first spawn."""
+    """Slots of one resource pool, some or all, reserved at the first spawn."""
 
     nodes: Sequence[int]  # number of the pool's slots on each node
     name: str

@@ -136,7 +136,6 @@ class Answers:
         return torch.tensor(scores)
 
     def _about(self, batch: Any) -> list[dict[str, Any]]:
-        """Return the reward function's arguments for each question of a batch."""
         columns = [batch[name] for name in ABOUT] if self.reward else []
         return [dict(zip(ABOUT, row, strict=True)) for row in zip(*columns, strict=True)]
 
