@@ -63,16 +63,6 @@ def test_steps(demo: CommandLine, steps: str, calls: int) -> None:
     assert "for ui.perfetto.dev: " in done.stdout
 
 
-@pytest.mark.long
-def test_stacks_of_a_whole_run(demo: CommandLine) -> None:
-    done = demo("run", "demo.yaml", "--profile", "py-spy,roles=worker")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert len(spans(demo)) == 4
-    assert "Profile of the run" in done.stdout
-    found = json.loads((demo.folder / "runs" / "demo" / "profile.json").read_text())
-    assert sum(each["ph"] == "B" and each["name"].endswith("work") for each in found) >= 4
-
-
 @pytest.mark.parametrize(
     ("steps", "why"),
     [("7", "the run has ended before its step 7"), ("1", "step 1 is the first that was logged, and steps=0 begins")],

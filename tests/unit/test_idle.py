@@ -40,14 +40,6 @@ def test_every_second_has_one_cause() -> None:
         assert sum(causes.values()) == pytest.approx(10.0 - busy[slot])
 
 
-def test_calls_that_overlap_and_a_window() -> None:
-    """Those of async methods: what one covers isn't idle, and nothing counts that is outside of the window."""
-    long, inner = called("a.run", 1.0, {A: (1.0, 5.0)}), called("a.run", 2.0, {A: (2.0, 3.0)})
-    last = called("a.run", 7.0, {A: (7.0, 9.0)})
-    assert idle([long, inner, last], (), {A: (4.0, 8.0)})[A] == {DRIVER: 2.0}
-    assert idle([], (), {A: (4.0, 8.0)})[A] == {DRIVER: 4.0}
-
-
 def test_old_ones_are_forgotten() -> None:
     idling = Idling(lambda group, role, rank: rank + 1, most=3)
     for at in (1.0, 2.0, 3.0):
