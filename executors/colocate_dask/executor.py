@@ -407,7 +407,7 @@ class DaskExecutor(Executor, OwnProcess, MultiNode, SharedSlots):
 
     def _kill(self, held: Lot, worker: str) -> None:
         """Kill the process of a Dask worker with a stuck keeper. On a dialling thread."""
-        if held.id not in self._held:  # the release of the slot already ends a stuck worker in the scheduler
+        if held.id not in self._held:  # the slot is being released, and the scheduler kills a stuck worker
             return
         with contextlib.suppress(Exception):  # gone, or without a nanny; the scheduler ends a stuck worker on release
             self._connection.on_workers(far.kill, workers=[worker], nanny=True, within_s=_KILL_S)

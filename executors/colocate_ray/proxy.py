@@ -151,7 +151,7 @@ class DriverProxy:
         return self._process.pid
 
     def open(self, *arguments: Any, within_s: float) -> bool:
-        """Call `Proxied.open` and wait; return False on a timeout. A failed open closes the proxy.
+        """Call `Proxied.open` and wait; return False on a timeout. An error closes the proxy, a timeout doesn't.
 
         Raises:
             ColocateError: The call failed, or the process is gone.
@@ -202,7 +202,7 @@ class DriverProxy:
         """Send a request to the proxy, without waiting."""
         body = wire.pack(arguments)
         asked = self._requests.open([_PARTY])
-        if not asked.over:  # the proxy is gone, and the request is about to fail
+        if not asked.over:  # a dead proxy ends the request at once
             self._lane.send(ProxyDo(asked.token, name).head(), body)
         return asked
 

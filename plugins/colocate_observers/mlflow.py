@@ -74,7 +74,7 @@ class MLflow:
         self._client.log_dict(self._run, dict(run.config), "config.json")
 
     def _goes_on(self, kept: Path) -> str:
-        """Set the run whose id is in a file to running again; return the id."""
+        """Reopen the MLflow run with the id in a file; return the id."""
         run = kept.read_text(encoding="utf-8").strip()
         try:
             self._client.update_run(run, status="RUNNING")

@@ -66,7 +66,7 @@ class Critic(Role):
             self.loaded.renew()
 
     def plan(self, roles: Mapping[str, object]) -> None:
-        """Load the actor's weights, as `ppo.train` does, when memory is planned."""
+        """Load the actor's weights as in `ppo.train`; called when memory is planned."""
         self.load(actors_weights(roles))
 
     @method

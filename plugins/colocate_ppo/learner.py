@@ -105,7 +105,7 @@ class Learner:
         skipped = not math.isfinite(numbers["grad_norm"])
         if skipped and not self._skip_nonfinite:
             raise self._bad_update(minimised.item(), norm.item())
-        # From here on only the update itself can raise, so `done` counts exactly the updates made.
+        # From here on only the update itself can raise, so `done` counts exactly the finished updates.
         if not skipped:
             self._optimizer.step()
         self._call.done += 1

@@ -53,7 +53,7 @@ def widen(prompts: Padded, width: int, pad: int) -> Padded:
 
 
 def join(prompts: Padded, responses: Padded, problems: Problems, answers: list[str]) -> Rollout:
-    """Combine prompts, responses, problems and answers to a rollout."""
+    """Combine prompts, responses, problems and answers into a rollout."""
     return {
         "tokens": torch.cat([prompts.tokens, responses.tokens], dim=1),
         "attention": torch.cat([prompts.mask, responses.mask], dim=1),

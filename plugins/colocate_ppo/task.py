@@ -72,7 +72,7 @@ class Problems(Sequence[Problem]):
 
     @classmethod
     def of(cls, problems: Iterable[Problem]) -> Problems:
-        """Combine single problems to a batch."""
+        """Combine single problems into a batch."""
         rows = [*problems]
         entries = [pickle.dumps(p.entry) for p in rows]
         return cls([p.question for p in rows], [p.answer for p in rows], entries, [p.prompt for p in rows])

@@ -215,7 +215,7 @@ class ChildEngine:
             except ChildDied:
                 raise
             except BaseException:
-                self._answer()  # reads the answer that the update has failed
+                self._answer()  # takes the child's answer, which reports the failure
                 raise
             kind, value = self._answer()
         if kind == "raised":

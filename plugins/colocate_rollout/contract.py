@@ -148,7 +148,7 @@ class Engine(Protocol):
         ...
 
     def sleep(self, tags: Sequence[str]) -> None:
-        """Free the memory of tags, "weights" or "cache"; a tag that already sleeps stays asleep.
+        """Free memory by tag, "weights" or "cache"; a tag that already sleeps stays asleep.
 
         A cache's contents need not come back. Weights must, unless the engine leaves weights to colocate, which moves
         the engine's tensors except the memory reported by `managed`.
@@ -156,7 +156,7 @@ class Engine(Protocol):
         ...
 
     def wake(self, tags: Sequence[str]) -> None:
-        """Take back the memory of tags that `sleep` has freed."""
+        """Take back the memory of these tags that `sleep` has freed."""
         ...
 
     def managed(self) -> Mapping[str, int]:

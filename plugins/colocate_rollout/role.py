@@ -214,11 +214,11 @@ class EngineRole(Role):
         return found
 
     def sleep(self, tags: Sequence[str]) -> None:
-        """Free the engine's memory of tags."""
+        """Free the engine's memory with these tags."""
         self._engine.sleep(tags)
 
     def wake(self, tags: Sequence[str]) -> None:
-        """Take the engine's memory of tags back."""
+        """Take back the engine's memory with these tags."""
         self._engine.wake(tags)
 
     def save(self, directory: str) -> None:

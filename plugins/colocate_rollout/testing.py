@@ -192,7 +192,7 @@ class EngineSuite:
     @pytest.fixture(scope="class")
     @classmethod
     def roles(cls) -> Iterator[list[EngineRole]]:
-        """The list of the open role, at most one: of some engines a process can have only one."""
+        """A list with the open role, at most one: some engines allow only one per process."""
         found: list[EngineRole] = []
         yield found
         for each in found:

@@ -74,7 +74,7 @@ class Engine:
         weakref.finalize(holder, close).atexit = False
 
     def settle(self) -> None:
-        """Wait until everything without references is closed.
+        """Wait until pools and groups without references are closed.
 
         Worker groups refer to themselves, through their methods.
         """

@@ -85,7 +85,7 @@ class Answers:
 
     @classmethod
     def create(cls, config: Any, **_: Any) -> Answers:
-        """Make the object, as V0 does."""
+        """Construct an `Answers`; V0 calls this."""
         return cls(config)
 
     @torch.no_grad()
