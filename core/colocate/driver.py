@@ -27,6 +27,7 @@ from colocate._protocol.message import read as read
 from colocate._protocol.requests import Requests as Requests
 from colocate._role.context import Context as Context, current
 from colocate._signals.deferred import run_deferred as run_deferred
+from colocate._system.abstract import listening as listening, user_of as user_of
 from colocate._system.deadline import Deadline as Deadline
 from colocate._system.files import (
     GrowingFile as GrowingFile,

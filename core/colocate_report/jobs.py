@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
+
+from colocate.driver import listening
 
 _NAME = "colocate-job"
 _LONGEST = 64  # bytes of a name: a socket's has a limit
@@ -26,12 +27,8 @@ class Job(NamedTuple):
 
 def jobs() -> list[Job]:
     """The jobs that run on this machine, of whichever user."""
-    return sorted(_listed(Path("/proc/net/unix").read_text(errors="replace")))
-
-
-def _listed(sockets: str) -> Iterator[Job]:
-    for found in re.finditer(rf"^\S+ \S+ \S+ 00010000 .* @{_NAME}/(\d+)/(\d+)/(.+)$", sockets, re.MULTILINE):
-        yield Job(found[3], int(found[1]), int(found[2]))
+    found = listening(rf"{_NAME}/(\d+)/(\d+)/(.+)")
+    return sorted(Job(each[3], int(each[1]), int(each[2])) for each in found)
 
 
 def short(name: str) -> str:

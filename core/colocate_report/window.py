@@ -14,7 +14,6 @@ import logging
 import os
 import platform
 import socket
-import struct
 import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -31,6 +30,7 @@ from colocate.driver import (
     read,
     report_exception,
     run_deferred,
+    user_of,
 )
 from colocate.errors import ClosedError, ClusterError, ColocateError
 from colocate.executor import Watchable, Window
@@ -130,7 +130,6 @@ def look_at(window: Window, executor: Watchable) -> Mapping[str, Any]:
 
 
 _STEP_S = 0.1
-_CREDENTIALS = struct.Struct("3i")  # of a process: pid, user, group
 _log = logging.getLogger("colocate")
 
 _numbers = itertools.count(1)
@@ -214,9 +213,7 @@ class _Window:
             with peer:
                 try:
                     peer.settimeout(PATIENCE_S)
-                    told = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-                    _, user, _ = _CREDENTIALS.unpack(told)
-                    if user in (os.getuid(), 0):
+                    if user_of(peer) in (os.getuid(), 0):
                         seen = self._scene.stacks if peer.recv(_QUESTION_BYTES) == STACKS else self._scene.seen
                         peer.sendall(json.dumps(seen()).encode() + b"\n")
                 except Exception as error:  # who looked has gone, say: whatever it is, the job has no part in it

@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import socket
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import IO, Any, NamedTuple
 
+from colocate._system.abstract import listening, user_of
 from colocate.errors import ConfigError
-from colocate.features.debugging.terminal import PATIENCE_S, address, send, talk, user_of
+from colocate.features.debugging.terminal import PATIENCE_S, address, send, talk
 
 
 class Attached(NamedTuple):
@@ -47,10 +46,7 @@ class Attached(NamedTuple):
 
 def stopped_drivers() -> list[int]:
     """Return the processes of this machine that have ranks which are stopped, of whichever user."""
-    listed = Path("/proc/net/unix").read_text(errors="replace")
-    name = address("")[1:]
-    found = re.finditer(rf"^\S+ \S+ \S+ 00010000 .* @{name}(\d+)$", listed, re.MULTILINE)
-    return sorted({int(each[1]) for each in found})
+    return sorted({int(each[1]) for each in listening(rf"{address('')[1:]}(\d+)")})
 
 
 def attach(pid: int, which: str | None) -> Attached:

@@ -22,12 +22,13 @@ import attrs
 
 from colocate import wire
 from colocate._protocol.message import Message
+from colocate._system.abstract import user_of
 from colocate._system.jobs import JobThread, Timer, report_exception
 from colocate._system.terminals import drawing
 from colocate._system.threads import Thread
 from colocate.features.debugging import terminal as client
 from colocate.features.debugging.messages import LetGo, Typed
-from colocate.features.debugging.terminal import PATIENCE_S, address, user_of
+from colocate.features.debugging.terminal import PATIENCE_S, address
 
 _AGAIN_S = 0.5
 

@@ -10,7 +10,6 @@ import json
 import queue
 import signal
 import socket
-import struct
 import sys
 import threading
 import time
@@ -19,18 +18,11 @@ from typing import IO, Any
 
 PATIENCE_S = 5.0
 _AGAIN_S = 0.05
-_CREDENTIALS = struct.Struct("3i")  # of a process: pid, user, group
 
 
 def address(pid: int | str) -> str:
     """Return where terminals of a driver's process come, a socket without a file."""
     return f"\0colocate-debug/{pid}"
-
-
-def user_of(sock: socket.socket) -> int:
-    """Return the user of the process at the other end, as the kernel says."""
-    user: int = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))[1]
-    return user
 
 
 def talk(sock: socket.socket, lines: IO[str], first: Mapping[str, Any] | None, own: bool) -> int:

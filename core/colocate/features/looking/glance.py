@@ -64,34 +64,25 @@ class Recent(RecentSpans[tuple[str, str, int]]):
 def glance(connection: Connection, recent: Recent) -> list[dict[str, Any]]:
     """The groups of a runtime, as plain data: what each slot runs, what waits there, and what its roles hold."""
     now, worker_groups = time.time(), list(connection.worker_groups.values())
-    more = [
-        ((worker_group.name, call.role, worker_group.roles[call.role].slots.index(slot)), start, end)
-        for worker_group in worker_groups
-        for call, slot, start, end in (
-            *_done(worker_group),
-            *((call, slot, since, now) for slot, (call, since) in _running(worker_group, recent).items()),
-        )
-        if call.role in worker_group.roles
-    ]
+    more: list[tuple[tuple[str, str, int], float, float]] = []
+    unfinished: dict[PendingCall, dict[Slot, Interval]] = {}  # as far as ranks have begun: those that run until now
+    for worker_group in worker_groups:
+        running = [(call, slot, since, now) for slot, (call, since) in _running(worker_group, recent).items()]
+        for call, slot, start, end in [*_done(worker_group), *running]:
+            unfinished.setdefault(call, {})[worker_group.name, slot] = start, end
+            if call.role in worker_group.roles:
+                rank = worker_group.roles[call.role].slots.index(slot)
+                more.append(((worker_group.name, call.role, rank), start, end))
     shares = recent.shares(now, more)
-    unfinished = [each for worker_group in worker_groups for each in _unfinished(worker_group, recent, now)]
     slots = [
         (worker_group.name, each.slot) for worker_group in worker_groups for each in worker_group.workforce.workers
     ]
-    waits = recent.idle(now, unfinished, slots)
-    return [_group(worker_group, shares, recent, waits) for worker_group in worker_groups]
-
-
-def _unfinished(worker_group: WorkerGroup, recent: Recent, now: float) -> list[Called]:
-    """Return the calls that run, as far as their ranks have begun: those that do run until now."""
-    found: dict[PendingCall, dict[Slot, Interval]] = {}
-    for call, slot, start, end in _done(worker_group):
-        found.setdefault(call, {})[worker_group.name, slot] = start, end
-    for slot, (call, since) in _running(worker_group, recent).items():
-        found.setdefault(call, {})[worker_group.name, slot] = since, now
-    return [
-        Called(label_of(call.role, call.method), call.submitted, call.submitted, ran) for call, ran in found.items()
+    called = [
+        Called(label_of(call.role, call.method), call.submitted, call.submitted, ran)
+        for call, ran in unfinished.items()
     ]
+    waits = recent.idle(now, called, slots)
+    return [_group(worker_group, shares, recent, waits) for worker_group in worker_groups]
 
 
 def stacks(connection: Connection) -> list[dict[str, Any]]:
