@@ -49,8 +49,8 @@ def test_any_other_options_are_told_apart(colocate: CommandLine) -> None:
     """A docstring has them as `**options`, after the last one with a name."""
     options = shown(colocate, "rollout")["roles"]["rollout.engine"]["options"]
     assert list(options) == ["engine", "sampling", "child", "**"]
-    assert options["child"]["about"].endswith("`ChildOptions` say how.")
-    assert options["**"]["about"] == "The engine's own."
+    assert options["child"]["about"].endswith("a `ChildOptions` configures the process.")
+    assert options["**"]["about"] == "The engine's options."
 
 
 def test_executors(colocate: CommandLine) -> None:
