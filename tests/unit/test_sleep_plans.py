@@ -2,12 +2,87 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+from hypothesis import given, strategies as st
 
 torch = pytest.importorskip("torch")
 
-from colocate.features.memory.sleep import unneeded  # noqa: E402
+from colocate._protocol.ledger import TAGS, Purpose  # noqa: E402
+from colocate.features.memory.sleep import by_tags, plan, unneeded  # noqa: E402
 from colocate.worker.holdings import Objects, held_by  # noqa: E402
+
+DEVICE = "other:0"
+PLACES = ("cpu", DEVICE, "other:1")
+PURPOSES = [purpose for purposes in TAGS.values() for purpose in purposes]
+KEYS = st.sets(st.integers(0, 9))
+
+
+def objects(*pieces: Any) -> Objects:
+    """Args: pieces: Keys, or keys with a place and a size."""
+    found = Objects()
+    for piece in pieces:
+        key, place, size = piece if isinstance(piece, tuple) else (piece, "cpu", 1)
+        found.setdefault(place, {})[key] = size
+        found.storages[key] = torch.UntypedStorage(size)
+    return found
+
+
+@given(
+    tags=st.lists(st.sampled_from([*TAGS]), min_size=10, max_size=10),
+    places=st.lists(st.sampled_from(PLACES), min_size=10, max_size=10),
+    sizes=st.lists(st.sampled_from([0, 1, 5000]), min_size=10, max_size=10),
+    device=st.sampled_from(["cpu", DEVICE]),
+    away=KEYS,
+    users=st.dictionaries(st.sampled_from(["role 'other'", "residents"]), KEYS),
+    immovable=KEYS,
+    lost=KEYS,
+)
+def test_what_goes(
+    tags: Any, places: Any, sizes: Any, device: str, away: Any, users: Any, immovable: Any, lost: Any
+) -> None:
+    """Each piece goes, or stays for a reason; nothing goes that somebody uses; nobody copies what nobody needs."""
+    by_tag = {tag: objects(*[(key, places[key], sizes[key]) for key in range(10) if tags[key] == tag]) for tag in TAGS}
+    going = plan(by_tag, away, users, dict.fromkeys(immovable, "pinned"), lost, device)
+    kept = {key: (tag, why) for tag, pieces in going.kept.items() for key, (_, why, _) in pieces.items()}
+    small = {key for key in range(10) if not sizes[key] or (places[key] == "cpu" != device and sizes[key] == 1)}
+    goes, used = going.pieces.keys(), set[int]().union(*users.values())
+    assert goes | kept.keys() | away | small == set(range(10))
+    assert not goes & kept.keys()
+    assert not (goes | kept.keys()) & (away | small)
+    assert not goes & (used | immovable)
+    assert {places[key] for key in goes} <= {"cpu", device}
+    assert going.storages.keys() == goes - lost
+    assert going.emptied.keys() == (goes | away) & lost
+    assert going.size == sum(sizes[key] for key in goes)
+    assert going.to_host == sum(sizes[key] for key in goes - lost if places[key] != "cpu")
+    for key, (tag, why) in kept.items():
+        assert tag == tags[key]
+        assert why.startswith("used by") == (key in used)
+
+
+@given(
+    found=st.dictionaries(st.sampled_from(PURPOSES), KEYS),
+    others=st.lists(KEYS, max_size=2),
+    discard=st.sets(st.sampled_from(["grads", "cache"])),
+    trained=KEYS,
+)
+def test_what_nobody_needs(found: Any, others: Any, discard: Any, trained: Any) -> None:
+    """It is held for what is discarded only, by this role only, and isn't what trains. Each counts for one tag."""
+    holdings = {purpose: objects(*keys) for purpose, keys in found.items()}
+    for pieces in holdings.values():
+        pieces.trained |= trained & pieces.storages.keys()
+    lost = unneeded(holdings, discard, [objects(*keys) for keys in others])
+    for key in range(10):
+        held = {purpose for purpose, keys in found.items() if key in keys}
+        gone = {purpose for tag in discard for purpose in TAGS[tag]}
+        assert (key in lost) == (bool(held) and held <= gone and key not in trained.union(*others))
+    first = {key: tag for tag, pieces in by_tags(holdings).items() for key in pieces.storages}
+    for key in set().union(*found.values()):
+        purposes = [purpose for purpose in Purpose if key in found.get(purpose, ())]
+        assert purposes[0] in TAGS[first[key]]
+    assert sum(len(pieces.storages) for pieces in by_tags(holdings).values()) == len(first)
 
 
 @pytest.mark.parametrize("kind", ["frozen", "optimized", "differentiated", "sparse"])
