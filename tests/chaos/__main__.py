@@ -35,8 +35,8 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=250, help="faults of each kind on each executor (250)")
     parser.add_argument("--minutes", type=float, default=60.0, help="stop after so long (60)")
     parser.add_argument("--lanes", type=int, default=2, help="programs at once on each executor (2)")
-    ledger = ROOT / "docs" / "internals" / "chaos.json"
-    parser.add_argument("--ledger", type=Path, default=ledger, help="the file to continue")
+    table = ROOT / "docs" / "internals" / "chaos.json"
+    parser.add_argument("--ledger", type=Path, default=table, help="the file to continue")
     parser.add_argument("--seed", type=int, action="append", help="play this one only, and count nothing")
     parser.add_argument("--verbose", action="store_true", help="print the programs")
     parser.add_argument("--show", action="store_true", help="play nothing")
