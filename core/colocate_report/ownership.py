@@ -12,7 +12,7 @@ import attrs
 
 from colocate.texts import plural, size_text
 from colocate_report.scale import duration
-from colocate_report.tables import ROWS, Cell, Table
+from colocate_report.tables import Table, keys_of, table
 from colocate_report.times import Bar, role_label, share_bar
 
 if TYPE_CHECKING:
@@ -38,21 +38,13 @@ def memory(found: Sequence[GroupMemory], roles: Mapping[str, int]) -> tuple[Memo
 
 
 def _memory(group: GroupMemory, roles: Mapping[str, int]) -> Memory:
-    hidden = len(group.slots) - SLOTS
+    hidden, rows = len(group.slots) - SLOTS, group.texts()
     return Memory(
         group.group,
         tuple(_bars(group.slots[:SLOTS], roles)),
         f"and {plural(hidden, 'more slot')}" if hidden > 0 else "",
-        _table(group),
+        table(group.group, rows, sizes={*keys_of(rows)} - {"role"}),
     )
-
-
-def _table(group: GroupMemory) -> Table:
-    rows = group.texts()
-    columns = list(rows[0]) if rows else []
-    cells = [tuple(Cell(row[column], column != "role", None) for column in columns) for row in rows[:ROWS]]
-    hidden = len(rows) - ROWS
-    return Table(group.group, tuple(columns), tuple(cells), f"and {plural(hidden, 'more row')}" if hidden > 0 else "")
 
 
 def _bars(slots: Sequence[SlotMemory], roles: Mapping[str, int]) -> Iterator[tuple[str, Bar]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -38,26 +38,27 @@ def tables(shown: Mapping[str, Sequence[Mapping[str, Any]]]) -> tuple[Table, ...
 
     A row that has a `right` has its answers marked: `before` and `after`, by whether they equal it.
     """
-    return tuple(_table(title, rows) for title, rows in shown.items())
+    return tuple(table(title, rows) for title, rows in shown.items())
 
 
-def _table(title: str, rows: Sequence[Mapping[str, Any]]) -> Table:
+def table(title: str, rows: Sequence[Mapping[str, Any]], sizes: Collection[str] = ()) -> Table:
+    """Return one. Args: sizes: The columns whose texts stand for numbers."""
     columns = keys_of(rows)
     hidden = len(rows) - ROWS
     return Table(
         title=title,
         heads=tuple(words(str(column)) for column in columns),
-        rows=tuple(tuple(_cell(row, column) for column in columns) for row in rows[:ROWS]),
+        rows=tuple(tuple(_cell(row, column, sizes) for column in columns) for row in rows[:ROWS]),
         hidden=f"and {plural(hidden, 'more row')}" if hidden > 0 else "",
     )
 
 
-def _cell(row: Mapping[str, Any], column: str) -> Cell:
+def _cell(row: Mapping[str, Any], column: str, sizes: Collection[str]) -> Cell:
     value = row.get(column)
     numeric = isinstance(value, int | float) and not isinstance(value, bool)
     text = "" if value is None else number(value) if numeric else str(value)
     judged = column in ("before", "after") and row.get("right") is not None
-    return Cell(shorten(text, CHARACTERS), numeric, value == row["right"] if judged else None)
+    return Cell(shorten(text, CHARACTERS), numeric or column in sizes, value == row["right"] if judged else None)
 
 
 def keys_of(rows: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
