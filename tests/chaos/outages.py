@@ -87,8 +87,8 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=50, help="outages of each kind on each engine (50)")
     parser.add_argument("--minutes", type=float, default=10.0, help="stop after so long on each engine (10)")
     parser.add_argument("--lanes", type=int, default=2, help="drivers at once, with three machines each (2)")
-    ledger = ROOT / "docs" / "internals" / "chaos.json"
-    parser.add_argument("--ledger", type=Path, default=ledger, help="the file to continue")
+    table = ROOT / "docs" / "internals" / "chaos.json"
+    parser.add_argument("--ledger", type=Path, default=table, help="the file to continue")
     parser.add_argument("--seed", type=int, action="append", help="play this one only, and count nothing")
     options = parser.parse_args()
     if (missing := lacks()) is not None:
