@@ -54,9 +54,9 @@ job: beside:job
 def running(colocate: CommandLine) -> Iterator[subprocess.Popen[str]]:
     """A job that waits in a call, with two more behind it: the second run of its config."""
     colocate.write("beside.py", JOB)
-    (colocate.folder / "runs" / "demo").mkdir(parents=True)
-    colocate.write("demo.yaml", CONFIG)
-    job = colocate.start("run", "demo.yaml", stdin=True)
+    (colocate.folder / "runs" / "watched").mkdir(parents=True)
+    colocate.write("watched.yaml", CONFIG)
+    job = colocate.start("run", "watched.yaml", stdin=True)
     assert job.stdout is not None
     while "waiting" not in (line := job.stdout.readline()):
         assert line, job.communicate()[1]
@@ -104,11 +104,11 @@ def test_since_when_a_call_runs() -> None:
 def test_a_job_is_seen(colocate: CommandLine, running: subprocess.Popen[str]) -> None:
     """By its name or process: what runs, for how long, and what is behind it; then it goes on as if nobody had."""
     (found,) = [job for job in jobs() if job.pid == running.pid]
-    assert found == Job("demo-2", running.pid)
+    assert found == Job("watched-2", running.pid)
     told = json.loads(colocate("top", str(running.pid), "--json").stdout)
     (group,) = told["groups"]
     (slot,) = group["slots"]
-    assert (told["job"], group["group"], group["state"]) == ("demo-2", "policy", "ready")
+    assert (told["job"], group["group"], group["state"]) == ("watched-2", "policy", "ready")
     assert (slot["call"], slot["queue"]) == ("waiting.wait", 2)
     assert slot["age"] > 0
     assert [(role["role"], role["bytes"]) for role in slot["roles"]] == [("waiting", 0), ("other", 0)]
@@ -117,15 +117,15 @@ def test_a_job_is_seen(colocate: CommandLine, running: subprocess.Popen[str]) ->
     assert "waiting.wait" in shown.stdout
     assert "policy (ready)" in shown.stdout
     for name in (
-        "demo-2",
-        "runs/demo-2",
-        "demo",
+        "watched-2",
+        "runs/watched-2",
+        "watched",
     ):  # the last one is the config's
         assert colocate("top", name, "--once").returncode == 0
-    wrong = colocate("top", "demmo-2")
+    wrong = colocate("top", "wached-2")
     assert wrong.returncode == 1
-    assert "no job is called 'demmo-2'" in wrong.stderr
-    assert "did you mean 'demo-2'" in wrong.stderr
+    assert "no job is called 'wached-2'" in wrong.stderr
+    assert "did you mean 'watched-2'" in wrong.stderr
     assert running.communicate("\n")[1] == ""
     assert running.returncode == 0
     assert not [job for job in jobs() if job.pid == running.pid]
