@@ -1,1 +1,1 @@
-"""Rows over ranks by what they cost: `Scatter(balance=)`. The page: docs/batches.md."""
+"""Rows scattered over ranks by cost: `Scatter(balance=)`. The page: docs/batches.md."""

@@ -1,4 +1,4 @@
-"""Rows over ranks by what they cost: parts whose numbers add up to nearly the same."""
+"""Partitions of rows over ranks into parts of nearly equal total cost."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from colocate.errors import DispatchError
 
 
 def chosen(value: Any, name: str, count: int, of: int) -> Partition | None:
-    """Return `count` parts of rows of which a parameter says what each costs; None: contiguous ones are as good."""
+    """Return `count` parts of rows of nearly equal cost, by a parameter's costs; None: contiguous parts are as good."""
     costs = row_costs(value, name)
     check_sets(f"the parameter {name!r}", len(costs), of, name)
     return balanced(costs, count, of)
 
 
 def row_costs(value: Any, parameter: str) -> list[int]:
-    """Return the number of each row: whole numbers as they are, and of a mask how often it is true.
+    """Return the cost of each row: a whole number as given, or the count of true values of a mask's row.
 
     Raises:
-        DispatchError: They are no such numbers.
+        DispatchError: The value is neither whole numbers from 0 up nor a mask.
     """
     numpy, torch = imported("numpy"), imported("torch")
     costs: Any = value
@@ -52,15 +52,17 @@ def row_costs(value: Any, parameter: str) -> list[int]:
 def balanced(costs: Sequence[int], count: int, of: int = 1) -> Partition | None:
     """Return `count` parts of the rows whose costs are nearly equal; `of` rows at a time stay together.
 
-    That is the largest differencing method (Karmarkar and Karp 1982), whose largest part is at most 4/3 - 1/(3 count)
-    times as large as the best one's. None: contiguous parts of as many rows (`even_sizes`) are as good.
+    The largest differencing method (Karmarkar and Karp 1982): its largest part is at most 4/3 - 1/(3 count) times as
+    large as the optimum's. None: contiguous parts of as many rows (`even_sizes`) are as good.
     """
     if count == 1:
         return None
     sets = [sum(costs[start : start + of]) for start in range(0, len(costs), of)]
-    # Sets that cost nothing are spread as well, so that no part is without any: they count, but never add up to one.
+    # Every set costs at least 1 after scaling, so that sets without a cost are spread, too; these ones never add up to
+    # one real unit of cost.
     scale = 4 * count * len(sets) + 1
-    # What is to be joined still: for each part its cost and sets, the largest first. The least even goes first.
+    # The heap holds partial partitions: per part the cost and the sets, the largest part first. The least even
+    # partition is popped first.
     heap: list[tuple[int, int, list[tuple[int, list[int]]]]] = []
     for index, own in enumerate(sets):
         cost = own * scale + 1
@@ -81,7 +83,7 @@ def balanced(costs: Sequence[int], count: int, of: int = 1) -> Partition | None:
 
 
 def pick(scatter: Scatter, values: Arguments, by: str, partition: Partition) -> list[dict[str, Any]]:
-    """Return the parts with the rows that a partition says, which is that of a parameter."""
+    """Return the parts of all arguments with the rows of a partition, which was made from the parameter `by`."""
     total, count, memo = sum(map(len, partition)), len(partition), Memo()
     if scatter.empty == "error" and not all(partition):
         raise scatter.skipped(by, total, count)
@@ -104,7 +106,7 @@ def pick(scatter: Scatter, values: Arguments, by: str, partition: Partition) -> 
 
 
 def keeps_sets(partition: Partition, of: int) -> bool:
-    """Whether every `of` rows of the whole are in one part, in order."""
+    """Whether each set of `of` consecutive rows lies in one part, in order."""
     return all(
         len(part) % of == 0
         and all(
@@ -126,15 +128,15 @@ def check_aligned(rows: Sequence[int], size: int, rank: int) -> None:
 
 
 def inverse(partition: Partition, sizes: Sequence[int], ranks: Sequence[int]) -> list[int]:
-    """Return where each row of the whole is in the parts, one after the other.
+    """Return the position of each original row in the concatenated parts.
 
     Args:
-        partition: The rows that each part was made of.
-        sizes: The rows that each has.
-        ranks: Whose part is which.
+        partition: The original rows of each part.
+        sizes: The number of rows that each rank returned.
+        ranks: The rank of each part.
 
     Raises:
-        DispatchError: A part hasn't a row for each that it was made of, or together they aren't the whole.
+        DispatchError: A part has another number of rows than it was given, or the parts together aren't the whole.
     """
     for part, size, rank in zip(partition, sizes, ranks, strict=True):
         check_aligned(part, size, rank)

@@ -1,1 +1,1 @@
-"""States of roles in folders, whole or not there: `group.checkpoint`, `group.restore`. The page: docs/restart.md."""
+"""Checkpoints of a group, complete or absent: `group.checkpoint`, `group.restore`. The page: docs/restart.md."""

@@ -1,4 +1,4 @@
-"""`Checkpoint`: one that is complete, in a folder; and what may lie in a folder that one is written to."""
+"""`Checkpoint`: a complete checkpoint in a folder; and the checks of a folder before a checkpoint is written there."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ Tag: TypeAlias = str | int | float | None
 
 @attrs.frozen
 class Checkpoint:
-    """A complete one."""
+    """A complete checkpoint."""
 
-    folder: Path  # where it is (absolute)
-    tag: Tag  # what its writer called it
-    identity: str  # which one it is: another one may have taken its place in the folder
-    parts: dict[str, Any] = attrs.field(factory=dict)  # parts that features saved for the group, by feature name
+    folder: Path  # absolute
+    tag: Tag  # the user's label for the checkpoint
+    identity: str  # unique id: another checkpoint may have replaced this one in the folder
+    parts: dict[str, Any] = attrs.field(factory=dict)  # data that features saved for the group, by feature name
 
     @classmethod
     def read(cls, folder: Path, roles: Mapping[str, RoleInfo]) -> Checkpoint:
-        """Return the one in a folder, for a group with these roles.
+        """Return the checkpoint in a folder, for a group with these roles.
 
         Raises:
-            ConfigError: There is none, or it is of other roles, or of other numbers of ranks and not made for that, or
-                a file of it is missing or has another size.
+            ConfigError: There is no checkpoint; or the checkpoint is of other roles, or of another number of ranks and
+                not made for that; or a file is missing or has another size.
         """
         try:
             place, record = read(folder)
@@ -66,7 +66,7 @@ class Checkpoint:
                 "wrote it: restore one of another run, or replay the role here, too"
             )
         savable({name: role for name, role in roles.items() if name in saved or role.stands_in}, "be restored")
-        for name, ranks in saved.items():  # what each of so many has written for itself
+        for name, ranks in saved.items():  # each rank wrote one part
             role, here = roles[name], len(roles[name].slots)
             if (
                 ranks != here
@@ -81,14 +81,14 @@ class Checkpoint:
                 )
         if wrong := changed_sizes(place, files):
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-                if identity_of(read(folder)[1]) != identity:  # another one has taken its place just now
+                if identity_of(read(folder)[1]) != identity:  # another checkpoint has just replaced this one
                     return cls.read(folder, roles)
             raise ConfigError(refusal(folder, wrong))
         return cls(folder, tag, identity, parts)
 
 
 def found_in(folder: Path) -> dict[str, Path]:
-    """Return where checkpoints of groups lie in a folder, by the group that wrote each; the last one of each."""
+    """Return the folders of the checkpoints under a folder, by group; of each group the newest."""
     found: dict[str, tuple[int, Path]] = {}
     for place, folders, files in os.walk(folder):
         if RECORD not in files:
@@ -97,9 +97,9 @@ def found_in(folder: Path) -> dict[str, Path]:
         try:
             record = json_of(path)
             group, _ = str(record["group"]), record["roles"]
-        except (ValueError, KeyError, TypeError):  # a file of the job's own
+        except (ValueError, KeyError, TypeError):  # a file of the job
             continue
-        folders.clear()  # what lies in there is its roles'
+        folders.clear()  # the roles' files: no further checkpoint lies below
         written = path.stat().st_mtime_ns
         if written >= found.get(group, (0, path))[0]:
             found[group] = written, Path(place)
@@ -107,12 +107,12 @@ def found_in(folder: Path) -> dict[str, Path]:
 
 
 def takes_other_ranks(cls: type, folder: Path) -> bool:
-    """Whether another number of ranks can go on from what a role has saved in its folder."""
+    """Whether another number of ranks can restore a role's saved state."""
     return takes_ranks(cls) or any(folder.rglob(".metadata"))
 
 
 def does_nothing(cls: type) -> bool:
-    """Whether a role's `save` has no line of code: its state is what colocate saves of it."""
+    """Whether a role's `save` has an empty body: colocate alone saves the role's state."""
     code = getattr(hook(cls, "save"), "__code__", None)
     return code is not None and not (code.co_names or code.co_freevars)
 
@@ -125,7 +125,7 @@ def savable(roles: Mapping[str, RoleInfo], what: str = "be checkpointed") -> dic
     """
     mistakes, saved = [], {}
     for name, info in roles.items():
-        if info.stands_in:  # it has none
+        if info.stands_in:  # a replayed role has no state
             continue
         has = {which: found for which in ("save", "restore") if (found := hook(info.cls, which)) is not None}
         where, cls = f"roles.{name}", info.cls.__qualname__
@@ -144,7 +144,7 @@ def savable(roles: Mapping[str, RoleInfo], what: str = "be checkpointed") -> dic
 
 
 def _unfit(info: RoleInfo, which: str) -> str | None:
-    """Return why colocate can't call a `@method` as a role's `save` or `restore`, in words; None where it can."""
+    """Return the reason why colocate can't call a `@method` as a role's `save` or `restore`; None if callable."""
     spec = info.methods.get(which)
     if spec is None:
         return None
@@ -159,10 +159,10 @@ def _unfit(info: RoleInfo, which: str) -> str | None:
 
 
 def refuse_others(folder: Path, roles: Collection[str]) -> None:
-    """Refuse a folder whose contents a checkpoint of these roles may not replace.
+    """Refuse a folder with contents that a checkpoint of these roles may not replace.
 
     Raises:
-        ConfigError: It is neither free nor empty nor an earlier checkpoint of theirs.
+        ConfigError: The folder is neither free, nor empty, nor an earlier checkpoint of these roles.
     """
     found = _in_the_way(folder, roles)
     if found is not None:
@@ -173,7 +173,7 @@ def refuse_others(folder: Path, roles: Collection[str]) -> None:
 
 
 def _in_the_way(folder: Path, roles: Collection[str]) -> str | None:
-    """Return what lies there that isn't a checkpoint's to replace, in words; None when nothing does."""
+    """Return the obstacle to a checkpoint in this folder, in words; None if the folder may be written or replaced."""
     if not os.path.lexists(folder):
         parent = next(path for path in folder.parents if os.path.lexists(path))
         return None if parent.is_dir() else f"{parent}, in which it would lie, is no folder"
@@ -183,7 +183,7 @@ def _in_the_way(folder: Path, roles: Collection[str]) -> str | None:
         return "that is a file"
     if os.path.ismount(folder):
         return "a file system is mounted there"
-    with contextlib.suppress(FileNotFoundError):  # somebody has removed the working directory
+    with contextlib.suppress(FileNotFoundError):  # the working directory was removed
         if folder.resolve() in (Path.cwd(), *Path.cwd().parents):
             return "the working directory is that folder, or lies in it"
     names = sorted(os.listdir(folder))

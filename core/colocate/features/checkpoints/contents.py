@@ -1,4 +1,4 @@
-"""The files of a checkpoint, by name: their sizes, and a digest of each, by which one that was damaged is refused."""
+"""The files of a checkpoint, by name: sizes and digests, which reveal a damaged file."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import TypeAlias
 from colocate.errors import ColocateError
 
 Look: TypeAlias = "tuple[list[str], dict[str, str]]"
-"""Which files of a checkpoint a worker is writing yet, and digests of those that it has looked at."""
+"""The files of a checkpoint that a worker still writes, and the digests of the files that were read."""
 
-_TOLD = 8  # files that an error names
+_TOLD = 8  # the number of files that an error names
 
 
 def sizes_of(folder: Path) -> dict[str, tuple[int, int]]:
@@ -22,7 +22,7 @@ def sizes_of(folder: Path) -> dict[str, tuple[int, int]]:
     found = {}
     for place, _, names in os.walk(folder):
         for path in (Path(place, name) for name in sorted(names)):
-            with suppress(FileNotFoundError):  # it is gone meanwhile, or is a link to nothing
+            with suppress(FileNotFoundError):  # removed meanwhile, or a broken link
                 if path.is_file():
                     told = path.stat()
                     found[path.relative_to(folder).as_posix()] = told.st_size, told.st_mtime_ns
@@ -30,10 +30,10 @@ def sizes_of(folder: Path) -> dict[str, tuple[int, int]]:
 
 
 def digests_of(folder: Path, names: Iterable[str]) -> dict[str, str]:
-    """Return the digests of files: SHA-256.
+    """Return the SHA-256 digests of files.
 
     Raises:
-        OSError: One can't be read.
+        OSError: A file can't be read.
     """
     found = {}
     for name in names:
@@ -43,13 +43,13 @@ def digests_of(folder: Path, names: Iterable[str]) -> dict[str, str]:
 
 
 def being_written(folder: Path) -> list[str]:
-    """Return the files of a folder that this process, or one it has started, has open to write to them."""
+    """Return the files of a folder that this process or a descendant has open for writing."""
     import psutil  # an import from disk, unlike our own modules: on failure only this call fails
 
     found, inside = [], f"{folder.resolve()}{os.sep}"
     me = psutil.Process()
     for process in (me, *me.children(recursive=True)):
-        with suppress(psutil.Error):  # it has ended
+        with suppress(psutil.Error):  # the process has ended
             found += [
                 file.path.removeprefix(inside)
                 for file in process.open_files()
@@ -59,7 +59,7 @@ def being_written(folder: Path) -> list[str]:
 
 
 def changed_sizes(folder: Path, files: Mapping[str, Sequence[object]]) -> list[str]:
-    """Return, in words, which files of a checkpoint are missing or of another size than its record says."""
+    """Return the files of a checkpoint that are missing or differ in size from the record, in words."""
     found = []
     for name, (size, _) in files.items():
         try:
@@ -72,17 +72,17 @@ def changed_sizes(folder: Path, files: Mapping[str, Sequence[object]]) -> list[s
 
 
 def refuse_changed(folder: Path, files: Mapping[str, Sequence[object]], cause: BaseException | None = None) -> None:
-    """Refuse a checkpoint with files that aren't what its record says.
+    """Refuse a checkpoint if files differ from the record.
 
     Raises:
-        ColocateError: It has such files, all of which are named.
+        ColocateError: Files are missing or changed; the text names them.
     """
     if wrong := _changed(folder, files):
         raise ColocateError(refusal(folder, wrong)) from cause
 
 
 def refusal(folder: Path, wrong: Sequence[str]) -> str:
-    """Return why nobody goes on from a checkpoint, given what is wrong with its files."""
+    """Return the error text for a damaged checkpoint, given the complaints about files."""
     return (
         f"the checkpoint in {folder} isn't what was saved there: {'; '.join(wrong[:_TOLD])}"
         f"{f'; and {len(wrong) - _TOLD} more' * (len(wrong) > _TOLD)}. It was damaged or changed since: go on from "
@@ -91,7 +91,7 @@ def refusal(folder: Path, wrong: Sequence[str]) -> str:
 
 
 def _changed(folder: Path, files: Mapping[str, Sequence[object]]) -> list[str]:
-    """Return, in words, which files of a checkpoint aren't what its record says; all of them are read."""
+    """Return the files of a checkpoint that differ from the record, in words. Reads all files if the sizes match."""
     if found := changed_sizes(folder, files):
         return found
     now = digests_of(folder, files)

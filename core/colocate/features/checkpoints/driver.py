@@ -1,4 +1,4 @@
-"""Checkpoints of a group: what its roles' `save` has written, whole or not there, and going on from that."""
+"""Checkpoints of a group on the driver: `save` of all roles, complete or not at all, and restore from a checkpoint."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ from colocate.features.checkpoints.worker import CheckpointsOfWorker
 
 
 class CheckpointsOfGroup(OfGroup):
-    """What a driver knows of a group's checkpoints, and of the one that is under way.
+    """The driver's state of a group's checkpoints, and of the checkpoint in progress.
 
     Attributes:
-        checkpoint: The last one, from which a restart goes on; None as long as there is none.
-        written: The last one that was made since the roles began; None for none.
-        saving: The last one that was written beside calls, and perhaps is yet.
-        saves: What the workers of this generation are asked.
-        writing: Held by whoever writes one: they get their names in the order in which their states were taken.
+        checkpoint: The last checkpoint, from which a restart restores; None before the first.
+        written: The last checkpoint that was made since the roles started; None for none.
+        saving: The last checkpoint that was written beside calls, perhaps still in progress.
+        saves: The questions to the workers of this generation.
+        writing: A lock, held while a checkpoint is written: names are assigned in the order in which states were taken.
     """
 
     def __init__(self, worker_group: WorkerGroup) -> None:
@@ -62,26 +62,26 @@ class CheckpointsOfGroup(OfGroup):
         self.saving: Saving | None = None
         self.saves = Saves(worker_group)
         self.writing = threading.Lock()
-        self._restored: Tag = None  # the tag of the one that the roles were restored from
-        self._began: str | None = None  # which one that was
-        self._first: Path | None = None  # the folder that the group begins at, until it has
+        self._restored: Tag = None  # the tag of the checkpoint that the roles were restored from
+        self._began: str | None = None  # the identity of that checkpoint
+        self._first: Path | None = None  # the folder that the group first restores from; None after that
 
     # -- hooks
 
     def starts(self) -> tuple[str, str] | None:
-        """Return folder and identity of the checkpoint that the roles go on from, which is looked at once more."""
+        """Check the checkpoint that the roles restore from, and return its folder and identity."""
         group, found = self._worker_group, self.checkpoint
         if self._first is not None:
             found, self._first = Checkpoint.read(self._first, group.roles), None
         elif found is not None and group.may_resize:
-            Checkpoint.read(found.folder, group.roles)  # says so where roles can't be restored from that
+            Checkpoint.read(found.folder, group.roles)  # raises if these roles can't be restored from the checkpoint
         self.began_from(found)
         for name, saved in () if found is None else found.parts.items():
             group.part(name).restored(saved)
         return None if found is None else (str(found.folder), found.identity)
 
     def source(self) -> str | None:
-        """Return the last checkpoint, as it is told."""
+        """Return the last checkpoint, in words."""
         return None if self.checkpoint is None else f"its checkpoint {self.checkpoint.tag!r}"
 
     def tag(self) -> Tag:
@@ -89,33 +89,33 @@ class CheckpointsOfGroup(OfGroup):
         return self._restored
 
     def renewed(self) -> None:
-        """Ask the new workers from now on."""
+        """Start a new set of questions, for the new workers."""
         self.saves = Saves(self._worker_group)
 
     def failed(self, error: ColocateError) -> None:
-        """Have a checkpoint that is under way be void."""
+        """Mark a checkpoint in progress as void, and fail pending questions."""
         if self._worker_group.closed_by is None and self.saving is not None and not self.saving.done():
             self.saving.is_void = True
         self.saves.fail(error)
 
     def heard(self, worker: Worker, message: Message, body: Any) -> None:
-        """Take a worker's answer."""
+        """Handle a worker's answer."""
         assert isinstance(message, Saved)
         self.saves.answered(worker, message, body)
 
     def under_way(self) -> str | None:
-        """Return the checkpoint that is being written."""
+        """Return the label of the checkpoint that is being written; None for none."""
         return None if self.saving is None or self.saving.done() else self.saving.label
 
     def ending(self, grace: float) -> Sequence[BaseException]:
-        """Wait for a checkpoint that is written beside the calls, within the grace; return what nobody was told of."""
+        """Wait for a checkpoint in progress, at most for the grace; return an error that no caller has seen."""
         saving, group = self.saving, self._worker_group
         if saving is None:
             return []
         if not saving.done():
             deadline = Deadline(grace)
             if group.life.failure is None:
-                group.send(group.live(), to_worker.Stop())  # calls that run are told that nobody waits for them
+                group.send(group.live(), to_worker.Stop())  # running calls learn that the group is closing
             group.workforce.wind_down(grace, deadline)
             saving._then(lambda _: group.workforce.stages.wake())
             group.workforce.stages.wait(lambda: group.hurried or saving.done(), group.workforce.overdue)
@@ -126,41 +126,41 @@ class CheckpointsOfGroup(OfGroup):
                 closed_by=group.closed_by,
             )
             self.saves.fail(late)
-            if not saving.wait(AFTER_FORCE_S):  # what writes to a disk hears of it later
+            if not saving.wait(AFTER_FORCE_S):  # threads that write to a disk notice the close late
                 return [late]
         error = saving.unreported_failure()
         return [] if error is None else [error]
 
     def kept(self) -> tuple[Checkpoint | None, Tag] | None:
-        """Return what a restart goes on from, and what the roles were restored from."""
+        """Return the last checkpoint, and the tag that the roles were restored from."""
         return None if self.checkpoint is None and self._restored is None else (self.checkpoint, self._restored)
 
     def take(self, kept: tuple[Checkpoint | None, Tag]) -> None:
-        """Take up what a restart goes on from."""
+        """Adopt the last checkpoint of an earlier driver."""
         self.checkpoint, self._restored = kept
 
-    # -- what is known
+    # -- state
 
     def begins_at(self, folder: Path) -> None:
-        """Have the group begin as a checkpoint has it.
+        """Set the checkpoint that the group restores from at the first start.
 
         Raises:
-            ConfigError: There is none for this group.
+            ConfigError: The folder has no checkpoint for this group.
         """
-        Checkpoint.read(folder.absolute(), self._worker_group.roles)  # told before anything is started
+        Checkpoint.read(folder.absolute(), self._worker_group.roles)  # raises before any worker is started
         self._first = folder.absolute()
 
     def committed(self, checkpoint: Checkpoint) -> None:
-        """Note a new checkpoint: what comes after it is a new attempt."""
+        """Record a new checkpoint, and reset the count of restart attempts."""
         self.checkpoint = self.written = checkpoint
         self._worker_group.restarts.progressed()
 
     def progressed(self) -> None:
-        """Note something new to go on from: what fails from now on has its own number of attempts."""
+        """Record progress of another kind: reset the count of restart attempts."""
         self._worker_group.restarts.progressed()
 
     def began_from(self, checkpoint: Checkpoint | None) -> None:
-        """Note that the roles are as a checkpoint has them, or as constructed."""
+        """Record that the roles were restored from a checkpoint, or constructed anew (None)."""
         self.checkpoint = checkpoint
         self._restored = None if checkpoint is None else checkpoint.tag
         self._began = None if checkpoint is None else checkpoint.identity
@@ -168,27 +168,27 @@ class CheckpointsOfGroup(OfGroup):
 
     @property
     def restarts(self) -> int:
-        """How often the group is rebuilt at most without a new checkpoint in between; 0: not at all."""
+        """How often the group is restarted at most without a new checkpoint in between; 0: never."""
         return self._worker_group.restarts.limit
 
     @property
     def is_current(self) -> bool:
-        """Whether roles began from the last checkpoint. One that they began from may have been lost since."""
+        """Whether the roles started from the last checkpoint. That one may have been lost since."""
         return self._began == (None if self.checkpoint is None else self.checkpoint.identity)
 
     def moved(self, before: Path, after: Path) -> None:
-        """Note that a folder which the last checkpoint may lie in has another name."""
+        """Record the new name of a folder in which the last checkpoint may lie."""
         if self.checkpoint is not None and self.checkpoint.folder.is_relative_to(before):
             folder = after / self.checkpoint.folder.relative_to(before)
             self.checkpoint = self.written = attrs.evolve(self.checkpoint, folder=folder)
 
     def lost(self, folder: Path, before: Checkpoint | None) -> None:
-        """Note that what was made in a folder is gone; before that there was another checkpoint, or none."""
+        """Record the loss of a folder; the last checkpoint is `before` again if the current one lay there."""
         if self.checkpoint is not None and self.checkpoint.folder.is_relative_to(folder):
             self.checkpoint, self.written = before, None
 
     def raise_unasked(self) -> None:
-        """Raise what the last one has failed of that was written beside calls, unless somebody was told."""
+        """Raise the error of the last checkpoint that was written beside calls, unless a caller has seen that error."""
         saving, self.saving = self.saving, None
         if saving is not None and (error := saving.unreported_failure()) is not None:
             error.add_note(f"that was {saving.label} of group {self._worker_group.name!r}; another one wasn't begun")
@@ -214,19 +214,19 @@ class CheckpointsOfGroup(OfGroup):
 
 
 def checkpoints_of(worker_group: WorkerGroup) -> CheckpointsOfGroup:
-    """Return what is known of a group's checkpoints."""
+    """Return the checkpoints' half of a group on the driver."""
     return cast("CheckpointsOfGroup", worker_group.part("checkpoints"))
 
 
 def write(worker_group: WorkerGroup, folder: Path, tag: Tag) -> None:
-    """Have every role of a group save itself, between its calls; a restart goes on from that.
+    """Save every role of a group, between the group's calls; a restart restores from this checkpoint.
 
     Raises:
-        ConfigError: A role has only one of `save` and `restore`, or none has them; or the folder is something else's,
-            or the tag nothing to write down.
-        RoleError: A `save` raised, or what it has returned failed, or not all is written when both are over; or a
-            kept call before it has failed, whose resident nobody has used or can use any more; or the checkpoint before
-            has failed, and nobody was told. There is no checkpoint then, and an earlier one stays.
+        ConfigError: A role has only one of `save` and `restore`, or no role has both; or the folder may not be
+            replaced, or the tag is no text or number.
+        RoleError: A `save` raised, or the future that it returned failed, or a file is incomplete after both; or an
+            earlier call with a kept result has failed, unreported; or the previous checkpoint has failed, unreported.
+            Then there is no new checkpoint, and the earlier one stays.
     """
     with _begun(worker_group, folder, tag, wait=True) as complete:
         complete()
@@ -234,7 +234,7 @@ def write(worker_group: WorkerGroup, folder: Path, tag: Tag) -> None:
 
 
 def begin(worker_group: WorkerGroup, folder: Path, tag: Tag) -> Saving:
-    """As `write`, but roles have only taken their states when this returns: the rest goes on beside the calls."""
+    """Start a checkpoint and return when all roles have taken their states: files are written beside the calls."""
     saving = Saving(worker_group, tag, folder.absolute())
     begun = _begun(worker_group, folder, tag, wait=False)
     complete = begun.__enter__()
@@ -242,7 +242,7 @@ def begin(worker_group: WorkerGroup, folder: Path, tag: Tag) -> Saving:
         checkpoints_of(worker_group).saving = saving
         name = f"colocate-checkpoint-{worker_group.name}"
         Thread(target=_go_on, args=(worker_group, saving, begun, complete), name=name).start()
-    except BaseException as error:  # no thread is to be had
+    except BaseException as error:  # no thread is available
         checkpoints_of(worker_group).saving = None
         begun.__exit__(type(error), error, error.__traceback__)
         raise
@@ -255,7 +255,7 @@ def _go_on(
     begun: contextlib.AbstractContextManager[object],
     complete: Callable[[], None],
 ) -> None:
-    """Complete a checkpoint, on a thread of its own. Who waits for it is told last."""
+    """Complete a checkpoint, on a separate thread. Waiters are notified last."""
     try:
         try:
             complete()
@@ -272,16 +272,16 @@ def _go_on(
 
 @contextlib.contextmanager
 def _begun(worker_group: WorkerGroup, folder: Path, tag: Tag, wait: bool) -> Iterator[Callable[[], None]]:
-    """A block in which a checkpoint is to be completed, by what it is given, and behind which it counts.
+    """A block that makes a checkpoint: call the yielded function to write the record; the block's end commits all.
 
-    All roles have taken their states when it is entered. It may be left on another thread.
+    All roles have taken their states when the block is entered. The block may be left on another thread.
     """
     if not isinstance(tag, str | int | float):
         raise ConfigError(f"checkpoint(tag) must be text, a number or None, not {shown(tag)}")
     saved = savable(worker_group.roles)
-    folder = folder.resolve() if folder.name in ("", "..") else folder.absolute()  # it gets its name by a rename
+    folder = folder.resolve() if folder.name in ("", "..") else folder.absolute()  # the final rename needs a name
     found = Checkpoint(folder, tag, uuid.uuid4().hex)
-    with checkpoints_of(worker_group).writing:  # as long as it is under way
+    with checkpoints_of(worker_group).writing:  # until the checkpoint is committed
         checkpoints_of(worker_group).raise_unasked()
         _refuse_forgotten(worker_group)
         with nobody_renames(folder):
@@ -331,10 +331,10 @@ def _begun(worker_group: WorkerGroup, folder: Path, tag: Tag, wait: bool) -> Ite
 
 
 def _refuse_fixed(worker_group: WorkerGroup, part: Path, saved: Mapping[str, RoleInfo]) -> None:
-    """Refuse what only as many ranks could go on from, where a restart may have another number of them.
+    """Refuse a checkpoint that only the same number of ranks could restore, if a restart may change that number.
 
     Raises:
-        RoleError: It is such.
+        RoleError: A role's files are of that kind.
     """
     for name, info in saved.items() if worker_group.may_resize else ():
         if not takes_other_ranks(info.cls, part / name) and not does_nothing(info.cls):
@@ -349,10 +349,10 @@ def _refuse_fixed(worker_group: WorkerGroup, part: Path, saved: Mapping[str, Rol
 
 
 def _looked_at(group: str, saves: Saves, part: Path, saved: Mapping[str, RoleInfo]) -> dict[str, tuple[int, str]]:
-    """Return the files that a group has written, with size and digest, as its workers see them.
+    """Return the files that a group has written, with size and digest, as seen by the workers.
 
     Raises:
-        RoleError: Something isn't there yet, or is being written.
+        RoleError: A file is missing, or still being written.
     """
 
     def refuse(name: str, why: str) -> NoReturn:
@@ -383,12 +383,12 @@ def _looked_at(group: str, saves: Saves, part: Path, saved: Mapping[str, RoleInf
 
 
 def restore(worker_group: WorkerGroup, folder: Path) -> Tag:
-    """Have the roles of a group go on from a checkpoint, between its calls; a restart goes on from that, too.
+    """Restore the roles of a group from a checkpoint, between calls; later restarts use the same checkpoint.
 
     Raises:
-        ConfigError: There is none for this group.
-        RoleError: A `restore` raised, or another checkpoint took the place of this one meanwhile. Some roles may be as
-            they were, others not.
+        ConfigError: The folder has no checkpoint for this group.
+        RoleError: A `restore` raised, or another checkpoint has meanwhile replaced this one. Some roles may be restored
+            then, others unchanged.
     """
     with checkpoints_of(worker_group).writing:
         found, generation = Checkpoint.read(folder.absolute(), worker_group.roles), worker_group.generation
@@ -407,7 +407,7 @@ def restore(worker_group: WorkerGroup, folder: Path) -> Tag:
 
 
 def _refuse_forgotten(worker_group: WorkerGroup) -> None:
-    """A run goes on, and has a checkpoint of this group, which nobody has restored: what is saved now is another's."""
+    """Refuse a checkpoint if the run was resumed and this group's earlier checkpoint was never restored."""
     left = worker_group.services.resumed.get(worker_group.name)
     if left is not None and checkpoints_of(worker_group).checkpoint is None:
         raise ConfigError(
@@ -421,15 +421,15 @@ def _refuse_forgotten(worker_group: WorkerGroup) -> None:
 def _committing(
     worker_group: WorkerGroup, checkpoint: Checkpoint, saved: Collection[str], saves: Saves, wait: bool
 ) -> Iterator[None]:
-    """A failed group is restored from the last checkpoint before: nothing may take its folder's name then.
+    """Hold the group's lock around the commit: a failed group restores from the last checkpoint, so no rename may race.
 
-    One that was written beside the calls counts also when the group is closing, as long as that waits for it.
+    A checkpoint written beside the calls also counts while the group is closing, as long as the close waits for it.
     """
     with worker_group.order.lock:
         if wait or worker_group.alive:
             worker_group.check()
-        saves.check()  # of the workers that have written it: the group may have been restarted since
-        refuse_others(checkpoint.folder, saved)  # it may have been filled meanwhile
+        saves.check()  # of the workers that wrote the checkpoint: the group may have been restarted since
+        refuse_others(checkpoint.folder, saved)  # the folder may have been filled meanwhile
         yield
         checkpoints_of(worker_group).committed(checkpoint)
 
@@ -448,12 +448,12 @@ def _submit(
 
 
 def resize(worker_group: WorkerGroup, timeout: float | None) -> int:
-    """Restart a group from its last checkpoint, if there are more slots for it now; return how many it has.
+    """Restart a group from its last checkpoint if more slots are available; return the new number of slots.
 
     Raises:
-        ConfigError: It isn't restarted, or has no checkpoint.
+        ConfigError: The group doesn't restart, or has no checkpoint.
         ColocateError: Calls are pending.
-        TimeoutError: It isn't ready yet.
+        TimeoutError: The group isn't ready yet.
     """
     name, restarts, checkpoints = worker_group.name, worker_group.restarts, checkpoints_of(worker_group)
     if not restarts.limit:
@@ -461,7 +461,7 @@ def resize(worker_group: WorkerGroup, timeout: float | None) -> int:
     if has_more(worker_group):
         if checkpoints.checkpoint is None:
             raise ConfigError(f"group {name!r} can't be resized: there is no checkpoint to go on from; make one before")
-        with checkpoints.writing:  # none is under way
+        with checkpoints.writing:  # waits for a checkpoint in progress
             if pending := list(worker_group.order.pending.values()):
                 labels = ", ".join(dict.fromkeys(call.label for call in pending))
                 raise ColocateError(f"group {name!r} can't be resized while calls are pending: {labels}")
@@ -471,14 +471,14 @@ def resize(worker_group: WorkerGroup, timeout: float | None) -> int:
 
 
 def has_more(worker_group: WorkerGroup) -> bool:
-    """Whether there are more slots for a group than it has. Lost ones are reserved again for that."""
+    """Whether a group can have more slots than now. Lost slots are reserved again for this."""
     has = worker_group.size
     return has < len(worker_group.whole) and worker_group.home.regrow(worker_group) > has
 
 
 def begin_resize(worker_group: WorkerGroup) -> ColocateError | None:
-    """Begin to restart a group with all slots that there are for it; return what whoever calls it is told."""
-    worker_group.restarts.progressed()  # it is no try
+    """Start the restart of a group with all available slots; return the error for callers in the meantime."""
+    worker_group.restarts.progressed()  # a resize is no failed attempt
     name = worker_group.name
     worker_group.fail(ColocateError(f"group {name!r} is resized: there are more slots for it", group=name))
     return worker_group.life.told()

@@ -1,4 +1,4 @@
-"""What driver and workers say of checkpoints: the first to workers, the other from them."""
+"""Messages about checkpoints: `AskSaved` to workers, `Saved` from workers."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ from colocate._protocol.from_worker import Failure
 from colocate._protocol.message import Head, Message, message, values
 
 CHECKPOINT, RESTORE = "the checkpoint", "the restore"
-"""What the calls on whole workers say that they are."""
+"""The labels of the calls on whole workers."""
 
 
 @message
 class AskSaved(Message):
-    """Write what roles have taken for a checkpoint, or look at its files; answered by `Saved`."""
+    """Ask for the second halves of `save`, or for a check of files; answered by `Saved`."""
 
     token: int  # the question's number
     directory: str = ""  # the checkpoint's folder
-    names: Sequence[str] | None = None  # the files to look at, in the folder; None: write
+    names: Sequence[str] | None = None  # the files to check, in the folder; None: write
 
 
 @message
 class Saved(Message):
-    """What roles had to write of a checkpoint is written, or its files were looked at. Body: the exception, if any."""
+    """The answer to `AskSaved`: the second halves ran, or files were checked. Body: the exception, if any."""
 
     token: int  # the question's number
-    more: bool  # whether there is more to write when all ranks have come as far
-    open: Sequence[str]  # files that are open there to be written
-    digests: Mapping[str, str]  # of those that were looked at, by name
-    failure: Failure | None  # what it has failed of
+    more: bool  # whether another step follows when all ranks have finished this one
+    open: Sequence[str]  # files that are open for writing
+    digests: Mapping[str, str]  # SHA-256 of the checked files, by name
+    failure: Failure | None  # the error, if any
 
     def head(self) -> Head:
-        """Return what travels of it."""
+        """Return the wire format."""
         *others, failure = values(self)
         return "Saved", *others, None if failure is None else values(failure)
 

@@ -1,8 +1,8 @@
-"""`Saver`: a checkpoint's second half, in which roles write what `save` has taken, beside the calls that go on.
+"""`Saver`: the second half of a checkpoint, in which roles write their saved states while calls go on.
 
-A role's `save` takes its state on the lane, in the order of its calls. What it leaves to be done (the rest of a
-generator, or a future that goes on by itself) is seen to here, on a thread that runs nothing else. Where a generator
-yields once more, it goes on when all ranks have come as far: one of them may then write what tells of all.
+A role's `save` takes its state on the lane, in the order of its calls. The remaining work (the rest of a generator, or
+a future) runs here, on a thread for nothing else. Where a generator yields once more, it resumes when all ranks have
+reached that `yield`: one rank may then write a file about all.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SAVE = "save"
 
 
 class SecondHalf:
-    """What a role's `save` has left to do when it had taken its state.
+    """The remaining work of a role's `save`, once the state is taken.
 
     Attributes:
         role: The role.
@@ -43,14 +43,14 @@ class SecondHalf:
 
     @calls_role_code
     def take_state(self, name: str, hook: Callable[..., Any], *args: Any) -> None:
-        """Run the first half: a `save`, up to its `yield` where it has one."""
+        """Run the first half of a `save`: up to the `yield`, if there is one."""
         token = second_halves.set(self._rests)
         try:
             found = hook(*args)
             if inspect.isgenerator(found):
                 try:
                     next(found)
-                except StopIteration as end:  # it has nothing to write here
+                except StopIteration as end:  # the generator ended without a `yield`
                     found = end.value
                 else:
                     self._rests.append(found)
@@ -60,7 +60,7 @@ class SecondHalf:
             second_halves.reset(token)
 
     def add(self, going_on: Sequence[Any]) -> None:
-        """Have it wait for more that goes on by itself."""
+        """Add futures or threads to wait for."""
         self._going_on += going_on
 
     def is_left(self) -> bool:
@@ -69,10 +69,10 @@ class SecondHalf:
 
     @calls_role_code
     def go_on(self) -> bool:
-        """Do what is left, up to the next `yield`, and return whether there is one.
+        """Run the remaining work up to the next `yield`, and return whether there is one.
 
         Raises:
-            BaseException: What that has failed of.
+            BaseException: The role's code or future failed.
         """
         token = set_current(self.role.ctx)
         try:
@@ -92,20 +92,20 @@ class SecondHalf:
         return False
 
     def drop(self) -> None:
-        """Nobody wants it any more."""
+        """Abandon the remaining work."""
         for rest in self._rests:
             rest.close()
 
 
 class Saver:
-    """A worker's second halves, and its looks at files, on a thread of their own.
+    """A worker's second halves of checkpoints and checks of files, on a thread of their own.
 
     Args:
-        worker: What its thread is called after.
-        device: The slot's.
-        codec: How errors travel.
-        definitions: What driver and worker know of each other's classes.
-        say: Tells the driver.
+        worker: Names the thread.
+        device: The slot's device.
+        codec: Encodes errors.
+        definitions: The classes that driver and worker have exchanged.
+        say: Sends a message to the driver.
     """
 
     def __init__(
@@ -121,27 +121,27 @@ class Saver:
         self._left: list[SecondHalf] = []
 
     def leave(self, halves: Sequence[SecondHalf]) -> None:
-        """Have these done when the driver asks for it, and not what is left of an earlier checkpoint."""
+        """Store second halves until the driver asks, and abandon the halves of an earlier checkpoint."""
         former, self._left = self._left, [*halves]
         for half in former:
             self._thread.soon(half.drop)
 
     def asked(self, message: AskSaved) -> None:
-        """Do what the driver asks for, soon. On the receiving thread."""
+        """Schedule a request of the driver. On the receiving thread."""
         try:
             self._thread.soon(partial(self._do, message))
-        except RuntimeError as error:  # no thread is to be had
+        except RuntimeError as error:  # no thread is available
             self._refuse(message, error, None)
 
     def close(self) -> None:
-        """End, without waiting for what is under way."""
+        """Close, without waiting for work in progress."""
         self._thread.close(0.0)
 
     def _do(self, asked: AskSaved) -> None:
         open_ones: Sequence[str] = ()
         digests: Mapping[str, str] = {}
         left: list[SecondHalf] = []
-        later: list[SecondHalf] = []  # when all ranks have come as far
+        later: list[SecondHalf] = []  # halves with another step, for when all ranks have finished this one
         try:
             if asked.names is not None:
                 folder = Path(asked.directory)

@@ -1,4 +1,4 @@
-"""Checkpoints that are written beside the calls: what workers are asked for, and the one that is under way."""
+"""Checkpoints that are written beside the calls: the questions to workers, and the checkpoint in progress."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from colocate.features.checkpoints.messages import AskSaved, Saved
 
 
 class Saves:
-    """What the workers of one generation of a group are asked of a checkpoint, beside their calls."""
+    """The driver's questions about a checkpoint to the workers of one generation, beside their calls."""
 
     def __init__(self, link: WorkerGroup) -> None:
         self._link = link
@@ -31,21 +31,21 @@ class Saves:
         self._error: ColocateError | None = None
 
     def finish(self, folder: Path) -> None:
-        """Have all write what their roles have taken, and wait for it.
+        """Run the second halves of all ranks, and wait for the end.
 
         Raises:
-            RoleError: What a `save` had left to do has failed.
-            ColocateError: The group is gone.
+            RoleError: The second half of a `save` has failed.
+            ColocateError: The group has failed or is closed.
         """
         while any(told.more for told in self._ask(dict.fromkeys(self._slots), folder)):
-            pass  # all have come as far
+            pass  # all ranks have finished this step
 
     def look(self, folder: Path, names: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-        """Return which files of a checkpoint some worker is writing yet, and the digests of all; each reads its share.
+        """Return the open files and the digests of all files of a checkpoint; each worker reads a share.
 
         Raises:
-            RoleError: One can't be read.
-            ColocateError: The group is gone.
+            RoleError: A file can't be read.
+            ColocateError: The group has failed or is closed.
         """
         found = self._ask({slot: names[slot :: len(self._slots)] for slot in self._slots}, folder)
         digests = {name: digest for told in found for name, digest in told.digests.items()}
@@ -58,7 +58,7 @@ class Saves:
         return self._requests.ask(self._slots, ask, NEVER, lambda owing: owing)
 
     def answered(self, worker: Worker, told: Saved, body: Any) -> None:
-        """Take a worker's answer."""
+        """Handle a worker's answer."""
         if told.failure is None:
             self._requests.answered(told.token, worker.slot, told)
             return
@@ -66,24 +66,24 @@ class Saves:
         self._requests.refused(told.token, failure_error(self._link, call, worker.slot, told.failure, body))
 
     def fail(self, error: ColocateError) -> None:
-        """Fail what was asked, or will be: nobody waits for an answer, or none will come."""
+        """Fail all current and future questions: no answer will come, or no caller waits."""
         if self._error is None:
             self._error = error
         self._requests.fail_all(self._error)
 
     def check(self) -> None:
-        """Raise what that has failed of."""
+        """Raise the error that these questions failed with, if any."""
         if self._error is not None:
             raise copy.copy(self._error)
 
 
 class Saving(Underway):
-    """A checkpoint of which all roles have taken their states, and which is being written.
+    """A checkpoint in progress: all roles have taken their states, and files are being written.
 
     Attributes:
-        tag: What its writer calls it.
-        folder: Where it will be.
-        is_void: Whether its group has failed meanwhile, which is told by itself.
+        tag: The user's label.
+        folder: The final folder.
+        is_void: Whether the group has failed meanwhile, which is reported elsewhere.
     """
 
     __slots__ = ("_is_asked", "_link", "folder", "is_void", "tag")
@@ -95,11 +95,11 @@ class Saving(Underway):
 
     @property
     def is_open(self) -> bool:
-        """Whether it is under way, or nobody was told what it has failed of."""
+        """Whether the checkpoint is in progress, or has failed and no caller has seen the error."""
         return not (self.is_set and (self._is_asked or self._error is None))
 
     def unreported_failure(self) -> BaseException | None:
-        """Wait until it is over; what it has failed of, unless somebody was told."""
+        """Wait for the end; return the error unless a caller has seen one."""
         self.wait()
         return None if self._is_asked or self.is_void else self._failure()
 

@@ -1,7 +1,7 @@
-"""A worker's share of a checkpoint: its roles' `save` and `restore`, and the states of their generators.
+"""A worker's share of a checkpoint: `save` and `restore` of roles, and the states of random generators.
 
-Each role has a folder of its own, the same for all of its ranks; colocate's files are beside those. A checkpoint has an
-identity, by which all ranks go on from the same one, whoever writes another one to its folder meanwhile.
+Each role has a folder, the same for all of its ranks; colocate's own files lie beside these folders. A checkpoint has
+an identity: all ranks restore the same checkpoint, even if another one is meanwhile written to the folder.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from colocate.worker.serving.failure import note
 from colocate.worker.serving.over import is_future
 from colocate.worker.serving.role_instance import RoleInstance
 
-RECORD = "checkpoint.json"  # in the folder of one that is complete
+RECORD = "checkpoint.json"  # in the folder of a complete checkpoint
 OWN = ".colocate"
 
 
@@ -39,10 +39,10 @@ def save(
     wait: bool,
     parts: Mapping[str, OfWorker],
 ) -> list[SecondHalf]:
-    """Have roles take their states, and write them if that is waited for; return what is left to do.
+    """Take the roles' states, and write all files if the caller waits; return the remaining work.
 
     Raises:
-        ColocateError: This machine doesn't see the folder.
+        ColocateError: The folder isn't visible on this machine.
     """
     folder = Path(directory)
     if not folder.is_dir():
@@ -70,12 +70,12 @@ def save(
 
 
 def restore(worker_context: WorkerContext, role: RoleInstance, directory: str, identity: str) -> None:
-    """Have a role go on where it was saved. One that has no `save` is as its constructor made it.
+    """Restore a role from a checkpoint. A role without `save` stays as constructed.
 
     Raises:
-        ColocateError: It isn't there, or not for this machine, or another one has taken its place, or it was damaged.
+        ColocateError: The checkpoint isn't visible on this machine, was replaced by another one, or is damaged.
     """
-    folder = next((place for place in places(Path(directory)) * 2 if _is_there(place, identity)), None)  # as in `read`
+    folder = next((place for place in places(Path(directory)) * 2 if _is_there(place, identity)), None)  # see `read`
     if folder is None:
         try:
             read(Path(directory))
@@ -88,9 +88,9 @@ def restore(worker_context: WorkerContext, role: RoleInstance, directory: str, i
     files: dict[str, Any] = {}
     try:
         files = _files_of(role, folder)
-        refuse_changed(folder, dict([*files.items()][role.ctx.rank :: role.ctx.world_size]))  # its share of them
+        refuse_changed(folder, dict([*files.items()][role.ctx.rank :: role.ctx.world_size]))  # this rank's share
         restored = _restore(role, folder)
-        # A rank that there wasn't goes on as the first one where all have the same, and draws numbers of its own.
+        # A new rank, unknown to the checkpoint, takes the common state from rank 0, and a new random seed.
         own, first = (_own_file(role, folder, "calls", rank) for rank in (role.ctx.rank, 0))
         is_new = first.exists() and not own.exists()
         own = first if is_new else own
@@ -115,28 +115,28 @@ def restore(worker_context: WorkerContext, role: RoleInstance, directory: str, i
     except Exception as error:
         if not _is_there(folder, identity):
             raise _replaced(Path(directory)) from error
-        refuse_changed(folder, files, error)  # perhaps those of another rank's share
+        refuse_changed(folder, files, error)  # raises if a file is damaged, perhaps of another rank's share
         note(error, f"role {role.name!r} was being restored from {folder}")
         raise
-    if not _is_there(folder, identity):  # what it has read may be of both
+    if not _is_there(folder, identity):  # the files read may be a mix of both checkpoints
         raise _replaced(Path(directory))
 
 
 def _files_of(role: RoleInstance, folder: Path) -> dict[str, Any]:
-    """Return what a checkpoint's record says of a role's files, or this rank's."""
+    """Return the record's entries of a role's files, and of colocate's files for this rank."""
     own = f"{role.name}/", str(_own_file(role, Path(), ""))
     return {name: told for name, told in _record(folder)["files"].items() if name.startswith(own)}
 
 
 def read(folder: Path) -> tuple[Path, dict[str, Any]]:
-    """Where the checkpoint of a folder lies now, and its record. Nothing is changed by that.
+    """Return the current place of the checkpoint in a folder, and the record. Nothing is changed.
 
     Raises:
-        FileNotFoundError: There is none.
-        OSError: It can't be read.
-        ValueError: Its record isn't JSON.
+        FileNotFoundError: There is no checkpoint.
+        OSError: The record can't be read.
+        ValueError: The record isn't JSON.
     """
-    for place in places(folder) * 2:  # it may be replaced just now
+    for place in places(folder) * 2:  # a rename may be replacing the checkpoint just now
         try:
             return place, _record(place)
         except FileNotFoundError:
@@ -145,7 +145,7 @@ def read(folder: Path) -> tuple[Path, dict[str, Any]]:
 
 
 def identity_of(record: Mapping[str, Any]) -> str:
-    """Return which checkpoint a record is of."""
+    """Return the identity of a record's checkpoint."""
     return str(record["id"])
 
 
@@ -170,19 +170,19 @@ def _replaced(folder: Path) -> ColocateError:
 
 
 def hook(cls: type, name: str) -> Callable[..., Any] | None:
-    """The function that is a class's `save` or `restore`, also where callers may call it as a `@method`."""
+    """Return the function of a class's `save` or `restore`, also if that is a `@method`; None for none."""
     found = getattr(cls, name, None)
     return found.spec.function if isinstance(found, RoleMethod) else found if callable(found) else None
 
 
 def takes_ranks(cls: type) -> bool:
-    """Whether a role's `restore` has a parameter `ranks`: how many ranks have saved, which may be others than now."""
+    """Whether a role's `restore` takes `ranks`: the number of ranks that saved, perhaps another than now."""
     restore = hook(cls, "restore")
     return restore is not None and "ranks" in inspect.signature(restore).parameters
 
 
 def _save(role: RoleInstance, folder: Path) -> SecondHalf | None:
-    """Call a role's `save`, and return what that has left to do; None where it has none."""
+    """Call a role's `save` and return the remaining work; None without `save`."""
     assert role.name is not None
     own = folder / role.name
     if not own.is_dir() or role.stands_in:
@@ -190,12 +190,12 @@ def _save(role: RoleInstance, folder: Path) -> SecondHalf | None:
     half, had = SecondHalf(role), {**getattr(role.instance, "__dict__", {})}
     role.run_hook(_bound(role, "save"), str(own), name="save", by=half.take_state)
     has = getattr(role.instance, "__dict__", {}).items()
-    half.add([value for key, value in has if value is not had.get(key) and is_future(value)])  # as by torch's recipe
+    half.add([value for key, value in has if value is not had.get(key) and is_future(value)])  # as in torch's recipe
     return half
 
 
 def _restore(role: RoleInstance, folder: Path) -> bool:
-    """Call a role's `restore`, and return whether it has one, and its state is there."""
+    """Call a role's `restore`, if the checkpoint has a state for this role; return whether it has."""
     assert role.name is not None
     own = folder / role.name
     if not own.is_dir() or role.stands_in:

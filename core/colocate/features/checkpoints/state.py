@@ -1,4 +1,4 @@
-"""A state as a role's `save` takes it, and how torch.distributed.checkpoint writes that while calls go on."""
+"""A copy of a role's state for `save`, and the second half with torch.distributed.checkpoint, beside calls."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ T = TypeVar("T")
 
 
 def host_copy(state: T) -> T:
-    """Copy a state to memory of the host, for a role's `save` to take before its `yield`.
+    """Copy a state to host memory, for a role's `save` before its `yield`.
 
-    What lies on a GPU goes to pinned memory, which torch keeps for the next time. Of a tensor that ranks share
-    (a DTensor) it is this rank's part. Tied tensors stay tied.
+    What lies on a GPU goes to pinned memory, which torch keeps for the next time. Of a tensor that ranks share (a
+    DTensor) it is this rank's part. Tied tensors stay tied.
 
     Args:
         state: Tensors, NumPy arrays and other values in dicts, lists and tuples, as `state_dict()` has them.
@@ -34,16 +34,16 @@ def host_copy(state: T) -> T:
 
 
 def save_state(state: Mapping[str, Any], directory: str, ctx: Context | None = None) -> None:
-    """Write a state by torch.distributed.checkpoint, in the halves of a role's `save`, which calls this.
+    """Write a state by torch.distributed.checkpoint, as the two halves of a role's `save`, from which this is called.
 
     All ranks of the role write, each its part, and any number of ranks can load it, by
-    `torch.distributed.checkpoint.load`. In a checkpoint this takes a copy (`host_copy`), and has the ranks agree on who
-    writes what. It is written when `save` has returned, beside calls where the checkpoint doesn't wait, and uses no
-    process group then. Called elsewhere this writes at once.
+    `torch.distributed.checkpoint.load`. In a checkpoint this call takes a copy (`host_copy`), and all ranks agree on a
+    plan of the writes. The files are written after `save` has returned, beside calls unless the checkpoint waits, and
+    without a process group. Called outside a checkpoint this writes at once.
 
     Args:
         state: The role's state, as for `torch.distributed.checkpoint.save`.
-        directory: What `save` was given, or a folder in it.
+        directory: The directory given to `save`, or a folder in it.
         ctx: The role's context; by default that of the role whose code runs.
     """
     ctx = context() if ctx is None else ctx
@@ -77,7 +77,7 @@ def _in_halves(state: dict[str, Any], directory: str, ctx: Context) -> Generator
     yield  # until all ranks have written
     if is_first:
         paths = [_results(folder, rank) for rank in range(ctx.world_size)]
-        writer.finish(metadata, [pickle.loads(path.read_bytes()) for path in paths])  # just written
+        writer.finish(metadata, [pickle.loads(path.read_bytes()) for path in paths])  # pickles of this role's own ranks
         for path in paths:
             path.unlink()
 
@@ -97,19 +97,18 @@ def _of_all(ctx: Context, plan: Any) -> list[Any]:
 
 
 class _Copies:
-    """Copies of the values of one state, each once."""
+    """Copies of the values of one state; a tensor that occurs twice is copied once."""
 
     def __init__(self) -> None:
-        # Each copy with the source tensor: the address is in the key, and a living tensor keeps this address.
+        # The source tensor is stored with the copy: the key has the address, which a living tensor keeps.
         self._done: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}
         self._devices: set[torch.device] = set()
 
     def of(self, value: Any) -> Any:
-        """Return the copy of a value."""
         if isinstance(value, torch.Tensor):
             return self._tensor(value)
         if isinstance(value, dict):
-            copied = copy.copy(value)  # a state_dict() has an attribute, too
+            copied = copy.copy(value)  # a state_dict() has an attribute (`_metadata`), too
             copied.update((key, self.of(item)) for key, item in value.items())
             return copied
         if type(value) in (list, tuple):
@@ -117,10 +116,10 @@ class _Copies:
         return copy.deepcopy(value)
 
     def _tensor(self, tensor: torch.Tensor) -> torch.Tensor:
-        flatten: Any = getattr(tensor, "__tensor_flatten__", None)  # of a DTensor, say: a tensor with others in it
+        flatten: Any = getattr(tensor, "__tensor_flatten__", None)  # a wrapper of tensors, such as DTensor
         if flatten is not None:
             names, kept = flatten()
-            inner = {name: getattr(tensor, name) for name in names}  # since torch 2.13 its mesh, too
+            inner = {name: getattr(tensor, name) for name in names}  # since torch 2.13 with the mesh
             inner = {name: self._tensor(it) if isinstance(it, torch.Tensor) else it for name, it in inner.items()}
             made: torch.Tensor = type(tensor).__tensor_unflatten__(inner, kept, tensor.size(), tensor.stride())  # type: ignore[attr-defined]
             return made
@@ -138,6 +137,6 @@ class _Copies:
         return self._done[key][1]
 
     def wait(self) -> None:
-        """Wait until they are there."""
+        """Wait for the copies from devices to complete."""
         for device in self._devices:
             torch.get_device_module(device).current_stream(device).synchronize()

@@ -1,4 +1,4 @@
-"""Checkpoints, a worker's half: its roles take their states and write them, and go on from what was written."""
+"""Checkpoints on a worker: roles take and write states, and restore from files."""
 
 from __future__ import annotations
 
@@ -24,36 +24,36 @@ class CheckpointsOfWorker(OfWorker, calls={CHECKPOINT: "save", RESTORE: "restore
         self._saver = Saver(boot.worker, device, codec, worker_context.definitions, worker_context.say)
 
     def heard(self, message: Message, body: Any) -> None:
-        """Do what the driver asks for beside the calls."""
+        """Handle a request of the driver, beside the calls."""
         assert isinstance(message, AskSaved)
         self._saver.asked(message)
 
     def starts(self, role: RoleInstance, plain: tuple[str, str]) -> None:
-        """Have a role that was constructed go on from a checkpoint: its folder and identity."""
+        """Restore a role that was just constructed from a checkpoint, given by folder and identity."""
         self._restore(role, *plain)
 
     def close(self) -> None:
-        """End, without waiting for what is under way."""
+        """Close, without waiting for work in progress."""
         self._saver.close()
 
     @method
     def save(self, directory: str, wait: bool) -> bool:
-        """Have the roles take their states, and write them if that is waited for; return whether there is more to do.
+        """Take the roles' states, and write all files if `wait`; return whether work remains.
 
-        That is left to be asked for.
+        The driver asks for the remaining work later (`AskSaved`).
         """
         context = self._worker_context
-        self._saver.leave(())  # what is left of an earlier one, which came to nothing, takes memory
+        self._saver.leave(())  # frees the memory of an abandoned checkpoint
         awake = partial(context.awake, why="to be saved")
         left = share.save(self._roles(), directory, awake, wait, context.parts)
         if left:
-            context.device.end("the checkpoint")  # copies on the device are read on another thread then
+            context.device.end("the checkpoint")  # another thread reads the device's copies afterwards
         self._saver.leave(left)
         return bool(left)
 
     @method
     def restore(self, directory: str, identity: str) -> None:
-        """Have the roles go on from a checkpoint."""
+        """Restore the roles from a checkpoint."""
         for role in self._roles():
             self._restore(role, directory, identity)
 
@@ -61,7 +61,7 @@ class CheckpointsOfWorker(OfWorker, calls={CHECKPOINT: "save", RESTORE: "restore
         return [role for role in self._worker_context.roles.values() if role.name is not None]
 
     def _restore(self, role: RoleInstance, directory: str, identity: str) -> None:
-        """Have a role go on from a checkpoint, within the memory that it may have."""
+        """Restore a role from a checkpoint, within the role's memory budget."""
         context = self._worker_context
         with context.awake(role, "to be restored"):
             share.restore(context, role, directory, identity)

@@ -1,1 +1,1 @@
-"""Rows beside those of lists, arrays and tensors: of TensorDicts, and `register_batch`. The page: docs/batches.md."""
+"""Rows of TensorDicts, and of types registered by `register_batch`. The page: docs/batches.md."""

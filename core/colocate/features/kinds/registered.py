@@ -1,4 +1,4 @@
-"""The rows of types whose owners say what they are: `register_batch`."""
+"""`register_batch`: the rows of types that users define."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _OWN = {*NAMED, "tensordict.base.TensorDictBase"}
 
 @attrs.frozen
 class _Registered(Kind):
-    """A type whose owner said how (`register_batch`)."""
+    """A type registered by `register_batch`, with the given functions."""
 
     count: Callable[[Any], int]
     cut: Callable[[Any, Sequence[int]], Sequence[Any]]
@@ -57,7 +57,7 @@ def register_batch(
     leaves: Callable[[B], Mapping[Any, Any] | Sequence[Any]] | None = None,
     rebuild: Callable[[type[B], Any], B] | None = None,
 ) -> None:
-    """Teach colocate the rows of a type and its subclasses, so that it can be scattered and joined.
+    """Register a type and its subclasses as batches of rows, for scatter and gather.
 
     Register in the module that defines the type: workers import it too. With `leaves` and `rebuild` a value is looked
     into as a dict of these leaves would be: what is kept has no graph, its bytes are counted, writes into it are told

@@ -10,7 +10,7 @@ from colocate._values.kinds import Kind, Memo, concat_jagged, slice_jagged
 
 
 class _TensorDict(Kind):
-    """TensorDict and tensorclass; jagged entries, which their own indexing can't cut, are cut one by one."""
+    """The rows of a TensorDict or tensorclass. Jagged entries, which TensorDict can't index, are cut one by one."""
 
     def length(self, value: Any) -> int | None:
         return int(value.batch_size[0]) if value.batch_size else None
@@ -31,24 +31,24 @@ class _TensorDict(Kind):
 
 
 def _each_way(parts: list[Any], usual: Callable[[Any], Any], jagged: Callable[[list[Any]], Any]) -> Any:
-    """Make one TensorDict of several: jagged entries in their way, all others together, in the order of the first."""
+    """Make one TensorDict of several: `jagged` for jagged entries, `usual` for the others; key order of the first."""
     ragged = _ragged_entries(parts[0])
     if not ragged:
         return usual(parts)
     made = usual([part.exclude(*ragged) for part in parts])
     for key in ragged:
         made.set(key, jagged([part.get(key) for part in parts]))
-    for place in {key[:-1] for key in ragged}:  # where they were put last
+    for place in {key[:-1] for key in ragged}:  # restores the order: `set` appended the keys
         like = parts[0].get(place) if place else parts[0]
         (made.get(place) if place else made).select(*like.keys(), inplace=True)
     return made
 
 
 def _device_of(value: Any) -> Any:
-    """Return where a TensorDict is, by its own word or that of its first tensor; None when it has none."""
+    """Return the device of a TensorDict, or else of the first tensor; None without tensors."""
     if value.device is not None:
         return value.device
-    if isinstance(value, sys.modules["tensordict"].LazyStackedTensorDict):  # looking inside would stack its rows
+    if isinstance(value, sys.modules["tensordict"].LazyStackedTensorDict):  # access to entries would stack the rows
         return _device_of(value.tensordicts[0])
     return next((item.device for item in value.values(True, True) if hasattr(item, "is_cpu")), None)
 
@@ -56,7 +56,7 @@ def _device_of(value: Any) -> Any:
 def _ragged_entries(value: Any, prefix: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
     tensordict = sys.modules["tensordict"]
     if isinstance(value, tensordict.LazyStackedTensorDict):
-        return []  # a list of rows: looking inside would stack them
+        return []  # a list of rows: access to entries would stack all rows
     found = []
     for key, item in value.items():
         if tensordict.is_tensor_collection(item):
