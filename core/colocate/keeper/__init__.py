@@ -1,4 +1,4 @@
-"""Keepers: what starts, watches and ends a worker process on the machine of its slot.
+"""Keepers: processes that start, watch and end the workers of one slot, on the slot's machine.
 
 An executor for a cluster of its own places a `Keeper` in some process of that cluster for each slot that it reserves,
 and tells the driver's `Keepers` its address. Everything else is done here, alike on all clusters. The worker is a

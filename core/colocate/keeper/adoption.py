@@ -1,4 +1,4 @@
-"""The driver's side of a pool that may be detached: all its keepers together, one of which is the lead."""
+"""The driver's side of a pool that may be detached: the keepers of all slots, one of them the lead."""
 
 from __future__ import annotations
 
@@ -42,15 +42,15 @@ _AT_ONCE = 16
 
 @attrs.frozen
 class Registration:
-    """What a registry of the cluster has of a detached pool: enough to find it and to prove that one may.
+    """Registration of a detached pool in the cluster: how to find the pool, and the secret that gives access.
 
     Attributes:
-        name: What it is called in the cluster.
+        name: The pool's name in the cluster.
         lead: Address of the lead keeper.
-        key: The secret of its keepers.
+        key: The secret of the pool's keepers.
         facts: What the executor needs to find the slots again; plain data.
-        about: What listings show of it when the lead doesn't answer; `since` is when it got the name.
-        keepers: Addresses of the keepers of its slots.
+        about: Fields that listings show when the lead doesn't answer; `since` is when the pool got its name.
+        keepers: Addresses of the keepers of the pool's slots.
     """
 
     name: str
@@ -62,20 +62,21 @@ class Registration:
     keepers: tuple[str, ...] = ()
 
     def unseen(self) -> dict[str, Any]:
-        """Return what listings show when its lead doesn't answer: what was known when it got the name."""
+        """Return the facts for listings when the lead doesn't answer: those known at registration."""
         unknown = dict.fromkeys(("epoch", "driver", "owned", "ttl_s", "left_s"))
         return {"name": self.name, "answers": False, **unknown, "since": self.since, **self.about}
 
 
 @attrs.frozen
 class Adoption:
-    """What a newcomer says.
+    """Request of a driver that wants to adopt a detached pool.
 
     Attributes:
-        who: Who it is, in words.
-        own: Whether it takes the pool from whoever has it.
-        epoch: What the lead has granted; 0 to the lead itself.
-        fenced: Told, on the event loop's thread, when another driver has taken the pool: who, in words.
+        who: The driver, described for error texts.
+        own: Whether the driver takes the pool from its current driver.
+        epoch: The epoch that the lead has granted; 0 when the lead itself is asked.
+        fenced: Called on the event loop's thread, with a description of the other driver, when that driver has taken
+            the pool.
     """
 
     who: str
@@ -85,7 +86,7 @@ class Adoption:
 
 
 class AdoptedSlot(KeptSlot):
-    """A slot whose keeper another driver has started."""
+    """Slot whose keeper another driver has started."""
 
     def __init__(
         self,
@@ -104,12 +105,12 @@ class AdoptedSlot(KeptSlot):
         self._asked = self._answers.open([None])
 
     def connect(self) -> None:
-        """Adopt it, after the lead has been granted."""
+        """Adopt the keeper, after the lead has been granted."""
         try:
             if not self._closed:
                 self._dial()
         except (OSError, ColocateError) as error:
-            if self._refusal is not None and self._refusal.kind == "late":  # the lead's word of it is on its way
+            if self._refusal is not None and self._refusal.kind == "late":  # the lead's message is on the way
                 self._closed = True
                 self._adoption.fenced(self._refusal.words)
             self._lost = f"its keeper can't be had: {error}"
@@ -118,11 +119,11 @@ class AdoptedSlot(KeptSlot):
             self._connected.set()
 
     def adopt(self) -> None:
-        """Adopt it as the lead.
+        """Adopt the keeper as the lead.
 
         Raises:
-            BorrowedError: Another driver has it.
-            ClusterError: It is gone.
+            BorrowedError: Another driver has the pool.
+            ClusterError: The keeper is gone.
         """
         try:
             self._dial()
@@ -132,12 +133,12 @@ class AdoptedSlot(KeptSlot):
             self._connected.set()
 
     def _dial(self) -> None:
-        """Adopt it.
+        """Dial the keeper and wait until the adoption is granted.
 
         Raises:
-            BorrowedError: Another driver has it.
-            ClosedError: A later driver has it, or it isn't detached any more.
-            ClusterError: No answer.
+            BorrowedError: Another driver has the pool.
+            ClosedError: A later driver has the pool, or it isn't detached any more.
+            ClusterError: The keeper didn't answer in time.
         """
         keepers, adoption = self.keepers, self._adoption
         lane = self._commands = keepers.dial(self.address, NEWCOMER, self._received, self._disconnected, self.key)
@@ -147,7 +148,7 @@ class AdoptedSlot(KeptSlot):
         except TimeoutError:
             _let_it_go_on(lane)
             raise ClusterError(f"the keeper at {self.address} doesn't answer") from None
-        except BaseException:  # Ctrl-C too
+        except BaseException:  # Ctrl-C, too
             _let_it_go_on(lane)
             raise
         if self._closed:
@@ -174,22 +175,24 @@ class AdoptedSlot(KeptSlot):
 
 
 def _let_it_go_on(lane: wire.SocketLane) -> None:
-    """Give an adoption up that may be granted all the same: as an owner's, its end would be the pool's."""
+    """Abandon an adoption that may still be granted.
+
+    Without the message, the end of an owner's connection would end the pool.
+    """
     lane.send(GiveUp().head())
     lane.close()
 
 
 class PoolKeepers:
-    """The keepers of one pool that may be detached.
+    """Keepers of one pool that may be detached.
 
     Attributes:
-        key: Their secret.
-        lead: The one that has the record.
-        slots: Those with slots; the lead may be among them.
+        key: The keepers' secret.
+        lead: The keeper that has the record.
+        slots: The keepers that have slots; the lead may be among them.
     """
 
     def __init__(self, key: bytes, lead: KeptSlot, slots: Sequence[KeptSlot]) -> None:
-        """Take them together."""
         self.key = key
         self.lead = lead
         self.slots = slots
@@ -202,18 +205,18 @@ class PoolKeepers:
         withdraw: Callable[[], object],
         published: Callable[[], Sequence[Mapping[str, Any]]],
     ) -> None:
-        """Have the pool be found by its name, and every keeper go on without this driver, when that lets go.
+        """Publish the pool under the lease's name and detach every keeper from this driver.
 
         Args:
-            lease: What the keepers go on with.
+            lease: The terms under which the keepers go on.
             facts: What the executor needs to find the slots again; plain data.
-            register: Enters it in the cluster's registry; False when another pool has its name.
-            withdraw: Takes it out again.
-            published: All pools that leads tell of.
+            register: Adds the registration to the cluster's registry; False when another pool has the name.
+            withdraw: Removes the registration again.
+            published: Returns all pools that leads report.
 
         Raises:
-            ConfigError: Another pool has its name.
-            ClusterError: A keeper doesn't confirm it; the pool is this driver's as before.
+            ConfigError: Another pool has the name.
+            ClusterError: A keeper doesn't confirm; the pool is this driver's as before.
         """
         keepers = tuple(slot.address for slot in self.slots)
         registration = Registration(lease.name, self.lead.address, self.key, facts, lease.about, keepers=keepers)
@@ -228,21 +231,21 @@ class PoolKeepers:
                     f"there is a detached pool {lease.name!r} in this cluster already: {words}; names are unique "
                     f"(colocate close {lease.name} ends that one)"
                 )
-            time.sleep(_STEP_S)  # it has ended, of which the registry is about to hear; or it is just being detached
+            time.sleep(_STEP_S)  # the other pool has just ended, or is just being detached
         try:
             self.detach(lease)
-        except BaseException:  # Ctrl-C too
+        except BaseException:  # Ctrl-C, too
             if self.retain():
                 withdraw()
             raise
 
     def detach(self, lease: Lease) -> None:
-        """Have every keeper go on without this driver, when that lets go.
+        """Detach every keeper: the workers go on after this driver has released the pool.
 
         Raises:
-            ClusterError: One of them doesn't confirm it.
+            ClusterError: A keeper doesn't confirm.
         """
-        # The lead last: until it agrees nobody can attach, and what goes wrong before ends with the driver.
+        # The lead comes last: nobody can attach before it agrees, and an earlier failure ends with this driver.
         for slot in [*(slot for slot in self.slots if slot is not self.lead), self.lead]:
             its = lease if slot is self.lead else attrs.evolve(lease, record=b"", about={})
             lost = slot.wait_connected()
@@ -250,25 +253,26 @@ class PoolKeepers:
                 raise ClusterError(f"the keeper at {slot.address} doesn't confirm that the pool is detached")
 
     def renew(self, lease: Lease) -> None:
-        """The record has changed."""
+        """Send a changed record to all keepers."""
         for slot in self._all():
             slot.command(Renew(lease if slot is self.lead else attrs.evolve(lease, record=b"", about={})))
 
     def retain(self) -> bool:
-        """Have it to oneself, until it is detached again; False when another driver has it.
+        """Retain the pool for this driver until the next detach; False when another driver has it.
 
-        The lead's word is enough: nobody gets at the others without.
+        The lead's answer is enough: no driver reaches the other keepers without the lead.
         """
         if self.lead.wait_connected() is None:
-            self.lead.confirm(Retain, within_s=ADOPTED_WITHIN_S)  # one that is gone, or stuck, grants it to nobody
-        if self.lead.fenced:  # also where the connection has ended since
+            # A lead that is gone or stuck grants nothing to others.
+            self.lead.confirm(Retain, within_s=ADOPTED_WITHIN_S)
+        if self.lead.fenced:  # also when the connection has ended since
             return False
         for slot in self._all():
             slot.command(Retain(None))
         return not self.lead.fenced
 
     def give_up(self) -> None:
-        """Let go; the pool goes on."""
+        """Release all keepers; the pool goes on."""
         deadline = Deadline(LEFT_WITHIN_S)
         for slot in self._all():
             slot.leave()
@@ -285,17 +289,17 @@ def adopt_pool(
     adoption: Adoption,
     slots: Sequence[tuple[str, Callable[[], None]]],
 ) -> tuple[AdoptedSlot, PoolKeepers]:
-    """Adopt a pool: its lead at once, as that decides; by its leave the others, in the background.
+    """Adopt a pool: the lead first, since the lead decides, then the other keepers in the background.
 
     Args:
-        keepers: Those of this driver.
-        registration: What the registry has of the pool.
-        adoption: Who wants it.
-        slots: For each slot, in order, its keeper's address, and what ends the process of that one where it is stuck.
+        keepers: This driver's connections.
+        registration: The pool's registration.
+        adoption: The request of this driver.
+        slots: For each slot, in order, its keeper's address, and a callback that ends the keeper's process if stuck.
 
     Raises:
-        BorrowedError: Another driver has it.
-        ClusterError: It is gone.
+        BorrowedError: Another driver has the pool.
+        ClusterError: The pool is gone.
     """
     ends = dict(slots)
     lead = adopt_lead(keepers, registration, adoption, ends.get(registration.lead, lambda: None))
@@ -308,7 +312,7 @@ def adopt_pool(
                 slot = AdoptedSlot(keepers, address, registration.key, adoption, end)
                 keepers.add(slot)
             taken.append(slot)
-    except BaseException:  # it goes on without this driver
+    except BaseException:  # the pool goes on without this driver
         PoolKeepers(registration.key, lead, taken).give_up()
         raise
     return lead, PoolKeepers(registration.key, lead, taken)
@@ -317,11 +321,11 @@ def adopt_pool(
 def adopt_lead(
     keepers: Keepers, registration: Registration, adoption: Adoption, on_stuck: Callable[[], None] = lambda: None
 ) -> AdoptedSlot:
-    """Adopt a pool: its lead decides.
+    """Adopt the lead keeper of a pool, which decides for the pool.
 
     Raises:
-        BorrowedError: Another driver has it.
-        ClusterError: It is gone.
+        BorrowedError: Another driver has the pool.
+        ClusterError: The pool is gone.
     """
     lead = AdoptedSlot(keepers, registration.lead, registration.key, adoption, on_stuck)
     keepers.track(lead)
@@ -343,11 +347,11 @@ def adopt_lead(
     return lead
 
 
-# -- looking at detached pools, whoever commands them: nothing of them changes by it
+# -- inspection of detached pools, whichever driver has them; nothing changes
 
 
 def listed(keepers: Keepers, registrations: Collection[Registration]) -> list[Mapping[str, Any]]:
-    """Return what the leads of detached pools say of them, all asked at once, without those that are gone by now."""
+    """Ask the leads of detached pools in parallel; return the facts of all pools that still exist."""
     if not registrations:
         return []
     with ThreadPoolExecutor(min(len(registrations), _AT_ONCE), "colocate-listing") as pool:
@@ -355,14 +359,14 @@ def listed(keepers: Keepers, registrations: Collection[Registration]) -> list[Ma
 
 
 def look_inside(keepers: Keepers, registration: Registration) -> dict[str, Any]:
-    """Return what the workers of a detached pool do, and who has it, by all its keepers, asked at once.
+    """Ask all keepers of a detached pool in parallel; return the pool's facts and its workers' status.
 
     Returns:
-        What listings show; and as "workers" what each of them says of itself, as "silent" those that say nothing, and
-        as "lost" how many keepers don't answer.
+        The facts of listings; "workers" has the status of each worker, "silent" the names of workers without an answer,
+        and "lost" the number of keepers that don't answer.
 
     Raises:
-        ClusterError: It is gone.
+        ClusterError: The pool is gone.
     """
     addresses = registration.keepers
     facts = _listed(keepers, registration)
@@ -382,9 +386,9 @@ def look_inside(keepers: Keepers, registration: Registration) -> dict[str, Any]:
 def _listed(keepers: Keepers, registration: Registration) -> Mapping[str, Any] | None:
     try:
         seen = _asked(keepers, registration.lead, registration, Look())
-    except TimeoutError:  # a machine that is overloaded, or cut off; a process that is stopped
+    except TimeoutError:  # an overloaded or disconnected machine; a stopped process
         return registration.unseen()
-    except (OSError, ClosedError, ClusterError):  # it has ended
+    except (OSError, ClosedError, ClusterError):  # the keeper has ended
         return None
     assert isinstance(seen, Seen)
     return seen.facts
@@ -400,12 +404,12 @@ def _inside(keepers: Keepers, registration: Registration, address: str) -> SeenI
 
 
 def _asked(keepers: Keepers, address: str, registration: Registration, question: Message) -> Message:
-    """Return a keeper's answer.
+    """Send a question to a keeper and return the answer.
 
     Raises:
-        TimeoutError: It doesn't come.
+        TimeoutError: No answer arrives.
         OSError: The keeper can't be reached.
-        ClusterError: It has ended.
+        ClusterError: The keeper has ended.
     """
     answers: Requests[None, Message] = Requests()
     asked = answers.open([None])
@@ -426,21 +430,21 @@ def _asked(keepers: Keepers, address: str, registration: Registration, question:
 
 
 class DetachableByKeepers(Detachable):
-    """Pools that outlive their drivers, by the keepers of their slots.
+    """Detachable pools: the keepers of the slots outlive the driver.
 
-    What is left to an executor is the cluster's: a registry of names (`publish`, `registrations`), to `adopt` what the
-    cluster holds (`adopt_pool`), to `let_go` of it, and to `end` a pool whose keepers don't answer.
+    An executor adds the cluster's part: a registry of names (`publish`, `registrations`), `adopt` for the cluster's
+    reservation (`adopt_pool`), `let_go` to release a pool, and `end` for a pool whose keepers don't answer.
     """
 
     _keepers: Keepers
 
     @abc.abstractmethod
     def registrations(self) -> Iterable[Registration]:
-        """Return what the cluster's registry has of the detached pools of the cluster."""
+        """Return the registrations of all detached pools of the cluster."""
 
     @abc.abstractmethod
     def pool_of(self, reservation: Reservation) -> PoolKeepers | None:
-        """Return the keepers of a reservation; None of one that isn't detachable, or that was let go."""
+        """Return the keepers of a reservation; None if the pool isn't detachable, or was released."""
 
     @abc.abstractmethod
     def slot_of(self, place: Place) -> KeptSlot:
@@ -450,7 +454,7 @@ class DetachableByKeepers(Detachable):
         """Return the registration of a pool.
 
         Raises:
-            ConfigError: There is none of that name.
+            ConfigError: No pool has this name.
         """
         registrations = {each.name: each for each in self.registrations()}
         found = registrations.get(name)
@@ -460,23 +464,23 @@ class DetachableByKeepers(Detachable):
         return found
 
     def published(self) -> Sequence[Mapping[str, Any]]:
-        """Ask the lead of each."""
+        """Ask the leads of all detached pools."""
         return listed(self._keepers, list(self.registrations()))
 
     def look(self, name: str) -> Mapping[str, Any]:
-        """Ask the lead, and the keepers of all slots."""
+        """Ask the lead and the keepers of all slots."""
         return look_inside(self._keepers, self.registration(name))
 
     def take(self, place: Place, boot: Boot, events: HostEvents, token: bytes) -> Host:
-        """By the slot's keeper."""
+        """Adopt a running worker through the slot's keeper."""
         return self.slot_of(place).take(boot, events, token)
 
     def renew(self, reservation: Reservation, lease: Lease) -> None:
-        """Tell the keepers."""
+        """Send the changed record to the keepers."""
         if (pool := self.pool_of(reservation)) is not None:
             pool.renew(lease)
 
     def retain(self, reservation: Reservation) -> bool:
-        """Ask the lead."""
+        """Ask the lead to retain the pool."""
         pool = self.pool_of(reservation)
         return pool is not None and pool.retain()

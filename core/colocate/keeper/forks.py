@@ -1,4 +1,4 @@
-"""Workers as forks of a template (`worker/birth/template.py`), for whoever starts workers here: one per process.
+"""Workers as forks of a template (`worker/birth/template.py`), which is shared by all starters in this process.
 
 A fork is up in milliseconds and shares the template's memory, but comes too late for what is read when a process, a
 library or the interpreter starts. So an environment is the template's in all of that (`differs`), or the worker gets an
@@ -33,13 +33,13 @@ _ROOM_BYTES = 1 << 14
 _LIMITS = [getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")]
 
 _TOO_EARLY = re.compile(
-    f"(?!(?:{'|'.join(SHOWING)})$)(?:"  # these are read when GPUs are first used
+    f"(?!(?:{'|'.join(SHOWING)})$)(?:"  # variables that are read when GPUs are first used
     "LD_|GLIBC_|MALLOC_|LANG$|LANGUAGE$|LC_|TZ$|OPENSSL_|SSL_"  # read by the loader, the C library and OpenSSL
-    "|PYTHON|COVERAGE_|COV_CORE_"  # by Python, and what is imported at its start
-    "|OMP_|GOMP_|KMP_|MKL_|OPENBLAS_|GOTO_|BLIS_|NPY_|NUMPY_|NUMEXPR_"  # by numerical libraries
-    "|TD_|EXCLUDE_TD_|DISPATCH_TDNN|LIST_TO_STACK$|CAPTURE_NONTENSOR_STACK$|LAZY_LEGACY_OP$"  # by tensordict
-    "|CUDA_|CUBLAS_|CUDNN_|NVIDIA_|HIP_|ROCR_|HSA_|PYTORCH_|ATEN_|C10_|KINETO_"  # by torch, and below it
-    "|TORCH(?!INDUCTOR_CACHE_DIR$)"  # that one each compilation reads, and the import of its compiler sets
+    "|PYTHON|COVERAGE_|COV_CORE_"  # read by Python, and by modules that are imported at the start
+    "|OMP_|GOMP_|KMP_|MKL_|OPENBLAS_|GOTO_|BLIS_|NPY_|NUMPY_|NUMEXPR_"  # read by numerical libraries
+    "|TD_|EXCLUDE_TD_|DISPATCH_TDNN|LIST_TO_STACK$|CAPTURE_NONTENSOR_STACK$|LAZY_LEGACY_OP$"  # read by tensordict
+    "|CUDA_|CUBLAS_|CUDNN_|NVIDIA_|HIP_|ROCR_|HSA_|PYTORCH_|ATEN_|C10_|KINETO_"  # read by torch, and below torch
+    "|TORCH(?!INDUCTOR_CACHE_DIR$)"  # read by each compilation, and set by the import of the compiler
     ")"
 )
 
@@ -47,14 +47,14 @@ _logger = logging.getLogger("colocate")
 
 
 class NoFork(Exception):
-    """A worker has to be started by itself; why."""
+    """The worker must be started by itself; the message says why."""
 
 
 class Fork:
-    """A child of this process.
+    """Child process of this process, worker or template.
 
     Attributes:
-        over: Whether it is known to have ended.
+        over: Whether the process is known to have ended.
     """
 
     def __init__(self, pid: int) -> None:
@@ -63,51 +63,51 @@ class Fork:
         self._exitcode: int | None = None
 
     def wait(self) -> int | None:
-        """Wait for its end; the exit code, or a signal below zero; None where nobody knows."""
+        """Wait for the process to end; return the exit code, or minus the signal; None when unknown."""
         if not self.over:
             self._exitcode = wait_for(self.pid)
             self.over = True
         return self._exitcode
 
     def kill(self) -> None:
-        """End it."""
+        """Kill the process with SIGKILL."""
         if not self.over:
             os.kill(self.pid, signal.SIGKILL)
 
 
 def started(process: subprocess.Popen[bytes]) -> Fork:
-    """Return what shows a process that was started by itself: `subprocess` guesses at an end that nobody knows."""
-    process.returncode = 0  # nobody waits for it there, and it may well outlive that object
+    """Return a handle for a process started by `subprocess`, which guesses exit codes that other code has collected."""
+    process.returncode = 0  # keeps `subprocess` from waiting: the process may outlive the Popen object
     return Fork(process.pid)
 
 
 def differs(env: Mapping[str, str], base: Mapping[str, str]) -> str | None:
-    """Return the first variable that a fork comes too late for; None when there is none.
+    """Return the first variable that a fork would apply too late; None when there is none.
 
     Args:
-        env: What the worker is to have.
-        base: What the template was started with.
+        env: The worker's environment.
+        base: The environment with which the template was started.
     """
     return different(env, base, _TOO_EARLY)
 
 
 def hold(base: Mapping[str, str]) -> None:
-    """Have a template ready for workers that will be started, in the background. Until as many `let_go`.
+    """Start a template in the background, if there is none, and hold the template until a matching `let_go`.
 
     Args:
-        base: The environment of workers for which nobody asks for another.
+        base: The default environment of workers.
     """
     _forks.hold(dict(base))
 
 
 def foresee(base: Mapping[str, str]) -> None:
-    """Have a template ready for who may be about to `hold`. It ends when nobody has, after a while."""
+    """Start a template for a later `hold`. After an idle timeout it ends if nobody holds it."""
     hold(base)
     let_go()
 
 
 def let_go() -> None:
-    """Note that whoever has called `hold` starts no worker any more."""
+    """Release the template held by `hold`."""
     _forks.let_go()
 
 
@@ -119,17 +119,17 @@ def fork(
     output: int,
     imports: Sequence[str] | None = (),
 ) -> Fork:
-    """Have a worker forked.
+    """Fork a worker from the template.
 
-    Args:
-        arguments: What follows the descriptor of its socket on its command line.
-        env: All of its environment.
-        base: That of workers for which nobody asks for another.
-        sock: Its socket.
-        output: Where its output goes.
+    arguments: Command-line arguments after the descriptor of its socket.
+        env: The worker's whole environment.
+        base: The default environment of workers.
+        sock: The worker's socket.
+        output: Descriptor for stdout and stderr.
+        imports: Modules that the roles need (`Boot.imports`).
         imports: What its roles need (`Boot.imports`).
 
-    Raises:
+    NoFork: The worker can't be a fork.
         NoFork: It can't be one.
     """
     if imports is None:
@@ -138,7 +138,7 @@ def fork(
         raise NoFork("no process can have its environment")
     if (name := differs(env, base)) is not None:
         raise NoFork(f"env has {name}, which is read when an interpreter or a library starts")
-    with open("/proc/self/status") as file:  # the kernel tells the umask there without changing it
+    with open("/proc/self/status") as file:  # the kernel shows the umask there without a change
         umask = int(file.read().partition("Umask:")[2].split()[0], 8)
     data = pickle.dumps(
         Wanted(
@@ -150,29 +150,29 @@ def fork(
             frozenset(os.sched_getaffinity(0)),
         )
     )
-    if len(data) > TOLD_BYTES // 2:  # the kernel wants room for itself
+    if len(data) > TOLD_BYTES // 2:  # the kernel needs room of its own
         raise NoFork("its environment is too long")
     return _forks.template(dict(base)).fork(data, sock, output)
 
 
 def own_process() -> int | None:
-    """Return the process id of this one's template; None when it has none."""
+    """Return the process id of this process's template; None when there is none."""
     return None if _forks.current is None else _forks.current.pid
 
 
 def own_descriptor(number: int) -> bool:
-    """Return whether a descriptor leads to the template."""
+    """Return whether a descriptor is the socket to the template."""
     return (template := _forks.current) is not None and template.sock.fileno() == number
 
 
 class _Template:
-    """The process, and the socket on which it is asked."""
+    """Template process and the socket for fork requests."""
 
     def __init__(self, base: Mapping[str, str]) -> None:
-        """Start it. On a thread with which it and all its forks end."""
+        """Start the process, on a thread whose end is the end of the template and of all forks."""
         self.base = base
         self.sock, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
-        env = {**base, "OPENBLAS_NUM_THREADS": "1"}  # it starts threads when it is loaded
+        env = {**base, "OPENBLAS_NUM_THREADS": "1"}  # OpenBLAS starts threads when it is loaded
         room = _ROOM_BYTES + 2 * sum(len(name) + len(value) + 2 for name, value in env.items())
         command = [sys.executable, "-P", "-m", "colocate.worker", MODE, str(os.getpid()), str(theirs.fileno())]
         hear_of_ends()
@@ -193,11 +193,11 @@ class _Template:
         self._gone = started(process)
 
     def fork(self, data: bytes, sock: socket.socket, output: int) -> Fork:
-        """Ask for a worker; from any thread."""
+        """Ask for a fork; from any thread."""
         answer, theirs = os.pipe()
         try:
             try:
-                folder = os.open(".", os.O_PATH)  # of one that has been removed, too
+                folder = os.open(".", os.O_PATH)  # O_PATH also opens a folder that has been removed
                 try:
                     socket.send_fds(self.sock, [data], [output, sock.fileno(), theirs, folder])
                 finally:
@@ -225,11 +225,11 @@ class _Template:
 
     @property
     def ended(self) -> bool:
-        """Whether it has ended: nothing is ever said by it, so whatever can be read is its end."""
+        """Whether the process has ended: a template sends nothing, so a readable socket means an end."""
         return self.sock.fileno() < 0 or readable(self.sock.fileno(), 0)
 
     def end(self) -> None:
-        """End it, if it hasn't, and wait for that. What it has forked goes on."""
+        """Kill the template and wait for the exit. Its forks go on."""
         self.sock.close()
         with contextlib.suppress(OSError):
             self._gone.kill()
@@ -237,7 +237,7 @@ class _Template:
 
 
 class _Forks:
-    """The template of this process, and who needs it."""
+    """The process's template and the number of its holders."""
 
     def __init__(self) -> None:
         self.current: _Template | None = None
@@ -247,14 +247,14 @@ class _Forks:
         self._thread = JobThread(THREAD, lambda error: report_exception())
 
     def hold(self, base: dict[str, str]) -> None:
-        self._thread.start()  # first: it may raise, and there is nothing to be undone yet
+        self._thread.start()  # first: the start may raise, before anything has to be undone
         with self._lock:
             self._holders += 1
             if self._ends is not None:
                 self._ends.cancel()
 
         def warm() -> None:
-            with contextlib.suppress(NoFork):  # whoever wants a worker hears of it
+            with contextlib.suppress(NoFork):  # the call that needs the worker reports the error
                 self._here(base)
 
         self._thread.soon(warm)
@@ -266,15 +266,13 @@ class _Forks:
                 self._ends = self._thread.after(TEMPLATE_IDLE_S, self._end)
 
     def template(self, base: dict[str, str]) -> _Template:
-        """Return the template for an environment, which lives."""
         found: list[_Template] = []
         self._thread.run(lambda: found.append(self._here(base)))
         return found[0]
 
-    # -- on the thread with which it ends
+    # -- on the thread whose end is the template's
 
     def _end(self) -> None:
-        """End the template, unless somebody has begun to need it meanwhile."""
         with self._lock:
             needed = self._holders
         if not needed and self.current is not None:
@@ -295,7 +293,7 @@ class _Forks:
         return self.current
 
     def forget(self) -> None:
-        """Let go of it in a forked child: a copy of the socket would keep the template, which isn't the child's own."""
+        """Close the socket in a forked child: a copy would keep the template alive, which isn't the child's own."""
         if self.current is not None:
             self.current.sock.close()
         self.__init__()  # type: ignore[misc]

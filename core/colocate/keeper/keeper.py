@@ -1,4 +1,4 @@
-"""The far side: a keeper in some process of the cluster, and the worker processes that it starts for its driver.
+"""The far side: a keeper in a process of the cluster, and the worker processes of one driver.
 
 The driver dials it and says by a token what the connection is: its commands (`_protocol.commands`), or the lane of a
 worker, which is handed to that worker as it is. When the connection of the commands ends, the driver has let go of the
@@ -41,23 +41,23 @@ _ENDS_AGAIN_S = 0.5
 
 @attrs.define(eq=False)
 class Leased:
-    """Who commands a keeper: one driver at a time, each by a higher epoch than the one before; for a while, nobody.
+    """Lease of a keeper: one driver at a time, each by a higher epoch than the one before, or none for a while.
 
-    A keeper whose pool may be detached has one. Until that is detached, the end of its driver is its end, as for any
-    other. The lead keeper of a pool has the record and decides who may have it; the others take the lead's word, which
-    is an epoch higher than theirs.
+    Only keepers whose pool may be detached have a lease. Before the first detach, the end of the driver is the keeper's
+    end. The lead keeper of a pool has the record and decides which driver may command; the others accept an epoch from
+    the lead that is higher than theirs.
     """
 
-    epoch: int = 1  # that of the driver that commands it, or did last
-    owned: bool = True  # whether the end of that driver is the end of all
-    lease: Lease | None = None  # that of the last detach; None before the first
-    who: str = ""  # who commands it, in words; empty when nobody does
-    since: float = attrs.field(factory=time.time)  # since when, in seconds of time.time()
-    vacancies: int = 0  # how often it has been without a driver
-    ends: float | None = None  # when the time to live is over, by time.monotonic(); None while somebody commands it
+    epoch: int = 1  # of the current driver, or of the last one
+    owned: bool = True  # whether the end of the driver is the end of the pool
+    lease: Lease | None = None  # of the last detach; None before the first
+    who: str = ""  # the current driver, in words; empty for none
+    since: float = attrs.field(factory=time.time)  # start of the current state, in seconds of time.time()
+    vacancies: int = 0  # number of times without a driver so far
+    ends: float | None = None  # end of the time to live, by time.monotonic(); None while a driver commands
 
     def refusal(self, epoch: int, own: bool) -> tuple[str, str] | None:
-        """Return why a newcomer can't have it: a kind and words; None when it can."""
+        """Return why a newcomer is refused, as a kind and a text; None if the newcomer may have the keeper."""
         if self.lease is None:
             return "closed", "it hasn't been detached"
         if epoch:
@@ -71,12 +71,12 @@ class Leased:
         return None
 
     def grant(self, epoch: int, who: str, own: bool) -> None:
-        """Have a newcomer command from now on."""
+        """Record a newcomer as the driver from now on."""
         self.epoch = epoch or self.epoch + 1
         self.owned, self.who, self.since, self.ends = own, who, time.time(), None
 
     def vacate(self) -> float:
-        """Have nobody command from now on; return how long it lives like that."""
+        """Record that no driver commands from now on; return the time to live, in seconds."""
         assert self.lease is not None
         left = self.lease.ttl if self.lease.lead else self.lease.ttl + LEAD_SLACK_S
         self.vacancies += 1
@@ -84,7 +84,7 @@ class Leased:
         return left
 
     def seen(self) -> dict[str, Any]:
-        """Return what listings show."""
+        """Return the facts for listings."""
         assert self.lease is not None
         left = None if self.ends is None else max(0.0, self.ends - time.monotonic())
         return {
@@ -101,21 +101,21 @@ class Leased:
 
 
 class Keeper:
-    """Starts, watches and ends the workers of one slot. Made in any process on the slot's machine.
+    """Starts, watches and ends the workers of one slot, from any process on the slot's machine.
 
     Args:
         key: The secret that the driver knows (`Keepers.key`).
         host: Address under which other machines reach this one; None when the driver is on this machine.
-        bind: Address to listen on, where that isn't `host`: "0.0.0.0" behind a translation of addresses.
-        ports: The first and the last port of those to listen on, where others are closed; None for any.
-        cut_s: How long nothing may be heard of the driver's machine until its connections are taken for cut
-            (`Request.cut_s`); None for what is usual within a cluster.
+        bind: Address to listen on if it isn't `host`: "0.0.0.0" behind address translation.
+        ports: The first and the last port of the range to listen on, when others are closed; None for any.
+        cut_s: Seconds of silence of the driver's machine after which the connections count as cut
+            (`Request.cut_s`); None for the default within a cluster.
         env: Environment of the workers on top of this process's own; None when there will be no workers.
-        tls: What connections with other machines are encrypted with; None leaves them in clear text.
-        name: Whose it is (`Request.id`), for whoever looks at the processes of its machine.
-        detachable: Whether other drivers may follow the first one, once that has said so.
-        dialled_within_s: How long the first driver is waited for.
-        on_end: Called once, on a thread of its own, when the driver has let go of the keeper or is gone, and everything
+        tls: Certificates for connections with other machines; None leaves the traffic in clear text.
+        name: The reservation's id (`Request.id`), shown in process listings of the machine.
+        detachable: Whether other drivers may follow the first one, after a detach.
+        dialled_within_s: Timeout for the connection of the first driver.
+        on_end: Called once, on a thread of its own, when the driver has released the keeper or is gone, and everything
             here has been ended.
     """
 
@@ -134,8 +134,8 @@ class Keeper:
         dialled_within_s: float | None = None,
         on_end: Callable[[], None] = lambda: None,
     ) -> None:
-        self.label = f"{name}#{secrets.token_hex(4)}"  # there may be several of one name in a process
-        # In it this very colocate is found, however this process has come to find it.
+        self.label = f"{name}#{secrets.token_hex(4)}"  # a process may have several keepers of one name
+        # The workers then import this very colocate, however this process was set up.
         path = [os.environ.get("PYTHONPATH"), str(Path(colocate.__file__).parent.parent)]
         self._base = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path))}
         self._env = {**self._base, **(env or {})}
@@ -143,21 +143,21 @@ class Keeper:
         self._tls = tls
         self._on_end = on_end
         self._cut_s = wire.CUT_AFTER_S if cut_s is None else cut_s
-        # First: it may raise, and there is nothing to be undone yet.
+        # This call comes first: an error leaves nothing to undo.
         listeners = wire.listen_widely(host, tls, bind=bind, ports=ports, what=f"a keeper of {name or 'a pool'}")
         self.event_loop = wire.EventLoop("keeper", on_death=self._hub_ended)
         self._launcher = Launcher()
-        self._launcher.start()  # now, when whoever makes it is told that no thread is to be had
+        self._launcher.start()  # now, so that the caller sees a thread that can't start
         self._leased = Leased() if detachable else None
         self._driver: wire.SocketLane | None = None
         self._dialled = False
         self._workers: dict[bytes, _StartedWorker] = {}
-        self._lanes: dict[bytes, socket.socket] = {}  # those whose worker hasn't been asked for yet
-        self._tickets: dict[bytes, bytes] = {}  # of lanes to workers that run: the workers' tokens
+        self._lanes: dict[bytes, socket.socket] = {}  # lanes that came before their worker was requested
+        self._tickets: dict[bytes, bytes] = {}  # worker tokens by the tickets of lanes to running workers
         self._looks: Requests[bytes, bytes] = Requests()
-        self._departed: dict[bytes, tuple[list[str], tuple[Any, ...]]] = {}  # last words and ends, for newcomers
+        self._departed: dict[bytes, tuple[list[str], tuple[Any, ...]]] = {}  # last output and exits, for newcomers
         self._greetings: set[socket.socket] = set()
-        self._started: list[_StartedWorker] = []  # the launching thread's: all that may still be there
+        self._started: list[_StartedWorker] = []  # on the launching thread: workers that may still run
         self._lock = threading.Lock()
         self._over = False
         self._closed = threading.Event()
@@ -169,7 +169,7 @@ class Keeper:
             forks.hold(self._base)
 
     def close(self) -> None:
-        """End the workers and close everything; all is gone when this returns. From any thread but the event loop's."""
+        """End the workers and close everything, and wait for that. From any thread but the event loop's."""
         with self._lock:
             first, self._over = not self._over, True
         if not first:
@@ -188,7 +188,7 @@ class Keeper:
 
     def _end(self) -> None:
         """End all processes. On the launching thread, so that nothing is started afterwards."""
-        for worker in self._started:  # also those that were killed, and forgotten, before they had their process
+        for worker in self._started:  # including killed workers whose process came later
             worker.kill()
         for worker in self._started:
             worker.gone.wait()
@@ -196,7 +196,7 @@ class Keeper:
     # -- on the event loop's thread
 
     def _greet(self, sock: socket.socket) -> None:
-        """Read what a connection says first: what it is."""
+        """Read a new connection's first bytes, the token."""
         self._greetings.add(sock)
         wire.cut_after(sock, self._cut_s)
         token = b""
@@ -215,32 +215,32 @@ class Keeper:
                 self._greetings.discard(sock)
                 self._connected(token if part else None, sock)
 
-        with contextlib.suppress(ClosedError):  # just now: `close` closes it
+        with contextlib.suppress(ClosedError):  # just closed; `close` closes the socket
             self.event_loop.watch(sock.fileno(), read_token)
-            read_token()  # through TLS it may have come already, which the kernel doesn't know
+            read_token()  # TLS may have buffered the token already, unseen by the kernel
 
     def _connected(self, token: bytes | None, sock: socket.socket) -> None:
-        if token is None:  # it has gone again
+        if token is None:  # the peer has closed the connection
             sock.close()
         elif token not in (COMMANDS, NEWCOMER):
             self._lanes[token] = sock
             if (worker := self._workers.get(self._tickets.get(token, token))) is not None:
                 self._launcher.soon(partial(self._hand_over, worker, token))
         elif self._over or (token == COMMANDS and self._dialled) or (token == NEWCOMER and self._leased is None):
-            sock.close()  # it is another driver's
+            sock.close()  # another driver commands this keeper
         else:
             try:
                 caller = self.event_loop.attach(
                     sock, lambda head, body: self._told(caller, read(head)), lambda reason: self._left(caller)
                 )
-            except ClosedError:  # just now
+            except ClosedError:  # just closed
                 sock.close()
                 return
             if token == COMMANDS:
                 self._driver, self._dialled = caller, True
 
     def _told(self, by: wire.SocketLane, message: Message) -> None:
-        """Do what the driver commands, or answer somebody who would like to command, or only asks."""
+        """Handle the driver's commands, and the questions of other drivers."""
         if by is self._driver:
             self._commanded(by, message)
         elif (leased := self._leased) is not None:
@@ -260,12 +260,12 @@ class Keeper:
                 if message.token in self._lanes:
                     self._launcher.soon(partial(self._hand_over, started, message.token))
             case commands.Kill():
-                if (doomed := self._workers.get(message.token)) is not None:  # otherwise it has ended by itself
+                if (doomed := self._workers.get(message.token)) is not None:  # otherwise the worker has ended by itself
                     doomed.kill(message.astray)
             case commands.Inspect():
                 if (worker := self._workers.get(message.token)) is not None:
                     worker.look(message.number)
-            case commands.List():  # on that thread, so that nothing is being started meanwhile
+            case commands.List():  # on the launching thread, so that no start runs meanwhile
                 self._launcher.soon(partial(self._list, message.token))
             case commands.Adopt():
                 self._adopt(message)
@@ -280,7 +280,7 @@ class Keeper:
                     self._tell(commands.Confirmed(message.token))
             case commands.GiveUp():
                 if leased is not None and leased.lease is not None:
-                    leased.owned = False  # one that took it lets it go on
+                    leased.owned = False  # the pool outlives an owner that has given up
                 self._left(driver)
                 driver.close("it has let go")
 
@@ -297,13 +297,12 @@ class Keeper:
         self.event_loop.later(LOOKED_AT_WITHIN_S, partial(self._looks.drop, asked))
 
     def _seen(self, worker: _StartedWorker, number: int, what: bytes) -> None:
-        """Note what a worker says that it does."""
         self._looks.answered(number, worker.token, what)
 
     def _let_go(self) -> None:
         try:
             Thread(target=self._leave, name="colocate-keeper-end").start()
-        except RuntimeError:  # no thread is to be had, and its end has to come
+        except RuntimeError:  # no thread can start, and the keeper must end
             self.event_loop.later(_ENDS_AGAIN_S, self._let_go)
 
     def _hub_ended(self, reason: str) -> None:
@@ -316,12 +315,11 @@ class Keeper:
         self._on_end()
 
     def _tell(self, message: Message) -> None:
-        """Tell the driver something."""
         if self._driver is not None:
             self._driver.send(message.head())
 
     def _forget(self, worker: _StartedWorker, exit: tuple[Any, ...]) -> None:
-        """Forget a worker that has ended, but for its last words where a later driver may ask for them."""
+        """Forget a worker after the exit, but store the exit and the last output if a later driver may ask."""
         self._workers.pop(worker.token, None)
         if self._leased is not None and self._leased.lease is not None and worker.token in self._leased.lease.workers:
             self._departed[worker.token] = list(worker.tail), exit
@@ -329,15 +327,15 @@ class Keeper:
             sock.close()
 
     def _close_later(self, door: socket.socket) -> None:
-        """Close a worker's socket, where nothing is sent to it just now."""
+        """Close a worker's socket on the launching thread, which also sends there."""
         if door.fileno() >= 0:
             self.event_loop.unwatch(door.fileno())
         self._launcher.soon(door.close)
 
-    # -- from driver to driver, on the event loop's thread
+    # -- the change of drivers, on the event loop's thread
 
     def _left(self, driver: wire.SocketLane) -> None:
-        """End everything, or what mustn't stay, when the connection of the driver has ended."""
+        """Handle the end of the driver's connection: end everything, or only what isn't detached."""
         if driver is not self._driver:
             return
         self._driver = None
@@ -355,8 +353,8 @@ class Keeper:
         self.event_loop.later(leased.vacate(), expire)
 
     def _cut(self, lease: Lease) -> None:
-        """End what a driver has here that no longer commands, but for the workers that stay."""
-        for sock in list(self._lanes.values()):  # the launching thread takes from them
+        """End the former driver's lanes and workers, except for the detached workers."""
+        for sock in list(self._lanes.values()):  # a copy: the launching thread pops items
             sock.close()
         self._lanes.clear()
         self._tickets.clear()
@@ -398,7 +396,7 @@ class Keeper:
     # -- on the launching thread
 
     def _list(self, token: int) -> None:
-        """Tell what the operating system says of the processes started here: known to the driver, or not."""
+        """Report the processes started here as the operating system shows them, known to the driver or not."""
         workers = {worker.process.pid: worker.name for worker in list(self._workers.values()) if worker.process}
         found = [
             Running("worker", workers.get(child.started) or f"process {child.pid}", pid=child.pid, since=child.since)
@@ -409,9 +407,9 @@ class Keeper:
         self._tell(commands.Listed(token, [attrs.astuple(each) for each in found]))
 
     def _hand_over(self, worker: _StartedWorker, token: bytes) -> None:
-        """Hand a lane over to its worker, which is started if it hasn't been."""
+        """Pass a lane to the worker, and start the worker first if needed."""
         lane = self._lanes.pop(token, None)
-        if lane is None:  # it has been killed meanwhile
+        if lane is None:  # the worker has been killed meanwhile
             return
         if self._over:
             lane.close()
@@ -422,7 +420,7 @@ class Keeper:
             self._started = [each for each in self._started if not each.gone.is_set()]
             try:
                 worker.start({**self._env, **worker.env}, self._base)
-            except (OSError, ValueError) as error:  # no descriptor is left, or a variable can't be one
+            except (OSError, ValueError) as error:  # no descriptor is left, or a variable is invalid
                 lane.close()
                 words = f"it could not be started: {type(error).__name__}: {error}"
                 self.event_loop.later(0.0, partial(worker.tell_end, None, None, words))
@@ -432,10 +430,10 @@ class Keeper:
 
 
 class _StartedWorker:
-    """A worker of a keeper, from the driver's command to its end: a process, to which lanes are handed by a socket.
+    """A worker from the driver's command to its end: a process that receives lanes through a socket.
 
-    It is given one lane, or those of the drivers that follow one another. The socket is closed on the launching thread,
-    as what is sent there is: the number of one that is closed may be another's at once.
+    There is one lane, or one for each of the drivers that follow one another. Only the launching thread sends on the
+    socket and closes it: the number of a closed descriptor may be reused at once.
     """
 
     def __init__(self, keeper: Keeper, asked: commands.Start) -> None:
@@ -444,7 +442,7 @@ class _StartedWorker:
         self.env = asked.env
         self.tail = Tail()
         self.process: WorkerProcess | None = None
-        self.gone = threading.Event()  # its process has ended
+        self.gone = threading.Event()  # set when the process has ended
         self._imports = asked.imports
         self._keeper = keeper
         self._killed = False
@@ -454,10 +452,10 @@ class _StartedWorker:
     # -- on the launching thread
 
     def start(self, env: Mapping[str, str], base: Mapping[str, str]) -> None:
-        """Start its process, which waits for a lane.
+        """Start the process, which waits for a lane.
 
         Raises:
-            OSError: It can't be started; nothing is left.
+            OSError: The process can't be started; nothing is left.
         """
         process = WorkerProcess(self._keeper.event_loop, self)
         self._door, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
@@ -468,35 +466,35 @@ class _StartedWorker:
             self._door.close()
             raise
         self.process = process
-        if self._killed:  # just now: whoever has killed it may not have seen the process
+        if self._killed:  # just now: the killing thread may have missed the process
             process.kill()
 
     def hand_over(self, lane: socket.socket, epoch: int, tls: wire.Tls | None, token: bytes, *, first: bool) -> None:
-        """Give it a lane: by its token it and the driver know each other, where they make TLS anew.
+        """Send a lane to the worker, with the token for a new TLS handshake with the driver.
 
-        It may be given another lane later, if it is told an epoch.
+        With an epoch, the worker may receive other lanes later.
         """
-        with lane, contextlib.suppress(OSError):  # it has just died, and its end is told
+        with lane, contextlib.suppress(OSError):  # the worker has just died, and the exit is reported
             socket.send_fds(self._door, [b"%d " % epoch + wire.hand_on(lane, tls, token)], [lane.fileno()])
             self._has_lane = True
         if not epoch:
             self._door.close()
         elif first:
-            with contextlib.suppress(ClosedError):  # just now
+            with contextlib.suppress(ClosedError):  # just closed
                 self._keeper.event_loop.watch(self._door.fileno(), self._answered)
-                if self.gone.is_set():  # and perhaps before this
+                if self.gone.is_set():  # perhaps already before `watch`
                     self._keeper.event_loop.unwatch(self._door.fileno())
 
     def cut(self) -> None:
-        """Have it let go of its lane: the driver at the other end no longer commands."""
+        """Tell the worker to drop the lane: the driver at the other end no longer commands."""
         if self.process is not None:
-            with contextlib.suppress(OSError):  # it has just died
+            with contextlib.suppress(OSError):  # the worker has just died
                 self._door.send(CUT)
 
     # -- on the event loop's thread
 
     def kill(self, astray: bool = False) -> None:
-        """End it; because it has closed its lane, or without a reason that would be told."""
+        """Kill the worker; `astray`: the exit reports a worker that went on after closing the lane."""
         self._killed = True
         if self.process is None:
             self.tell_end(None, None, None)
@@ -506,49 +504,46 @@ class _StartedWorker:
             self.process.kill()
 
     def reap(self) -> None:
-        """End it in the place of an event loop that does nothing any more."""
+        """Kill the worker and wait, instead of an event loop that has ended."""
         if self.process is not None:
             self.process.reap()
 
     def look(self, number: int) -> None:
-        """Answer the driver's question of this number: what is seen of it from outside."""
+        """Send the driver an inspection from outside as the answer to a numbered question."""
         if self.process is not None:
             self.process.look(lambda what: self._keeper._tell(commands.Inspected(self.token, number, what)))
 
     def look_inside(self, number: int) -> None:
-        """Ask it what it does; it answers by itself."""
-        if self._has_lane:  # what comes first is one
-            with contextlib.suppress(OSError):  # it has just died, or reads nothing
+        """Ask the worker for a status report; the answer arrives in `_answered`."""
+        if self._has_lane:  # without a lane the worker couldn't tell a look from one
+            with contextlib.suppress(OSError):  # the worker has just died, or reads nothing
                 self._door.send(LOOK + b"%d" % number, socket.MSG_DONTWAIT)
 
     def said(self, line: str) -> None:
-        """Tell the driver a line of its output."""
         self.tail.append(line)
         self._keeper._tell(commands.Said(self.token, line))
 
     def ended(self, exitcode: int | None, signal: str | None, detail: str | None) -> None:
-        """Tell the end of its process."""
         self.tell_end(exitcode, signal, detail)
         self.gone.set()
         self._keeper._close_later(self._door)
 
     def tell_end(self, exitcode: int | None, signal: str | None, detail: str | None) -> None:
-        """Tell its end, once: there may never have been a process."""
+        """Report the exit to the driver, once; the process may never have started."""
         if not self._end_told:
             self._end_told = True
             self._keeper._tell(commands.Ended(self.token, exitcode, signal, detail))
             self._keeper._forget(self, (exitcode, signal, detail))
 
     def _answered(self) -> None:
-        """Pass on what it says that it does."""
         try:
             answer = self._door.recv(GIVEN_BYTES, socket.MSG_DONTWAIT)
         except BlockingIOError:
             return
-        except ConnectionResetError:  # it has ended with something unread
+        except ConnectionResetError:  # the worker has ended with unread data
             answer = b""
         if answer:
             number, _, what = answer.partition(b" ")
             self._keeper._seen(self, int(number), what)
-        else:  # it has ended
+        else:  # the worker has ended
             self._keeper.event_loop.unwatch(self._door.fileno())

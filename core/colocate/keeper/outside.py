@@ -1,4 +1,4 @@
-"""What a worker does that gives no answer itself, as its machine shows it: it may be stopped, or hold the GIL in C."""
+"""A silent worker as the machine shows the process: perhaps stopped by a signal, or in C code that holds the GIL."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from colocate.worker.serving.failure import role_code_of
 
 
 def seen(started: int) -> str | None:
-    """Return what the worker below a supervisor does, with its lane's stack; None where that can't be seen.
+    """Return the state of the worker below a supervisor, with the lane's stack; None when unknown.
 
-    The stack is read from the worker's memory by py-spy, which doesn't halt it. That takes some 30 ms, the kernel's
-    leave to read the memory of one's own processes, and py-spy beside this interpreter or on the path.
+    py-spy reads the stack from the worker's memory without halting the worker. That takes some 30 ms, the kernel's
+    permission to read the memory of one's own processes, and py-spy beside this interpreter or on the path.
     """
     worker = processes.worker_below(started)
     try:
         status = psutil.STATUS_ZOMBIE if worker is None else psutil.Process(worker).status()
     except psutil.Error:
         status = psutil.STATUS_ZOMBIE
-    if worker is None or status == psutil.STATUS_ZOMBIE:  # it is gone
+    if worker is None or status == psutil.STATUS_ZOMBIE:  # the worker is gone
         return None
     stopped = status == psutil.STATUS_STOPPED
     lane = _lane_of(worker)
@@ -39,13 +39,13 @@ def seen(started: int) -> str | None:
 
 
 def py_spy() -> str | None:
-    """Return where py-spy is: beside this interpreter, or on the path; None when there is none."""
+    """Return the path of py-spy, beside this interpreter or on the path; None when there is none."""
     beside = Path(sysconfig.get_path("scripts"), "py-spy")
     return str(beside) if beside.exists() else shutil.which("py-spy")
 
 
 def _lane_of(worker: int) -> dict[str, Any]:
-    """A worker's lane, its main thread, as py-spy tells of it; nothing where there is no py-spy, or it may not look."""
+    """Return a worker's main thread, the lane, from py-spy's dump; empty when py-spy is missing or may not look."""
     program = py_spy()
     if program is None:
         return {}

@@ -1,4 +1,4 @@
-"""A worker process of this machine: started, watched, ended; its output by lines."""
+"""A worker process of this machine: start, watch and end the process, and read the output by lines."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from colocate.worker.birth import processes
 from colocate.worker.birth.supervisor import CLOSES_OTHERS, ENDS, MARK
 from colocate.worker.serving.output import shown, written_over
 
-_LINE_BYTES = 8192  # a line without an end is shown by pieces
-_BAR_EVERY_S = 1.0  # one that is written over, a progress bar's, is shown as it is then
-# A worker whose lane has closed leaves by itself, after its exit handlers; after so many seconds it is made to.
+_LINE_BYTES = 8192  # a line without an end is shown in pieces
+_BAR_EVERY_S = 1.0  # seconds between two shown states of a progress bar, which overwrites one line
+# A worker may exit by itself after its lane has closed, to run exit handlers; after these seconds it is killed.
 _LAST_READS = 16
 AFTER_LANE_S = 1.0
 _NO_LANE = (
@@ -39,37 +39,36 @@ _UNKNOWN = "its exit code isn't known: other code of the process that has starte
 _logger = logging.getLogger("colocate")
 
 _looks = threading.Semaphore(4)
-"""As many workers are looked at together: each by a process of its own, on a machine that is busy enough."""
+"""Limits inspections to four at a time: each starts a process, and the machine is busy enough."""
 
 
 class Launcher(JobThread):
-    """The thread that starts worker processes: the kernel ties their lives to it, so it lives as long as they may.
+    """Thread that starts worker processes, and lives as long as they may: the kernel ends them with the thread.
 
-    It runs jobs one after the other; `run` waits for one, `soon` doesn't, `close` ends it.
+    It runs jobs one after the other; `run` waits for a job, `soon` doesn't, `close` ends the thread.
     """
 
     def __init__(self) -> None:
-        """Make it; the thread starts with the first job."""
         super().__init__("colocate-launcher", lambda error: report_exception())
 
 
 class ProcessEvents(Protocol):
-    """What the owner of a worker process hears of it, on the event loop's thread."""
+    """Callbacks for the owner of a worker process, on the event loop's thread."""
 
     def said(self, line: str) -> None:
-        """A line of its output; with a carriage return at its end it isn't the last state of that line."""
+        """Handle a line of output; a carriage return at the end means that the line isn't final."""
 
     def ended(self, exitcode: int | None, signal: str | None, detail: str | None) -> None:
-        """Hear that the process is gone, once and last: exit code or name of a signal, and why it was ended, if so."""
+        """Handle the exit of the process, once and last: exit code or signal name, and the reason if it was killed."""
 
 
 class WorkerProcess:
-    """A process that runs `colocate.worker`, below its supervisors. It dies with this one, even when that is killed.
+    """Process that runs `colocate.worker` below two supervisors. It dies with this process, even by SIGKILL.
 
-    What is started, watched and waited for here is the upper supervisor, which ends as the worker has, when nothing is
-    left of that. It leads a process group from its first moment. Until it has told the kernel that it wants to die with
-    this process it may be stopped; when this one ends then, the kernel finds stopped processes in a group that nobody
-    of the session is left to continue, and hangs them up (`setpgid(2)`: orphaned process groups).
+    The direct child, started, watched and waited for here, is the upper supervisor. It exits as the worker did, once
+    nothing of the worker is left, and leads a process group from its first moment. It may be stopped before it has
+    asked the kernel to die with this process. If this process ends then, the kernel hangs up the orphaned process group
+    (`setpgid(2)`), which has a stopped member.
     """
 
     def __init__(self, event_loop: wire.EventLoop, events: ProcessEvents) -> None:
@@ -77,7 +76,7 @@ class WorkerProcess:
         self._events = events
         self._process: Fork | None = None
         self._pidfd = -1
-        self._lock = threading.Lock()  # a descriptor that is closed may be another process's at once
+        self._lock = threading.Lock()  # guards `_pidfd`: the number of a closed descriptor may be reused at once
         self._log = -1
         self._partial = b""
         self._bar_shown_at = 0.0
@@ -86,12 +85,12 @@ class WorkerProcess:
 
     @property
     def pid(self) -> int:
-        """The id of the process that was started, the upper supervisor; 0 before it is."""
+        """Process id of the upper supervisor; 0 before the start."""
         return self._process.pid if self._process is not None else 0
 
     @property
     def over(self) -> bool:
-        """Whether it is known to have ended."""
+        """Whether the process is known to have ended."""
         return self._process is not None and self._process.over
 
     def start(
@@ -104,18 +103,19 @@ class WorkerProcess:
         label: str = "",
         imports: Sequence[str] | None = (),
     ) -> None:
-        """Start it: fork it, or where that can't be, by itself. On a launcher's thread, with which it ends then.
+        """Start the process as a fork, or else by itself. On a launcher's thread: the process ends with the thread.
 
         Args:
-            env: All of its environment.
-            sock: The other end of its lane (its own to close), or of a socket on which that end will come (`waits`).
-            base: What its environment would be if nobody had asked for another; None for this process's.
-            waits: Whether it waits for its lane.
-            label: Whose it is, for whoever looks at the processes of this machine.
-            imports: What its roles need (`Boot.imports`).
+            env: The worker's whole environment.
+            sock: The other end of its lane (the caller closes it), or with `waits` of a socket on which that end will
+                come.
+            base: The default environment of workers; None for this process's.
+            waits: Whether the worker waits for its lane.
+            label: Its owner, shown in process listings of the machine.
+            imports: Modules that its roles need (`Boot.imports`).
 
         Raises:
-            OSError: It couldn't be started; nothing is left.
+            OSError: The process couldn't be started; nothing is left.
         """
         hear_of_ends()
         self._log, output = os.pipe()
@@ -155,23 +155,24 @@ class WorkerProcess:
             raise
 
     def kill(self) -> None:
-        """End it now, and all that it has started. From any thread; harmless when it is gone."""
-        with self._lock, contextlib.suppress(OSError):  # it is gone already
+        """Kill the process and all descendants. From any thread; harmless after the end."""
+        with self._lock, contextlib.suppress(OSError):  # the process is gone already
             if self._pidfd >= 0:
                 signal.pidfd_send_signal(self._pidfd, ENDS)
-                signal.pidfd_send_signal(self._pidfd, signal.SIGCONT)  # a supervisor that is stopped must hear it
+                # A stopped supervisor must handle the signal, too.
+                signal.pidfd_send_signal(self._pidfd, signal.SIGCONT)
 
     def reap(self) -> None:
-        """End it and wait for that, in the place of an event loop that does nothing any more. Told as any other end."""
+        """Kill the process and wait, instead of an event loop that has ended; the exit is reported as usual."""
         self.kill()
         if self._process is not None and not self.over:
             self._ended()
 
     def look(self, then: Callable[[str | None], None]) -> None:
-        """Say, on a thread of its own, what is seen of it from outside: see `Host.look`."""
+        """Inspect the process from outside, on a thread for this one look (see `Host.look`)."""
 
         def run() -> None:
-            from colocate.keeper.outside import seen  # it needs more than a keeper does that is never asked
+            from colocate.keeper.outside import seen  # imported late: most keepers are never asked
 
             if not _looks.acquire(timeout=LOOKED_AT_WITHIN_S):
                 then(None)
@@ -183,13 +184,13 @@ class WorkerProcess:
 
         try:
             Thread(target=run, name="colocate-look").start()
-        except RuntimeError:  # no thread is to be had
+        except RuntimeError:  # no thread can start
             then(None)
 
     # -- on the event loop's thread
 
     def end_astray(self) -> None:
-        """End one that has closed its lane and goes on; that is told with its end."""
+        """Kill a process that goes on after closing the lane; the exit then says so."""
         self._is_astray |= self._process is not None and not self.over and not processes.has_ended(self.pid)
         self.kill()
 
@@ -222,7 +223,7 @@ class WorkerProcess:
         code = self._process.wait()
         self._event_loop.unwatch(self._pidfd)
         with contextlib.suppress(BlockingIOError):  # a child of the worker still has the pipe
-            for _ in range(_LAST_READS):  # one that has left the process group may write for ever
+            for _ in range(_LAST_READS):  # a child that has left the process group may write forever
                 if not (data := os.read(self._log, 65536)):
                     break
                 self._partial += data
@@ -230,7 +231,7 @@ class WorkerProcess:
         for line in self._partial.removesuffix(b"\n").split(b"\n") if self._partial else ():
             self._say(line)
         self._close_descriptors()
-        if code == -ENDS:  # it was killed before it had put supervisors above itself
+        if code == -ENDS:  # the worker was killed before there were supervisors
             code = -signal.SIGKILL
         name = signal.Signals(-code).name if code is not None and code < 0 else None
         why = (_NO_LANE if self._is_astray else self._oom_kills.since()) if code == -signal.SIGKILL else None

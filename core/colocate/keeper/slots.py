@@ -1,4 +1,4 @@
-"""The driver's side: connections to the keepers of its slots, and to the workers that they have started."""
+"""The driver's side: connections to the keepers of all slots, and to the workers that the keepers have started."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ _LOOK_S = 0.05
 
 @attrs.frozen
 class Patience:
-    """How long a driver waits for keepers, in seconds.
+    """Timeouts of a driver for keepers, in seconds.
 
     Attributes:
-        dial_s: For one that takes a connection.
-        kill_s: For one that confirms a kill; then it is stuck, and the cluster is told (`on_stuck`).
-        words_s: For the cluster's words about one whose connection has ended (`KeptSlot.lost`), which come another way.
-        cut_s: For a sign of life of its machine; then the connections to that are taken for cut.
+        dial_s: Until a keeper accepts a connection.
+        kill_s: Until a keeper confirms a kill; a keeper that doesn't is stuck, and the cluster is told (`on_stuck`).
+        words_s: Until the cluster says why a keeper's connection has ended (`KeptSlot.lost`), on its own channel.
+        cut_s: Until a sign of life of the keeper's machine; without one the connections count as cut.
     """
 
     dial_s: float = KEEPER_CONNECTS_WITHIN_S
@@ -51,25 +51,25 @@ class Patience:
 
 
 class Keepers:
-    """The keepers of an executor's slots, as its driver sees them.
+    """Keepers of an executor's slots, from the driver's side.
 
     Attributes:
-        key: The secret to give to each `Keeper`.
+        key: The secret for each `Keeper`.
     """
 
     def __init__(self, name: str, tls: wire.Tls | None = None, patience: Patience | None = None) -> None:
-        """Make none yet.
+        """Start the event loop; there is no keeper yet.
 
         Args:
-            name: That of the threads.
-            tls: This machine's certificates, where connections with others are encrypted.
-            patience: How long keepers are waited for; None for what is usual within a cluster.
+            name: Name of the threads.
+            tls: This machine's certificates, if connections with other machines are encrypted.
+            patience: Timeouts for keepers; None for the defaults within a cluster.
         """
         self.patience = patience or Patience()
         self.tls = tls
         self.key = wire.new_key()
         self.event_loop = wire.EventLoop(name, on_death=self._hub_ended)
-        self.event_loop.start()  # now, when whoever connects is told that no thread is to be had
+        self.event_loop.start()  # now, so that the caller sees a thread that can't start
         self._name = name
         self._dialling: set[threading.Thread] = set()
         self._slots: set[KeptSlot] = set()
@@ -87,58 +87,59 @@ class Keepers:
         """Connect to a slot's keeper, in the background.
 
         Args:
-            address: The keeper's.
+            address: The keeper's address.
             on_stuck: Called on a thread of its own when the keeper can't be reached or doesn't confirm a kill: the
-                cluster should end the process that it lives in.
-            key: The keeper's, where it has one of its own.
-            gone: What is said when it is lost and the cluster says nothing: "Dask worker tcp://10.0.0.7:8786 is gone".
+                cluster should end the keeper's process.
+            key: The keeper's own secret, if it has one.
+            gone: Error text for a lost keeper without a reason from the cluster: "Dask worker tcp://10.0.0.7:8786 is
+                gone".
         """
         slot = KeptSlot(self, address, on_stuck, key, gone)
         self.add(slot)
         return slot
 
     def add(self, slot: KeptSlot) -> None:
-        """Have a slot connect, in the background.
+        """Connect a slot in the background.
 
         Raises:
-            ClusterError: No thread can be started for that.
+            ClusterError: No thread can be started.
         """
         self.track(slot)
         connects = False
         try:
             connects = self.soon(slot.connect)
         finally:
-            if not connects:  # all of it is closed, say: nobody need wait for this one
+            if not connects:  # closed meanwhile, say: nobody need wait for this slot
                 slot.close()
                 slot._connected.set()
 
     def track(self, slot: KeptSlot) -> None:
-        """Let go of a slot when all of it is closed."""
+        """Register a slot, to be closed with everything else."""
         self._slots.add(slot)
 
     def bear(self, cut_s: float) -> None:
-        """Have connections taken for cut after so long (for `Executor.bear`)."""
+        """Set the timeout after which connections count as cut, in seconds (for `Executor.bear`)."""
         self.patience = attrs.evolve(self.patience, cut_s=cut_s)
 
     def running(self) -> list[Running]:
-        """The workers (for `Executor.running`), as the keepers on their machines find them. Takes a bounded time."""
+        """Return the workers as the keepers on their machines find them, in bounded time (for `Executor.running`)."""
         deadline = Deadline(LISTED_WITHIN_S)
         slots = list(self._slots)
         answers = [(slot, slot.ask(deadline)) for slot in slots]
         return [each for slot, answer in answers for each in slot.listed(answer, deadline)]
 
     def close(self) -> None:
-        """Let go of all keepers, and end the threads."""
+        """Release all keepers, and end the threads."""
         with self._lock:
             self._closed = True
         for slot in list(self._slots):
             slot.close()
         for thread in list(self._dialling):
-            thread.join()  # what it dials answers, or is given up
+            thread.join()  # the dial ends by an answer or a timeout
         self.event_loop.close()
 
     def soon(self, job: Callable[[], None]) -> bool:
-        """Run a job that may block, on a thread of its own; False when all of it is closed.
+        """Run a job that may block, on a new thread; False after `close`.
 
         Raises:
             ClusterError: No thread can be started.
@@ -173,14 +174,14 @@ class Keepers:
         """Open a connection to a keeper.
 
         Raises:
-            OSError: It can't be reached.
-            ClosedError: All of it was closed meanwhile.
+            OSError: The keeper can't be reached.
+            ClosedError: The event loop was closed meanwhile.
         """
         sock = wire.connect(address, key or self.key, self.patience.dial_s, self.tls)
         try:
             wire.cut_after(sock, self.patience.cut_s)
             sock.sendall(token)
-            if token not in (COMMANDS, NEWCOMER):  # it is handed on to the worker
+            if token not in (COMMANDS, NEWCOMER):  # the keeper passes this connection on to the worker
                 sock = wire.anew(sock, token)
             return self.event_loop.attach(sock, on_message, on_closed)
         except BaseException:
@@ -188,7 +189,7 @@ class Keepers:
             raise
 
     def _hub_ended(self, reason: str) -> None:
-        """Note that nothing would be heard of the workers any more; their keepers end them, being left alone."""
+        """End all slots at once: no message arrives any more, and keepers without a driver end their workers."""
         for slot in list(self._slots):
             slot._over(reason, is_final=True)
 
@@ -204,13 +205,12 @@ class KeptSlot:
         key: bytes | None = None,
         gone: str = "its keeper is gone",
     ) -> None:
-        """Use `Keepers.slot`."""
         self.keepers = keepers
         self._is_gone = gone
         self.address = address
         self.key = key
         self.hosts: dict[bytes, KeptHost] = {}
-        self.fenced = False  # another driver has its keeper
+        self.fenced = False  # another driver has the keeper
         self._gone = threading.Event()
         self._on_stuck = on_stuck
         self._commands: wire.SocketLane | None = None
@@ -222,21 +222,21 @@ class KeptSlot:
 
     @property
     def is_lost(self) -> bool:
-        """Whether its keeper is gone, and no worker can be started any more."""
-        return self._lost is not None or self._gone.is_set()  # the latter before the cluster has told why
+        """Whether the keeper is gone, and can start no worker any more."""
+        return self._lost is not None or self._gone.is_set()  # set before the cluster has said why
 
     def launch(self, boot: Boot, events: HostEvents, env: Mapping[str, str] | None = None) -> Host:
-        """Start a worker; returns at once.
+        """Start a worker; return at once.
 
         Args:
-            boot: Who it is.
-            events: Who hears of it.
+            boot: The worker's boot message.
+            events: Callbacks for the worker.
             env: Environment on top of the boot's.
         """
         return self._host(KeptHost(self, boot, events, {**boot.env, **(env or {})}))
 
     def take(self, boot: Boot, events: HostEvents, token: bytes) -> Host:
-        """Take up a worker that runs, or did, by its token; returns at once."""
+        """Adopt a worker that runs, or did, by the worker's token; return at once."""
         return self._host(KeptHost(self, boot, events, {}, token))
 
     def _host(self, host: KeptHost) -> Host:
@@ -250,23 +250,26 @@ class KeptSlot:
         return host
 
     def lost(self, words: str | None) -> None:
-        """The cluster says that the process of the keeper is gone; its words go into `Exit.detail`. From any thread."""
+        """Handle the cluster's notice that the keeper's process is gone; `words` go into `Exit.detail`.
+
+        From any thread.
+        """
         self._words = words
         self.keepers.event_loop.later(0.0, partial(self._over, words or self._is_gone))
 
     def close(self) -> None:
-        """Let go: the keeper kills what runs, and goes."""
+        """Release the keeper, which kills the workers and ends."""
         self._closed = True
         if self._commands is not None:
             self._commands.close()
         self.keepers._slots.discard(self)
 
     def confirm(self, command: Callable[[int], Message], within_s: float) -> bool:
-        """Tell the keeper something that it confirms; whether it has.
+        """Send a command to the keeper and return whether a confirmation came in time.
 
         Args:
-            command: Makes it, given the number of the confirmation.
-            within_s: How long to wait for that.
+            command: Makes the message, given the number of the confirmation.
+            within_s: Timeout in seconds.
         """
         request = self._requests.open([None])
         self.command(command(request.token))
@@ -275,12 +278,12 @@ class KeptSlot:
         return confirmed
 
     def leave(self) -> None:
-        """Begin to let go of a keeper that goes on without this driver: tell it."""
+        """Release a keeper that goes on without this driver."""
         self._closed = True
         self.command(commands.GiveUp())
 
     def left(self, deadline: Deadline) -> None:
-        """Wait until it knows, and let go."""
+        """Wait until the keeper has handled `leave`, and close the connection."""
         if self._commands is not None:
             self._gone.wait(deadline.left)
             self._commands.close()
@@ -293,7 +296,7 @@ class KeptSlot:
         try:
             if not self._closed:
                 self._dial()
-        except BaseException as error:  # whatever it is: there is a group that waits
+        except BaseException as error:  # any error: a group waits for this slot
             if not isinstance(error, OSError | ClosedError):
                 report_exception()
             self._lost = f"{self._is_gone}: {error}"
@@ -308,19 +311,20 @@ class KeptSlot:
             self._commands.close()
 
     def wait_connected(self) -> str | None:
-        """Wait for the keeper; the reason when there is none."""
+        """Wait for the connection to the keeper; return the reason when there is none."""
         self._connected.wait()
         return self._lost if self._commands is not None else self._lost or "its keeper was let go"
 
     def stuck(self, then: Callable[[], None]) -> None:
-        """The keeper doesn't do what it is told. `then` runs on the event loop's thread, when the cluster knows."""
-        self._lost = self._lost or "its keeper was stuck, and was ended"  # before the cluster says so: a restart asks
+        """End a keeper that ignores commands; `then` runs on the event loop's thread after the cluster was told."""
+        # Set before the cluster says so: a restart asks.
+        self._lost = self._lost or "its keeper was stuck, and was ended"
         self.keepers.soon(partial(self._end_keeper, then))
 
     def _end_keeper(self, then: Callable[[], None]) -> None:
-        # First the cluster, then whoever waits for the workers: that may be who gives the slot back.
+        # The cluster first, then the callback: that may be the code which returns the slot.
         try:
-            if not self._closed:  # otherwise it has been let go, and has gone
+            if not self._closed:  # otherwise the keeper was released, and has ended
                 self._on_stuck()
         finally:
             self.keepers.event_loop.later(0.0, then)
@@ -328,7 +332,7 @@ class KeptSlot:
     # -- from any thread
 
     def ask(self, deadline: Deadline) -> Request[None, Sequence[Any]] | None:
-        """Ask the keeper what it runs; None when there is no keeper to ask."""
+        """Ask the keeper for the processes of the slot; None when there is no keeper to ask."""
         self._connected.wait(deadline.left)
         if self._closed or self._lost is not None:
             return None
@@ -337,14 +341,14 @@ class KeptSlot:
         return request
 
     def listed(self, asked: Request[None, Sequence[Any]] | None, deadline: Deadline) -> list[Running]:
-        """Return what it has answered; if it doesn't, what ought to run there, with that doubt."""
+        """Return the keeper's answer; without one in time, the workers that should run there, marked as doubtful."""
         hosts = [host.boot for host in list(self.hosts.values())]
         node = hosts[0].node if hosts else ""
         if asked is None:
             return []
         try:
             (found,) = asked.result(deadline)
-        except ClusterError:  # it is gone, and its workers with it
+        except ClusterError:  # the keeper is gone, and the workers, too
             return []
         except TimeoutError:
             self._requests.drop(asked)
@@ -353,7 +357,7 @@ class KeptSlot:
         return [attrs.evolve(Running(*each), node=node) for each in found]
 
     def command(self, command: Message) -> None:
-        """Tell the keeper something."""
+        """Send a command to the keeper."""
         if self._commands is not None:
             self._commands.send(command.head())
 
@@ -390,7 +394,7 @@ class KeptSlot:
             self.keepers.event_loop.later(self.keepers.patience.words_s, over)
 
     def _over(self, reason: str, *, is_final: bool = False) -> None:
-        """Note that the keeper is gone, and its workers with it; or at once that nothing is heard of them any more."""
+        """Record that the keeper and the workers are gone; `is_final`: no message of the workers arrives any more."""
         self._lost = self._lost or (reason if is_final else self._words or reason)
         self._requests.fail_all(ClusterError(reason))
         for host in list(self.hosts.values()):
@@ -398,7 +402,7 @@ class KeptSlot:
 
 
 class KeptHost(Host):
-    """The driver's end of one worker that a keeper has started."""
+    """Driver's end of one worker that a keeper has started."""
 
     def __init__(
         self, slot: KeptSlot, boot: Boot, events: HostEvents, env: Mapping[str, str], token: bytes | None = None
@@ -410,7 +414,7 @@ class KeptHost(Host):
         self._taken = token is not None
         self._env = dict(env)
         self._lock = threading.Lock()
-        self._early: list[wire.Frame] = []  # what was sent before there was a lane
+        self._early: list[wire.Frame] = []  # frames sent before there was a lane
         self._exit: Exit | None = None
         self.looks: Requests[None, str | None] = Requests()
         self._killed = False
@@ -429,7 +433,7 @@ class KeptHost(Host):
         lane.send(frame)
 
     def kill(self, astray: bool = False) -> None:
-        """End it now: because it has closed its lane, or without a reason that would be told."""
+        """Kill the worker; `astray`: the exit reports a worker that went on after closing the lane."""
         if self._killed or self._over:
             return
         self._killed = True
@@ -440,11 +444,11 @@ class KeptHost(Host):
             if not self._over:
                 self.slot.stuck(partial(self.ended, Exit(detail="it was killed, which its keeper hasn't confirmed")))
 
-        # This process may have been stopped: what has come meanwhile is taken first.
+        # This process may have been stopped: messages that came meanwhile are handled first.
         event_loop.later(self.slot.keepers.patience.kill_s, lambda: event_loop.later(_LOOK_S, doubt))
 
     def look(self, then: Callable[[str | None], None]) -> None:
-        """Have its keeper say what it does, as its memory shows."""
+        """Ask the keeper for an inspection of the worker from outside."""
         asked = self.looks.open([None])
         asked.then(lambda: then(asked.answers.get(None)))
         self.slot.command(commands.Inspect(self.token, asked.token))
@@ -452,7 +456,7 @@ class KeptHost(Host):
     # -- on a dialling thread
 
     def connect(self) -> None:
-        """Have the keeper start it, and open its lane."""
+        """Tell the keeper to start or adopt the worker, and open the worker's lane."""
         slot, event_loop = self.slot, self.slot.keepers.event_loop
         try:
             lost = slot.wait_connected()
@@ -465,7 +469,7 @@ class KeptHost(Host):
                 slot.command(commands.Adopt(ticket, self.token, self.boot.worker))
             else:
                 slot.command(commands.Start(self.token, self._env, self.boot.worker, self.boot.imports))
-            # Nothing comes before the boot.
+            # The boot is the first message of a lane.
             lane = slot.keepers.dial(slot.address, ticket, self.events.received, self._lane_closed, slot.key)
             with self._lock:
                 if self._over:
@@ -482,7 +486,7 @@ class KeptHost(Host):
         except BaseException as error:
             if isinstance(error, OSError | ClosedError):
                 words = f"its lane could not be opened: {error}"
-            else:  # a mistake here: there is a group that waits
+            else:  # a bug here: a group waits for this host
                 report_exception()
                 words = f"the thread that opens its lane was ended by {error_text(error)}"
             event_loop.later(0.0, partial(self.ended, Exit(detail=words)))
@@ -491,7 +495,7 @@ class KeptHost(Host):
     # -- on the event loop's thread
 
     def ended(self, exit: Exit, *, is_final: bool = False) -> None:
-        """Note that it is gone. What it has said before is taken first, unless nothing is heard of it any more."""
+        """Record the worker's exit. Its earlier messages are handled first, unless none arrives any more."""
         known, self._exit = self._exit, self._exit or exit
         if is_final or (known is None and (self.lane is None or self.lane.finished)):
             self._finish()
@@ -501,7 +505,7 @@ class KeptHost(Host):
     def _lane_closed(self, reason: str) -> None:
         if self._exit is not None:
             self._finish()
-        else:  # a worker without its lane is of no use: it leaves by itself, or is made to
+        else:  # a worker without a lane is useless: an exit follows, or a kill
             self.slot.keepers.event_loop.later(AFTER_LANE_S, partial(self.kill, astray=True))
 
     def _finish(self) -> None:
