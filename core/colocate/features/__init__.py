@@ -1,9 +1,9 @@
-"""The table of features: what colocate can do beside calls in one order, a folder for each.
+"""The table of features: one folder for each service beyond plain calls.
 
-A feature has two halves, one of a group (`OfGroup`, in the driver) and one of a worker (`OfWorker`), or none, where the
-kernel asks it nothing. Each is imported and made when it is first needed: by a call, a message, an option of a role or
-a checkpoint that has something of it.
-The kernel names none of them. Without its folder and its row here the rest runs, and what asks for it is refused.
+A feature has a half in the driver, one per group (`OfGroup`), and a half in each worker (`OfWorker`), or only one of
+them. A half is imported and created on first need: by a call, a message, an option of a role, or a checkpoint with data
+of the feature. The kernel names no feature: without its folder and its row here, the rest runs, and requests for the
+feature are refused.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from colocate.errors import CapabilityError
 
 
 class Feature(NamedTuple):
-    """What brings a feature in.
+    """The modules of a feature, and the triggers of a feature's import.
 
     Attributes:
-        group: Its half of a group, as "module:class" in its folder; "" where it has none.
-        worker: Its half of a worker, likewise.
-        calls: What its calls on whole workers say that they are.
-        messages: The messages of its own, which are in the module `messages` of its folder.
-        options: The options of roles (`RoleSpec`), groups, pools and runtimes that it is behind.
-        follows: Modules on whose import a worker's half of it is made, whoever imports them.
-        alone: What answers for its methods (`MethodSpec.feature`) where an object isn't in a worker, likewise.
+        group: Its driver half, as "module:class" in its folder; "" for none.
+        worker: Its worker half, in the same form.
+        calls: The names of its calls on whole workers.
+        messages: Its message types, in the module `messages` of its folder.
+        options: The options of roles (`RoleSpec`), groups, pools and runtimes that load it.
+        follows: Modules whose import loads its worker half, whoever imports them.
+        alone: The class behind its methods (`MethodSpec.feature`) outside workers, as "module:class".
         breakpoints: Whether it answers `breakpoint()` in role code of worker processes.
     """
 
@@ -109,40 +109,41 @@ FEATURES = {
     "standalone": Feature(alone="calls:StandaloneCall"),
 }
 CALLS = {said: name for name, feature in FEATURES.items() for said in feature.calls}
-"""The features behind calls on whole workers, by what these say."""
+"""The feature behind each named call on whole workers."""
 importing: set[int] = set()
-"""The threads that import a feature now. What that needs is installed with colocate: nobody asks the driver for it, as
-a worker imports a feature where it receives, and would wait for itself."""
+"""The threads that import a feature now. Their imports must not ask the driver for modules: a worker imports features
+on its receiving thread and would wait for itself.
+"""
 _BY_MESSAGE = {kind: name for name, feature in FEATURES.items() for kind in feature.messages}
 _BY_OPTION = {option: name for name, feature in FEATURES.items() for option in feature.options}
 
 
 def of_group(name: str) -> Any:
-    """Return the class of a feature's half of a group.
+    """Return the class of a feature's driver half.
 
     Raises:
-        CapabilityError: There is no such feature here.
+        CapabilityError: This build has no such feature.
     """
     return _half(name, needed(name).group)
 
 
 def of_worker(name: str) -> Any:
-    """Return the class of a feature's half of a worker.
+    """Return the class of a feature's worker half.
 
     Raises:
-        CapabilityError: There is no such feature here.
+        CapabilityError: This build has no such feature.
     """
     return _half(name, needed(name).worker)
 
 
 def of_object(name: str) -> Any:
-    """Return the class of what answers for a feature's methods where an object isn't in a worker. Errors as above."""
+    """Return the class behind a feature's methods for objects outside workers. Errors as above."""
     needed("standalone")
     return _half(name, needed(name).alone)
 
 
 def of_message(kind: str) -> str | None:
-    """Import the messages of the feature that has one of this kind, and return its name; None where none has."""
+    """Return the feature of a message type, or None, and import the feature's messages."""
     name = _BY_MESSAGE.get(kind)
     if name is not None:
         module(f"{name}.messages")
@@ -150,25 +151,25 @@ def of_message(kind: str) -> str | None:
 
 
 def of_breakpoints() -> str | None:
-    """Return the feature that answers `breakpoint()` in role code; None where none does."""
+    """Return the feature that answers `breakpoint()` in role code, or None."""
     return next((name for name, feature in FEATURES.items() if feature.breakpoints), None)
 
 
 def of_options(options: Any) -> list[str]:
-    """Return the features behind the options that a role, a group, its pool or its runtime has."""
+    """Return the features behind the options of a role, a group, a pool or a runtime."""
     return [_BY_OPTION[option] for option in _BY_OPTION if getattr(options, option, None)]
 
 
 def followers() -> list[str]:
-    """Return the features that follow modules which are there."""
+    """Return the features with an imported module in `follows`."""
     return [name for name, feature in FEATURES.items() if not sys.modules.keys().isdisjoint(feature.follows)]
 
 
 def needed(name: str) -> Feature:
-    """Return the row of a feature that something needs.
+    """Return the row of a feature.
 
     Raises:
-        CapabilityError: It has none: there is no such feature here.
+        CapabilityError: This build has no such feature.
     """
     if name not in FEATURES:
         raise CapabilityError(f"this colocate was built without its feature {name!r}: install one that has it")
@@ -176,10 +177,10 @@ def needed(name: str) -> Feature:
 
 
 def module(where: str) -> Any:
-    """Return a module of a feature, as "feature.module".
+    """Import a module of a feature, given as "feature.module".
 
     Raises:
-        CapabilityError: There is no such feature here.
+        CapabilityError: This build has no such feature.
     """
     needed(where.partition(".")[0])
     thread = threading.get_ident()
@@ -191,11 +192,11 @@ def module(where: str) -> Any:
 
 
 def offered(by: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
-    """Return what a module has as `__getattr__` to offer names of features on first use.
+    """Return a `__getattr__` for a module that imports names from features on first use.
 
     Args:
-        by: The module's name.
-        homes: Where each name is, as `module` has it.
+        by: The name of that module.
+        homes: The module of each name, as a path for `module`.
     """
 
     def get(name: str) -> Any:

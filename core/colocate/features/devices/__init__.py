@@ -1,1 +1,1 @@
-"""GPUs while groups use them, sampled by NVML: use, memory, power, temperature, errors. The page: docs/memory.md."""
+"""Samples of GPUs in use, by NVML: use, memory, power, temperature, errors. The page: docs/memory.md."""

@@ -1,4 +1,4 @@
-"""GPUs of a runtime's groups, once a second: one worker of each node is asked for all that its node's slots have."""
+"""GPUs of a runtime's groups, sampled once a second: one worker per node samples for all slots there."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ _log = logging.getLogger("colocate")
 
 @attrs.frozen
 class DeviceSample:
-    """A GPU at one moment; None for what it can't tell.
+    """The state of a GPU at one moment; None for values that the GPU doesn't report.
 
     Attributes:
-        time: When, in seconds of time.time().
-        node: Its node.
-        slots: The group and slot of each worker that has it.
-        uuid: NVIDIA's name of it.
-        name: Its kind, as "NVIDIA H200".
-        use: The part of the last moment in which it has computed anything, of 1.
-        memory: Bytes in use, by anybody.
+        time: The moment of the sample, in seconds of time.time().
+        node: The GPU's node.
+        slots: The group and slot of each worker on this GPU.
+        uuid: The GPU's UUID, from NVIDIA's driver.
+        name: The model, as "NVIDIA H200".
+        use: The share of the last moment in which the GPU computed anything, from 0 to 1.
+        memory: Bytes in use, by all processes.
         memory_total: Bytes in all.
-        watts: The power that it draws.
-        celsius: Its temperature.
+        watts: The power draw.
+        celsius: The temperature.
         xids: The numbers of the XID errors since the last sample; see NVIDIA's list.
     """
 
@@ -57,12 +57,12 @@ class DeviceSample:
 
 
 class DevicesOfGroup(OfGroup):
-    """What a driver knows of the devices of a group's slots.
+    """The driver's record of the devices of a group's slots.
 
     Attributes:
-        own: The UUID of each worker's device, "" where that isn't known.
-        latest: The last sample of each, by slot.
-        watch: Who asks, and is told.
+        own: The UUID of each worker's device, "" while unknown.
+        latest: The last sample of each slot's device.
+        watch: The sampler that asked this group's workers last, and gets the answers.
     """
 
     def __init__(self, worker_group: WorkerGroup) -> None:
@@ -71,31 +71,31 @@ class DevicesOfGroup(OfGroup):
         self.watch: DeviceWatch | None = None
 
     def renewed(self) -> None:
-        """Forget the former workers."""
+        """Drop the records of the former workers."""
         self.own.clear()
         self.latest.clear()
 
     def heard(self, worker: Worker, message: Message, body: object) -> None:
-        """Take what a worker says of devices."""
+        """Pass a worker's samples on to the sampler."""
         assert isinstance(message, DevicesTold)
         if self.watch is not None:
             self.watch.told(worker, message)
 
 
 class DeviceWatch:
-    """Asks for samples each second, as long as groups have devices, and has observers told (`HOOK`)."""
+    """Samples all devices in use once a second, and notifies observers (`HOOK`)."""
 
     def __init__(self, connection: Connection) -> None:
-        """Begin. Args: connection: The runtime's."""
+        """Start sampling. Args: connection: The runtime's."""
         self._connection = connection
         self._is_over = False
         self._silent: set[str] = set()  # nodes that can't be sampled
-        self._asked: dict[str, list[tuple[DevicesOfGroup, Worker, str]]] = {}  # by node, what was asked for last
+        self._asked: dict[str, list[tuple[DevicesOfGroup, Worker, str]]] = {}  # by node, the latest questions
         self._timer: Timer | None = None
         self._again()
 
     def stop(self) -> None:
-        """Ask no more."""
+        """Stop sampling."""
         self._is_over = True
         if self._timer is not None:
             self._timer.cancel()
@@ -105,7 +105,7 @@ class DeviceWatch:
             self._timer = self._connection.services.timers.after(EVERY_S, self._ask)
 
     def _ask(self) -> None:
-        """Ask one worker of each node; on the timers' thread."""
+        """Ask one worker of each node for samples; on the timers' thread."""
         nodes: defaultdict[str, list[tuple[DevicesOfGroup, Worker, str]]] = defaultdict(list)
         for worker_group in tuple(self._connection.worker_groups.values()):
             for worker in worker_group.workforce.workers:
@@ -125,7 +125,7 @@ class DeviceWatch:
         self._again()
 
     def told(self, worker: Worker, told: DevicesTold) -> None:
-        """Take what a worker says; on the thread that hears it."""
+        """Record a worker's samples and notify observers; on the receiving thread."""
         node, group = worker.boot.node, self._connection.worker_groups.get(worker.boot.group)
         if told.trouble:
             if node not in self._silent:

@@ -1,4 +1,4 @@
-"""What driver and workers say of devices: the first to workers, the other from them."""
+"""Messages of device samples: the first goes to workers, the other comes from workers."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from typing import TypeAlias
 from colocate._protocol.message import Message, message
 
 Sampled: TypeAlias = "tuple[str, str, float | None, int | None, int | None, float | None, float | None, Sequence[int]]"
-"""UUID, name, use (of 1), memory in use and in all (bytes), power (watts), temperature (°C), XID errors since last."""
+"""UUID, name, use (of 1), memory in use and in all (bytes), power (watts), temperature (°C), new XID errors."""
 
 
 @message
 class AskDevices(Message):
     """Sample GPUs of the worker's node; answered by `DevicesTold`."""
 
-    uuids: Sequence[str]  # which; none for the name of the slot's own one
+    uuids: Sequence[str]  # the GPUs to sample; empty to ask for the UUID of the slot's own GPU
 
 
 @message
 class DevicesTold(Message):
-    """Tell what was asked for."""
+    """The answer to `AskDevices`."""
 
-    own: str  # the UUID of the slot's GPU; "" where that wasn't asked for, or isn't known
+    own: str  # the UUID of the slot's GPU; "" if not asked for, or unknown
     samples: Sequence[Sampled]
-    trouble: str  # why nobody can sample here; "" where it is done
+    trouble: str  # the reason why sampling isn't possible on this node; "" for none

@@ -1,4 +1,4 @@
-"""GPUs of a node by NVML, the worker's half: on a thread of its own, in one worker of each node."""
+"""GPUs of a node sampled by NVML, the worker's half: on one thread of one worker per node."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _ENDS_WITHIN_S = 1.0
 
 
 class DevicesOfWorker(OfWorker):
-    """Samples GPUs when the driver asks. NVML is loaded with the first question."""
+    """Samples GPUs at the driver's request. NVML is loaded with the first request."""
 
     def __init__(self, worker_context: WorkerContext) -> None:
         self._worker_context = worker_context
@@ -29,13 +29,13 @@ class DevicesOfWorker(OfWorker):
         self._nvml: _Nvml | None = None
 
     def heard(self, message: Message, body: Any) -> None:
-        """Take a question."""
+        """Queue a request for samples on the sampling thread."""
         assert isinstance(message, AskDevices)
-        with suppress(RuntimeError):  # no thread is to be had: there is a question each second
+        with suppress(RuntimeError):  # no thread could be started: the next request comes in a second
             self._jobs.soon(partial(self._answer, message.uuids))
 
     def close(self) -> None:
-        """End the thread."""
+        """Stop the sampling thread."""
         self._jobs.close(_ENDS_WITHIN_S)
 
     def _answer(self, uuids: Sequence[str]) -> None:
@@ -49,13 +49,13 @@ class DevicesOfWorker(OfWorker):
                 own = self._nvml.uuid_of(self._worker_context.boot.device)
         except ModuleNotFoundError:
             trouble = f"nvidia-ml-py isn't installed: {pip_line('gpu')}"
-        except Exception as error:  # whatever a driver of NVIDIA's, or its absence, raises
+        except Exception as error:  # any error of NVIDIA's driver, or of a machine without one
             trouble = error_text(error)
         self._worker_context.say(DevicesTold(own, samples, trouble))
 
 
 class _Nvml:
-    """What NVML knows of a node's GPUs."""
+    """A node's GPUs, read by NVML."""
 
     def __init__(self) -> None:
         self._of: Any = importlib.import_module("pynvml")
@@ -64,7 +64,6 @@ class _Nvml:
         self._errors: Any = None
 
     def uuid_of(self, device: str) -> str:
-        """Return the UUID of what torch calls a device here."""
         index, visible, of = int(device.partition(":")[2] or 0), gpus.listed(), self._of
         name = str(index) if visible is None else visible[index]
         if name.startswith("MIG-"):
@@ -73,7 +72,6 @@ class _Nvml:
         return there[int(name)] if name.isdigit() else next(each for each in there if each.startswith(name))
 
     def sampled(self, uuids: Sequence[str]) -> list[Sampled]:
-        """Return what GPUs do just now."""
         for uuid in uuids:
             if uuid not in self._handles:
                 self._handles[uuid] = self._of.nvmlDeviceGetHandleByUUID(uuid)
@@ -87,7 +85,7 @@ class _Nvml:
         def asked(ask: Callable[[], Any]) -> Any:
             try:
                 return ask()
-            except of.NVMLError:  # what this kind of GPU, or a part of one, can't tell
+            except of.NVMLError:  # this kind of GPU, or a part of one, doesn't report the value
                 return None
 
         memory = asked(lambda: of.nvmlDeviceGetMemoryInfo(handle))
@@ -107,15 +105,15 @@ class _Nvml:
 
     def _listen(self, handle: Any) -> None:
         of = self._of
-        with suppress(of.NVMLError):  # in a container it may not be allowed
+        with suppress(of.NVMLError):  # a container may lack the permission
             if self._errors is None:
                 self._errors = of.nvmlEventSetCreate()
             of.nvmlDeviceRegisterEvents(handle, of.nvmlEventTypeXidCriticalError, self._errors)
 
     def _new_errors(self) -> dict[str, list[int]]:
-        """Return the XID errors that have come since, by UUID."""
+        """Return the XID errors since the last call, by UUID."""
         of, found = self._of, dict[str, list[int]]()
-        with suppress(of.NVMLError):  # NVMLError_Timeout: there is no other
+        with suppress(of.NVMLError):  # NVMLError_Timeout: no further event
             while self._errors is not None:
                 event = of.nvmlEventSetWait_v2(self._errors, 0)
                 found.setdefault(_text(of.nvmlDeviceGetUUID(event.device)), []).append(int(event.eventData))

@@ -23,7 +23,7 @@ from colocate.worker.serving.build import FUNCTION, Shipped
 def run(
     worker_group: WorkerGroup, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> PendingCall:
-    """Send a function to every worker of a group, for who waits for that at once."""
+    """Submit a function to every worker of a group; the caller waits for the call at once."""
     if not callable(function):
         raise TypeError(f"group.run runs a function of the worker's context, not {function!r}")
     name = getattr(function, "__name__", type(function).__name__)
@@ -48,7 +48,7 @@ def run(
 def _check_fits(function: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError):  # some written in C have none: the workers will see
+    except (TypeError, ValueError):  # some functions written in C have no signature: the workers check the arguments
         return
     try:
         signature.bind(None, *args, **kwargs)
@@ -57,6 +57,6 @@ def _check_fits(function: Callable[..., Any], name: str, args: tuple[Any, ...], 
 
 
 def _ship(function: Callable[..., Any], name: str, in_process: bool) -> Shipped:
-    """The function as it travels: by name only where that name leads back to it."""
+    """Pack the function for the way: by name only if that name leads back to the function."""
     by_name = not in_process and path_of(function) is not None
     return ship(function, name, in_process=False) if by_name else Shipped(name, cls=function)

@@ -15,11 +15,11 @@ from colocate.worker.serving.signal_handlers import calls_role_code
 
 
 class FunctionsOfWorker(OfWorker, calls={FUNCTION: "run"}):
-    """What runs the functions of a worker."""
+    """Runs the functions of `group.run` on a worker."""
 
     @method
     @calls_role_code
     def run(self, function: Shipped, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Run a function with the worker's context; one that is async is run to its end."""
+        """Run a function with the worker's context; await the coroutine of an async function."""
         result = function.load()(current(), *args, **kwargs)
         return awaited(result) if inspect.iscoroutine(result) else result

@@ -1,1 +1,1 @@
-"""Looking on: `runtime.graph`, `runtime.audit()`, `colocate top`. The page: docs/ownership.md."""
+"""Looking into a run: `runtime.graph`, `runtime.audit()`, `colocate top`. The page: docs/ownership.md."""

@@ -1,4 +1,4 @@
-"""The audit: the ownership graph beside what the cluster really runs and holds; what is in one of them only."""
+"""The audit compares the ownership graph with the processes and reservations that the cluster really has."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ _Key: TypeAlias = tuple[str, str]  # kind and id
 
 @attrs.frozen
 class Finding:
-    """One difference between a graph and its cluster.
+    """One difference between a graph and the cluster.
 
     Attributes:
-        kind: "worker", "reservation", or what else a cluster keeps ("Ray actor", "folder").
-        id: What tells it apart: of a worker "runtime/group/slot", of a reservation "runtime/pool".
-        node: Name of the machine, where it lies on one.
-        pid: Its process, where it has one.
-        since: When it began, in seconds of time.time(), where that is known.
-        what: What is wrong with it.
-        todo: What to do.
+        kind: "worker", "reservation", or another kind of the cluster's ("Ray actor", "folder").
+        id: "runtime/group/slot" of a worker, "runtime/pool" of a reservation, the cluster's own name otherwise.
+        node: Name of the machine; "" for none.
+        pid: The process; None for none.
+        since: The start, in seconds of time.time(); None if unknown.
+        what: The difference, in words.
+        todo: The remedy, in words.
     """
 
     kind: str
@@ -61,11 +61,11 @@ class Finding:
 
 @attrs.frozen
 class Audit:
-    """What an audit has found; false when that is nothing. As text it has a line for each difference.
+    """The findings of an audit; false if there are none. As text: one line per difference.
 
     Attributes:
-        leaked: What the cluster has under our name, and no graph owns.
-        missing: What the graph claims, and the cluster lacks or doesn't confirm.
+        leaked: What the cluster has under colocate's name without an owner in any graph.
+        missing: What the graph claims, but the cluster lacks or doesn't confirm.
     """
 
     leaked: tuple[Finding, ...] = ()
@@ -80,17 +80,17 @@ class Audit:
         return "\n".join([*(f"leaked: {each}" for each in self.leaked), *(f"missing: {each}" for each in self.missing)])
 
     def data(self) -> dict[str, Any]:
-        """The same as plain data."""
+        """Return the findings as plain data."""
         return {"clean": not self, **attrs.asdict(self)}
 
     def json(self) -> str:
-        """The same as JSON."""
+        """Return the findings as JSON."""
         return json.dumps(self.data(), indent=2)
 
 
 @attrs.frozen
 class _Claim:
-    """Something that the cluster has to have, since the graph says so."""
+    """A worker or reservation that the cluster must have according to the graph."""
 
     node: Owned | Worker
     label: str
@@ -99,17 +99,17 @@ class _Claim:
 
 
 def audit(connection: Connection) -> Audit:
-    """Compare the graph of a runtime with its cluster. Differences that go away by themselves aren't any."""
+    """Compare the graph of a runtime with the cluster. Differences that disappear within seconds don't count."""
     return _settled(lambda: _look(connection))
 
 
 def audit_strays(strays: Callable[[], Iterable[Running]]) -> Audit:
-    """Return what is there under our name although its driver is gone, if each look of `strays` finds it."""
+    """Return processes and reservations of drivers that are gone; only finds of every call of `strays` count."""
     return _settled(lambda: Audit(leaked=_unique(_stray(each) for each in strays())))
 
 
 def _settled(look: Callable[[], Audit]) -> Audit:
-    """Look until nothing is found, or for a while; what has been there at every look."""
+    """Repeat `look` until nothing is found or the time is up; return the findings common to all looks."""
 
     def still(before: Iterable[Finding], after: Iterable[Finding]) -> tuple[Finding, ...]:
         known = {(each.kind, each.id, each.pid) for each in before}
@@ -126,7 +126,7 @@ def _settled(look: Callable[[], Audit]) -> Audit:
 
 
 def _look(connection: Connection) -> Audit:
-    """Look once. What the graph had only before the cluster was asked, or only afterwards, is in no difference."""
+    """Compare graph and cluster once. Changes during the comparison count as no difference."""
     executor = connection.services.executor
     known, claimed = _graph(connection)
     engine = list(executor.running())
@@ -156,14 +156,14 @@ def _look(connection: Connection) -> Audit:
 
 
 def _graph(connection: Connection) -> tuple[set[_Key], dict[_Key, _Claim]]:
-    """Return all that the graph has, and what of it the cluster must have: it neither starts nor ends, nor is gone."""
+    """Return all keys of the graph, and the claims: nodes that are up, and neither starting nor ending."""
     known, claims = {("runtime", connection.services.id)}, dict[_Key, _Claim]()
     for pool in [child for child in list(connection.children.values()) if isinstance(child, Slots)]:
         key = "reservation", pool.request.id
         known.add(key)
         if pool.reservation is not None and pool.closed_by is None:
             claims[key] = _Claim(pool, f"pool {pool.name!r} made at {at(pool.line)}")
-        # Its children: what has taken its slots is more, while something ends.
+        # Children of the pool, not users of slots: a closing group is still a child.
         for group in [child for child in list(pool.children.values()) if isinstance(child, WorkerGroup)]:
             for worker in list(group.workforce.workers):
                 key = "worker", worker.boot.worker

@@ -1,4 +1,4 @@
-"""What the groups of a runtime do just now, for who looks from outside: `colocate top`."""
+"""A status of a runtime's groups at this moment: `colocate top`."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ _STACKS_WITHIN_S = STACKS_WITHIN_S + 1.0
 
 
 class Recent(RecentSpans[tuple[str, str, int]]):
-    """An observer that knows how long each role has run on each slot in the last seconds: by group, role and rank."""
+    """An observer of the last seconds: how long each role ran on each slot, by group, role and rank."""
 
     def __init__(self, slot_of: Callable[[str, str, int], int]) -> None:
-        """Begin to know it. Args: slot_of: Returns the slot of a group, a role and a rank."""
+        """Start observing. Args: slot_of: Returns the slot of a group, a role and a rank."""
         super().__init__()
         self._since = time.time()
         self._idling = Idling(slot_of, _MOST_RANKS)
         self._of_idling = threading.Lock()
 
     def idle(self, now: float, running: Iterable[Called], slots: Iterable[Slot]) -> dict[Slot, dict[str, float]]:
-        """Return which part of the last seconds slots ran nothing, by what they waited for; see `idle`."""
+        """Return the share of the last seconds in which slots ran nothing, by cause; see `idle`."""
         since = max(self._since, now - RECENT_S)
         with self._of_idling:
             self._idling.forget(since)
@@ -46,7 +46,7 @@ class Recent(RecentSpans[tuple[str, str, int]]):
         return {slot: {why: seconds / RECENT_S for why, seconds in each.items()} for slot, each in found.items()}
 
     def colocate_call_finished(self, record: CallRecord) -> None:
-        """A call has ended."""
+        """Record a finished call."""
         with self._of_idling:
             self._idling.add(record)
             self._idling.forget(record.finished - 2 * RECENT_S)
@@ -54,7 +54,7 @@ class Recent(RecentSpans[tuple[str, str, int]]):
             self.add((record.group, record.role, rank), start, end)
 
     def colocate_memory_moved(self, record: MoveRecord) -> None:
-        """A sleep or a wake is busy, too, but for one that is a part of a call."""
+        """Record a sleep or wake. Its time counts as busy, unless a call's own time includes it."""
         with self._of_idling:
             self._idling.move(record)
         if not record.in_call:
@@ -62,10 +62,10 @@ class Recent(RecentSpans[tuple[str, str, int]]):
 
 
 def glance(connection: Connection, recent: Recent) -> list[dict[str, Any]]:
-    """The groups of a runtime, as plain data: what each slot runs, what waits there, and what its roles hold."""
+    """Return the status of a runtime's groups as plain data: each slot's call, queue, and memory by role."""
     now, worker_groups = time.time(), list(connection.worker_groups.values())
     more: list[tuple[tuple[str, str, int], float, float]] = []
-    unfinished: dict[PendingCall, dict[Slot, Interval]] = {}  # as far as ranks have begun: those that run until now
+    unfinished: dict[PendingCall, dict[Slot, Interval]] = {}  # per rank that has begun: start and end, or now
     for worker_group in worker_groups:
         running = [(call, slot, since, now) for slot, (call, since) in _running(worker_group, recent).items()]
         for call, slot, start, end in [*_done(worker_group), *running]:
@@ -86,7 +86,7 @@ def glance(connection: Connection, recent: Recent) -> list[dict[str, Any]]:
 
 
 def stacks(connection: Connection) -> list[dict[str, Any]]:
-    """Return what workers of a runtime are doing, as plain data: in their own words, or as their machine shows them."""
+    """Return stacks of a runtime's workers as plain data, from the workers or, for silent ones, from the keepers."""
     found: list[dict[str, Any]] = []
     for worker_group in list(connection.worker_groups.values()):
         answers: queue.SimpleQueue[Stacks] = queue.SimpleQueue()
@@ -104,23 +104,23 @@ def stacks(connection: Connection) -> list[dict[str, Any]]:
 
 
 def _running(worker_group: WorkerGroup, recent: Recent) -> dict[int, tuple[PendingCall, float]]:
-    """Return what each slot runs, and since when: it can't have begun before the one ahead of it had ended there."""
+    """Return each slot's running call and start time; no start lies before the end of the slot's previous call."""
     first: dict[int, PendingCall] = {}
-    ends, done = recent.ends(), {slot: end for _, slot, _, end in _done(worker_group)}  # in order: the last one remains
+    ends, done = recent.ends(), {slot: end for _, slot, _, end in _done(worker_group)}  # by slot: the last call
     for call in list(worker_group.order.pending.values()):
         for slot in call.missing():
             first.setdefault(slot, call)
     found = {}
     for slot, call in first.items():
         ranks = {name: info.slots.index(slot) for name, info in worker_group.roles.items() if slot in info.slots}
-        ranks[""] = slot  # of functions, which run on all slots
+        ranks[""] = slot  # functions run on all slots
         ended = (ends.get((worker_group.name, name, rank), 0.0) for name, rank in ranks.items())
         found[slot] = call, max(call.submitted, done.get(slot, 0.0), *ended)
     return found
 
 
 def _done(worker_group: WorkerGroup) -> list[tuple[PendingCall, int, float, float]]:
-    """Return what slots have run of calls that others of their slots run yet: observers aren't told of these so far."""
+    """Return the finished parts of calls that other slots still run: observers only get records of finished calls."""
     calls = list(worker_group.order.pending.values())
     return [(call, call.targets[index], start, end) for call in calls for index, start, end in list(call.spans)]
 
@@ -131,13 +131,13 @@ def _group(
     recent: Recent,
     waits: Mapping[Slot, Mapping[str, float]],
 ) -> dict[str, Any]:
-    # One that is starting, or hangs, doesn't answer: the rest is of use all the same.
+    # A worker that starts or hangs doesn't answer: the status is of use without the memory.
     try:
         held, trouble = cast("Any", worker_group.part("memory")).asked_each(Deadline(_LEDGERS_WITHIN_S))
     except CapabilityError as error:
         held, trouble = {}, error
     waiting = Counter(slot for call in list(worker_group.order.pending.values()) for slot in call.missing())
-    now, running = time.time(), _running(worker_group, recent)  # calls were made while the workers looked
+    now, running = time.time(), _running(worker_group, recent)  # read again: calls were made while the workers answered
     slots = []
     stopped = worker_group.stopped()
     behind = getattr(worker_group.parts.get("weights"), "last_behind", {})
@@ -179,7 +179,7 @@ def _group(
 
 
 def _gpu(worker_group: WorkerGroup, slot: int) -> dict[str, Any] | None:
-    """Return what was sampled last of a slot's GPU, where somebody does that."""
+    """Return the last sample of a slot's GPU, or None."""
     sample = getattr(worker_group.parts.get("devices"), "latest", {}).get(slot)
     if sample is None:
         return None

@@ -20,24 +20,24 @@ from colocate._worker_group.workforce import Worker
 from colocate.errors import ColocateError, ConfigError
 
 Measured: TypeAlias = Mapping[str, Any]
-"""By group what its memory is used for (`GroupMemory`), or the exception that says why that isn't known."""
+"""By group: its memory (`GroupMemory`), or the exception that prevented the measurement."""
 
 
 class Graph:
-    """Who owns what, at the moment when it is asked."""
+    """The ownership tree, read anew at each call."""
 
     def __init__(self, root: Owned) -> None:
         self._root = root
 
     def data(self, memory: bool = False) -> dict[str, Any]:
-        """The graph as nested plain data: kind, name, state, age, line, children and what else a kind knows.
+        """Return the graph as nested plain data: kind, name, state, age, line, children and details of each kind.
 
         Args:
-            memory: Whether workers are asked for the memory of their roles, in bytes, see `ColocatedGroup.memory`;
-                "unmeasured" says of a group why that isn't known.
+            memory: Whether to ask workers for the memory of their roles, in bytes; see `ColocatedGroup.memory`.
+                "unmeasured" gives the reason where a group didn't answer.
 
         Raises:
-            ForkedError: This is a forked child, which no worker answers (`memory`).
+            ForkedError: This is a forked child, and workers don't answer forks (`memory`).
         """
         if memory and self._root.forked:
             self._root.check()
@@ -45,15 +45,15 @@ class Graph:
         return _node(self._root, _measured(self._root, deadline) if memory else {})
 
     def render(self, format: str = "tree", memory: bool = False) -> str:
-        """The graph as text.
+        """Return the graph as text.
 
         Args:
             format: "tree", "mermaid" or "json".
-            memory: Whether each role says how much memory it holds, and each worker how much it has of its own.
+            memory: Whether to show the memory of each role, and the own memory of each worker.
 
         Raises:
-            ConfigError: There is no such format.
-            ForkedError: This is a forked child, which no worker answers (`memory`).
+            ConfigError: `format` is none of these.
+            ForkedError: This is a forked child, and workers don't answer forks (`memory`).
         """
         if format not in FORMATS:
             raise ConfigError(f"graph.render({format!r}): the formats are {', '.join(FORMATS)}")
@@ -67,7 +67,7 @@ class Graph:
 
 
 def _measured(node: Owned, deadline: Deadline) -> Measured:
-    """Return what the memory of each group below a node is used for, of those that are ready."""
+    """Ask all ready groups below a node for their memory."""
     if not isinstance(node, WorkerGroup):
         below = (_measured(child, deadline) for child in list(node.children.values()))
         return {name: found for measured in below for name, found in measured.items()}
@@ -80,7 +80,7 @@ def _measured(node: Owned, deadline: Deadline) -> Measured:
 
 
 def _node(node: Owned, measured: Measured) -> dict[str, Any]:
-    """Return a node and what it owns: of a group also workers, residents and calls, which aren't nodes themselves."""
+    """Return a node with children. A group's children include workers, residents and calls."""
     data: dict[str, Any] = {
         "kind": node.kind,
         "name": node.name,
@@ -117,7 +117,7 @@ def _node(node: Owned, measured: Measured) -> dict[str, Any]:
 
 
 def _worker(worker_group: WorkerGroup, worker: Worker, measured: Any) -> dict[str, Any]:
-    """Return a worker and the roles in it, with their bytes where these were asked for."""
+    """Return a worker and the roles in there, with bytes if measured."""
     found = None if measured is None else measured.slots[worker.slot]
     roles = []
     for name, info in worker_group.roles.items():
@@ -156,7 +156,7 @@ def _label(data: dict[str, Any]) -> str:
 
 
 def _known(data: Mapping[str, Any]) -> list[str]:
-    """Return what is known of a node besides its state."""
+    """Return the known facts of a node besides the state."""
     found = [f"{key} {data[key]}" for key in ("pid", "port", "node", "device") if data.get(key) is not None]
     if "where" in data:
         found.append(data["where"])
@@ -169,7 +169,7 @@ def _known(data: Mapping[str, Any]) -> list[str]:
     if data.get("weights"):
         found.append(data["weights"])
     if "unmeasured" in data:
-        found.append(f"its memory isn't known: {data['unmeasured'].partition(chr(10))[0]}")  # all of it is in the data
+        found.append(f"its memory isn't known: {data['unmeasured'].partition(chr(10))[0]}")  # `data` has the whole text
     if "age_s" in data:
         found.append(f"{data['age_s']:.0f} s")
     if "line" in data:
@@ -178,7 +178,7 @@ def _known(data: Mapping[str, Any]) -> list[str]:
 
 
 def shown(root: Owned, *more: str) -> str:
-    """A node as a notebook shows it: why it can't be used if so, what more is given, and what it owns."""
+    """Return a node as HTML for a notebook: reasons against further use, the parts in `more`, and the children."""
     data = Graph(root).data()
     why = [] if root.closed_by is None else [html.reason(f"closed by {root.closed_by}")]
     if root.life.failure is not None:

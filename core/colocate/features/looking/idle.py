@@ -1,4 +1,4 @@
-"""What slots waited for while they ran nothing, as the order of calls tells: without a look at any device."""
+"""The causes of idle slots, from the order of calls alone: no device is sampled."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from colocate._system.recent import Interval, length, merged, without
 from colocate.features import CALLS
 
 Slot: TypeAlias = tuple[str, int]
-"""A group's name, and a slot of it."""
+"""A group's name and the index of a slot."""
 
 DRIVER = "the driver"
 MOVES = "memory that sleeps or wakes"
 _SLACK_S = 0.01
-"""What ended so much after the next call was made may have been waited for: machines' clocks differ."""
+"""Clocks of machines differ: a call that ended up to this long after the next one was made may be its cause."""
 
 
 @attrs.frozen
 class Called:
-    """A call, as who waits for it knows it; all times in seconds of time.time().
+    """The timing of a call; all times in seconds of time.time().
 
     Attributes:
-        label: What it is called: role and method.
-        submitted: When it was submitted.
-        ready: When it could have run: all kept results that it uses were there, too.
-        ran: From when to when each of its slots ran it.
+        label: Role and method.
+        submitted: The time of the submission.
+        ready: The time from which it could run: all kept results among its arguments existed.
+        ran: Start and end on each of its slots.
     """
 
     label: str
@@ -40,29 +40,29 @@ class Called:
 
     @property
     def start(self) -> float:
-        """When its first rank began."""
+        """The start of the first rank."""
         return min(start for start, _ in self.ran.values())
 
     @property
     def end(self) -> float:
-        """When its last rank ended."""
+        """The end of the last rank."""
         return max(end for _, end in self.ran.values())
 
 
 def idle(
     calls: Iterable[Called], moves: Iterable[tuple[Slot, Interval]], windows: Mapping[Slot, Interval]
 ) -> dict[Slot, dict[str, float]]:
-    """Return for how many seconds each slot ran nothing, by what it waited for.
+    """Return how many seconds each slot ran nothing, by cause.
 
-    While memory moves, also amid a call, a slot waits for that. Between two calls it waits for what ran elsewhere and
-    had ended when the later one was made: for the other ranks of a call of its own ("the last ranks of rollout.run"),
-    or for another call. What went on longer can't be what the driver waited for. The rest is the driver's: its own
-    work, and the way of the message.
+    While memory moves, also amid a call, a slot waits for the move. Between two calls it waits for calls that ran
+    elsewhere and had ended when the later one was made: the other ranks of its own call ("the last ranks of
+    rollout.run"), or another call. The driver can't have waited for a call that ended later. The rest is the driver's:
+    its own work, and the way of the message.
 
     Args:
-        calls: All calls of the time, of all groups; functions too, but no sleeps and wakes, which `moves` has.
-        moves: Where memory moved, and when.
-        windows: The slots that are asked for, and from when to when.
+        calls: All calls of the time, of all groups, with functions; no sleeps and wakes: `moves` has these.
+        moves: The slot and the interval of each move of memory.
+        windows: The slots to report on, each with its interval.
     """
     known = Known(calls, moves)
     found: dict[Slot, dict[str, float]] = {}
@@ -76,10 +76,10 @@ def idle(
 
 
 class Known:
-    """Calls and moves of memory, in order."""
+    """Calls and moves of memory, sorted by time."""
 
     def __init__(self, calls: Iterable[Called], moves: Iterable[tuple[Slot, Interval]]) -> None:
-        """Put them in order; see `idle`."""
+        """Sort calls and moves; see `idle`."""
         self._by_end = sorted([each for each in calls if each.ran], key=lambda each: each.end)
         self._ends = [each.end for each in self._by_end]
         self._moved: dict[Slot, list[Interval]] = {}
@@ -87,15 +87,15 @@ class Known:
             self._moved.setdefault(slot, []).append(interval)
 
     def moving(self, slot: Slot, window: Interval) -> list[Interval]:
-        """Return when memory moved on a slot within a window."""
+        """Return the intervals within a window in which memory moved on a slot."""
         return cut(merged(self._moved.get(slot, ())), *window)
 
     def own(self, slot: Slot) -> list[tuple[Interval, Called]]:
-        """Return a slot's calls, in the order in which they began there."""
+        """Return a slot's calls, sorted by their start there."""
         return sorted([(each.ran[slot], each) for each in self._by_end if slot in each.ran], key=lambda each: each[0])
 
     def gaps(self, slot: Slot, window: Interval) -> Iterator[tuple[Called | None, str, float]]:
-        """Yield before which call a slot ran nothing, and no memory moved; why, and for how many seconds."""
+        """Yield the idle gaps of a slot: the call after the gap, the cause, and the seconds."""
         since, until = window
         moving, last = self.moving(slot, window), since
         gaps: list[tuple[float, float, Called | None]] = []
@@ -114,7 +114,7 @@ class Known:
 def _why(
     slot: Slot, gap: Interval, then: Called | None, by_end: Sequence[Called], ends: Sequence[float]
 ) -> Iterator[tuple[str, float]]:
-    """Yield what a slot waited for in a gap before a call (None: there is none yet), and how long."""
+    """Yield the causes of a gap before the call `then` (None for no call yet), with their seconds."""
     start, end = gap
     asked = end if then is None else min(end, max(start, then.submitted))
     could = end if then is None else min(end, max(asked, then.ready))
@@ -133,22 +133,22 @@ def _why(
 
 
 def cut(intervals: Iterable[Interval], since: float, until: float) -> list[Interval]:
-    """Return what of some intervals lies between two times."""
+    """Return the parts of intervals that lie between two times."""
     return [(max(start, since), min(end, until)) for start, end in intervals if start < until and end > since]
 
 
 @attrs.define(eq=False)
 class Idling:
-    """What is known of the last calls and moves of memory. Not for several threads at once."""
+    """The last calls and moves of memory. Not thread-safe."""
 
-    slot_of: Callable[[str, str, int], int]  # of a group, a role and a rank
-    most: int  # so many ranks' calls are kept
+    slot_of: Callable[[str, str, int], int]  # from group, role and rank
+    most: int  # the limit on recorded ranks of calls, and on moves
     _calls: deque[Called] = attrs.field(factory=deque, init=False)
-    _ranks: int = attrs.field(default=0, init=False)  # of these
+    _ranks: int = attrs.field(default=0, init=False)  # the ranks in `_calls`
     _moves: deque[tuple[Slot, Interval]] = attrs.field(factory=deque, init=False)
 
     def add(self, record: CallRecord) -> None:
-        """Note a call that has ended. That of a sleep or a wake is left out, of which each move is told."""
+        """Record a finished call, except a sleep or wake: `move` records these."""
         if record.ran and CALLS.get(record.method) != "memory":
             self._calls.append(self._called(record))
             self._ranks += len(record.ran)
@@ -163,28 +163,28 @@ class Idling:
         return Called(label_of(record.role, record.method), record.submitted, record.ready, ran)
 
     def move(self, record: MoveRecord) -> None:
-        """Note that memory has moved."""
+        """Record a move of memory."""
         slot = record.group, self.slot_of(record.group, record.role, record.rank)
         self._moves.append((slot, (record.start, record.end)))
         if len(self._moves) > self.most:
             self._moves.popleft()
 
     def forget(self, before: float) -> None:
-        """Forget what had ended before a time."""
+        """Drop calls and moves that ended before a time."""
         while self._calls and self._calls[0].end < before:
             self._ranks -= len(self._calls.popleft().ran)
         while self._moves and self._moves[0][1][1] < before:
             self._moves.popleft()
 
     def slots(self) -> set[Slot]:
-        """Return the slots of which something is known."""
+        """Return the slots of all recorded calls and moves."""
         return {slot for each in self._calls for slot in each.ran} | {slot for slot, _ in self._moves}
 
     def copy(self) -> tuple[list[Called], list[tuple[Slot, Interval]]]:
-        """Return the calls, in the order in which they were told, and the moves, as `idle` takes them."""
+        """Return calls and moves in the order of the records, as arguments for `idle`."""
         return list(self._calls), list(self._moves)
 
 
 def label_of(role: str, method: str) -> str:
-    """Return what a call is called."""
+    """Return a call's label from role and method."""
     return f"{role}.{method}" if role else method

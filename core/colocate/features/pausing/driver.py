@@ -21,35 +21,35 @@ _HOW = ("wait", "keep", "abort")
 
 
 class PausingOfGroup(OfGroup):
-    """The pauses of a group's background roles; a generation of workers has its own."""
+    """The pauses of a group's background roles; each generation of workers starts without any."""
 
     def __init__(self, worker_group: WorkerGroup) -> None:
         self._worker_group = worker_group
         self._pauses = Pauses(worker_group.order)
 
     def renewed(self) -> None:
-        """Forget all: none of the new workers is paused."""
+        """Drop all pauses: none of the new workers is paused."""
         self._pauses = Pauses(self._worker_group.order)
 
     def failed(self, error: ColocateError) -> None:
-        """Have nobody wait for a rank any more."""
+        """Fail the waits of all pauses with the group's error."""
         self._pauses.fail(error)
 
     def heard(self, worker: Worker, message: Message, body: Any) -> None:
-        """Hear that a rank pauses, or rests."""
+        """Handle a rank's answer: no further call begins there, or the role is at rest."""
         assert isinstance(message, Pausing | Paused)
         self._pauses.answered(worker.slot, message)
 
     def is_paused(self, role: str) -> bool:
-        """Return whether a role is, or is about to be."""
+        """Return whether a role is paused or about to be."""
         return self._pauses.is_paused(role)
 
     def sends(self, call: PendingCall) -> None:
-        """Refuse a call for all roles that would wait for what a pause holds up."""
+        """Refuse a call on all roles that would wait for a paused role."""
         self._pauses.refuse(call)
 
     def shown(self, role: str) -> Mapping[str, bool]:
-        """Return that a role is paused, if so."""
+        """Return a mark for a paused role in the graph."""
         return {"paused": True} if self.is_paused(role) else {}
 
     def pause(self, role: str, how: str, timeout: float | None) -> None:
@@ -57,12 +57,12 @@ class PausingOfGroup(OfGroup):
         pause(self._worker_group, self._pauses, role, how, timeout)
 
     def resume(self, role: str) -> None:
-        """Have a background role go on; see `ColocatedGroup.resume`."""
+        """Resume a background role; see `ColocatedGroup.resume`."""
         resume(self._worker_group, self._pauses, role)
 
 
 def pause(worker_group: WorkerGroup, pauses: Pauses, role: str, how: str, timeout: float | None) -> None:
-    """Pause a background role, after a look whether that can be."""
+    """Pause a background role after checks of the group, the role and `how`."""
     _check(worker_group, role, "pause")
     if how not in _HOW:
         raise ConfigError(f"group.pause(how={how!r}): it is 'wait', 'keep' or 'abort'{did_you_mean(str(how), _HOW)}")
@@ -74,7 +74,7 @@ def pause(worker_group: WorkerGroup, pauses: Pauses, role: str, how: str, timeou
 
 
 def resume(worker_group: WorkerGroup, pauses: Pauses, role: str) -> None:
-    """Have a background role go on, after a look whether that can be."""
+    """Resume a background role after checks of the group and the role."""
     _check(worker_group, role, "resume")
     pauses.resume(role)
 

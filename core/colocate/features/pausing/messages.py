@@ -1,4 +1,4 @@
-"""What driver and workers say of pauses: the first three to workers, the others from them."""
+"""Messages of pauses: the first three go to workers, the others come from workers."""
 
 from __future__ import annotations
 
@@ -7,41 +7,41 @@ from colocate._protocol.message import Message, message
 
 @message
 class Pause(Message):
-    """Begin no further call of a background role; answered by `Pausing`, and followed by `PauseAfter` or `GoOn`."""
+    """Ask a worker to begin no further call of a background role."""
 
-    token: int  # the question's number, and the pause's
+    token: int  # the request's number, which also numbers the pause
     lane: str  # the role
 
 
 @message
 class PauseAfter(Message):
-    """Begin no call of a background role after the last that any rank has begun; `Paused` follows at rest."""
+    """Set the last call that a paused background role begins; `Paused` follows at rest."""
 
-    token: int  # the question's number
+    token: int  # the request's number
     lane: str  # the role
-    number: int  # the pause's
-    last: int  # that call
-    keeps: bool  # whether calls that run may stop at their pause points
+    number: int  # of the pause
+    last: int  # the number of the last call
+    keeps: bool  # whether running calls may stop at their pause points
 
 
 @message
 class GoOn(Message):
-    """A pause is over, and so are those before it."""
+    """Resume a background role: this pause is over, and all earlier ones."""
 
     lane: str  # the role
-    number: int  # the pause's
+    number: int  # of the pause
 
 
 @message
 class Pausing(Message):
-    """Tell that the worker begins no further call of a background role."""
+    """The answer to `Pause`: the worker begins no further call of the role."""
 
-    token: int  # the question's number
-    begun: int  # the last that it has begun
+    token: int  # the request's number
+    begun: int  # the number of the last call that began
 
 
 @message
 class Paused(Message):
-    """A background role does nothing any more."""
+    """The answer to `PauseAfter`: the role is at rest."""
 
-    token: int  # the question's number
+    token: int  # the request's number

@@ -1,7 +1,8 @@
-"""Pauses of background roles, the driver's half: the ranks agree on the last call that they begin, and come to rest.
+"""Pauses of background roles, the driver's half: the ranks agree on a last call and come to rest.
 
-Each rank is asked to begin no further call, and says which one it has begun last. The highest of these is the last that
-all of them begin: others may wait for their parts of it. The other half is in `worker/lane_order.py`.
+Each rank is asked to begin no further call, and answers with the last call that it has begun. The highest of these is
+the last call on all ranks: ranks that have begun it may wait for their peers' parts. The other half is in
+`worker/lane_order.py`.
 """
 
 from __future__ import annotations
@@ -18,22 +19,22 @@ from colocate.features.pausing.messages import GoOn, Pause, PauseAfter, Paused, 
 
 @attrs.define(eq=False)
 class _Pause:
-    """The pause of a role that counts; `former` was at rest before, and counts again where this one fails."""
+    """The current pause of a role; `former` was already at rest, and is restored if this one fails."""
 
     number: int
     keeps: bool
-    request: Request[int, int]  # what its thread waits for
+    request: Request[int, int]  # the answers that the pausing thread waits for
     former: _Pause | None
-    last: int | None = None  # the last call that ranks begin, once they have agreed
-    error: ColocateError | None = None  # it has been ended by another thread
+    last: int | None = None  # the last call that ranks begin; None until the ranks have agreed
+    error: ColocateError | None = None  # the reason why another thread ended this pause
 
     @property
     def rests(self) -> bool:
-        """Whether all ranks have said so."""
+        """Whether all ranks are at rest."""
         return self.last is not None and not self.request.owing
 
     def check(self) -> None:
-        """Raise unless it still counts. The order's lock is held."""
+        """Raise if another thread has ended this pause. The order's lock is held."""
         if self.error is not None:
             raise self.error
 
@@ -47,14 +48,14 @@ class Pauses:
         self._paused: dict[str, _Pause] = {}  # by role
 
     def pause(self, role: str, how: str, timeout: float | None) -> None:
-        """Have a role begin no further call, and wait until it does nothing; see `ColocatedGroup.pause`."""
+        """Stop a role from beginning calls, and wait until the role is at rest; see `ColocatedGroup.pause`."""
         order, link, deadline = self._order, self._order.link, Deadline(timeout)
         with order.lock:
             request = self._requests.open(live := link.live())
             former = self._overtake(role, "paused anew")
             pause = self._paused[role] = _Pause(request.token, how == "keep", request, former)
         try:
-            # With the lock, as calls are sent: all ranks get both in one order.
+            # Calls are sent under the same lock: all ranks get pause and calls in one order.
             with order.lock:
                 pause.check()
                 link.send(live, Pause(pause.number, role))
@@ -84,14 +85,14 @@ class Pauses:
             self._requests.drop(pause.request)
 
     def is_paused(self, role: str) -> bool:
-        """Whether a role is, or is about to be."""
+        """Return whether a role is paused or about to be."""
         return role in self._paused
 
     def refuse(self, call: PendingCall) -> None:
-        """Raise where a call for all roles, which comes before what pauses hold up, waits for that. The lock is held.
+        """Refuse a call on all roles that would wait for a paused role. The lock is held. The lock is held.
 
         Raises:
-            ColocateError: A call that comes before it uses what one makes that is held up.
+            ColocateError: An earlier call uses a result that the paused role hasn't made.
         """
         for role, pause in self._paused.items():
             for user, maker in self._uses(role, list(self._order.pending.values())):
@@ -106,23 +107,23 @@ class Pauses:
                     )
 
     def resume(self, role: str) -> None:
-        """Have a role go on."""
+        """Resume a role."""
         with self._order.lock:
             self._overtake(role, "resumed")
             if (pause := self._paused.pop(role, None)) is not None:
                 self._order.link.send(self._order.link.live(), GoOn(role, pause.number))
 
     def answered(self, slot: int, answer: Pausing | Paused) -> None:
-        """A rank has said which call it began last, or that it rests."""
+        """Record a rank's answer: the last call that began, or rest."""
         self._requests.answered(answer.token, slot, answer.begun if isinstance(answer, Pausing) else 0)
 
     def fail(self, error: ColocateError) -> None:
-        """No rank will answer any more."""
+        """Drop all pauses and fail their requests: no rank will answer any more."""
         self._paused.clear()
         self._requests.fail_all(error)
 
     def _overtake(self, role: str, how: str) -> _Pause | None:
-        """End the wait of another thread for a role's pause; what was at rest. The lock is held."""
+        """End another thread's unfinished pause of a role, and return the pause at rest, if any. The lock is held."""
         if (pause := self._paused.get(role)) is None or pause.rests:
             return pause
         pause.error = ColocateError(
@@ -135,14 +136,14 @@ class Pauses:
         return pause.former
 
     def _put_back(self, role: str, pause: _Pause) -> None:
-        """A pause has failed: all is as it was before, unless another thread has changed that."""
+        """Undo a failed pause, unless another thread has changed the role's pause since."""
         with self._order.lock:
             if self._paused.get(role) is not pause:
                 return
             if (former := pause.former) is None:
                 self.resume(role)
                 return
-            former.number = pause.number  # by which the ranks know it now
+            former.number = pause.number  # the ranks know the pause by this number now
             self._paused[role] = former
             self._send(role, former, self._requests.open(()).token)
 
@@ -151,11 +152,11 @@ class Pauses:
         self._order.link.send(self._order.link.live(), PauseAfter(token, role, pause.number, pause.last, pause.keeps))
 
     def _last(self, role: str, begun: int, calls: list[PendingCall]) -> int:
-        """The last call that ranks begin: what other lanes use is made before, as calls for all roles wait for them."""
+        """Return the last call that ranks begin: later ones wait, unless other lanes use the result."""
         return max([begun, *(maker.seq for _, maker in self._uses(role, calls))])
 
     def _uses(self, role: str, calls: list[PendingCall]) -> list[tuple[PendingCall, PendingCall]]:
-        """Calls of other lanes, and those of a role that make what they use, and haven't yet."""
+        """Return pairs of another lane's call and the unfinished call of the role behind one of the arguments."""
         link = self._order.link
         return [
             (call, maker)

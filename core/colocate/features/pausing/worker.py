@@ -12,13 +12,13 @@ from colocate.worker.hooks import OfWorker
 
 
 class PausingOfWorker(OfWorker):
-    """Hands what the driver says on to the lanes, which know what a pause is (`lane_order`)."""
+    """Passes the driver's pauses on to the lanes (`lane_order`)."""
 
     def __init__(self, worker_context: WorkerContext) -> None:
         self._worker_context = worker_context
 
     def heard(self, message: Message, body: Any) -> None:
-        """Pause a lane, or have it go on."""
+        """Pause or resume a lane."""
         context = self._worker_context
         match message:
             case Pause():

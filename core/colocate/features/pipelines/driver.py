@@ -1,7 +1,7 @@
-"""`group.pipeline()`: the calls made in the block are sent when it ends, as one message per worker.
+"""Calls made in a `group.pipeline()` block are sent when the block ends, as one message per worker.
 
-A pipeline belongs to the thread or task that entered it; what others call goes out at once, as ever. Blocks of one
-thread nest, of one group or of several: the outermost sends.
+A pipeline belongs to the thread or task that entered the block; calls of other threads and tasks are sent at once.
+Blocks of one thread nest, for one group or several: the outermost block sends.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _EDGE_BYTES = 64
 
 
 class Pipeline(Unsent):
-    """The calls of one thread's or task's pipelines that are open now."""
+    """The recorded calls of one thread's or task's open pipelines."""
 
     def __init__(self) -> None:
         self.open = True
@@ -39,15 +39,15 @@ class Pipeline(Unsent):
 
     @property
     def is_here(self) -> bool:
-        """Whether it is this thread and task that has it open."""
+        """Whether the current thread and task opened this pipeline."""
         return self.open and self._here.is_current
 
     def records(self, worker_group: WorkerGroup) -> bool:
-        """Whether it takes calls that are made here of a group."""
+        """Return whether this pipeline records calls made here on a group."""
         return worker_group in self.worker_groups and self.is_here
 
     def refuse_wait(self, label: str, awaits: bool) -> None:
-        """Raise when waiting for a call would keep the block from ending, with which it is sent."""
+        """Refuse a wait inside the block: the call is only sent when the block ends."""
         if self.is_here if awaits else self._here.is_current_thread:
             raise PipelineError(
                 f"{label} is sent when the block of group.pipeline() at {self._line} ends, and this needs its outcome: "
@@ -55,7 +55,7 @@ class Pipeline(Unsent):
             )
 
     def refuse_call(self, label: str, how: str = "") -> None:
-        """Refuse a call that blocks. `how`: what to use instead of it there, with a comma, if there is something."""
+        """Refuse a blocking call. `how`: an alternative for the error text, ending in a comma; "" for none."""
         raise PipelineError(
             f"{label} would wait for its result, but in the block of group.pipeline() at {self._line} calls are sent "
             f"when it ends: {how}call it before or after the block (a signal's handler: set a flag, and look at it "
@@ -65,12 +65,12 @@ class Pipeline(Unsent):
     # -- recording
 
     def add(self, draft: Draft) -> None:
-        """Record a call. What it uses is lent to it from now on."""
+        """Record a call. Its arguments are lent to the call from now on."""
         snapshots = {id(body): self._memory.snapshot(body) for body in draft.bodies}
         draft.bodies = [snapshots[id(body)] for body in draft.bodies]
         draft.call.unsent, kept = self, draft.kept
         if kept is not None:
-            # Until the call has been sent, no worker is to be told to forget its result.
+            # The pin keeps the result alive on the workers until the call has been sent.
             draft.pin = draft.worker_group.residents.pin(kept)
         draft.lend()
         self._drafts.append(draft)
@@ -83,9 +83,9 @@ class Pipeline(Unsent):
         return len(self._drafts)
 
     def forget(self, start: int, error: BaseException) -> None:
-        """Calls from the `start`-th on are not to be sent: their block ended by an exception."""
+        """Fail the calls from the `start`-th on: their block ended with an exception."""
         drafts: list[Draft] = []
-        while len(self._drafts) > start:  # what a signal's handler adds meanwhile too
+        while len(self._drafts) > start:  # a signal's handler may add calls meanwhile
             drafts.append(self._drafts.pop())
         text = str(error).partition("\n")[0]
         for draft in reversed(drafts):
@@ -99,10 +99,10 @@ class Pipeline(Unsent):
             _give_up(draft, reason)
 
     def end(self) -> None:
-        """Send everything. On any thread.
+        """Send all recorded calls. On any thread. On any thread.
 
         Raises:
-            ColocateError: A group can't be called any more. Its calls, and those of groups after it, have that error.
+            ColocateError: A group can't be called any more. Its calls, and those of later groups, fail with this error.
         """
         try:
             self.open = False
@@ -137,19 +137,19 @@ class Pipeline(Unsent):
 
 
 def _give_up(draft: Draft, error: BaseException) -> None:
-    """A call is never sent, or not to all of its ranks: of which who ended the block is told."""
+    """Fail a call that wasn't sent to all ranks."""
     draft.call.handle = None
     draft.worker_group.order.drop(draft.call, never_sent(draft.call, error))
     kept = draft.kept
     if kept is not None:
         draft.kept = draft.pin = None
-        kept.used = True  # who ended the block has been told
+        kept.used = True  # the block has raised the error: no second report of an unused failure
         reason = error if isinstance(error, ColocateError) else PipelineError(f"{draft.call.label} was never sent")
         draft.worker_group.residents.never_made(kept, reason)
 
 
 def _send(messages: Messages) -> None:
-    """Send the calls of one group, but for those that have failed before."""
+    """Send the calls of one group, except calls that have failed already."""
     drafts = messages.drafts
     worker_group = drafts[0].worker_group
     sent: Sequence[Draft] = ()
@@ -168,7 +168,7 @@ def _send(messages: Messages) -> None:
 
 
 def _is_lost(draft: Draft) -> bool:
-    """Whether a call has failed before it could be sent: it uses a resident whose call has, or that is gone."""
+    """Fail an unsent call that uses a poisoned or lost resident; return whether the call is done."""
     gone = (use._kept.lost for use in draft.call.uses if use._kept.lost is not None)
     poison = None if draft.call.done() else draft.call.poison() or next(gone, None)
     if poison is not None:
@@ -178,7 +178,7 @@ def _is_lost(draft: Draft) -> bool:
 
 @contextmanager
 def pipeline(worker_group: WorkerGroup) -> Iterator[None]:
-    """Send the calls made in the block on views of a group when it ends, one message per worker."""
+    """Collect the block's calls on a group, and send one message per worker when the block ends."""
     outer = OPEN.get()
     if isinstance(outer, Pipeline) and outer.is_here:
         with _nested(outer, worker_group):
@@ -193,7 +193,7 @@ def pipeline(worker_group: WorkerGroup) -> Iterator[None]:
         if not found.forked:
             found.end()
     except BaseException as error:
-        if found.open and not found.forked:  # nothing of it has been sent
+        if found.open and not found.forked:  # no call of the block has been sent
             found.open = False
             found.forget(0, error)
         raise
@@ -215,13 +215,13 @@ def _nested(outer: Pipeline, worker_group: WorkerGroup) -> Iterator[None]:
 
 
 class Memory:
-    """Memory of recorded arguments, as it was when each call was made; equal memory is copied and sent once."""
+    """Copies of recorded arguments' memory as of each call; equal memory is copied and sent once."""
 
     def __init__(self) -> None:
         self._copies: dict[tuple[int, bytes, bytes], list[memoryview]] = {}
 
     def snapshot(self, body: Any) -> Any:
-        """Return the body with memory that nobody else writes to."""
+        """Return the body with private copies of the buffers: later writes to the arguments don't change the call."""
         if not isinstance(body, Packed) or not body.buffers:
             return body
         return Packed(body.data, tuple(self._copy(buffer) for buffer in body.buffers), body.needs)
@@ -229,7 +229,7 @@ class Memory:
     def _copy(self, buffer: memoryview) -> memoryview:
         key = buffer.nbytes, bytes(buffer[:_EDGE_BYTES]), bytes(buffer[-_EDGE_BYTES:])
         known = self._copies.setdefault(key, [])
-        found = next((copy for copy in known if copy.obj == buffer), None)  # the bytearray compares in one go
+        found = next((copy for copy in known if copy.obj == buffer), None)  # compared with the bytearray: one memcmp
         if found is None:
             found = memoryview(bytearray(buffer))
             known.append(found)

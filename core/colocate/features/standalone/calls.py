@@ -31,13 +31,13 @@ _ONE = Ranks(1)
 
 @attrs.frozen
 class StandaloneCall:
-    """A role method of a standalone object: dispatch and collect apply, everything runs at once, errors come bare."""
+    """A role method of a standalone object: dispatch and collect apply, the call runs at once, errors come bare."""
 
     _instance: Any
     _spec: MethodSpec
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        """Run it."""
+        """Run the method."""
         spec, planned = self._spec, self._planned(args, kwargs)
         with self._running(CallState(0, valid_rows=planned.valid[0])) as ctx:
             ctx.count(ctx._call, spec.name)
@@ -55,7 +55,7 @@ class StandaloneCall:
 
     @contextlib.contextmanager
     def _running(self, call: CallState) -> Iterator[Context]:
-        """A block of role code."""
+        """Run role code in the block, with the object's context set as the current one."""
         ctx: Context | None = getattr(self._instance, "_colocate_ctx", None)
         if ctx is None:
             ctx = standalone_context(type(self._instance).__name__)
@@ -71,7 +71,7 @@ class StandaloneCall:
         raise no_such_attribute(f"{type(self._instance).__name__}.{self._spec.name}", name)
 
     def submit(self, /, *args: Any, **kwargs: Any) -> Call[Any]:
-        """Run it at once; the call is done when it returns."""
+        """Run the method at once, and return a finished call."""
         label = f"{type(self._instance).__name__}.{self._spec.name}"
         try:
             return ended(label, self(*args, **kwargs))
@@ -79,18 +79,18 @@ class StandaloneCall:
             return ended(label, error=error)
 
     def keep(self, /, *args: Any, **kwargs: Any) -> Resident[Any]:
-        """Run it at once; the resident holds the collected value itself."""
+        """Run the method at once, and return a resident of the collected value."""
         return LocalResident(self(*args, **kwargs))
 
     def options(self, *, timeout: float | None = None, ranks: Sequence[int] | None = None) -> StandaloneCall:
-        """Return the same: there is one rank, and nothing to wait for."""
+        """Return this call: options change nothing for one rank that runs at once."""
         if ranks is not None and (named := list(chosen_ranks(ranks))) != [0]:
             raise DispatchError(f"ranks={named}: a role object outside any worker has rank 0 only")
         return self
 
 
 class LocalResident(Resident[T_co]):
-    """The resident of a role object outside any worker: it is the value."""
+    """The resident of a role object outside any worker: holds the value itself."""
 
     def __init__(self, value: T_co) -> None:
         self._value: T_co | None = value
@@ -107,17 +107,17 @@ class LocalResident(Resident[T_co]):
         return ResidentSpec(describe(self._value), (tensor_bytes(self._value),), (None,))
 
     def wait(self, timeout: float | None = None) -> None:
-        """Return at once: the value is there."""
+        """Return at once: the value exists already."""
         limit(timeout, "wait(timeout)")
         self.fetch()
 
     def fetch(self, timeout: float | None = None) -> T_co:
-        """The value itself."""
+        """Return the value itself."""
         limit(timeout, "fetch(timeout)")
         if self._freed:
             raise ClosedError("this resident was freed")
         return cast("T_co", self._value)
 
     def free(self) -> None:
-        """Let go of it."""
+        """Drop the value."""
         self._value, self._freed = None, True
