@@ -1,1 +1,1 @@
-"""Processes that roles start and that end with them: `ctx.start`. The page: docs/children.md."""
+"""Processes that roles start, and that end with the role: `ctx.start`. The page: docs/children.md."""

@@ -1,4 +1,4 @@
-"""`Child`: a process that a role has started, as role code has it."""
+"""`Child`: the handle of role code on a process started by the role."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ Fails: TypeAlias = Literal["call", "group"] | None
 Ready: TypeAlias = "str | re.Pattern[str] | Callable[[Child], object]"
 Health: TypeAlias = "str | Callable[[Child], object]"
 
-_TAIL_LINES = 60  # with the stacks of its threads, where it hung
+_TAIL_LINES = 60  # enough for the stacks of the threads of a child that hung
 _READ_BYTES = 1 << 16
 _LONGEST_LINE = 1 << 12
 _TAIL_LENGTH = 1 << 14
 _MOST_READS = 16
 _LOOKS_S, _ANSWERS_S = 0.02, 2.0
-_ASKED_EVERY_S, _ASKED_SELDOM_S = 0.02, 5.0  # how often it is asked whether it is well, at most and at least
+_ASKED_EVERY_S, _ASKED_SELDOM_S = 0.02, 5.0  # at most and at least, between two health checks
 
 
 class Parent(NamedTuple):
-    """The role that has started a child."""
+    """The role that started a child."""
 
     group: str
     role: str
@@ -57,18 +57,18 @@ class Parent(NamedTuple):
 
 
 class Child:
-    """A process that a role has started, by `ctx.start`. Nothing that it starts itself outlives it.
+    """A process that a role has started, by `ctx.start`. No process that the child starts outlives the child.
 
     Attributes:
-        name: What it is called.
+        name: The name, unique within the role on this worker.
         pid: Its process id.
-        port: Its port on 127.0.0.1; None where none was asked for.
-        managed: Bytes of the host's memory that the role tells by its own `managed()`, and which count there alone.
-        connection: The other end of what a function has got; None of a command. What one end sends the other receives:
-            any value, and with torch tensors too, without a copy in between.
+        port: Its port on 127.0.0.1; None if none was requested.
+        managed: Bytes of host memory that the role's own `managed()` reports, and that count only there.
+        connection: The role's end of the connection to a function; None for a command. The ends send each other any
+            value, with torch also tensors, without a copy in between.
     """
 
-    _colocate_barren = True  # nobody looks into it for what a role holds: it has the way to all roles
+    _colocate_barren = True  # the scan of a role's holdings stops here: a child references all roles
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class Child:
         on_line: Callable[[Child, str], None],
         on_change: Callable[[Child], None],
     ) -> None:
-        """Made by `ctx.start`."""
+        """Created by `ctx.start`."""
         self.name = name
         self.pid = 0
         self.port: int | None = None
@@ -90,68 +90,69 @@ class Child:
         self.managed = 0
         self._parent = parent
         self._fails = fails
-        self._row = row  # the `RowState` of a row of a call that has started it; None of others
+        self._row = row  # the `RowState` of the row that started the child; None outside rows
         self._ended_at = 0.0  # in seconds of time.time()
-        self._told_at = -math.inf  # when the call that runs was told last, in seconds of time.monotonic()
+        self._told_at = -math.inf  # the last time a running call got the error, in seconds of time.monotonic()
         self._loop, self._on_line, self._on_change = loop, on_line, on_change
-        self._asks, self._ends = asks, ends  # signals: for itself, and for its supervisor
-        self._popen: subprocess.Popen[bytes] | None = None  # its upper supervisor
-        self._held: socket.socket | None = None  # has its port until it has that
-        self._itself = self._whole = self._output = -1  # descriptors of the child, that process, and what it prints
-        self._exitcode: int | None = None  # as subprocess has it
+        self._asks, self._ends = asks, ends  # signals: to the child, and to the supervisor
+        self._popen: subprocess.Popen[bytes] | None = None  # the upper supervisor
+        self._held: socket.socket | None = None  # reserves the port until the child has bound the port
+        # Descriptors: the child's pidfd, the upper supervisor's pidfd, the output pipe.
+        self._itself = self._whole = self._output = -1
+        self._exitcode: int | None = None  # in subprocess's convention
         self._is_ready = False
         self._expected = self._is_dead = False
-        self._waiting = 0  # how many wait for its end
+        self._waiting = 0  # the number of threads in `wait`
         self._why = ""
         self._tail: deque[str] = deque(maxlen=_TAIL_LINES)
         self._rest = b""
         self._line: re.Pattern[str] | None = None
         self._said = threading.Event()
-        self._ended = threading.Event()  # it itself
-        self._over = threading.Event()  # and all that it had started
+        self._ended = threading.Event()  # the child itself has ended
+        self._over = threading.Event()  # the child has ended, and all processes below
         self._well_at = 0.0
 
     # -- for role code
 
     @property
     def alive(self) -> bool:
-        """Whether it runs."""
+        """Whether the child runs."""
         return not self._is_dead
 
     @property
     def _failed(self) -> bool:
-        """Whether it has ended though nobody had wanted that (`stop`, `wait`)."""
+        """Whether the child has ended without a request (`stop`, `wait`)."""
         return self._is_dead and not (self._expected or self._waiting)
 
     @property
     def exitcode(self) -> int | None:
-        """The exit code, or below zero the signal that has ended the child; None while it runs, or where unknown."""
+        """The exit code, or minus the signal that ended the child; None while the child runs, or if unknown."""
         return self._exitcode
 
     @property
     def output(self) -> str:
-        """The last lines that it has printed."""
+        """The last lines of the child's output."""
         return "\n".join(list(self._tail))[-_TAIL_LENGTH:]
 
     @property
     def state(self) -> str:
-        """The state of the child: "starting", "running", or how it has ended."""
+        """The state: "starting", "running", or the way the child ended."""
         if self.alive:
             return "running" if self._is_ready else "starting"
         return self._how()
 
     def stop(self, grace: float = 5.0) -> None:
-        """End it, and all that it has started. Its end is no failure then. Idempotent.
+        """End the child and all processes that the child has started. Such an end is no failure. Idempotent.
 
         Args:
-            grace: Seconds that it has from SIGTERM, of a function its handler of that, to SIGKILL.
+            grace: Seconds from SIGTERM (for a function: until its handler returns) to SIGKILL.
         """
         grace = seconds(grace, "child.stop: grace")
         self._expected = True
         if self.alive:
             self._why = "stopped"
         self._on_change(self)
-        if self._popen is None:  # whoever starts it sees that
+        if self._popen is None:  # the thread that starts the child sees the flag
             self._is_dead = True
         elif not self._over.is_set():
             self._send(self._asks)
@@ -161,13 +162,13 @@ class Child:
             self.connection.close()
 
     def wait(self, timeout: float | None = None) -> int | None:
-        """Wait until it has ended by itself, and return its exit code. An end that was waited for is no failure.
+        """Wait until the child has ended by itself, and return the exit code. An awaited end is no failure.
 
         Args:
-            timeout: How many seconds, at most; None for as long as it takes.
+            timeout: Seconds, at most; None for no limit.
 
         Raises:
-            TimeoutError: It still runs.
+            TimeoutError: The child still runs.
         """
         timeout = limit(timeout, "child.wait: timeout")
         self._waiting += 1
@@ -182,17 +183,17 @@ class Child:
         return self._exitcode
 
     def abort(self, why: str) -> None:
-        """End it as one that hangs, by SIGABRT: a Python program prints the stacks of its threads then.
+        """End a hung child by SIGABRT: a Python program prints the stacks of all threads then.
 
-        It returns at once. The child's end is an error, `ChildDied`, which has the stacks.
+        Returns at once. The child's end is an error, `ChildDied`, with the stacks.
 
         Args:
-            why: What the error says of it: "hung: ...".
+            why: The reason, for the error text: "hung: ...".
         """
         self._why = why
         with contextlib.suppress(OSError):
             resource.prlimit(self.pid, resource.RLIMIT_CORE, (0, 0))
-        for number in (signal.SIGABRT, signal.SIGCONT):  # it may be stopped
+        for number in (signal.SIGABRT, signal.SIGCONT):  # a stopped process needs SIGCONT first
             self._send(number)
         self._loop.later(CHILD_STACK_WITHIN_S, lambda: self._send(signal.SIGKILL))
 
@@ -209,12 +210,12 @@ class Child:
         cwd: str | None,
         fds: Sequence[int],
     ) -> None:
-        """Start it. Not on the event loop's thread, which is what it is tied to: it ends with that thread.
+        """Start the process on the event loop's thread: the child ends with this thread. Call on another thread.
 
         Raises:
-            ColocateError: It can't be started.
+            ColocateError: The process can't be started.
         """
-        import subprocess  # as all that few workers need, it is imported when one needs it
+        import subprocess  # few workers have children: imported on first use
 
         hear_of_ends()
         told, tell = os.pipe()
@@ -261,10 +262,10 @@ class Child:
             raise ColocateError(f"{self._label()} could not be started: {words[0]!r}: {why}")
         self.pid = int(pid)
         os.set_blocking(output, False)
-        self._whole = os.pidfd_open(self._popen.pid)  # nobody has waited for it yet
+        self._whole = os.pidfd_open(self._popen.pid)  # not yet reaped
         try:
             self._itself = os.pidfd_open(self.pid)
-        except ProcessLookupError:  # it is gone already
+        except ProcessLookupError:  # the child has ended already
             self._itself = -1
         self._loop.watch(output, self._reads)
         if self._itself >= 0:
@@ -272,15 +273,15 @@ class Child:
         self._loop.watch(self._whole, self._all_gone)
 
     def _become_ready(self, ready: Ready | None, within: float, given_up: Callable[[], bool]) -> None:
-        """Wait until it is ready.
+        """Wait until the child is ready.
 
         Args:
-            ready: What it is known by.
-            within: Seconds that it may take.
-            given_up: Whether nobody waits for the call any more that waits here.
+            ready: The criterion: a compiled pattern for output lines, a URL, or a function of the child.
+            within: Seconds, at most.
+            given_up: Returns whether the call that started the child was given up.
 
         Raises:
-            ChildDied: It has ended, or wasn't ready in time; then it was ended.
+            ChildDied: The child has ended, or was ended since it wasn't ready in time.
         """
         until = time.monotonic() + within
         asked = _Asked(self, ready) if callable(ready) else None
@@ -307,20 +308,20 @@ class Child:
                 if answer == "200":
                     break
                 self._ended.wait(_LOOKS_S)
-        if self._expected:  # another thread has stopped it
+        if self._expected:  # another thread has stopped the child
             self._end_all()
             raise self._error()
         self._is_ready = True
 
     def _awaits(self, ready: Ready | None) -> Ready | None:
-        """Look in what it prints for the line that it is ready by, if it is by one; return what it is ready by."""
+        """Watch the output for the line in `ready`, if `ready` is a line; return `ready` with a line as a pattern."""
         if isinstance(ready, str) and not is_url(ready):
             ready = re.compile(re.escape(ready))
         self._line = ready if isinstance(ready, re.Pattern) else None
         return ready
 
     def _look_after(self, health: Health, hung_after: float) -> None:
-        """Ask for its health again and again from now on; end it when nothing good has come for so many seconds."""
+        """Start health checks of the child; abort the child after `hung_after` seconds without a good answer."""
         self._well_at = looked = time.monotonic()
         every = max(_ASKED_EVERY_S, min(hung_after / 4, _ASKED_SELDOM_S))
 
@@ -337,7 +338,7 @@ class Child:
         def judge() -> None:
             nonlocal looked
             now = time.monotonic()
-            if now - looked > 2 * every:  # nor could anybody ask: this process was stopped, or something kept the GIL
+            if now - looked > 2 * every:  # no check could run either: this process was stopped, or the GIL held
                 self._well_at = now
             looked = now
             if self.alive and not (self._expected or self._waiting):
@@ -346,33 +347,33 @@ class Child:
                 else:
                     self._loop.later(every, judge)
 
-        # What is asked may be role code, which may hang as well.
+        # The check may be role code, and may hang: the loop's thread must not run the function.
         Thread(target=ask, name=f"child-{self.name}-health").start()
         self._loop.later(every, judge)
 
     def _settle(self, within: float, signs: bool = False) -> None:
-        """Wait for the news of its end, so many seconds at most, if there are signs of it."""
+        """Wait for the notification of the child's end, if one is likely; `within` is in seconds."""
         if self.alive and (signs or self._is_ending):
             self._ended.wait(max(0.0, within))
 
     @property
     def _is_ending(self) -> bool:
-        """Return whether the child's process or connection has ended, perhaps before the notification."""
+        """Whether the child's process or connection has ended, perhaps before the notification."""
         poll = select.poll()
         if self._itself >= 0:
             poll.register(self._itself, select.POLLIN)
         if self.connection is not None:
-            with contextlib.suppress(OSError):  # closed here
+            with contextlib.suppress(OSError):  # closed on this side
                 poll.register(self.connection.fileno(), 0)
         return bool(poll.poll(0))
 
     @property
     def _top(self) -> int:
-        """The process below which are all that it has started, and it itself."""
+        """The pid of the upper supervisor: the child and all processes of the child are below."""
         return 0 if self._popen is None else self._popen.pid
 
     def _blamed(self, error: Exception) -> Exception:
-        """Return what it means that its connection is broken: that it has ended, which is told by that then."""
+        """Return the error behind a broken connection: `ChildDied` if the child has ended, else `error` itself."""
         self._settle(CHILD_TOLD_WITHIN_S, signs=True)
         if not self._failed:
             return error
@@ -380,17 +381,15 @@ class Child:
         return self._error()
 
     def _let_go_of_port(self) -> None:
-        """Hold it no longer."""
         if self._held is not None:
             self._held.close()
 
     def _kill(self) -> None:
-        """End it and all that it has started, without a word, and without waiting."""
+        """Kill the child and all processes below, without waiting."""
         self._expected = True
         self._signal_whole()
 
     def _error(self) -> ChildDied:
-        """Return the error that it has ended."""
         code = self._exitcode
         return ChildDied(
             f"{self._label()} {self._how()}",
@@ -417,7 +416,7 @@ class Child:
         )
 
     def _send(self, number: int) -> None:
-        with contextlib.suppress(ProcessLookupError, OSError):  # it is gone
+        with contextlib.suppress(ProcessLookupError, OSError):  # the process has ended
             if self._itself >= 0 and self.alive:
                 signal.pidfd_send_signal(self._itself, number)
 
@@ -436,7 +435,7 @@ class Child:
         self._read()
 
     def _read(self) -> bool:
-        """Take what it has printed; whether there may be more."""
+        """Read a piece of the child's output; return whether there may be more."""
         try:
             data = os.read(self._output, _READ_BYTES)
         except BlockingIOError:
@@ -458,14 +457,14 @@ class Child:
         return bool(data)
 
     def _gone(self) -> None:
-        """Note that the child has ended; its exit code comes when all that it had started is gone, too, maybe later."""
+        """Record the end of the child. The exit code follows when all processes below have ended, too."""
         self._loop.unwatch(self._itself)
         self._loop.later(CHILD_CODE_WITHIN_S, self._finish)
 
     def _all_gone(self) -> None:
         self._loop.unwatch(self._whole)
         assert self._popen is not None
-        code = self._popen.returncode  # whoever has signalled it may have found it ended
+        code = self._popen.returncode  # a thread that sent a signal may have reaped the process
         self._exitcode = wait_for(self._popen.pid) if code is None else code
         self._popen.returncode = self._exitcode or 0
         self._finish()
@@ -478,7 +477,7 @@ class Child:
     def _finish(self) -> None:
         if self._is_dead:
             return
-        for _ in range(_MOST_READS):  # what it has printed last; others may still print
+        for _ in range(_MOST_READS):  # the child's last output; other processes may still print
             if not self._read():
                 break
         self._is_dead, self._ended_at = True, time.time()
@@ -487,14 +486,14 @@ class Child:
 
 
 class _Asked:
-    """A function that says whether a child is ready, which may wait for the child as long as it likes.
+    """A `ready` function on a separate thread, free to block.
 
     Attributes:
-        last: What it does, in words.
+        last: The last state of the function, for error texts.
     """
 
     def __init__(self, child: Child, ready: Callable[[Child], object]) -> None:
-        """Ask on a thread of its own, again and again, until it says yes or the child has ended."""
+        """Start a thread that calls the function until the answer is true or the child has ended."""
         self._child, self._ready = child, ready
         self._answer: BaseException | bool = False
         self._is_over = threading.Event()
@@ -510,16 +509,16 @@ class _Asked:
                 if self._child._ended.wait(_LOOKS_S):
                     return
             self._answer = True
-        except BaseException as error:  # whatever role code raises is told by who waits
+        except BaseException as error:  # any error of role code: raised by the thread that waits
             self._answer = error
         finally:
             self._is_over.set()
 
     def answered(self, within: float) -> bool:
-        """Wait so many seconds for a yes, and return whether it has come.
+        """Wait for a true answer, at most `within` seconds; return whether one has come.
 
         Raises:
-            BaseException: What the function has raised; ChildDied where the end of the child is behind that.
+            BaseException: The function's error; ChildDied if the child's end is the cause.
         """
         if not self._is_over.wait(within):
             return False
@@ -539,12 +538,12 @@ def _name(number: int) -> str:
 
 
 def is_url(what: object) -> bool:
-    """Whether it is something that a URL's answer is looked at for."""
+    """Return whether a value is an HTTP URL."""
     return isinstance(what, str) and what.startswith(("http://", "https://"))
 
 
 def answer_of(url: str) -> str:
-    """Return the status with which a URL answers, or why it doesn't."""
+    """Return the HTTP status of a URL as text, or the text of the error."""
     import http.client
     from urllib.parse import urlsplit
 

@@ -1,4 +1,4 @@
-"""A role's end of the connection to a function that is its child: where it breaks, that is told as the child's end."""
+"""The role's end of a function child's connection: errors of a broken connection become the child's end."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class ChildConnection(Connection):
-    """The connection of a child."""
+    """A connection that raises `ChildDied` once the child has ended."""
 
     def __init__(self, handle: int, child: Child) -> None:
         super().__init__(handle)
@@ -19,7 +19,7 @@ class ChildConnection(Connection):
         self._closing = threading.Lock()
 
     def close(self) -> None:
-        """Close it, once: the role and whoever ends its worker may do so at the same time."""
+        """Close the connection once: the role and the worker's end may close at the same time."""
         with self._closing:
             super().close()
 

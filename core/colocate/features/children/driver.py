@@ -1,4 +1,4 @@
-"""The processes that roles have started (`ctx.start`), as a driver knows them: the graph shows them."""
+"""Children of roles (`ctx.start`), the driver's half: nodes of the graph."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from colocate.features.children.messages import HasChildren
 
 
 class ChildrenOfGroup(OfGroup):
-    """Which children there are, as each worker has told it last."""
+    """Each worker's children, from the last report."""
 
     def heard(self, worker: Worker, message: Message, body: Any) -> None:
-        """Note a worker's children."""
+        """Record a worker's children."""
         assert isinstance(message, HasChildren)
         worker.parts["children"] = message.children
 
     def nodes(self, worker: Worker, role: str) -> Sequence[dict[str, Any]]:
-        """Return the children of a role of a worker."""
+        """Return the graph's nodes for the children of a role on a worker."""
         return [
             {"kind": "child", "name": child, "state": state, "pid": pid or None, "port": port, "children": []}
             for owner, child, pid, port, state in worker.parts.get("children", ())

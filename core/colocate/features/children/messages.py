@@ -1,4 +1,4 @@
-"""What workers tell of the processes that roles have started."""
+"""Reports of workers on the processes started by roles."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ from colocate._protocol.message import Message, message
 
 @message
 class HasChildren(Message):
-    """Which processes its roles have started, by `ctx.start`."""
+    """All processes that the worker's roles have started by `ctx.start`."""
 
-    children: Sequence[tuple[str, str, int, int | None, str]]  # role, name, process id, port, and what it does
+    children: Sequence[tuple[str, str, int, int | None, str]]  # role, name, pid, port, state

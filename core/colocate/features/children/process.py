@@ -1,6 +1,7 @@
-"""The process of a function that a role has started: `python -m colocate.features.children.process FD NAME`.
+"""The process of a function child: `python -m colocate.features.children.process FD NAME`.
 
-The descriptor is its end of a connection, on which comes what the function needs, and which the function has then.
+FD is the child's end of a connection: first the function and its surroundings arrive there, then the function gets the
+connection.
 """
 
 from __future__ import annotations
@@ -20,17 +21,17 @@ from colocate.worker.birth.signals import end_when_asked, leave_to_the_driver
 
 
 class Start(NamedTuple):
-    """What it needs."""
+    """The function of a child with the environment for unpickling, as sent by the worker."""
 
-    version: str  # colocate's
-    authkey: bytes  # multiprocessing's, by which tensors are shared
-    path: list[str] | None  # where this is the worker's Python
-    sources: Mapping[str, Source]  # modules beside the driver's script, which may be on another machine
+    version: str  # of colocate
+    authkey: bytes  # multiprocessing's key for shared tensors
+    path: list[str] | None  # the worker's sys.path; None for another interpreter
+    sources: Mapping[str, Source]  # modules beside the driver's script, which may lie on another machine
     function: bytes
 
 
 def main() -> None:
-    """Run the function."""
+    """Receive the function and run the function with the connection."""
     leave_to_the_driver()
     end_when_asked()
     fd = int(sys.argv[1])

@@ -1,4 +1,4 @@
-"""Weights on their way from a role to a function that it has started as its child (`colocate.torch.send_weights`)."""
+"""Weights on the way from a role to a function child (`colocate.torch.send_weights`)."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ if TYPE_CHECKING:
 
 _ALIGNED = 64
 _CLOSED = False
-"""What the child answers in place of None when it has closed the iterator by which it takes the weights."""
+"""The child's answer, instead of None, after a close of the iterator of weights."""
 
 
 def send_weights(
     connection: Connection, weights: Iterable[tuple[str, torch.Tensor]], bucket: str | int = "256MiB"
 ) -> None:
-    """Hand weights on to a child, which takes them by `receive_weights`: for a role's `load_weights`.
+    """Send weights to a child, in a role's `load_weights`; the child takes the weights by `receive_weights`.
 
-    Those of the host go through shared memory, bucket by bucket; those of a GPU by CUDA IPC, as they are. It returns
-    when the child has taken all, or has closed the iterator by which it takes them. What `weights` raises, the child
-    hears of as well.
+    Weights on the host go through shared memory, bucket by bucket; weights on a GPU by CUDA IPC, without a copy. The
+    call returns when the child has taken all weights, or has closed the iterator that it takes them from. An error of
+    `weights` is passed on to the child, too.
 
     Args:
         connection: The `connection` of the `Child`.
-        weights: What `load_weights` has got, or any names and tensors.
-        bucket: How much memory they go through: "256MiB", or bytes. A weight that is larger has as much as it needs.
+        weights: The argument of `load_weights`, or any names and tensors.
+        bucket: The size of the shared memory: "256MiB", or bytes. A larger weight gets as much as it needs.
     """
     try:
         _send(connection, weights, parse_bytes(bucket, "bucket"))
@@ -43,17 +43,17 @@ def send_weights(
         return
     except ChildDied:
         raise
-    except BaseException as error:  # whatever it is, the child waits for more
+    except BaseException as error:  # any error: the child waits for more weights
         connection.send(error_text(error))
         raise
 
 
 class _Closed(Exception):
-    """The child wants no more."""
+    """The child has closed the iterator of weights."""
 
 
 def _hand_on(connection: Connection, message: Any) -> None:
-    """Return when the child is done with it."""
+    """Send a message and wait until the child is done with the payload."""
     connection.send(message)
     if connection.recv() is _CLOSED:
         raise _Closed
@@ -74,7 +74,7 @@ def _send(connection: Connection, weights: Iterable[tuple[str, torch.Tensor]], s
     for name, weight in weights:
         tensor = weight.detach()
         if tensor.device.type != "cpu":
-            # By torch.multiprocessing, which connections know of; it is the source's memory until then.
+            # Connections share tensors by torch.multiprocessing: the source's memory, until the child is done.
             _hand_on(connection, (name, tensor))
             continue
         nbytes = tensor.numel() * tensor.element_size()
@@ -85,7 +85,7 @@ def _send(connection: Connection, weights: Iterable[tuple[str, torch.Tensor]], s
         if nbytes:
             there = torch.frombuffer(area, dtype=tensor.dtype, count=tensor.numel(), offset=used)
             there.view(tensor.shape).copy_(tensor)
-            del there  # it keeps the area
+            del there  # a view would keep the area mapped
         told.append((name, tensor.dtype, tuple(tensor.shape), used))
         used += -(-nbytes // _ALIGNED) * _ALIGNED
     pass_on()
@@ -93,16 +93,16 @@ def _send(connection: Connection, weights: Iterable[tuple[str, torch.Tensor]], s
 
 
 def receive_weights(connection: Connection) -> Generator[tuple[str, torch.Tensor]]:
-    """Yield the names and weights that a role hands on (`send_weights`): in its child.
+    """Yield names and weights from a role's `send_weights`, in the role's child.
 
-    A tensor is there until the next one is asked for: copy it, as `load_weights` of engines and of
-    `colocate.torch` do, and keep none.
+    A tensor is valid until the next one is requested: copy it, as `load_weights` of engines and of
+    `colocate.torch` do.
 
     Args:
-        connection: What the child's function has got.
+        connection: The argument of the child's function.
 
     Raises:
-        ColocateError: The role has failed amid them; those that have come are not all.
+        ColocateError: The role has failed midway; the weights so far are not all.
     """
     area: mmap.mmap | None = None
     try:
@@ -117,7 +117,7 @@ def receive_weights(connection: Connection) -> Generator[tuple[str, torch.Tensor
             else:
                 for name, dtype, shape, offset in found:
                     yield name, _at(area, dtype, shape, offset)
-            del found  # of CUDA IPC it is the source's memory
+            del found  # the source's memory, with CUDA IPC
             connection.send(None)
     except GeneratorExit:
         connection.send(_CLOSED)
@@ -133,7 +133,7 @@ def _at(area: Any, dtype: torch.dtype, shape: tuple[int, ...], offset: int) -> t
 
 
 def _offer(connection: Connection, size: int) -> mmap.mmap:
-    """Return memory that the other end has, too."""
+    """Create shared memory, pass the descriptor to the other end, and return the mapping."""
     fd = os.memfd_create("colocate-weights", os.MFD_CLOEXEC)
     try:
         os.ftruncate(fd, size)

@@ -1,12 +1,13 @@
-"""The processes that the roles of a worker have started (`ctx.start`): who fails of their end, and when they end.
+"""Processes started by a worker's roles (`ctx.start`): which calls fail on the end of a child, and when children end.
 
-A child has two supervisors of its own (`birth/supervisor.py`), also where workers are threads of the driver: what it
-has started ends with it, and it with the thread that has started it, that of an event loop, which ends with the worker.
+Each child has two supervisors (`birth/supervisor.py`), also if workers are threads of the driver: the child's own
+processes end with the child, and the child ends with the thread that started it, an event loop's, which ends with the
+worker.
 
-The end of a child fails the calls of its role that run, and those of roles that use that one. In a worker process the
-lane is the main thread: a signal breaks what it waits for, and its handler raises in role code. What an async method
-awaits is cancelled. Of a call with `rows=` the rows that run here fail, each by itself. On `local` threads nothing
-breaks a wait: such a call fails when it ends, or by what it waits for.
+The end of a child fails the running calls of its role, and calls of roles that use this role. In a worker process the
+lane is the main thread: a signal interrupts a blocking wait, and the handler raises in role code. Awaits of async
+methods are cancelled. In a call with `rows=`, each row that runs here fails by itself. On `local` threads nothing can
+interrupt a wait: the call fails at its end, or through the wait itself.
 """
 
 from __future__ import annotations
@@ -54,10 +55,10 @@ _NUDGE_S, _LONGEST_NUDGE_S = 0.005, 0.1
 
 
 class ChildrenOfWorker(OfWorker):
-    """The children of a worker, in the order in which they were started.
+    """The children of a worker, in the order of their starts.
 
     Attributes:
-        dead: Those that have ended by themselves and that a role has neither stopped nor started again.
+        dead: Children that have ended by themselves, and that the role has neither stopped nor started again.
     """
 
     def __init__(self, worker_context: WorkerContext) -> None:
@@ -85,7 +86,7 @@ class ChildrenOfWorker(OfWorker):
         fails: Fails,
     ) -> Child:
         """See `Context.start`."""
-        from colocate.features.children.child import (  # as all that few workers need: when one needs it
+        from colocate.features.children.child import (  # few workers have children
             Child,
             Parent,
             is_url,
@@ -105,7 +106,8 @@ class ChildrenOfWorker(OfWorker):
                 raise ConfigError(f"{what}: {word}={asked!r}; it is {kinds} or a function of the child")
         loop, parent = self._have_loop(), Parent(ctx.group, ctx.role, ctx.rank, ctx.node)
         for known in list(self._all.values()):
-            known._settle(CHILD_TOLD_WITHIN_S)  # who starts it again may know of its end already
+            # A role that starts a child again may know of the former one's end before the notification.
+            known._settle(CHILD_TOLD_WITHIN_S)
         with self._lock:
             names = [name] if name else (f"{title}-{n}" if n > 1 else title for n in itertools.count(1))
             free = (each for each in names if (found := self._all.get((ctx.role, each))) is None or not found.alive)
@@ -120,7 +122,7 @@ class ChildrenOfWorker(OfWorker):
             child = Child(parent, own, fails, row, loop, asks, supervisor.ENDS, self._printed, self._changed)
             self._all[ctx.role, own] = child
         if row is not None:
-            import asyncio  # the row has it
+            import asyncio  # imported already: rows run on asyncio
 
             row.at_end.append(partial(asyncio.to_thread, child.stop))
         try:
@@ -141,7 +143,7 @@ class ChildrenOfWorker(OfWorker):
                 environ = {each: _filled(value, values) for each, value in environ.items()}
                 child._begin(_LAUNCHER, words, environ, cwd, [int(values["{fd}"])] if "{fd}" in values else [])
                 if "{fd}" in values:
-                    child._let_go_of_port()  # its end shows that of the child
+                    child._let_go_of_port()  # the child then holds the only copy: a closed port shows the child's end
                 self._tell()
             child._become_ready(ready, within, lambda: self._given_up(ctx))
         except BaseException:
@@ -172,15 +174,15 @@ class ChildrenOfWorker(OfWorker):
         environ: Mapping[str, str],
         cwd: str | None,
     ) -> None:
-        """Have an interpreter run a function, and give it that. Another one has a path of its own."""
+        """Start an interpreter for a function, and send the function. Another interpreter keeps its own path."""
         import multiprocessing
 
         from colocate.features.children.connection import ChildConnection
 
-        signal_handlers.waits_for_role_code(ChildConnection.recv)  # as for all of its methods
+        signal_handlers.waits_for_role_code(ChildConnection.recv)  # representative of all methods
         data = _packed(function, f"ctx.start({child.name!r})")
         here, there = socket.socketpair()
-        with there:  # closed here, its end shows that of the child
+        with there:  # closed here, so that the child's end closes the connection
             child.connection = ChildConnection(here.detach(), child)
             fd = there.fileno()
             words = [python or sys.executable, "-P", "-m", "colocate.features.children.process", str(fd), child.name]
@@ -189,14 +191,14 @@ class ChildrenOfWorker(OfWorker):
         try:
             key = bytes(multiprocessing.current_process().authkey)
             child.connection.send((__version__, key, None if python else sys.path, own_sources(), data))
-        except OSError:  # it isn't ready, so that its end is no failure of another kind
+        except OSError:  # not ready yet: the child's end is the error, not the broken pipe
             child._settle(CHILD_TOLD_WITHIN_S, signs=True)
             raise child._error() from None
 
     def _environ(self, env: Mapping[str, str]) -> dict[str, str]:
-        """Return the environment of a child: this process's, with what is asked for and what lies beside the script."""
+        """Return a child's environment: this process's, `env`, and the folders beside the driver's script."""
         boot = self._worker_context.boot
-        found = {"PYTHONFAULTHANDLER": "1", **os.environ, **env}  # prints the stacks of what hangs
+        found = {"PYTHONFAULTHANDLER": "1", **os.environ, **env}  # prints the stacks of a hung child
         found.setdefault(supervisor.MARK, f"{os.getpid()} {boot.worker}")
         beside = [
             each for each in boot.path if not each.startswith((sys.prefix, sys.base_prefix)) and Path(each).is_dir()
@@ -205,7 +207,7 @@ class ChildrenOfWorker(OfWorker):
         return found
 
     def _given_up(self, ctx: Context) -> bool:
-        """Whether nobody waits any more for what runs, or the constructors that do."""
+        """Return whether the running call, or the roles' construction, was cancelled."""
         last = self._worker_context.lane.last()
         if last is not None and isinstance(last.message, to_worker.Build) and last.cancelled:
             return True
@@ -227,47 +229,47 @@ class ChildrenOfWorker(OfWorker):
     # -- hooks
 
     def begins(self, role: RoleInstance, tags: Collection[str] | None, label: str, row: RowState | None = None) -> None:
-        """Refuse a call of a role that needs a child which has ended."""
+        """Refuse a call of a role that needs a dead child."""
         if self.dead:
             self._check(role, row=row)
 
     def reached(self, asking: Context, role: RoleInstance, tags: Collection[str]) -> None:
-        """Refuse to hand out a role that needs a child which has ended; functions get it, to look at it."""
+        """Refuse a sibling role that needs a dead child; functions may have the sibling for a look."""
         if self.dead and asking.role is not None:
             self._check(role)
 
     def ended(self, role: RoleInstance, began: float, row: RowState | None = None) -> None:
-        """Fail a call during which a child that its role needs has ended."""
+        """Fail a call if a child that the role needs has died during the call."""
         if self.dead:
             self._check(role, began, row)
 
     def is_bereft(self, role: RoleInstance) -> bool:
-        """Return whether a child has ended that all rows of a role need."""
+        """Return whether a child that all rows of a role need has died."""
         return any(child._row is None and child._parent.role in _used(role.ctx) for child in self.dead)
 
     def closed(self, role: str) -> None:
-        """End the children of a role, the last first."""
+        """End the children of a role, the last one first."""
         self._stop(role)
 
     def adopted(self) -> None:
-        """Tell another driver which there are."""
+        """Report the children to another driver."""
         if self._all:
             self._tell()
 
     def _check(self, role: RoleInstance, since: float = 0.0, row: RowState | None = None) -> None:
-        """Raise when a child that a role, or a row, needs has ended since then, and nothing was done about that."""
+        """Raise if a child needed by a role, or a row, has died since a time, and wasn't replaced."""
         if role.name is not None:
             for child in self.dead:
                 if child._ended_at >= since and child._row in (None, row) and child._parent.role in _used(role.ctx):
                     raise child._error()
 
     def blamed(self, error: BaseException, role: str | None, row: RowState | None = None) -> BaseException:
-        """Return what a failure in role code is: `ChildDied` where a child's end is its cause.
+        """Return the error of a failure in role code: `ChildDied` if a child's end is the cause.
 
         Args:
-            error: What was raised.
-            role: The role's name; None for a function, which may have to do with any.
-            row: The row of a call that has failed, where it is one alone.
+            error: The exception.
+            role: The role's name; None for a function, which may use any role.
+            row: The row that has failed, if a single one has.
         """
         if (
             not self.dead
@@ -285,10 +287,10 @@ class ChildrenOfWorker(OfWorker):
     def awaits_cause(
         self, error: BaseException, role: str | None, row: RowState | None, waited_s: float, is_alone: bool
     ) -> bool:
-        """Return whether the end of a child that a failure may come from is still to be told.
+        """Return whether to wait for the notification of a child's end that may be the cause of a failure.
 
-        A broken connection is heard of before the end that broke it. Unless the call is alone, a child without any
-        sign of its end isn't suspected for long: the row that waits keeps a place from others.
+        A broken connection shows before the end of the process behind it. Unless the call is alone, a child without any
+        sign of its end isn't suspected for long: the waiting row takes the place of others.
         """
         if not self._all or waited_s >= CHILD_TOLD_WITHIN_S or isinstance(error, ColocateError):
             return False
@@ -298,29 +300,29 @@ class ChildrenOfWorker(OfWorker):
         return any(child.alive and (is_suspect or child._is_ending) for child in self._used_by(role, row))
 
     def _used_by(self, role: str | None, row: RowState | None) -> list[Child]:
-        """Return the children that role code, or one row's code, may use; a function may use all."""
+        """Return the children that role code, or one row's code, may use; a function may use all children."""
         hosted = self._worker_context.roles.get(role)
         used = {role} if hosted is None else _used(hosted.ctx)
         children = [child for child in list(self._all.values()) if child._row in (None, row)]
         return [child for child in children if role is None or child._parent.role in used]
 
     def nbytes(self) -> dict[str, dict[str, int]]:
-        """Return the memory that children have for themselves, by role and name."""
+        """Return the private memory of children in bytes, by role and name."""
         found: dict[str, dict[str, int]] = {}
         for (owner, name), child in list(self._all.items()):
             if child.alive and child.pid:
-                pids = supervisor.below(child._top)[1:]  # the first is a supervisor, too
+                pids = supervisor.below(child._top)[1:]  # the first is the lower supervisor
                 found.setdefault(owner, {})[name] = max(0, sum(map(private_bytes, pids)) - child.managed)
         return found
 
     def _stop(self, role: str | None = None) -> None:
-        """End those of a role, or all, the last first."""
+        """End the children of a role, or all children, the last one first."""
         for (owner, _), child in reversed([*self._all.items()]):
             if role in (None, owner):
                 child.stop()
 
     def close(self) -> None:
-        """End all, and what looks after them. On the thread that ends the worker."""
+        """End all children and the event loop. On the thread that ends the worker."""
         self._stop()
         with self._lock:
             loop, self._loop = self._loop, None
@@ -328,7 +330,7 @@ class ChildrenOfWorker(OfWorker):
             loop.close()
 
     def kill(self) -> None:
-        """End all without waiting: the lane of a thread hangs."""
+        """Kill all children without waiting: the lane of a thread hangs."""
         for child in list(self._all.values()):
             child._kill()
 
@@ -345,9 +347,10 @@ class ChildrenOfWorker(OfWorker):
         )
 
     def _changed(self, child: Child) -> None:
-        """A child has ended, or its end is no failure any more."""
+        """Handle the end of a child, or an end that is no failure any more."""
         with self._lock:
-            if self._all.get((child._parent.role, child.name)) is not child:  # it is just being started, or again
+            # The child is just being started, or was replaced.
+            if self._all.get((child._parent.role, child.name)) is not child:
                 return
             is_new = self._note(child)
         self._tell()
@@ -358,11 +361,12 @@ class ChildrenOfWorker(OfWorker):
             self._worker_context.broken(str(child._error().message), child.output)
             return
         lane.do(partial(self._fail_awaiting, child))
-        if lane is self._worker_context.lane and not self._worker_context.in_process:  # else no signal breaks a wait
+        # On other lanes and on threads, no signal can interrupt a wait.
+        if lane is self._worker_context.lane and not self._worker_context.in_process:
             self._nudge(child, _NUDGE_S)
 
     def _note(self, child: Child) -> bool:
-        """Have `dead` say whether a child is among them; whether it has come to that. With the lock held."""
+        """Update `dead` for a child; return whether the child is newly dead. The lock is held."""
         key = child._parent.role, child.name
         is_dead = child._failed and child._is_ready and child._fails is not None and self._all.get(key) is child
         was = child in self.dead
@@ -372,7 +376,7 @@ class ChildrenOfWorker(OfWorker):
         return is_dead and not was
 
     def _nudge(self, child: Child, after_s: float) -> None:
-        """Have the calls that a child's end concerns hear of it where they wait, until none runs."""
+        """Interrupt calls that may wait for a dead child, again and again until no such call runs."""
         lane, loop = self._worker_context.lane, self._loop
         if child not in self.dead or loop is None:
             return
@@ -381,7 +385,7 @@ class ChildrenOfWorker(OfWorker):
             loop.later(after_s, partial(self._nudge, child, min(2 * after_s, _LONGEST_NUDGE_S)))
 
     def _concerns(self, child: Child, work: Work) -> bool:
-        """Whether a call that runs may wait for a child that has ended; one that began later has been told."""
+        """Return whether a running call may wait for a dead child; later calls were refused at their start."""
         if work.began > child._ended_at or (child._row is not None and work is not child._row.of):
             return False
         if not isinstance(work.message, to_worker.Call):
@@ -394,16 +398,16 @@ class ChildrenOfWorker(OfWorker):
     # -- on the lane
 
     def _fail_awaiting(self, child: Child) -> None:
-        """While no step of theirs runs: async calls."""
+        """Fail async calls that await something of a dead child, while none of their steps runs."""
         lane = self._worker_context.lane_for(child._parent.role)
         tasks = lane.tasks
         for work in list(lane.running.values()):
             if tasks is None or not work.concurrency or child not in self.dead or not self._concerns(child, work):
                 continue
-            work.interrupt(tasks, child._error, child._row)  # of rows that begin it is found out then
+            work.interrupt(tasks, child._error, child._row)  # rows that begin later are refused at the start
 
     def _raise_here(self) -> None:
-        """In role code, wherever that is."""
+        """Raise `ChildDied` in role code, on the interrupted thread."""
         ctx, call = current(), running_call.get()
         if ctx is None:
             return
@@ -417,7 +421,7 @@ class ChildrenOfWorker(OfWorker):
 
 
 def _used(ctx: Context) -> set[str | None]:
-    """Return the roles that code with a context has to do with."""
+    """Return the roles that code with a context uses."""
     return {ctx.role, *ctx._asked, *ctx._borrowed}
 
 
@@ -433,7 +437,7 @@ def _causes(error: BaseException | None, *kinds: type[BaseException]) -> bool:
 
 
 def _words(program: Any, python: str | None, port: int | None) -> tuple[list[str], str]:
-    """Return a command's words, none of a function, and what a child is called by default."""
+    """Return a command's words (none for a function), and the default name of the child."""
     if callable(program):
         title = str(getattr(inspect.unwrap(getattr(program, "func", program)), "__name__", "function"))
         if inspect.ismethod(getattr(program, "func", program)):
@@ -460,11 +464,12 @@ def _check_program(what: str, program: str, env: Mapping[str, str], cwd: str | N
 
 
 def _bound(what: str, port: int) -> socket.socket:
-    """Return a socket that has a port of the loopback interface; 0 for any."""
+    """Return a socket bound to a port of the loopback interface; 0 for any free port."""
     if not isinstance(port, int) or not 0 <= port < 1 << 16:
         raise ConfigError(f"{what}: port={port!r}; ports are whole numbers up to 65535, and 0 takes a free one")
     made = socket.socket()
-    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # who isn't given it binds the port while it is held
+    # With this option, the child can bind the port while this socket still reserves the port.
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         made.bind((LOOPBACK, port))
     except OSError as error:
@@ -476,7 +481,7 @@ def _bound(what: str, port: int) -> socket.socket:
 
 
 def _port_of(child: Child, words: Sequence[str], port: int | None) -> dict[str, str]:
-    """Hold a port for a command, and return what is put in the place of what."""
+    """Reserve a port for a command; return the values of the placeholders in the command."""
     takes_socket = any("{fd}" in word for word in words)
     if port is None:
         if takes_socket or any("{port}" in word for word in words):
@@ -491,7 +496,7 @@ def _port_of(child: Child, words: Sequence[str], port: int | None) -> dict[str, 
 
 
 def _filled(value: T, values: Mapping[str, str]) -> T:
-    """Return a text with values in their places; anything else as it is."""
+    """Return a text with all placeholders replaced; return other values unchanged."""
     if isinstance(value, str):
         for name, each in values.items():
             value = value.replace(name, each)  # type: ignore[assignment]
@@ -505,5 +510,5 @@ def _packed(function: Callable[[Any], object], what: str) -> bytes:
     try:
         ByValue(file).dump(function)
         return file.getvalue()
-    except Exception as error:  # whatever classes of users raise
+    except Exception as error:  # classes of users may raise anything
         raise SerializationError(f"{what}: the function can't be sent: {error}", argument="function") from error
