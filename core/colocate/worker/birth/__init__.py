@@ -1,1 +1,1 @@
-"""The birth of a worker's process, and its end."""
+"""Start and end of a worker process."""

@@ -1,8 +1,8 @@
-"""The end of a worker's process, when its work is done.
+"""The end of a worker process.
 
-What an interpreter does at its end that anybody can see is done: it waits for threads, calls exit handlers, finalizes
-what roles held, and writes what files have yet to write. What it does besides, taking all modules apart, isn't: with
-torch that is half a second of processor time, and most of it goes into copying pages that a fork shares with others.
+The visible part of an interpreter's shutdown is done: threads are waited for, exit handlers run, objects that roles
+held are finalized, and files are flushed. The rest, which takes all modules apart, is skipped: with torch that is half
+a second of processor time, mostly for copies of pages that a fork shares with others.
 """
 
 from __future__ import annotations
@@ -23,37 +23,38 @@ from colocate.wire import track
 
 
 def end(status: int = 0) -> NoReturn:
-    """End this process, as well as an interpreter does whose script ends with such an exit code."""
+    """End this process as an interpreter ends a script with this exit code."""
     threads: Any = threading
     handlers: Any = atexit
     threads._shutdown()
     handlers._run_exitfuncs()
-    gc.collect()  # not what a fork had from the beginning: the template has set that aside
+    gc.collect()  # a fork's initial objects are left out: the template has frozen them
     for each in gc.get_objects():
         if issubclass(type(each), io.IOBase):
-            with contextlib.suppress(Exception):  # it is closed, or nobody reads it; an interpreter says nothing either
+            # The file is closed, or nobody reads the pipe; an interpreter is silent, too.
+            with contextlib.suppress(Exception):
                 each.flush()
-    ctypes.CDLL(None).fflush(None)  # what libraries have printed
+    ctypes.CDLL(None).fflush(None)  # output that C libraries have buffered
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
-        except (OSError, ValueError):  # nobody reads it, or a role has closed it
-            status = 120  # an interpreter's
+        except (OSError, ValueError):  # nobody reads the stream, or a role has closed it
+            status = 120  # the exit code of an interpreter for this case
     os._exit(status & 0xFF)
 
 
 class RoleCode:
-    """A block of role code. A child that it forks ends there, as that of a script does, and not as the worker."""
+    """Block of role code. A child process forked inside ends at the end of the block, as a script's child would."""
 
     def __init__(self, has_thread: bool = True) -> None:
-        """Args: has_thread: Whether nothing else comes on the lane until it ends, as while it awaits something."""
+        """Args: has_thread: Whether the block keeps the lane until the end; False for awaited code."""
         self._is_left = True
         self._has_thread = has_thread
         self._begun: list[int] = []
         track(self)
 
     def forget(self) -> None:
-        """Hear that this is a forked child."""
+        """Record that this is a forked child."""
         self._is_left = False
 
     def __enter__(self) -> None:
@@ -65,7 +66,7 @@ class RoleCode:
             end_users(self._begun.pop())
         if self._is_left:
             return
-        # By the exit code of a script that such an exception ends, which is told as there.
+        # Exit code and message are as for a script that ends by this exception.
         if isinstance(error, SystemExit):
             if error.code is None or isinstance(error.code, int):
                 end(int(error.code or 0))

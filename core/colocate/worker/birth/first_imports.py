@@ -1,4 +1,4 @@
-"""What a worker does when torch or NumPy comes, once, whoever imports it, and not before.
+"""Callbacks for the first import of torch or NumPy in a worker, whichever code imports the module.
 
 Two threads of a worker may need it first: the lane, for a role, and the one that makes the default process group.
 While one of them is in `import torch`, `import torch.distributed` doesn't wait for that in the other: Python locks each
@@ -17,12 +17,12 @@ from typing import Any
 
 
 def when_imported(acts: Mapping[str, Callable[[], object]]) -> None:
-    """Have something done as soon as modules are there, or now if they are.
+    """Register callbacks for the import of modules, and run the callbacks of imported modules now.
 
     In a process of its own: until then imports of torch take turns there.
 
     Args:
-        acts: By module ("torch", "numpy.random"), what to do, by the thread that has imported it. It must not raise.
+        acts: By module ("torch", "numpy.random") the callback, run on the importing thread. It must not raise.
     """
     left = dict(acts)
     turn = threading.RLock()
@@ -61,6 +61,5 @@ def when_imported(acts: Mapping[str, Callable[[], object]]) -> None:
 
 
 def _is_there(name: str) -> bool:
-    """Whether a module is imported, and not just being so."""
     module = sys.modules.get(name)
     return module is not None and not getattr(module.__spec__, "_initializing", False)

@@ -1,4 +1,4 @@
-"""What a worker imports: modules beside the driver's script come from there, as source; all else is its own."""
+"""Imports of a worker: modules beside the driver's script come from there, as source; others are the worker's own."""
 
 from __future__ import annotations
 
@@ -26,52 +26,52 @@ Ask = Callable[[str], Mapping[str, Source | Refused]]
 
 
 def is_importing(frame: FrameType) -> bool:
-    """Whether it is the code of a module that is being imported."""
+    """Return whether a frame is the module code of a module in the middle of an import."""
     spec = frame.f_globals.get("__spec__")
     return frame.f_code.co_name == "<module>" and getattr(spec, "_initializing", False)
 
 
 def importing(frames: Iterable[FrameType]) -> str | None:
-    """The module that code with these frames, the innermost first, imports; of several that which wants the others."""
+    """Return the module that code with these frames (innermost first) imports; of nested imports, the outermost."""
     names = [str(frame.f_globals["__name__"]) for frame in frames if is_importing(frame)]
     return names[-1] if names else None
 
 
 class _Loader(SourceFileLoader):
-    """Runs a module's source that came from the driver, and looks for files beside it: they aren't here."""
+    """Runs the source of a driver's module. Files beside the module are missing here."""
 
     def __init__(self, name: str, source: Source, path: str | None) -> None:
         super().__init__(name, path or "")
         self._source = source
 
     def is_package(self, fullname: str) -> bool:
-        """Whether it is a package."""
+        """Return whether the module is a package."""
         return self._source.package
 
     def get_source(self, fullname: str) -> str:
-        """Return its text."""
+        """Return the module's source."""
         return importlib.util.decode_source(self._source.text)
 
     def get_code(self, fullname: str) -> CodeType:
-        """Return what runs."""
+        """Return the module's code object."""
         code: CodeType = compile(self._source.text, self.path or f"<{fullname}>", "exec", dont_inherit=True)
         return code
 
 
 class DriversModules:
-    """Finds the driver's modules before any other. Asks once for each name that isn't in the standard library."""
+    """Finder for the driver's modules, ahead of all others. Asks once for each name outside the standard library."""
 
     def __init__(self, ask: Ask) -> None:
-        """Args: ask: What the driver has of a module; ColocateError when it can't be asked."""
+        """Args: ask: Asks the driver for a module; raises ColocateError when the driver can't be asked."""
         self._ask = ask
         self._found: dict[str, Source | Refused] = {}
         self._others: set[str] = set()  # packages that are this machine's own
-        self.shadowing: frozenset[str] = frozenset()  # the driver's in place of the standard library's
+        self.shadowing: frozenset[str] = frozenset()  # the driver's modules that replace the standard library's
         self._pid = os.getpid()
-        self.receiver: int | None = None  # the thread that receives what the driver answers
+        self.receiver: int | None = None  # id of the thread that receives the driver's answers
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        """Where a module is imported from, if the driver has it."""
+        """Return the spec of a module if the driver has the module."""
         top = name.partition(".")[0]
         if top in self._others or (is_shipped_with_python(name) and top not in self.shadowing):
             return None
@@ -81,7 +81,7 @@ class DriversModules:
             try:
                 with _without_import_lock():
                     answer = self._ask(name)
-            except ColocateError as error:  # there is no driver now, or nobody may wait for it, or it can't tell
+            except ColocateError as error:  # no driver now, or the call may not wait, or the driver has no answer
                 unasked = error.message
         if answer:
             self._found.update(answer)
@@ -101,28 +101,28 @@ class DriversModules:
         return other
 
     def know(self, sources: Mapping[str, Source]) -> None:
-        """Have some modules without asking for them."""
+        """Add sources without a question to the driver."""
         self._found.update(sources)
 
     def forget(self) -> None:
-        """Another driver follows: what nobody has imported yet is that one's to give."""
+        """Forget modules that nobody has imported yet: the next driver answers for these."""
         self._found = {name: found for name, found in self._found.items() if name in sys.modules}
 
     def _may_ask(self) -> bool:
-        """Not in a child that a role has forked, nor on a thread that would have to receive the answer."""
+        """Return whether the driver may be asked: not in a forked child, nor on the receiving thread, say."""
         thread = threading.get_ident()
         return os.getpid() == self._pid and thread != self.receiver and thread not in features.importing
 
 
 @contextlib.contextmanager
 def _without_import_lock() -> Iterator[None]:
-    """Let go of the lock that importlib holds while a finder looks.
+    """Release the lock that importlib holds during `find_spec`.
 
-    The thread that receives the answer takes that lock, too, when it drops the last reference to a module's own lock.
+    The receiving thread takes that lock, too, when it drops the last reference to a module's own lock.
     """
     try:
         _imp.release_lock()
-    except RuntimeError:  # nobody imports: the finder was called by itself
+    except RuntimeError:  # no import is running: the finder was called directly
         yield
         return
     try:
@@ -134,35 +134,35 @@ def _without_import_lock() -> Iterator[None]:
 def _spec(name: str, source: Source) -> ModuleSpec | None:
     path = source.file
     with contextlib.suppress(OSError):
-        if path is not None and Path(path).read_bytes() == source.text:  # the driver's file lies on this machine, too
+        if path is not None and Path(path).read_bytes() == source.text:  # the driver's file exists on this machine, too
             return importlib.util.spec_from_file_location(name, path)
     if path is not None:
-        if os.path.exists(path):  # another one
+        if os.path.exists(path):  # a different file of this name exists here
             path = f"driver:{path}"
         _folders_elsewhere.add(os.path.dirname(path))
     spec = ModuleSpec(name, _Loader(name, source, path), origin=path, is_package=source.package)
-    spec.has_location = path is not None  # then tracebacks and `inspect` read the source through the loader
+    spec.has_location = path is not None  # lets tracebacks and `inspect` read the source through the loader
     return spec
 
 
 def own_sources() -> dict[str, Source]:
-    """Return the modules that this process has got from its driver, for a child of it."""
+    """Return the sources received from the driver, for a child process."""
     finders = [finder for finder in sys.meta_path if isinstance(finder, DriversModules)]
     found = [(name, each) for finder in finders for name, each in finder._found.items()]
     return {name: each for name, each in found if isinstance(each, Source)}
 
 
-_folders_elsewhere: set[str] = set()  # of modules that came as source
+_folders_elsewhere: set[str] = set()  # folders, on the driver's machine, of modules received as source
 
 
-_OF_SCRIPT = re.compile(r"Can't get attribute '([^'.]+).* on <module 'colocate\.worker\.[\w.]+'")  # as pickle says it
+_OF_SCRIPT = re.compile(r"Can't get attribute '([^'.]+).* on <module 'colocate\.worker\.[\w.]+'")  # pickle's error text
 
 
-_LACKING = re.compile(r"cannot import name '(\w+)' from '([\w.]+)'")  # as Python says it
+_LACKING = re.compile(r"cannot import name '(\w+)' from '([\w.]+)'")  # Python's error text
 
 
 def hint_for(error: BaseException) -> str | None:
-    """Return what to do about what isn't in this process: a file beside the driver's code, a name of its script."""
+    """Return advice on an error about a missing file beside the driver's code, or a missing name of the script."""
     if isinstance(error, AttributeError) and (unknown := _OF_SCRIPT.match(message_of(error))):
         return (
             "A worker has what the script defines once it was sent something that needs it, and plain pickle wants it "
@@ -189,13 +189,13 @@ def hint_for(error: BaseException) -> str | None:
 
 
 def refuse_others(shadowing: Mapping[str, tuple[str, str]]) -> None:
-    """See that what the driver has in place of the standard library's modules can be had here, too.
+    """Check that the driver's replacements of standard modules can be imported here, too.
 
     Args:
-        shadowing: By name: the driver's file, and the digest of its content.
+        shadowing: By name, the driver's file and the digest of its content.
 
     Raises:
-        ColocateError: The standard library's is imported already.
+        ColocateError: The standard library's module is imported already.
     """
     for name, (file, content) in shadowing.items():
         there: Any = getattr(sys.modules.get(name), "__file__", None)
@@ -205,9 +205,9 @@ def refuse_others(shadowing: Mapping[str, tuple[str, str]]) -> None:
 
 @functools.cache
 def imported_already() -> dict[str, tuple[str, str]]:
-    """The modules that this process had imported when it first asked, and that aren't Python's: file and digest.
+    """Return file and digest of the modules that were imported before the first call, without Python's own.
 
-    A template asks for its forks: whoever looks at all modules writes into their memory, by counting references.
+    The template calls this for its forks: a look at all modules changes reference counts, and so unshares their memory.
     """
     found: dict[str, tuple[str, str]] = {}
     for name, module in list(sys.modules.items()):
@@ -216,6 +216,6 @@ def imported_already() -> dict[str, tuple[str, str]]:
             continue
         try:
             found[name] = file, digest(Path(file).read_bytes())
-        except OSError:  # in an archive
+        except OSError:  # the module is in an archive
             continue
     return found

@@ -37,26 +37,27 @@ from colocate.worker.serving.service import Service, given
 from colocate.worker.serving.signal_handlers import guard, leave
 
 SPAWNED = "colocate.worker.birth.spawned"
-"""What multiprocessing has for `__main__` in processes that roles spawn."""
+"""Name of `__main__` for multiprocessing in processes that roles spawn."""
 
 
 def main() -> None:
-    """Serve one lane until it is closed."""
+    """Serve one lane until the lane is closed."""
     fd = int(sys.argv[1])
     renew()
     label_output()
     faulthandler.enable()
     merge_at_once()
-    sys.modules["__main__"].__spec__.name = SPAWNED  # type: ignore[union-attr]  # as it is run by its name
-    os.set_inheritable(fd, False)  # whatever program a role starts, or becomes, the end of the worker shows
+    # The worker runs by the module's name, which the spec shows otherwise.
+    sys.modules["__main__"].__spec__.name = SPAWNED  # type: ignore[union-attr]
+    os.set_inheritable(fd, False)  # a program that a role starts or execs must not keep the lane open
     sock = socket.socket(fileno=fd)
     if sys.argv[3] != "waits":
         serve(sock)
         return
-    door = sock  # through which the lane comes, and the certificates of this machine
+    door = sock  # the socket for lanes and this machine's certificates
     try:
         found = given(door)
-    except EOFError:  # without a lane there is nothing to do
+    except EOFError:  # a worker without a lane has nothing to do
         os._exit(0)
     assert not isinstance(found, bytes)
     sock, epoch, tls = found
@@ -68,9 +69,9 @@ def main() -> None:
 
 
 def serve(sock: socket.socket, tls: wire.Tls | None = None, epoch: int = 0, door: socket.socket | None = None) -> None:
-    """Be the worker at the other end of a connected, authenticated socket; the first message is the boot.
+    """Run a worker at the other end of a connected, authenticated socket; the first message is the boot.
 
-    The calling thread, which is the main one, becomes the lane.
+    The calling thread, the main one, becomes the lane.
     """
     event_loop = wire.EventLoop("worker", own_thread=False)
     began: queue.SimpleQueue[WorkerHost] = queue.SimpleQueue()
@@ -91,7 +92,7 @@ def serve(sock: socket.socket, tls: wire.Tls | None = None, epoch: int = 0, door
     Service(event_loop, begin, tls, door).open(sock, epoch)
     Thread(target=receive, name="colocate-worker").start()
     lane = began.get().lane
-    _raise_thread_counts()  # that of OpenMP is each thread's own
+    _raise_thread_counts()  # here, as OpenMP keeps a count per thread
     guard(lane)
     lane.run()
     leave()
@@ -99,13 +100,13 @@ def serve(sock: socket.socket, tls: wire.Tls | None = None, epoch: int = 0, door
 
 
 def start(boot: Boot, service: Service, lane: wire.SocketLane, on_end: Callable[[], object]) -> WorkerHost:
-    """Set the process up as the boot says, and make the host. On the event loop's thread."""
+    """Set up the process as the boot says, and make the host. On the event loop's thread."""
     os.environ.update(boot.env)
     wire.cut_here_after(boot.cut_s)
-    if "RAY_ADDRESS" not in os.environ:  # a library that asks Ray where it runs would start a whole Ray in each worker
+    if "RAY_ADDRESS" not in os.environ:  # a library that looks for Ray would start a whole Ray cluster in each worker
         os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")
     interface: str | None = "lo"
-    if boot.host != wire.LOOPBACK:  # left to itself torch may choose one that others don't reach
+    if boot.host != wire.LOOPBACK:  # torch alone may choose an interface that other machines don't reach
         import psutil
 
         addresses = ((name, each.address) for name, found in psutil.net_if_addrs().items() for each in found)
@@ -116,7 +117,7 @@ def start(boot: Boot, service: Service, lane: wire.SocketLane, on_end: Callable[
             os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
     sys.path.extend(entry for entry in boot.path if entry not in sys.path)
     if boot.cpus is not None and "OMP_NUM_THREADS" not in boot.env:
-        # torch and its libraries read this when they are first imported, unless they are.
+        # torch and other libraries read the variable at the first import.
         os.environ["OMP_NUM_THREADS"] = str(max(1, int(boot.cpus)))
     show_logs(boot.log_levels)
 
@@ -131,7 +132,7 @@ def start(boot: Boot, service: Service, lane: wire.SocketLane, on_end: Callable[
             wide.came()
 
     def look_at_torch() -> None:
-        if not host.roles:  # else what they hold is there already
+        if not host.roles:  # otherwise the baseline includes roles' memory already
             host.empty = private_bytes()
         for name in followers():
             host.part(name).came()
@@ -161,11 +162,11 @@ _OPENBLAS = [f"{prefix}openblas_set_num_threads{suffix}" for prefix in ("", "sci
 
 
 def _raise_thread_counts() -> None:
-    """Have torch and OpenBLAS use as many threads as the environment says, or else as they would by themselves.
+    """Set the thread counts of torch and OpenBLAS from the environment, or to their own defaults.
 
-    Where a fork found them imported, their variables have come too late for them.
+    A fork may find both imported, and then the variables have come too late.
     """
-    if sys.modules.keys().isdisjoint({"numpy", "torch"}):  # one of them has loaded OpenBLAS, or nothing has
+    if sys.modules.keys().isdisjoint({"numpy", "torch"}):  # either module has loaded OpenBLAS; otherwise nothing has
         return
 
     def first_number(*names: str) -> int:
@@ -173,7 +174,8 @@ def _raise_thread_counts() -> None:
         return next((int(each) for each in digits if each.isdigit() and int(each)), 0)
 
     count = first_number("OMP_NUM_THREADS")
-    if count and (torch := sys.modules.get("torch")) is not None:  # else it counted the processors when it was imported
+    # Without a count torch has read the processors at the import.
+    if count and (torch := sys.modules.get("torch")) is not None:
         torch.set_num_threads(count)
     count = first_number("OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS", "OMP_NUM_THREADS")
     with open("/proc/self/maps") as file:

@@ -1,4 +1,4 @@
-"""Worker processes as the operating system shows them: whose they are is on their command lines."""
+"""Worker processes as the operating system shows them; the owner is on the command line."""
 
 from __future__ import annotations
 
@@ -16,27 +16,29 @@ OF_A_ROLE = "process of a role"
 
 @attrs.frozen
 class WorkerFound:
-    """A process that runs `colocate.worker`: a worker, one of its supervisors, or a template."""
+    """Process that runs `colocate.worker`: a worker, a supervisor or a template."""
 
-    pid: int  # its process id
-    starter: int  # the process that started it
-    orphan: bool  # whether that one is gone. (A forked child of a worker has its command line, but lives below it.)
-    label: str  # what it was started for: the id of its worker, or that of the reservation whose keeper started it
-    since: float  # when it was started, in seconds of time.time()
+    pid: int  # process id
+    starter: int  # pid of the process that started this one
+    # Whether the starter is gone. (A worker's forked child shows the worker's command line, but lives below the
+    # worker.)
+    orphan: bool
+    label: str  # the worker's id, or the id of the reservation whose keeper started the worker
+    since: float  # start time, in seconds of time.time()
 
 
 @attrs.frozen
 class Left:
-    """A process that a worker's roles have started, and that has outlived the worker and its supervisors."""
+    """Leftover process that a worker's roles have started, and that has outlived the worker and both supervisors."""
 
-    pid: int  # its process id
-    since: float  # when it was started, in seconds of time.time()
-    label: str  # what the worker was started for; empty when the process has cleared its environment
-    starter: int  # the process that started the worker
-    name: str  # of the program that it runs
+    pid: int  # process id
+    since: float  # start time, in seconds of time.time()
+    label: str  # label of the worker; empty when the process has cleared the environment
+    starter: int  # pid of the process that started the worker
+    name: str  # name of the program
 
     def running(self, node: str = "") -> Running:
-        """Return the same as an audit takes it."""
+        """Return the entry for an audit."""
         worker = f"worker {self.label}" if self.label else f"a worker of a runtime of process {self.starter}"
         detail = f"{worker}, whose role started it, and what should have ended it with that are gone"
         return Running(OF_A_ROLE, self.name, node=node, pid=self.pid, since=self.since, detail=detail)
@@ -46,68 +48,69 @@ class Left:
 class Child:
     """A process that this very process has started."""
 
-    started: int  # its process id; of a worker that of the upper supervisor
-    pid: int  # the same; of a worker that of its own process
-    since: float  # when it was started, in seconds of time.time()
-    label: str  # what it was started for; empty when it isn't a worker's, or has changed its command line
+    started: int  # process id; for a worker, of the upper supervisor
+    pid: int  # process id; for a worker, of the worker itself
+    since: float  # start time, in seconds of time.time()
+    label: str  # label of the worker; empty for other processes, and after a change of the command line
 
 
 def below_this() -> list[Child]:
-    """Return what this very process has started, and runs; of a worker its own process. Zombies run nothing."""
+    """Return the running children of this very process, without zombies; for a worker, the worker's own process."""
     this = psutil.Process()
     below: dict[int, list[psutil.Process]] = {}
     for process in this.children(recursive=True):
         try:
             if process.status() != psutil.STATUS_ZOMBIE:
                 below.setdefault(process.ppid(), []).append(process)
-        except psutil.Error:  # gone
+        except psutil.Error:  # the process is gone
             continue
     found = []
     for process in below.get(this.pid, []):
         try:
             told, shown = arguments_of(process, MODULE), process
-            # A supervisor's first child is the one that it is there for; without one it is just starting, or ending.
+            # A supervisor's first child is the supervised process; without one the supervisor is just starting, or
+            # ending.
             for _ in range(0 if told is None else SUPERVISORS):
                 shown = min(below.get(shown.pid, [shown]), key=lambda child: (child.create_time(), child.pid))
-            label = "".join((told or [])[3:4]).strip()  # a template has none
+            label = "".join((told or [])[3:4]).strip()  # a template has no label
             found.append(Child(process.pid, shown.pid, shown.create_time(), label))
-        except psutil.Error:  # gone
+        except psutil.Error:  # the process is gone
             continue
     return found
 
 
 def worker_below(started: int) -> int | None:
-    """Return a worker's own process, or the supervisor that has none yet; None when it has ended. Nobody else is seen.
+    """Return a worker's own process, or a supervisor without a child yet; None when the worker has ended.
 
     Args:
-        started: Its upper supervisor, which this very process has started.
+        started: The worker's upper supervisor, a child of this very process. Children of other processes aren't seen.
     """
     try:
-        if psutil.Process(started).ppid() != os.getpid():  # it has ended, and another one has its id
+        if psutil.Process(started).ppid() != os.getpid():  # the supervisor has ended, and the id was reused
             return None
         for _ in range(SUPERVISORS):
             with open(f"/proc/{started}/task/{started}/children") as file:
-                started = next(map(int, file.read().split()), started)  # the oldest is the first
+                started = next(map(int, file.read().split()), started)  # the oldest child comes first
     except (psutil.Error, OSError):
         return None
     return started
 
 
 def has_ended(started: int) -> bool:
-    """Return whether a worker has ended, though `started`, its upper supervisor, still sees to what it had."""
+    """Return whether a worker has ended, though `started`, the upper supervisor, still ends the descendants."""
     worker = worker_below(started)
     try:
         return worker is None or psutil.Process(worker).status() == psutil.STATUS_ZOMBIE
-    except psutil.Error:  # just now
+    except psutil.Error:  # just ended
         return True
 
 
 def left_by(starter: int | None = None) -> list[Left]:
-    """Return what workers have started and left behind: it has their mark, and isn't below who started them any more.
+    """Return processes that workers have left behind: marked as a worker's, but outside of the starter's descendants.
 
     Args:
-        starter: Only what those of this process have, forks of the worker among it; of all machines' workers those are
-            found as workers (`of_this_machine`).
+        starter: Only leftovers of this process's workers, forks of a worker included; None for the whole machine,
+            without forks of workers (see `of_this_machine`).
     """
     found = []
     for process in psutil.process_iter():
@@ -121,13 +124,13 @@ def left_by(starter: int | None = None) -> list[Left]:
             if process.status() != psutil.STATUS_ZOMBIE and above not in {parent.pid for parent in process.parents()}:
                 name = label if mark.isdigit() else ""
                 found.append(Left(process.pid, process.create_time(), name, above, process.name()))
-        except (psutil.Error, OSError):  # gone, or somebody else's
+        except (psutil.Error, OSError):  # gone, or owned by another user
             continue
     return found
 
 
 def of_this_machine() -> list[WorkerFound]:
-    """Return all workers of this machine, as far as its processes can be seen."""
+    """Return all workers of this machine, as far as the processes are visible."""
     found = []
     for process in psutil.process_iter():
         try:
@@ -138,16 +141,16 @@ def of_this_machine() -> list[WorkerFound]:
             orphan = starter not in {parent.pid for parent in process.parents()}
             label = "".join(told[3:4]).strip()
             found.append(WorkerFound(process.pid, starter, orphan, label, process.create_time()))
-        except (psutil.Error, OSError):  # gone, or somebody else's
+        except (psutil.Error, OSError):  # gone, or owned by another user
             continue
     return found
 
 
 def arguments_of(process: psutil.Process, module: str) -> list[str] | None:
-    """Return the arguments of a process that runs a module; None when it runs something else.
+    """Return the arguments of a process that runs a module; None for another program.
 
     Raises:
-        psutil.Error: It can't be looked at.
+        psutil.Error: The process can't be inspected.
     """
     words = process.cmdline()
     for index, word in enumerate(words):

@@ -1,4 +1,4 @@
-"""Signals that a terminal or a batch system sends to all processes at once: the driver decides what becomes of workers.
+"""Signals that a terminal or a batch system sends to all processes at once: workers leave the response to the driver.
 
 Some ask a program to end (SIGINT, SIGTERM, SIGHUP), others to write a checkpoint (SIGUSR1, SIGUSR2, SIGXCPU).
 """
@@ -10,17 +10,17 @@ import signal
 import threading
 from collections.abc import Iterable
 
-_ENDING = signal.SIGINT, signal.SIGTERM  # by these whoever has forked a process ends it
+_ENDING = signal.SIGINT, signal.SIGTERM  # sent by a process to end a fork of its own
 FOR_DRIVERS = signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU
 LEFT = *_ENDING, *FOR_DRIVERS
 ASKS = signal.SIGRTMIN + 1
-"""Asks what passes over SIGTERM to end. No batch system or terminal sends this one."""
+"""Asks a process that ignores SIGTERM to end. No batch system or terminal sends this signal."""
 
 
 def pass_over(numbers: Iterable[int]) -> None:
-    """Do nothing when these signals come, until somebody sets a handler of his own.
+    """Ignore these signals, until other code sets a handler.
 
-    By handlers, not by ignoring: an ignored signal stays ignored in the programs that roles start.
+    The handler does nothing, instead of SIG_IGN: an ignored signal stays ignored in programs that roles start.
     """
     for number in numbers:
         signal.signal(number, _passed_over)
@@ -31,7 +31,7 @@ def _passed_over(number: int, frame: object) -> None:
 
 
 def end_when_asked() -> None:
-    """Do at `ASKS` what SIGTERM does in a process that passes over none, or what this one's own handler of it does."""
+    """Handle `ASKS` as SIGTERM by its default action, or by the process's own handler of SIGTERM."""
 
     def ask(number: int, frame: object) -> None:
         if signal.getsignal(signal.SIGTERM) is _passed_over:
@@ -42,13 +42,13 @@ def end_when_asked() -> None:
 
 
 def leave_to_the_driver() -> None:
-    """Have this process pass over them: a worker, or a function that is its child.
+    """Ignore the signals for drivers in this process: a worker, or a child that runs a function.
 
-    Its forks do so, too, but for those by which they are ended.
+    Its forks ignore them, too, except for the signals that end a fork.
     """
     pass_over(LEFT)
 
-    # What comes to a fork before the handlers are gone there would be passed over: it waits, until they are.
+    # A fork blocks the signals until the handlers are reset: a signal before that would be ignored.
     before = threading.local()
 
     def block() -> None:

@@ -1,8 +1,8 @@
-"""The `__main__` of a process that a role spawns by `multiprocessing`: a name of the script's is told to be missing.
+"""The `__main__` of a process that a role spawns by `multiprocessing`: names of the driver's script are missing.
 
-Such a process is given functions and classes of the script by their names, and hasn't got the script. By itself Python
-tells nobody: a pool's process dies of what it can't unpickle, and the pool starts another one, without an end. So there
-a name stands for something that raises when it is used, which is the error of that piece of work.
+Such a process receives functions and classes of the script by name, and doesn't have the script. Python alone reports
+nothing: a pool's process dies of the failed unpickling, and the pool starts another one, endlessly. So a name is
+replaced by an object that raises when it is used, which becomes the error of that piece of work.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def __getattr__(name: str) -> Any:
     caller = sys._getframe(1).f_globals.get("__name__")
     if not name.startswith("__") and caller in _GIVES_WORK:
         return _Missing(name, (_Instance,), {})
-    if not name.startswith("__") and caller == "multiprocessing.spawn":  # at the start of one of its own
+    if not name.startswith("__") and caller == "multiprocessing.spawn":  # at the start of a new process
         raise _missing(name)
     raise AttributeError(f"module '__main__' has no attribute {name!r}")
 
@@ -32,16 +32,16 @@ def _missing(name: str) -> ColocateError:
 
 
 class _Missing(type):
-    """A function or class of the script's."""
+    """Placeholder for a function or class of the script."""
 
     def __call__(cls, *args: Any, **options: Any) -> Any:
-        if sys._getframe(1).f_globals.get("__name__") in _GIVES_WORK:  # it is a part of what is unpickled
+        if sys._getframe(1).f_globals.get("__name__") in _GIVES_WORK:  # part of an unpickled value
             return object.__new__(cls)  # type: ignore[arg-type]  # it is a class
         raise _missing(cls.__name__)
 
 
 class _Instance:
-    """An instance of a class of the script's, which pickle may make, and nobody may use."""
+    """Instance of a placeholder class: pickle may make one, but no code may use one."""
 
     def __new__(cls, *args: Any) -> _Instance:
         return object.__new__(cls)

@@ -1,4 +1,4 @@
-"""The supervisors of a worker: two small processes between it and its starter, which end what its roles have started.
+"""The supervisors of a worker: two small processes above the worker, which end all processes that roles have started.
 
     starter → supervisor → supervisor → worker → whatever roles start
 
@@ -29,42 +29,42 @@ from collections.abc import Callable
 from typing import NoReturn
 
 ENDS = signal.SIGRTMIN
-"""Has a supervisor end everything below it, and itself. No batch system or terminal sends this one."""
+"""Tells a supervisor to end everything below, and itself. No batch system or terminal sends this signal."""
 
 CLOSES_OTHERS = "os.close and os.closerange do that, in a role that closes what it hasn't opened"
-"""How a worker loses its connection to the driver: it and whoever ends it then say so."""
+"""How a worker loses its connection to the driver, for the error texts of the worker and its keeper."""
 
 MARK = "COLOCATE_WORKER_OF"
-"""The variable of all that runs in a worker or below it: the process that has started the worker, and its label."""
+"""Environment variable of a worker and its descendants: the pid of the worker's starter, and the worker's label."""
 
 SUPERVISORS = 2
-"""How many there are."""
+"""Number of supervisors above a worker."""
 
 TRACKERS_S = 5.0
-"""How long Python's trackers may go on when everything else is killed."""
+"""Seconds that Python's resource trackers may go on after everything else was killed."""
 
-# The limit of a process is its descendants' too, whatever they do with their environment, session and descriptors.
-# This one is in microseconds of a real-time scheduler, and beyond ten thousand years means none; below it is a pid.
+# Descendants inherit this limit, whatever happens to their environment, session and descriptors. The unit is
+# microseconds of a real-time scheduler; ten thousand years mean no limit, and the lower bits hold a pid.
 _LIMIT = 0xC010 << 46
 _LIMIT_PIDS = 1 << 22
 
-_PYTHONS = {signal.SIGPIPE, signal.SIGXFSZ}  # Python ignores them, and raises an error instead
-_LEFT_S = 5.0  # for what SIGKILL doesn't end: processes in the kernel's hands, or of other users
-_LOWER_S = 1.0  # for the lower supervisor to end by itself: it may be stopped
+_PYTHONS = {signal.SIGPIPE, signal.SIGXFSZ}  # Python ignores these and raises an error instead
+_LEFT_S = 5.0  # for processes that SIGKILL doesn't end: in the kernel's hands, or of other users
+_LOWER_S = 1.0  # for the lower supervisor, which may be stopped, to end by itself
 _LOOK_S, _LONGEST_S = 0.01, 0.5
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER, _PR_SET_PTRACER = 1, 4, 36, 0x59616D61
-_TRACKER = b"resource_tracker import main"  # multiprocessing's, and loky's
+_TRACKER = b"resource_tracker import main"  # of multiprocessing and loky
 
 
 def supervise(starter: int, begin: Callable[[], object] = lambda: None) -> None:
-    """Put supervisors above this process, and return in their grandchild. It has one thread, and no child yet.
+    """Put supervisors above this process, and return in the grandchild, which has one thread and no child yet.
 
-    No signal is ignored or blocked there, whatever the starter was started with (by `nohup`, a daemon, a shell's `&`):
-    those who ignore SIGCHLD aren't told how a process ends, and what ignores SIGTERM isn't ended by that.
+    There, no signal is ignored or blocked, however the starter was started (by `nohup`, a daemon, a shell's `&`): a
+    process that ignores SIGCHLD isn't told how a child ends, and one that ignores SIGTERM isn't ended by SIGTERM.
 
     Args:
-        starter: The process that has started it, with which all of them end.
-        begin: What the grandchild does before signals come to it.
+        starter: The process that has started this one, and with which all of them end.
+        begin: Called in the grandchild before signals are unblocked.
     """
     import resource
 
@@ -73,7 +73,8 @@ def supervise(starter: int, begin: Callable[[], object] = lambda: None) -> None:
         if signal.getsignal(number) == signal.SIG_IGN:
             signal.signal(number, signal.SIG_DFL)
     soft, hard = resource.getrlimit(resource.RLIMIT_RTTIME)
-    if hard == resource.RLIM_INFINITY and (soft == hard or starter_of(soft)):  # else it means something
+    # Otherwise the limit has another meaning.
+    if hard == resource.RLIM_INFINITY and (soft == hard or starter_of(soft)):
         resource.setrlimit(resource.RLIMIT_RTTIME, (_LIMIT + starter, hard))
     above = starter
     for lower in range(SUPERVISORS, 0, -1):
@@ -84,26 +85,28 @@ def supervise(starter: int, begin: Callable[[], object] = lambda: None) -> None:
             _supervise(above, child, lower > 1)
         above = this
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != above:  # it was gone before the kernel had been told
+    if os.getppid() != above:  # the parent was gone before `prctl`
         os._exit(0)
-    # A role that signals its process group doesn't mean the supervisors. And the kernel schedules by sessions (see
-    # sched(7), autogroup): of workers that share one, a thread that wakes up for a collective of another worker waits
-    # until who runs has had its time. Collectives took twice as long so (two ranks on two cores), a step 8 % longer.
+    # A new session, because a role that signals the process group doesn't mean the supervisors. Also, the kernel
+    # schedules by sessions (see sched(7), autogroup): among workers of one session, a thread that wakes up for a
+    # collective waits until the running worker has used up the time slice. Collectives took twice as long so (two ranks
+    # on two cores), a step 8 % longer.
     os.setsid()
-    _prctl(_PR_SET_PTRACER, starter)  # or the kernel's Yama keeps its children from looking at this one's memory
+    # Otherwise the kernel's Yama keeps the starter's other children from reading this process's memory.
+    _prctl(_PR_SET_PTRACER, starter)
     begin()
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
 
 def starter_of(limit: int) -> int | None:
-    """Return who has started the worker above a process with such a limit of real time; None without a worker."""
+    """Return the pid of the starter of the worker above a process, from its real-time limit; None without a worker."""
     return limit - _LIMIT if _LIMIT < limit < _LIMIT + _LIMIT_PIDS else None
 
 
 def tracks(pid: int) -> bool:
-    """Whether it is the process that removes the shared memory which Python's processes have left, or may become it.
+    """Return whether a process is Python's resource tracker (which removes leaked shared memory), or may become one.
 
-    Its starter, and so a role, goes on while the kernel still executes it: it has no command line then.
+    The starter, and so the role, goes on while the kernel still executes the program: the command line is empty then.
     """
     try:
         with open(f"/proc/{pid}/cmdline", "rb") as file:
@@ -115,25 +118,26 @@ def tracks(pid: int) -> bool:
 
 def _supervise(above: int, child: int, supervises: bool) -> NoReturn:
     try:
-        # What the worker has open is closed: its end must show. Its output stays, for what goes wrong here.
+        # The worker's descriptors are closed here, so that their end shows. Output stays open for errors of the
+        # supervisor.
         for entry in os.listdir("/proc/self/fd"):
             if int(entry) > 2:
                 try:
                     os.close(int(entry))
-                except OSError:  # that of the listing itself
+                except OSError:  # the listing's own descriptor
                     pass
         _prctl(_PR_SET_PDEATHSIG, ENDS)
         _Supervisor(above, child, supervises).run()
     except BaseException:
-        import traceback  # not before: it isn't small
+        import traceback  # imported late, because supervisors stay small
 
-        traceback.print_exc()  # into the worker's output
+        traceback.print_exc()  # the worker's output
     finally:
-        os._exit(70)  # what is below it falls to the other one
+        os._exit(70)  # the other supervisor ends the descendants
 
 
 class _Supervisor:
-    """Waits for the end of its child, perhaps a supervisor, too, or of what is above it. All signals are blocked."""
+    """Waits for the exit of a child (a supervisor or the worker), or of the parent. All signals are blocked."""
 
     def __init__(self, above: int, child: int, supervises: bool) -> None:
         self._above = above
@@ -144,14 +148,14 @@ class _Supervisor:
     def run(self) -> NoReturn:
         while self._reap() and self._status is None:
             if os.getppid() != self._above or signal.sigwaitinfo({signal.SIGCHLD, ENDS}).si_signo == ENDS:
-                # The other one goes on until nothing is left: whoever is about to kill this one doesn't kill both.
+                # The other supervisor goes on until nothing is left: a killer of this one then doesn't kill both.
                 _kill(self._child, ENDS if self._supervises else signal.SIGKILL)
                 break
         self._end_all()
         assert self._status is not None
         code = os.waitstatus_to_exitcode(self._status)
-        if code < 0:  # by that signal
-            _prctl(_PR_SET_DUMPABLE, 0)  # there is one core already
+        if code < 0:  # the child was killed by that signal
+            _prctl(_PR_SET_DUMPABLE, 0)  # the child has dumped a core already
             if -code not in (signal.SIGKILL, signal.SIGSTOP):
                 signal.signal(-code, signal.SIG_DFL)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {-code})
@@ -159,7 +163,7 @@ class _Supervisor:
         os._exit(code & 0xFF)
 
     def _reap(self) -> bool:
-        """Take away all that has ended; whether a child is left."""
+        """Reap all ended children; return whether a child is left."""
         try:
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:
                 if ended[0] == self._child:
@@ -169,10 +173,10 @@ class _Supervisor:
         return True
 
     def _end_all(self) -> None:
-        """Kill what is below, until nothing is left. Python's trackers end by themselves, and remove memory before."""
+        """Kill all descendants, until none is left. Python's trackers end by themselves, and remove memory first."""
         began = time.monotonic()
         pause = _LOOK_S
-        over: float | None = None  # since when the child itself has ended
+        over: float | None = None  # time at which the child itself has ended
         while self._reap():
             now = time.monotonic()
             if self._status is not None:
@@ -189,14 +193,14 @@ class _Supervisor:
 
 
 def below(top: int) -> list[int]:
-    """Return all descendants of a process that run, the nearest first.
+    """Return all running descendants of a process, the nearest first.
 
-    Where many workers end at once, each of their supervisors asks: nobody looks through all processes of the machine.
+    When many workers end at once, each supervisor calls this: no call scans all processes of the machine.
     """
     if not os.path.exists(f"/proc/self/task/{os.getpid()}/children"):
-        return _below_by_parents(top)  # this kernel has none of these files
+        return _below_by_parents(top)  # this kernel lacks these files
     found = [top]
-    for pid in found:  # which grows
+    for pid in found:  # the list grows
         found += [child for child in _children_of(pid) if _parent_of(child) is not None]
     return found[1:]
 
@@ -205,9 +209,9 @@ def _children_of(pid: int) -> list[int]:
     found: list[int] = []
     try:
         tasks = os.listdir(f"/proc/{pid}/task")
-    except OSError:  # it is gone
+    except OSError:  # the process is gone
         return found
-    for task in tasks:  # a child is that of the thread which has forked it
+    for task in tasks:  # a child belongs to the thread that has forked it
         try:
             with open(f"/proc/{pid}/task/{task}/children") as file:
                 found += map(int, file.read().split())
@@ -222,17 +226,17 @@ def _below_by_parents(top: int) -> list[int]:
         if entry.isdigit() and (parent := _parent_of(int(entry))) is not None:
             children.setdefault(parent, []).append(int(entry))
     found = children.get(top, [])
-    for pid in found:  # which grows
+    for pid in found:  # the list grows
         found += children.get(pid, ())
     return found
 
 
 def _parent_of(pid: int) -> int | None:
-    """Return the parent of a process that runs; None of another one: what has ended has no children."""
+    """Return the parent of a running process; None when it has ended."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
-            state, parent = file.read().rpartition(b")")[2].split()[:2]  # a name may have any other character
-    except (OSError, ValueError):  # it is gone
+            state, parent = file.read().rpartition(b")")[2].split()[:2]  # a name may contain any other character
+    except (OSError, ValueError):  # the process is gone
         return None
     return None if state in (b"Z", b"X") else int(parent)
 
@@ -240,7 +244,7 @@ def _parent_of(pid: int) -> int | None:
 def _kill(pid: int, number: int = signal.SIGKILL) -> None:
     try:
         os.kill(pid, number)
-    except OSError:  # it is gone, or another user's
+    except OSError:  # the process is gone, or another user's
         pass
 
 
@@ -249,11 +253,11 @@ def _prctl(option: int, value: int) -> None:
 
 
 def become(starter: int, told: int, command: list[str]) -> NoReturn:
-    """Become a program below supervisors of its own.
+    """Exec a program below new supervisors.
 
     Args:
         starter: The process that has started this one.
-        told: A descriptor to which this process writes its id, and why it can't become the program if so.
+        told: A descriptor for this process's id, followed by the error if the program can't be executed.
         command: The program and its arguments.
     """
     supervise(starter)

@@ -1,4 +1,4 @@
-"""The template: a process with one thread and no role, of which workers are forks. They share what it has imported.
+"""The template: a process with one thread and no role, whose forks are workers.
 
     starter → template
             → supervisor → supervisor → worker → whatever roles start
@@ -43,22 +43,22 @@ from colocate.worker.birth.imports import imported_already
 from colocate.worker.birth.signals import LEFT
 
 MODE = "forks"
-"""What a template's command line has in the place of a worker's descriptor."""
+"""Argument that makes a worker's command line a template's, in place of the descriptor."""
 
 ROOM = "COLOCATE_ROOM"
-"""The variable that a template is started with so that the environments of its forks have room."""
+"""Variable that reserves memory for the environments of the template's forks."""
 
 ARGUMENTS_BYTES = 512
-"""How much room there is for what follows the module on a command line."""
+"""Bytes reserved on the command line after the module's name."""
 
 TOLD_BYTES = 1 << 18
-"""The longest request. An environment that is longer starts an interpreter of its own."""
+"""Limit of a fork request, in bytes. A longer environment starts an interpreter of its own."""
 
 _QUIET_S = 10.0
-"""What forks have imported is imported here after so long, or before the next fork: a short script has none."""
+"""Seconds until the template imports the modules that forks have imported, if no fork comes before."""
 
 _MANY = 8
-"""How many forks make it worth the time to have memory in large pages: as long as ten of them take with torch."""
+"""Number of forks after which memory is moved to large pages, which takes as long as ten forks with torch."""
 
 _CLONE = {"x86_64": 56, "aarch64": 220}
 _CLONE_PARENT = 0x8000
@@ -66,18 +66,18 @@ _CLONE_PARENT = 0x8000
 
 @attrs.frozen
 class Wanted:
-    """A worker to be forked. With it come its output, its socket, where to answer, and its folder, as descriptors."""
+    """Request for a fork. Four descriptors follow: output, the worker's socket, a pipe for the answer, the folder."""
 
-    arguments: tuple[str, ...]  # what follows the module on its command line, with its socket's descriptor left out
-    env: Mapping[str, str]  # all of its environment
-    imports: tuple[str, ...]  # what the template imports before, if it hasn't
-    umask: int  # for the files that it makes
-    limits: Mapping[int, tuple[int, int]]  # of its resources
-    cpus: frozenset[int]  # those that it may run on
+    arguments: tuple[str, ...]  # command-line arguments after the module, without the socket's descriptor
+    env: Mapping[str, str]  # the whole environment
+    imports: tuple[str, ...]  # modules that the template imports first
+    umask: int  # umask of the worker
+    limits: Mapping[int, tuple[int, int]]  # resource limits
+    cpus: frozenset[int]  # the worker's CPU affinity
 
 
 class Template:
-    """Forks workers."""
+    """Forks workers on request."""
 
     def __init__(self) -> None:
         _, _, starter, sock, *_ = sys.argv
@@ -87,21 +87,21 @@ class Template:
         self._sock = socket.socket(fileno=int(sock))
         self._sock.set_inheritable(False)
         self._shown = _Shown()
-        self._reads, self._writes = os.pipe()  # the names of what its forks have imported
-        self._modules, self._forks = 0, 0  # how many it has imported, and how often it has forked since
+        self._reads, self._writes = os.pipe()  # pipe with the names of modules that forks have imported
+        self._modules, self._forks = 0, 0  # number of imported modules, and of forks since the last import
         _import(["colocate.worker.birth.main"])
         keep_modules()
 
     def run(self) -> None:
-        """Fork workers until the starter is gone, and return in each of them, as in one that was started by itself."""
+        """Fork workers until the starter is gone; return in each fork as in a new worker process."""
         gc.disable()
-        news = select.poll()  # not select: it can't take descriptors from 1024 on
+        news = select.poll()  # select can't take descriptors from 1024 on
         for each in (self._sock.fileno(), self._reads):
             news.register(each, select.POLLIN)
         told: list[str] = []
         descriptors: list[int] = []
         while True:
-            gc.freeze()  # what is here is never garbage, and a collector that looked at it would write into it
+            gc.freeze()  # these objects are never garbage, and a collection would write to shared pages
             ready = dict(news.poll(_QUIET_S * 1000 if told else None))
             if self._reads in ready:
                 told += os.read(self._reads, select.PIPE_BUF).decode().split()
@@ -117,7 +117,7 @@ class Template:
                 return
 
     def _fork(self, wanted: Wanted, descriptors: Sequence[int]) -> bool:
-        """Whether this is the fork, ready to be a worker. Otherwise its starter has been answered, or will be by it."""
+        """Fork a worker and return True in the fork; answer the starter with the pid or an error."""
         output, lane, answer, folder = descriptors
         fork = False
         try:
@@ -161,7 +161,8 @@ class Template:
         os.sched_setaffinity(0, wanted.cpus)
         for number, name in ((1, "stdout"), (2, "stderr")):
             os.dup2(output, number)
-            setattr(sys, name, open(number, "w", closefd=False))  # noqa: SIM115  # the template's is for another kind
+            # The template's stream is of another kind.
+            setattr(sys, name, open(number, "w", closefd=False))  # noqa: SIM115
         self._sock.close()
         os.close(self._reads)
         global _writes
@@ -170,13 +171,13 @@ class Template:
 
 
 class _Shown:
-    """The memory from which the kernel shows a process's command line and environment (`proc_pid_cmdline(5)`)."""
+    """Memory of the command line and environment that the kernel shows for this process (`proc_pid_cmdline(5)`)."""
 
     def __init__(self) -> None:
         with open("/proc/self/stat", "rb") as file:
             found = file.read().rpartition(b")")[2].split()[45:49]
         self._arguments, self._end, self._env, self._env_end = map(int, found)
-        # Then nothing of this process's reads that memory any more.
+        # After this, the process itself no longer reads that memory.
         os.environ.pop(ROOM)
         for name, value in os.environb.items():
             os.putenv(name, value)
@@ -184,10 +185,10 @@ class _Shown:
         self._before = words[: words.index(b"colocate.worker") + 1]
 
     def write(self, arguments: Sequence[str], env: Mapping[str, str]) -> None:
-        """Show others.
+        """Write a new command line and environment for other processes to see.
 
         Raises:
-            OSError: They have no room.
+            OSError: The reserved memory is too small.
         """
         words = [*self._before, *map(os.fsencode, arguments), b""]
         words[-1] = b" " * (self._end - self._arguments - sum(len(word) + 1 for word in words))
@@ -203,7 +204,7 @@ class _Shown:
 
 
 def different(one: Mapping[str, str], other: Mapping[str, str], pattern: re.Pattern[str]) -> str | None:
-    """Return the first variable that matches and isn't the same in two environments; None when there is none."""
+    """Return the first variable that matches a pattern and differs between two environments; None without one."""
     names = sorted(name for name in one.keys() | other.keys() if pattern.match(name))
     return next((name for name in names if one.get(name) != other.get(name)), None)
 
@@ -212,28 +213,28 @@ def _import(names: Sequence[str]) -> None:
     if all(name in sys.modules for name in names):
         return
     try:
-        os.getcwd()  # as torch's compiler does when it is imported
-    except FileNotFoundError:  # its starter's folder of then is gone; each fork goes to that of its own starter
+        os.getcwd()  # torch's compiler does the same at import
+    except FileNotFoundError:  # the starter's former folder is gone; each fork changes to the folder of the request
         os.chdir("/")
-    # The last is what torch's compiler imports in an exit handler: each fork would do so for itself.
+    # torch's compiler imports tabulate in an exit handler, which each fork would do again.
     compiles = not {"torch._dynamo", "tensordict"}.isdisjoint(names)
     for name in (*names, *(["tabulate"] if compiles else [])):
-        with contextlib.suppress(ImportError):  # not here: the role that needs it will say so
+        with contextlib.suppress(ImportError):  # missing here: the role that needs the module reports that
             importlib.import_module(name)
-    if _METADATA in names:  # its forks find known what lies in the folders of the path
+    if _METADATA in names:  # caches the listings of the path's folders for the forks
         version_of("colocate")
     imported_already.cache_clear()
     imported_already()
-    # What libraries would take apart at the end of an interpreter is this one's, and its forks end without.
+    # Forks skip the finalizers that libraries have registered for the end of an interpreter.
     for finalizer in list(getattr(weakref.finalize, "_registry", ())):
         finalizer.atexit = False
 
 
 def gather() -> None:
-    """Have what this process has written in large pages, where the kernel can (Linux 6.1).
+    """Move this process's writable memory to large pages, if the kernel can (Linux 6.1).
 
-    A fork copies an entry for each page, and so do the two of its supervisors: with torch imported that takes a worker
-    more processor time than all else that it does until it is ready. What a fork writes it gets in small pages.
+    A fork copies an entry per page, and so do its two supervisors: with torch imported that takes more processor time
+    than everything else before the worker is ready. Pages that a fork writes become small ones.
     """
     with open("/proc/self/maps") as file:
         found = [line.split() for line in file]
@@ -244,10 +245,12 @@ def gather() -> None:
 
 
 def _clone() -> int:
-    """Fork a sibling: like `os.fork`, but the child is that of this one's parent. Its first fork puts right the rest.
+    """Fork a sibling: like `os.fork`, but the child's parent is this process's parent.
+
+    The child's first `os.fork` repairs the interpreter's state.
 
     Raises:
-        OSError: The kernel doesn't.
+        OSError: The kernel refuses.
     """
     number = _CLONE.get(platform.machine())
     if number is None:
@@ -263,13 +266,13 @@ def _clone() -> int:
     return pid
 
 
-_METADATA = "email.parser"  # imported when the version of a role's distribution is looked up for the first time
+_METADATA = "email.parser"  # imported at the first look-up of a role's distribution version
 
 LONG = (
     *("torch", "torch._dynamo", "tensordict", "transformers", "transformers.modeling_utils"),
     *("numpy", "psutil", _METADATA, "asyncio"),
 )
-"""What takes long to import, and starts no thread then: workers find it imported when roles before them needed it.
+"""Slow imports that start no thread: a template imports them for later workers when a role has needed them.
 
 Torch's optimizers import `torch._dynamo` when the first of them is made, which takes as long as torch itself.
 """
@@ -277,14 +280,14 @@ Torch's optimizers import `torch._dynamo` when the first of them is made, which 
 _TRANSFORMERS = re.compile(
     "HF_|HUGGINGFACE_|TRANSFORMERS_|SAFETENSORS_|(HOME|XDG_CACHE_HOME|DISABLE_TELEMETRY|DO_NOT_TRACK|USE_TORCH_XLA)$"
 )
-"""What transformers and the libraries below it read when they are imported."""
+"""Variables that transformers and the libraries below read at import."""
 
 _writes: int | None = None
 _told: set[str] = set()
 
 
 def tell_imports() -> None:
-    """Have the workers after this one find imported what the roles of this one have imported."""
+    """Report the slow imports of this worker's roles to the template, for later workers."""
     if _writes is not None and (names := {name for name in LONG if name in sys.modules} - _told):
         _told.update(names)
         with contextlib.suppress(OSError):  # the template has ended
@@ -292,8 +295,11 @@ def tell_imports() -> None:
 
 
 def renew() -> None:
-    """Make a worker's own what forks of one process have alike, but for random numbers, which are each role's own."""
-    if _writes is None:  # it was started by itself
+    """Renew state that forks of one process share: garbage collection, authkey and temporary folder.
+
+    Random numbers are renewed for each role.
+    """
+    if _writes is None:  # the worker was started by itself
         return
     gc.enable()
     if (processes := sys.modules.get("multiprocessing.process")) is not None:

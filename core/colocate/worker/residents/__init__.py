@@ -1,1 +1,1 @@
-"""Results that stay in a worker, and how others read them."""
+"""Results that stay in a worker, and how other workers read them."""

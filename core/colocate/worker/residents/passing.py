@@ -1,4 +1,4 @@
-"""Bodies that a worker passes on: to others of its machine, and to one of the next machine."""
+"""Bodies that a worker forwards: to others of the same machine, and to one worker of the next machine."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from colocate._protocol import parts
 from colocate._protocol.consequence import Consequence, Poisoned
 from colocate._protocol.to_worker import Passed
 
-_Part: TypeAlias = tuple[tuple[str, int, int, int], int]  # who has it, as `WhereIs` says it; its key
+_Part: TypeAlias = tuple[tuple[str, int, int, int], int]  # the owner, as in `WhereIs`, and the key of the part
 
 
 class Passing:
-    """What is passed on here, from the moment when it begins to arrive until all have asked for it who take it.
+    """Forwards bodies of messages, from their first byte until all takers have asked.
 
-    A message whose body is elsewhere is received when that has come, as one with its body is: all that the driver says
-    later comes after it. Nobody waits in a circle, as all workers get the messages in one order, and whoever passes
-    something on does so by threads of its own.
+    A message whose body comes from another worker counts as received when the body is here, as a message with its body
+    does: all later messages of the driver come after it. There is no deadlock: all workers get the messages in one
+    order, and bodies are forwarded by separate threads.
     """
 
     def __init__(self, secret: bytes, tls: wire.Tls | None) -> None:
-        """Args: as of `wire.PeerChannel`. It has one of its own, for a failed call ends all that others wait for."""
+        """Args: as of `wire.PeerChannel`, a separate one: a failed call aborts all requests on the worker's other."""
         self._channel = wire.PeerChannel(secret, _answers_nothing, tls=tls)
         self._news = threading.Condition()
         self._there: dict[int, Packed | wire.Arriving] = {}
-        self._left: dict[int, int] = {}  # how many are still to ask
+        self._left: dict[int, int] = {}  # number of takers that haven't asked yet
         self._closed = False
 
     def arrives(self, passed: Passed, sizes: Sequence[int], length: int) -> wire.Arriving | None:
-        """Say where a body is to arrive; None where nobody takes it from here."""
+        """Return a buffer for an arriving body that others take from here; None if nobody does."""
         key, takers, _ = passed
         if not takers:
             return None
@@ -41,9 +41,9 @@ class Passing:
         return arriving
 
     def take(self, passed: Passed) -> Packed:
-        """Take a body from who passes it on to this worker, and wait until it is there.
+        """Request a body from the forwarding worker, and wait.
 
-        Who unpacks it is told if it doesn't come, as the other worker is gone, say.
+        A failure, such as the other worker's death, is raised when the body is unpacked.
         """
         key, takers, address = passed
         begun: list[wire.Arriving | None] = []
@@ -57,12 +57,12 @@ class Passing:
             assert body is not None
         except Exception as error:
             body = Lost.when_unpacked(_never_came, f"what was to be passed on to this worker has not come: {error}")
-        if takers and not begun:  # by a file, or not at all
+        if takers and not begun:  # the body came in a file, or not at all
             self._put(key, takers, body if isinstance(body, Lost) else body.copy())
         return body
 
     def asked(self, key: int) -> Packed | wire.Arriving:
-        """Return what somebody asks for, once it has begun to arrive."""
+        """Return a body as soon as the first bytes have arrived; wait until then."""
         with self._news:
             while (found := self._there.get(key)) is None:
                 if self._closed:
@@ -74,7 +74,7 @@ class Passing:
             return found
 
     def close(self) -> None:
-        """Pass on nothing any more."""
+        """Stop forwarding, and wake the waiting threads."""
         with self._news:
             self._closed = True
             self._news.notify_all()
@@ -87,19 +87,19 @@ class Passing:
 
 
 class Sharing:
-    """Parts of residents of other machines: others of this machine have them from here as long as a call has them."""
+    """Parts of other machines' residents that this worker shares on the machine, each during one call."""
 
     def __init__(self) -> None:
         self._news = threading.Condition()
-        self._there: dict[_Part, tuple[int, wire.Arriving | None]] = {}  # with the call that has asked for it
+        self._there: dict[_Part, tuple[int, wire.Arriving | None]] = {}  # with the call that has requested the part
 
     def expect(self, part: _Part, call: int) -> bool:
-        """Note that a call is about to ask for a part; False where another one has it already."""
+        """Register a call's request for a part; False if another call has the part already."""
         with self._news:
             return self._there.setdefault(part, (call, None)) == (call, None)
 
     def arrives(self, part: _Part, call: int, sizes: Sequence[int], length: int) -> wire.Arriving:
-        """Say where it is to arrive, from where it is passed on."""
+        """Return a buffer for a part that arrives and is forwarded at once."""
         arriving = wire.Arriving(sizes, length)
         with self._news:
             self._there[part] = call, arriving
@@ -107,21 +107,21 @@ class Sharing:
         return arriving
 
     def find(self, part: _Part) -> wire.Arriving | None:
-        """Return a part, once it has begun to arrive; None where it isn't here."""
+        """Return a part as soon as the first bytes have arrived; None for a part that isn't here."""
         with self._news:
             while (found := self._there.get(part)) is not None and found[1] is None:
                 self._news.wait()
             return None if found is None else found[1]
 
     def forget(self, call: int, part: _Part | None = None) -> None:
-        """Pass on no longer what a call has asked for, or one part of that."""
+        """Stop sharing all parts that a call has requested, or one of them."""
         with self._news:
             for each in [each for each, (by, _) in self._there.items() if by == call and part in (None, each)]:
                 del self._there[each]
             self._news.notify_all()
 
     def close(self) -> None:
-        """Pass on nothing any more."""
+        """Stop sharing, and wake the waiting threads."""
         with self._news:
             self._there.clear()
             self._news.notify_all()

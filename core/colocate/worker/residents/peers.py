@@ -1,4 +1,4 @@
-"""How a worker reads residents: from its own store, from another worker of its process, or through a peer channel."""
+"""How a worker reads residents: from the own store, from another worker of the process, or through a peer channel."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ if TYPE_CHECKING:
     from colocate.worker.serving.host import WorkerHost
 
 Find = Callable[[str, int], "WorkerHost"]
-_Rows = tuple[int, int]  # the first row, and the one after the last
+_Rows = tuple[int, int]  # first row, and one past the last
 _Body = wire.Packed | None
 
 
 class Peers(abc.ABC):
-    """How a worker reads parts, its own and others'. Every method waits until the part exists.
+    """A worker's access to parts of residents, local and remote. Every method waits until the part exists.
 
-    What lies in this very worker is taken from its store, on whichever device it is.
+    A part of this very worker is taken from its store, on whichever device it is.
     Arguments are brought to the slot's device when they are complete.
     """
 
@@ -47,13 +47,14 @@ class Peers(abc.ABC):
     def part(self, source: Source, rank: int, taken: list[Taken] | None, taking: Taking | None = None) -> Any:
         """Return the whole part of a rank.
 
-        It is noted in `taken`, unless that is None or the part is handed over between slots. `taking`: for one of
-        several parts that are offered.
+        The read is recorded in `taken`, unless that is None or the part is passed on between threads. `taking` is for
+            one
+        of several parts that are offered.
         """
         return self._read(source, rank, None, taken, taking)
 
     def slice(self, source: Source, rank: int, start: int, stop: int, taken: list[Taken] | None) -> Any:
-        """Return some of its rows, and note them as `part` does."""
+        """Return rows `start` to `stop` of a part, and record the read as `part` does."""
         return self._read(source, rank, (start, stop), taken)
 
     def _read(
@@ -70,7 +71,7 @@ class Peers(abc.ABC):
         return value
 
     def rows(self, source: Source, rank: int) -> int:
-        """Return how many rows it has."""
+        """Return the number of rows of a part."""
         if (entry := self._own(source, rank)) is not None:
             return entry.rows(source.label)
         count = self._number(source, rank, parts.Rows(source.key))
@@ -78,50 +79,49 @@ class Peers(abc.ABC):
         return count
 
     def weight(self, source: Source, rank: int) -> int | None:
-        """Return how many rows the call that made it worked on there; None when nothing was scattered."""
+        """Return the number of rows that the producing call worked on there; None when nothing was scattered."""
         entry = self._own(source, rank)
         return self._number(source, rank, parts.Weight(source.key)) if entry is None else entry.weight
 
     def took(self, source: Source, rank: int, keeps: bool) -> None:
-        """Tell the rank that offers it (`Store.offer`) that it was taken, and perhaps kept."""
+        """Confirm to the offering rank (`Store.offer`) that a part was taken; `keeps`: and is held on to."""
         self._number(source, rank, parts.Took(source.key, keeps))
 
     def abort(self, reason: str) -> None:
-        """Fail what is under way; later uses work again."""
+        """Fail the requests under way; later ones work again."""
         self._host.store.poke()
 
     def passed(self, passed: Passed) -> Any:
-        """Return the body of a driver's message that another worker passes on; within one process none is."""
+        """Return the body of a driver's message that another worker forwards. Not used within one process."""
         raise NotImplementedError
 
     def arrives(self, passed: Passed, sizes: Sequence[int], length: int) -> wire.Arriving | None:
-        """Say where such a body is to arrive that comes with its message; None where nobody takes it from here."""
+        """Return a buffer for a body that is forwarded to other workers; None for all other bodies."""
         raise NotImplementedError
 
-    def close(self) -> None:  # noqa: B027 - where workers are threads there is nothing to end
-        """End its threads and sockets."""
+    def close(self) -> None:  # noqa: B027 - workers on threads have nothing to close
+        """End the threads and sockets."""
 
     @property
     @abc.abstractmethod
     def address(self) -> str | None:
-        """Where other workers reach this one; None when they needn't ask."""
+        """Address for other workers; None if all workers share one process."""
 
     @abc.abstractmethod
     def given_back(self, seq: int, label: str) -> Sequence[Written]:
-        """End what a call had of other workers; return their residents that it had the very values of and wrote into.
+        """End a call's borrowing from other workers; return their residents into which the call has written.
 
-        Nothing where what other workers have is copied.
+        Empty if values of other workers are copies.
         """
 
     def _own(self, source: Source, rank: int) -> Entry | None:
-        """Return the part, if it is this worker's."""
         boot, origin = self._host.boot, source.origin
         if origin.slots[rank] != boot.slot or origin.group != boot.group or origin.generation != boot.generation:
             return None
-        # An async method may be waited for that makes it: until nobody waits for the call that uses it any more.
+        # The producer may be an async method: the wait lasts until nobody waits for the calling call any more.
         return self._host.store.wait(source.key, self._host.why_not)
 
-    # -- the same of another worker
+    # -- the same for other workers
 
     @abc.abstractmethod
     def _fetch(
@@ -133,14 +133,14 @@ class Peers(abc.ABC):
 
 
 class LocalPeers(Peers):
-    """All workers are in this process: parts are handed over by reference, or between slots as the codec has it."""
+    """Access within one process: parts are passed by reference, or packed and unpacked as the codec says."""
 
     def __init__(self, host: WorkerHost, find: Find) -> None:
-        """Args: host: This worker. find: The worker on a slot of a group."""
+        """Args: host: This worker. find: Returns the worker on a slot of a group."""
         super().__init__(host)
         self._find = find
-        self._waiting: list[Store] = []  # of others, for what is to be there: one for each lane
-        self._borrowed: dict[int, list[tuple[Store, int, Entry]]] = {}  # by the call that has the very value
+        self._waiting: list[Store] = []  # stores of other workers, one entry for each waiting lane
+        self._borrowed: dict[int, list[tuple[Store, int, Entry]]] = {}  # by the call that holds the reference
 
     @property
     def address(self) -> None:
@@ -148,7 +148,7 @@ class LocalPeers(Peers):
         return
 
     def given_back(self, seq: int, label: str) -> Sequence[Written]:
-        """Return what a call that is over wrote into of other workers' residents."""
+        """Return other workers' residents into which a finished call has written."""
         written: list[Written] = []
         for store, key, entry in self._borrowed.pop(seq, ()):
             written += store.written([key], label)
@@ -156,7 +156,7 @@ class LocalPeers(Peers):
         return written
 
     def abort(self, reason: str) -> None:
-        """Fail what is under way."""
+        """Fail the requests under way."""
         super().abort(reason)
         for store in list(self._waiting):
             store.poke()
@@ -171,7 +171,7 @@ class LocalPeers(Peers):
         codec, boot = self._host.codec, self._host.boot
         if codec.name == "reference":
             call = running_call.get()
-            if isinstance(call, Work) and not entry.takers:  # what is offered nobody has when it was taken
+            if isinstance(call, Work) and not entry.takers:  # an offered value isn't lent: the taker becomes the owner
                 entry.lent.append(call.label)
                 self._borrowed.setdefault(call.seq, []).append((store, source.key, entry))
             return value
@@ -198,9 +198,9 @@ class LocalPeers(Peers):
 
 
 class ChannelPeers(Peers):
-    """Workers are processes: parts travel worker to worker on authenticated sockets.
+    """Access between processes: parts travel from worker to worker on authenticated sockets.
 
-    Between those of one machine what is on a device is copied from there, where the driver of the device has it so.
+    Device memory of workers on one machine is copied directly, if the device's driver allows that.
     """
 
     def __init__(self, host: WorkerHost, tls: wire.Tls | None = None) -> None:
@@ -211,33 +211,33 @@ class ChannelPeers(Peers):
         self._sharing = Sharing()
         self._addresses: dict[tuple[str, int, int, int], str] = {}
         self._borrower = Borrower(host.boot.device)
-        self._by_host: set[tuple[str, int, int, int]] = set()  # who can't lend to this worker
+        self._by_host: set[tuple[str, int, int, int]] = set()  # workers that can't lend device memory to this one
 
     @property
     def address(self) -> str:
-        """Where other workers reach this one; it listens from now on."""
+        """Address for other workers; this worker listens from now on."""
         return self._channel.address
 
     def passed(self, passed: Passed) -> Any:
-        """Return the body of a message, which another worker passes on."""
+        """Return the body of a message that another worker forwards."""
         return self._passing.take(passed)
 
     def arrives(self, passed: Passed, sizes: Sequence[int], length: int) -> wire.Arriving | None:
-        """Say where a body is to arrive; None where nobody takes it from here."""
+        """Return a buffer for a body that is forwarded to other workers; None otherwise."""
         return self._passing.arrives(passed, sizes, length)
 
     def given_back(self, seq: int, label: str) -> Sequence[Written]:
-        """Pass on what the call has asked for no more."""
+        """Stop sharing parts that the call has requested."""
         self._sharing.forget(seq)
         return ()
 
     def abort(self, reason: str) -> None:
-        """Fail what is under way."""
+        """Fail the requests under way."""
         super().abort(reason)
         self._channel.abort(reason)
 
     def close(self) -> None:
-        """End its threads and sockets."""
+        """End the threads and sockets."""
         self._passing.close()
         self._sharing.close()
         self._channel.close(0.5)
@@ -249,7 +249,7 @@ class ChannelPeers(Peers):
         over = None if taking is None else taking.over
 
         def asked(place: str) -> tuple[parts.Value, wire.Packed]:
-            """Ask for it, and say where this worker computes if memory may be lent to it."""
+            """Request the value, with this worker's device if memory may be lent."""
             if rows is not None:
                 answer, body = self._ask(source, rank, parts.Slice(key, *rows, place))
             elif taking is not None:
@@ -283,9 +283,9 @@ class ChannelPeers(Peers):
         return value
 
     def _whole(self, source: Source, rank: int, place: str, lacking: int = 0) -> tuple[Message, _Body]:
-        """Ask for a part. Where it is large, and on another machine, all workers of this one have it from the first.
+        """Request a part. Workers of one machine share a large remote part: the first requests, the others copy.
 
-        Whoever doesn't get it from that one says so, and is the first then.
+        A worker that fails to get the part from the first says so, and becomes the first.
         """
         part, boot, call = (_where(source, rank), source.key), self._host.boot, running_call.get()
         is_far = boot.host != wire.LOOPBACK and f":{boot.host}:" not in self._address_of(part[0])
@@ -341,7 +341,7 @@ class ChannelPeers(Peers):
                 head, body = self._channel.request(address, question.head(), aborts, arrives)
                 break
             except ConnectionError as error:
-                if aborts != self._channel.aborts and self._host.why_not() is None:  # that was for another lane
+                if aborts != self._channel.aborts and self._host.why_not() is None:  # the abort was for another lane
                     continue
                 raise Consequence(
                     f"the resident of {source.label} can't be had from worker {where[1]} of group {where[0]!r}: {error}"
@@ -396,7 +396,7 @@ class ChannelPeers(Peers):
             if not (shared := sharer[0] == question.here[1]):
                 return parts.Elsewhere(*sharer), None
         if isinstance(question, parts.Slice):
-            # Where it is packed, too: the offsets of jagged rows are made anew.
+            # Packed, too: the offsets of jagged rows are made anew.
             with host.device.aside():
                 value = batch.slice_rows(value, question.start, question.stop)
         if not question.place or question.place != place(host.boot.device):

@@ -1,4 +1,4 @@
-"""Residents: results that stay in the worker, by the id of the handle on the driver."""
+"""Residents: results that stay in the worker, by the id of the driver's handle."""
 
 from __future__ import annotations
 
@@ -22,47 +22,47 @@ from colocate.worker.serving.scope import Scope
 
 @attrs.define(eq=False)
 class Entry:
-    """One rank's part of a resident: pending until its call has run, then a value or a failure."""
+    """One rank's part of a resident: pending until the call has run, then a value or a failure."""
 
     value: Any = None
-    weight: int | None = None  # how many rows the call that made it worked on; None where nothing was scattered
+    weight: int | None = None  # number of rows that the producing call worked on; None if nothing was scattered
     error: str | None = None
     ready: bool = False
     maker: str = ""
     watch: Watch | None = None
-    lent: list[str] = attrs.field(factory=list)  # calls on other workers of this process that have the very value
-    counted: int | None = None  # how many rows the value has, once that has been asked
-    nbytes: int = 0  # bytes of its tensors and arrays
-    # what of a device's memory in it has been brought to the host for others; None where nothing has been
+    lent: list[str] = attrs.field(factory=list)  # calls on other workers of this process that hold the same object
+    counted: int | None = None  # number of rows of the value, once counted
+    nbytes: int = 0  # bytes of the value's tensors and arrays
+    # host copies of device memory, made for readers on other workers; None if there are none
     copies: HostCopies | None = None
-    readers: int = 0  # how many of them are at it
-    read: int = 0  # when one has begun last, as a number that grows
-    takers: int = 0  # how many are still to take it, where it is forgotten when they have
-    # By machine the address of who has it for others there, and how often it was given for that.
+    readers: int = 0  # number of readers at present
+    read: int = 0  # a growing number, set when a reader begins
+    takers: int = 0  # number of takers left, for an offered part: the last one removes the part
+    # By machine, the address of the worker that shares the part there, and how often a sharer was named.
     sharers: dict[str, tuple[str, int]] = attrs.field(factory=dict)
 
     def rows(self, label: str) -> int:
-        """How many rows the value has, counted once: nobody changes it any more."""
+        """Return the number of rows of the value, counted once: the value is constant."""
         if self.counted is None:
             self.counted = batch.rows(self.value, label)
         return self.counted
 
 
 COPIES_BYTES = 1 << 30
-"""As many of those that are on the host for others stay when they have been read."""
+"""Default limit, in bytes, of host copies that stay after they were read."""
 
 
 class Store:
-    """The parts that this worker holds. The lane puts and uses them; transfer threads wait for them and read them.
+    """Parts that this worker holds. The lane puts and uses parts; transfer threads wait for and read them.
 
     Attributes:
-        strict: Whether writes in place are noticed.
+        strict: Whether writes in place are detected.
         entries: The parts by the ids of their handles.
-        copies_bytes: How many bytes of parts that are on a device stay on the host, too, when somebody has read them.
+        copies_bytes: Limit, in bytes, of host copies of parts on a device that stay after they were read.
     """
 
     def __init__(self, strict: bool, scope: Scope, device: str = "cpu") -> None:
-        """Make an empty one; the scope says which driver's parts are of use, and until when."""
+        """Make an empty store; `scope` says which driver's parts are valid, and until when."""
         self.strict = strict
         self.copies_bytes = COPIES_BYTES
         self._scope = scope
@@ -70,17 +70,17 @@ class Store:
         self._copies_lock = threading.Lock()
         self._reads = itertools.count(1)
         self.entries: dict[int, Entry] = {}
-        self._over = 1  # keys of what is offered are negative, and go down: from this one up nothing comes any more
-        self._kept: set[int] = set()  # of what was offered, and is over
+        self._over = 1  # keys of offers are negative and count down: from this key up no offer comes any more
+        self._kept: set[int] = set()  # keys of finished offers that a taker keeps
         self._news = threading.Condition()
 
     def expect(self, key: int) -> None:
-        """A call is queued here whose result will be kept."""
+        """Add a pending entry for a queued call whose result will be kept."""
         with self._news:
             self.entries[key] = Entry()
 
     def put(self, key: int, value: Any, maker: str, weight: int | None, rows: int | None = None) -> int:
-        """Keep a value that a method has returned, unless it was freed before that; return its bytes.
+        """Store a method's result, unless the resident was freed already; return the bytes.
 
         `weight` and `rows`: see `Entry`.
         """
@@ -96,7 +96,7 @@ class Store:
         return nbytes
 
     def fail(self, key: int, error: str) -> None:
-        """Note that a value's call failed or was withdrawn, and tell whoever waits for the value."""
+        """Mark a part as failed, because its call failed or was withdrawn, and wake the waiting threads."""
         with self._news:
             entry = self.entries.get(key)
             if entry is not None and not entry.ready:
@@ -104,22 +104,22 @@ class Store:
                 self._news.notify_all()
 
     def offer(self, key: int, value: Any, maker: str, takers: int) -> None:
-        """Have a value be there until so many have taken it (`took`)."""
+        """Offer a value until all takers have taken the value (`took`)."""
         with self._news:
             self.entries[key] = Entry(value, ready=True, maker=maker, nbytes=tensor_bytes(value), takers=takers)
             self._news.notify_all()
 
     def nothing_from(self, key: int) -> None:
-        """Have whoever waits for what isn't offered be told: by keys from this one up nothing comes any more."""
+        """Wake threads that wait for an offer: with keys from this one up no offer comes any more."""
         with self._news:
             self._over = key
             self._news.notify_all()
 
     def sharer(self, entry: Entry, here: tuple[str, str], lacking: int) -> tuple[str, int]:
-        """Return who has a part for others of a machine, and how often that was given it.
+        """Return the worker that shares a part on a machine, and how often a sharer was named there.
 
-        It is whoever asks, if it is the first there, or the same again, or if the other one was found `lacking` since
-        that was given it last.
+        The asking worker itself becomes the sharer if it is the first, or the same again, or if the named one was found
+        `lacking` since then.
         """
         machine, address = here
         with self._news:
@@ -129,7 +129,7 @@ class Store:
             return sharer, times
 
     def took(self, key: int, keeps: bool = False) -> None:
-        """Somebody has taken what is offered, and perhaps keeps it."""
+        """Count a taker of an offered part; `keeps`: the taker holds on to the value."""
         with self._news:
             entry = self.entries.get(key)
             if entry is not None:
@@ -141,7 +141,7 @@ class Store:
                 self._news.notify_all()
 
     def wait_taken(self, key: int, why_not: Callable[[], str | None]) -> bool:
-        """Wait until all have taken what is offered, and return whether somebody keeps it; `why_not` as for `wait`.
+        """Wait until all have taken an offered part; return whether a taker keeps it. `why_not` as for `wait`.
 
         Raises:
             ColocateError: The worker is closing, or the wait was interrupted.
@@ -156,12 +156,12 @@ class Store:
             return kept
 
     def wait_for(self, holds: Callable[[], bool], within_s: float) -> bool:
-        """Wait until something holds that is asked again after `poke`, for so long at most; whether it does."""
+        """Wait until a condition holds, checked again after `poke`, or for `within_s` seconds; return the condition."""
         with self._news:
             return self._news.wait_for(holds, within_s)
 
     def free(self, keys: Iterable[int]) -> None:
-        """Forget parts."""
+        """Drop parts."""
         with self._news:
             for key in keys:
                 self.entries.pop(key, None)
@@ -169,24 +169,24 @@ class Store:
             self._news.notify_all()
 
     def local(self, key: int) -> Entry | None:
-        """The part as it is, for role code on the lane; None when this worker has no such part."""
+        """Return a part in the present state, for role code on the lane; None when this worker has no such part."""
         return self.entries.get(key)
 
     def wait(self, key: int, why_not: Callable[[], str | None] = lambda: None) -> Entry:
-        """Return the part once its call has run; `why_not`, asked again after `poke`, says why nobody is to wait.
+        """Return a part once the call has run; `why_not`, checked again after `poke`, gives a reason to stop.
 
         Raises:
-            ColocateError: It failed, the worker is closing, or the wait was interrupted.
+            ColocateError: The call failed, the worker is closing, or the wait was interrupted.
         """
         entry = self.entries.get(key)
         if entry is not None and entry.ready and entry.error is None and self._scope.closed is None:
-            return entry  # as nearly always; it is noted to be ready when all else of it is there
+            return entry  # nearly always; `ready` is set after all other fields
         with self._news:
             while True:
                 entry = self.entries.get(key)
                 if self._scope.closed is not None:
                     raise Consequence(f"resident {key} isn't to be had any more: {self._scope.closed}")
-                # A part that isn't known is on its way: it is never freed while a call that uses it is unfinished.
+                # An unknown part will still arrive: no part is freed while a call that uses the part is unfinished.
                 if entry is not None and entry.ready:
                     if entry.error is not None:
                         raise Poisoned(entry.error)
@@ -200,17 +200,17 @@ class Store:
 
     @contextlib.contextmanager
     def reading(self, entry: Entry) -> Iterator[None]:
-        """A block in which a part, or some of its rows, is packed for somebody else.
+        """Return a block for packing a part, or some of its rows, for another worker.
 
-        What of it lies on a device is copied to the host once for all who read it at the same time. It stays there for
-        those who come later as long as the part does; what was read longest ago goes when it is too much.
+        Device memory is copied to the host once for all concurrent readers. The copy stays for later readers as long as
+        the part does; above the limit, the copies read longest ago are dropped.
         """
         if in_use(self._device) is None or entry.nbytes < WORTH_BYTES:
             yield
             return
         with self._copies_lock:
             copies = entry.copies or HostCopies(tensors(entry.value))
-            entry.copies = copies if entry.error is None else None  # somebody has written into it since it was found
+            entry.copies = copies if entry.error is None else None  # a writer has changed the part since the look-up
             entry.read = next(self._reads)
             entry.readers += 1
         try:
@@ -229,32 +229,32 @@ class Store:
                         each.copies = None
 
     def poke(self) -> None:
-        """Let those who wait look whether they still may."""
+        """Wake the waiting threads to check their conditions again."""
         with self._news:
             self._news.notify_all()
 
     def renew(self) -> None:
-        """Forget what a driver that has let go has kept."""
+        """Drop the residents of a driver that has released this worker."""
         with self._news:
             for key in [key for key in self.entries if self._scope.let_go(key)]:
                 del self.entries[key]
             self._news.notify_all()
 
     def close(self) -> None:
-        """Forget everything and wake whoever waits: its scope is closed."""
+        """Drop everything and wake the waiting threads: the scope is closed."""
         with self._news:
             self.entries.clear()
             self._news.notify_all()
 
     def written(self, keys: Iterable[int] | None = None, by: str | None = None) -> Iterable[Written]:
-        """Yield the residents (of those named, or all) that somebody has written into since they were made.
+        """Yield residents (of those named, or all) that were written into since they were made.
 
-        `by`: the call that has run; None when it isn't known who it was: one that has the very value, if any.
+        `by`: the call that has run; None if unknown: then a call that borrows the value, if any, is named.
         """
         for key in list(self.entries) if keys is None else keys:
             entry = self.entries.get(key)
             if entry is not None and entry.watch is not None and entry.watch.written():
-                # Named once, with the method that did it; from then on nobody gets what it has become.
+                # The write is reported once, with the method; from then on the value is poisoned.
                 entry.watch = None
                 writer = by or next(iter(entry.lent), None)
                 entry.error = (
@@ -265,7 +265,7 @@ class Store:
                 yield key, entry.maker, writer
 
     def values(self) -> list[tuple[str, Any]]:
-        """Return who has made each part that is there, and the part; also of parts that stay on the host for others."""
+        """Return producer and value of each ready part, and of each host copy."""
         entries = [entry for entry in list(self.entries.values()) if entry.ready]
         copies = [(entry.maker, entry.copies) for entry in entries] if self.copies_bytes else []
         return [
@@ -274,5 +274,5 @@ class Store:
         ]
 
     def made_by(self, role: str) -> list[int]:
-        """The residents that a role has returned."""
+        """Return the keys of residents that a role has returned."""
         return [key for key, entry in list(self.entries.items()) if entry.maker.partition(".")[0] == role]
