@@ -1,7 +1,7 @@
-"""What a process does with its process groups while it is profiled, as its own threads see it.
+"""The operations of a profiled process on process groups, recorded on the process's own threads.
 
-Torch's profiler knows from when to when gloo's operations were under way, and not who waited for them, nor of which
-group they were. So what goes through torch's Python functions is noted here.
+Torch's profiler records when gloo's operations ran, but neither the waiting thread nor the process group. These
+calls of torch's Python functions are recorded here.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 
 @attrs.define(eq=False)
 class Collectives:
-    """The operations that this process begins and waits for, from `begin` to `end`; times in ns of time.time_ns().
+    """Operations that this process starts and awaits between `begin` and `end`; times in ns of time.time_ns().
 
     Attributes:
-        calls: Each operation: which one, and from when to when it was being begun, in order.
-        waits: Each wait of the thread that began this: for which operation (None: not known), from when to when.
+        calls: Each operation, in order, with the start and end of the call that started it.
+        waits: Each wait of the thread that called `begin`: the operation (None if unknown), start and end.
     """
 
     calls: list[tuple[Meeting, int, int]] = attrs.field(factory=list, init=False)
@@ -39,10 +39,10 @@ class Collectives:
     _works: weakref.WeakKeyDictionary[Work, Meeting] = attrs.field(factory=weakref.WeakKeyDictionary, init=False)
     _undo: list[Callable[[], object]] = attrs.field(factory=list, init=False)
     _thread: int = attrs.field(factory=threading.get_ident, init=False)
-    _known_as: Callable[[Any], str] = attrs.field(default=str, init=False)  # names a group, on all its ranks alike
+    _known_as: Callable[[Any], str] = attrs.field(default=str, init=False)  # returns a group's name, equal on all ranks
 
     def begin(self) -> None:
-        """From now on, note them."""
+        """Start recording."""
         from torch import distributed
 
         if distributed.is_available() and "process_groups" in FEATURES:
@@ -56,7 +56,7 @@ class Collectives:
             self._replace(distributed.Work, "wait", self._waited)
 
     def end(self) -> None:
-        """Note nothing any more."""
+        """Stop recording."""
         while self._undo:
             self._undo.pop()()
 
@@ -84,7 +84,7 @@ class Collectives:
         return by
 
     def _key(self, group: Any, name: str, args: tuple[Any, ...]) -> str:
-        """Return what numbers an operation: its group, and of one between two ranks those two."""
+        """Return the numbering key of an operation: the group; for point-to-point operations also both ranks."""
         found = self._names.get(group)
         if found is None:
             found = self._names[group] = self._known_as(group)

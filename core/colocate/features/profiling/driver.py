@@ -1,4 +1,4 @@
-"""`colocate.profile`: torch's profiler on ranks, between two moments of a driver, beside what that knows itself."""
+"""`colocate.profile`: torch's profiler on ranks, between two moments of a driver, with the driver's own records."""
 
 from __future__ import annotations
 
@@ -38,36 +38,36 @@ from colocate.features.profiling.parts import Part, Piece, rows, split
 from colocate.features.profiling.worker import ProfilingOfWorker
 
 _LOOKS = 7
-"""So often a worker is asked for its time: the answer that came fastest counts."""
+"""Attempts to read a worker's clock: the fastest answer counts."""
 _CLOCKS_WITHIN_S = 30.0
 _MOST_RECORDS = 200_000
 SAMPLERS = ("torch", "py-spy")
 
 
 class ProfilingOfGroup(OfGroup):
-    """What a driver asks the workers of a group for a profile."""
+    """Requests to the workers of a group for a profile."""
 
     def __init__(self, worker_group: WorkerGroup) -> None:
         self._worker_group = worker_group
         self._requests: Requests[int, tuple[float, float]] = Requests(worker_group.base)
 
     def renewed(self) -> None:
-        """Ask the new workers from now on."""
+        """Drop open requests: the former workers are gone."""
         self._requests = Requests(self._worker_group.base)
 
     def failed(self, error: ColocateError) -> None:
-        """Have nobody wait for an answer any more."""
+        """Fail all waits for answers."""
         self._requests.fail_all(error)
 
     def heard(self, worker: Worker, message: Message, body: Any) -> None:
-        """Take a worker's answer, with the time at which it has come."""
+        """Record a worker's answer with the time of the receipt."""
         assert isinstance(message, Clock)
         self._requests.answered(message.token, worker.slot, (message.now, time.time()))
 
     def ahead(self, within_s: float) -> dict[int, float]:
-        """Return by slot by how much the worker's clock is ahead of the driver's, in seconds.
+        """Return by slot the offset of the worker's clock from the driver's, in seconds; positive if ahead.
 
-        It is 0 where the difference is less than what the way of the message hides, as on one machine.
+        The offset is 0 if it is within the error of the measurement (half the round trip), as on one machine.
 
         Raises:
             ColocateError: The group is gone.
@@ -92,32 +92,32 @@ class ProfilingOfGroup(OfGroup):
 
 @attrs.define(eq=False)
 class _Told:
-    """An observer that keeps what happens, as it was told."""
+    """An observer that stores finished calls and moves of memory."""
 
     calls: deque[CallRecord] = attrs.field(factory=lambda: deque(maxlen=_MOST_RECORDS))
     moves: deque[MoveRecord] = attrs.field(factory=lambda: deque(maxlen=_MOST_RECORDS))
 
     def colocate_call_finished(self, record: CallRecord) -> None:
-        """A call has ended."""
+        """Store a finished call."""
         self.calls.append(record)
 
     def colocate_memory_moved(self, record: MoveRecord) -> None:
-        """A role sleeps, or is awake."""
+        """Store a move of memory."""
         self.moves.append(record)
 
 
 @attrs.define(eq=False, repr=False)
 class Profile:
-    """A profile of ranks, as `colocate.profile` gives it; complete when its block has ended.
+    """A profile of ranks, from `colocate.profile`; complete after the block.
 
     Attributes:
-        trace: The file for Perfetto (ui.perfetto.dev) or chrome://tracing: colocate's calls, and below them what
-            torch's profiler has of each rank.
+        trace: The file for Perfetto (ui.perfetto.dev) or chrome://tracing: colocate's calls, with the events of torch's
+            profiler for each rank.
         snapshots: The files with snapshots of memory, for https://pytorch.org/memory_viz.
-        seconds: How long it was.
+        seconds: The length of the profile.
         slots: The profiled slots, by group.
-        parts: Where the time of these slots went, by role and method.
-        untraced: The slots, by group and number, whose process hadn't imported torch: only their calls are known.
+        parts: The time of these slots, split by role and method.
+        untraced: The slots, by group and number, of processes without torch: only calls are known there.
     """
 
     trace: Path
@@ -131,7 +131,7 @@ class Profile:
         return f"<profile of {self.seconds:.3f} s in {self.trace}>"
 
     def rows(self) -> list[dict[str, str | float]]:
-        """Return a table of the parts: seconds of a slot, on average. Its last row is the sum, `seconds` long."""
+        """Return a table of the parts: seconds of a slot, on average. The last row is the sum, `seconds` long."""
         return rows(self.parts, max(1, sum(map(len, self.slots.values()))))
 
 
@@ -145,24 +145,24 @@ def profile(
     sampler: str = "torch",
     title: str = "Profile",
 ) -> Iterator[Profile]:
-    """Profile ranks while the block runs: with torch's profiler in their workers, and with the driver's own records.
+    """Profile ranks while the block runs: with torch's profiler in the workers, and with the driver's own records.
 
-    It begins and ends between calls: both are calls on all workers of the group. In the folder of the run
-    (`colocate.record`, a job), else in the working folder, it leaves `profile.json`; a run's report has its table.
+    The profile begins and ends between calls: both are calls on all workers of the group. The block leaves
+    `profile.json` in the run's folder (`colocate.record`, a job), else in the working folder; reports have the table.
 
     Args:
-        group: Whose ranks; or several groups of one runtime.
+        group: The group of the ranks; or several groups of one runtime.
         roles: The roles whose ranks are profiled, on their whole workers; None for all workers.
-        ranks: Which ranks of these roles; None for all of them.
+        ranks: Ranks of these roles; None for all ranks.
         memory: Whether each rank with a GPU also leaves a snapshot of its memory, with the history of allocations.
         sampler: "torch", or "py-spy" for code that isn't torch's: Python stacks, a hundred times a second.
-        title: What the table is called in the report.
+        title: The title of the table in the report.
 
     Raises:
         ConfigError: There is no such role or rank, or no rank has a GPU for `memory`.
-        CapabilityError: The workers are threads of this process, which torch can profile only as a whole.
-        ColocateError: It is being profiled already, or the profiler of a rank can't begin or end: another one of
-            torch's goes on in that process, say.
+        CapabilityError: The workers are threads of this process, and torch only profiles whole processes.
+        ColocateError: A profile of the group is running already, or the profiler of a rank can't begin or end: say,
+            because another profiler of torch's runs in that process.
     """
     groups = [group] if isinstance(group, ColocatedGroup) else list(group)
     session = _Session(groups, _targets(groups, roles, ranks), memory, sampler)
@@ -176,12 +176,12 @@ def profile(
 
 
 def check_profile(groups: Sequence[Any], roles: Any, ranks: Any, memory: bool, sampler: str) -> None:
-    """Look whether `profile` could be of that; errors as there."""
+    """Check the arguments of a profile; errors as in `profile`."""
     _Session(groups, _targets(groups, roles, ranks), memory, sampler)
 
 
 def _targets(groups: Sequence[Any], roles: Any, ranks: Any) -> dict[str, tuple[int, ...]]:
-    """Return the slots to be profiled, by group."""
+    """Return the slots to profile, by group."""
     for each in groups:
         if not isinstance(each, ColocatedGroup):
             raise ConfigError(f"colocate.profile(group): it is a group, not {each!r}")
@@ -209,7 +209,7 @@ def _targets(groups: Sequence[Any], roles: Any, ranks: Any) -> dict[str, tuple[i
 
 
 class _Session:
-    """A profile that goes on."""
+    """A running profile."""
 
     def __init__(
         self, groups: Sequence[ColocatedGroup], slots: Mapping[str, tuple[int, ...]], memory: bool, sampler: str
@@ -236,7 +236,7 @@ class _Session:
         run = first.services.run
         self._folder = (Path.cwd() if run is None else Path(run.directory)) / "profile"
         self.profile = Profile(self._folder.with_suffix(".json"), slots)
-        self._is_made = False  # the folder
+        self._is_made = False  # whether the folder was created
         self._told = _Told()
         self._begun: dict[str, PendingCall] = {}
         self._ended: dict[str, PendingCall] = {}
@@ -256,10 +256,10 @@ class _Session:
         refuse_to_wait(label)
 
     def begin(self) -> None:
-        """Begin it."""
+        """Start the profile on all workers."""
         for node in list(self._connection.worker_groups.values()):
             if node.alive:
-                is_other = node.name not in self._groups  # which may hang, or just have died
+                is_other = node.name not in self._groups  # another group may hang, or may just have died.
                 within_s, errors = (1.0, (ColocateError, TimeoutError)) if is_other else (_CLOCKS_WITHIN_S, ())
                 with contextlib.suppress(*errors):
                     ahead = partial(cast("ProfilingOfGroup", node.part("profiling")).ahead, within_s)
@@ -275,13 +275,12 @@ class _Session:
             _check(self._begun[name].result())
 
     def _make_folder(self) -> None:
-        """Make a folder with an unused name: no other profile's folder or complete trace has this name."""
         for number in itertools.count(1):
             self._folder = self._folder.with_name(f"profile{'' if number == 1 else f'-{number}'}")
             self.profile.trace = self._folder.with_suffix(".json")
             try:
                 self._folder.mkdir(parents=True)
-            except FileExistsError:  # perhaps just now, of another thread's or process's profile
+            except FileExistsError:  # another thread or process may have created the folder just now
                 continue
             if not self.profile.trace.exists():
                 self._is_made = True
@@ -289,14 +288,14 @@ class _Session:
             self._folder.rmdir()
 
     def forget(self) -> None:
-        """End it, and leave nothing. No rank is waited for: it may never come to it."""
+        """Stop the profile without results. No wait for any rank: one may never answer."""
         for node in self._groups.values():
-            with contextlib.suppress(ColocateError):  # what ends the block is told
+            with contextlib.suppress(ColocateError):  # the block has failed already: that error is raised
                 _call(node, END, {"token": self._token, "folder": "", "places": (), "ahead": (), "zero": 0.0})
         self._stop()
         if self._is_made:
             with contextlib.suppress(OSError):
-                # By a name that nobody knows: a rank may still write into it, and would make a file in there just now.
+                # The rename keeps out ranks that still write: a new file in the folder would make the removal fail.
                 shutil.rmtree(self._folder.rename(self._folder.with_name(f".{self._token}")), ignore_errors=True)
 
     def _stop(self) -> None:
@@ -306,7 +305,7 @@ class _Session:
             self._timeline.close()
 
     def end(self, title: str) -> None:
-        """End it, and write what it has."""
+        """End the profile on all workers and write the results."""
         profile, counter = self.profile, itertools.count()
         found: dict[Slot, Profiled] = {}
         for name, node in self._groups.items():
@@ -340,7 +339,7 @@ class _Session:
             if record.method in (BEGIN, END) and not record.role:
                 continue
             calls.append(Called(label_of(record.role, record.method), record.submitted, record.ready, ran))
-            if not record.role and CALLS.get(record.method) == "weights":  # a sync, which is nothing else
+            if not record.role and CALLS.get(record.method) == "weights":  # the call is a sync, without any other work
                 for slot, (begin, end) in ran.items():
                     transfers.setdefault(slot, []).append(Piece(begin, end, begin))
             for each in record.transfers:
@@ -374,7 +373,7 @@ class _Session:
         return until - since, split(Known(calls, moves), pieces, (since, until))
 
     def _ran(self, calls: Mapping[str, PendingCall]) -> dict[Slot, Interval]:
-        """Return from when to when slots ran a call of this profile, by the driver's clock."""
+        """Return the intervals in which slots ran a call of this profile, by the driver's clock."""
         found = {}
         for name, call in calls.items():
             for index, begin, end in call.spans:
@@ -383,7 +382,7 @@ class _Session:
         return found
 
     def _merge(self) -> None:
-        """Make one file of all parts: the timeline's, which ends as a list does, and then the ranks'."""
+        """Join all parts into one trace: first the timeline, an unfinished JSON list, then the ranks' events."""
         profile = self.profile
         merged = self._folder / "merged"
         with merged.open("wb") as target:

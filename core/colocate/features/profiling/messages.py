@@ -1,4 +1,4 @@
-"""What driver and workers say of profiles: the first to workers, the other from them; and what their calls say."""
+"""Messages of profiles, the first to workers, the second from workers; and the labels of both calls."""
 
 from __future__ import annotations
 
@@ -10,38 +10,38 @@ import attrs
 from colocate._protocol.message import Message, message
 
 BEGIN, END = "the profile's beginning", "the profile's end"
-"""What the calls on whole workers say that they are."""
+"""Labels of the calls on whole workers."""
 
 
 @message
 class AskClock(Message):
-    """Tell what time it is; answered by `Clock`."""
+    """Ask a worker for the time; answered by `Clock`."""
 
-    token: int  # the question's number
+    token: int  # the request's number
 
 
 @message
 class Clock(Message):
-    """Tell what time it is in a worker."""
+    """The answer to `AskClock`."""
 
-    token: int  # the question's number
-    now: float  # in seconds of its time.time()
+    token: int  # the request's number
+    now: float  # in seconds of the worker's time.time()
 
 
 Meeting: TypeAlias = tuple[str, int]
-"""An operation of a process group, the same on all ranks that have a part: what tells its group, and its number."""
+"""The id of an operation, equal on all participating ranks: a key for the group, and the operation's number."""
 
 
 @attrs.frozen
 class Profiled:
-    """What a rank tells of its profile; all times in seconds of the driver's clock.
+    """A rank's report on the profile; all times in seconds of the driver's clock.
 
     Attributes:
-        arrived: When it began each operation of process groups.
-        waits: From when to when nothing but such an operation went on there, in order: which one, start and end.
-        traced: Whether torch's profiler ran: torch had been imported.
-        events: How many events its part of the trace has.
-        nbytes: How many bytes that part has.
+        arrived: The start of each operation on process groups.
+        waits: Intervals without any other work than such an operation, in order: operation, start and end.
+        traced: Whether torch's profiler ran, that is, torch had been imported.
+        events: The number of events in the rank's part of the trace.
+        nbytes: The size of that part.
     """
 
     arrived: Mapping[Meeting, float]

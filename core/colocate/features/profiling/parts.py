@@ -1,4 +1,4 @@
-"""Into which parts the time of profiled slots falls: each moment of each slot into one, and none is left out."""
+"""The split of the time of profiled slots: each moment of each slot belongs to exactly one part."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ LAST = "(after the last call)"
 
 @attrs.frozen
 class Piece:
-    """A time of a slot in which nothing but communication went on in its call.
+    """An interval in which a slot's call did nothing but communicate.
 
-    Attributes:
-        start: When it began, in seconds of the driver's clock.
-        end: When it ended.
+    start: The start, in seconds of the driver's clock.
+        end: The end.
+        met: The arrival of the last participant: until then the slot waited for the others.
         met: Since when all that have a part were there: before that the slot waited for them.
     """
 
@@ -35,8 +35,8 @@ class Piece:
 class Part:
     """The time of one method of one role.
 
-    Attributes:
-        calls: How often it was called, on all slots.
+    calls: The number of calls, on all slots.
+        seconds: The seconds of all slots, by kind of work or wait.
         seconds: By what the time went into, of all slots.
     """
 
@@ -44,22 +44,22 @@ class Part:
     seconds: dict[str, float] = attrs.field(factory=dict)
 
     def add(self, what: str, seconds: float) -> None:
-        """Count time."""
+        """Add time to a kind of work or wait."""
         if seconds > 0:
             self.seconds[what] = self.seconds.get(what, 0.0) + seconds
 
 
 def split(known: Known, pieces: Mapping[Slot, Sequence[Piece]], window: Interval) -> dict[str, Part]:
-    """Return where the time of slots went, by what was called, in the order of first calls.
+    """Return the split of slots' time by called method, in the order of first calls.
 
-    Within a call a slot computes, where it doesn't communicate, wait for others that have a part, or move memory. Of
-    calls that overlap on a slot the one that began last has the time. Between calls it waits for the driver or for
-    what the driver waited for, and the call that comes next has that.
+    Within a call a slot computes, communicates, waits for other participants, or moves memory. If calls overlap on a
+    slot, the one that began last gets the time. Between calls the slot waits for the driver, or for what the driver
+    waited for; that time belongs to the next call.
 
     Args:
         known: All calls and moves, also those of other slots, in seconds of the driver's clock.
-        pieces: The slots, each with its communication, in order.
-        window: From when to when.
+        pieces: The slots, each with its intervals of communication, in order.
+        window: The interval to split.
     """
     found: dict[str, Part] = {}
     for slot, its in pieces.items():
@@ -82,7 +82,7 @@ def split(known: Known, pieces: Mapping[Slot, Sequence[Piece]], window: Interval
 def _in_calls(
     own: Sequence[tuple[Interval, Called]], moving: Sequence[Interval], pieces: Sequence[Piece], window: Interval
 ) -> Iterator[tuple[str, str, float]]:
-    """Yield what a slot did within calls: whose, what, and for how many seconds."""
+    """Yield the activities of a slot within calls: label of the call, kind, and seconds."""
     moments = sorted(
         {
             *(min(max(each, window[0]), window[1]) for interval, _ in own for each in interval),
@@ -102,7 +102,7 @@ def _in_calls(
 def _moves_between(
     own: Sequence[tuple[Interval, Called]], moving: Sequence[Interval], window: Interval
 ) -> Iterator[tuple[str, float]]:
-    """Yield before which calls memory moved while none ran, and for how many seconds."""
+    """Yield the seconds in which memory moved between calls, with the label of the next call."""
     last = window[0]
     for (start, end), call in [*own, ((window[1], window[1]), None)]:
         for first, then in moving:
@@ -112,7 +112,7 @@ def _moves_between(
 
 
 class _Running:
-    """What goes on at moments that are asked for in order; of several the one that began last."""
+    """A sweep over spans: returns the span at increasing moments; the one that began last, if several overlap."""
 
     def __init__(self, spans: Iterable[tuple[float, float, Any]]) -> None:
         self._coming = sorted(spans, key=lambda each: each[0], reverse=True)
@@ -120,7 +120,7 @@ class _Running:
         self._count = 0
 
     def at(self, moment: float) -> Any:
-        """Return what goes on from a moment on; None for nothing."""
+        """Return the value of the span at a moment, or None. Moments must not decrease."""
         while self._coming and self._coming[-1][0] <= moment:
             start, end, what = self._coming.pop()
             self._count += 1
@@ -131,7 +131,7 @@ class _Running:
 
 
 def rows(found: Mapping[str, Part], slots: int) -> list[dict[str, str | float]]:
-    """Return a table: seconds of a slot, on average, by role and method, and what all of them are together."""
+    """Return a table with the seconds of a slot, on average, by role and method, and a row of sums."""
     columns = [
         (COMPUTE, "compute (s)"),
         (COMMUNICATION, "communication (s)"),

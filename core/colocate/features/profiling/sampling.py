@@ -1,4 +1,4 @@
-"""A worker's Python stacks, a hundred times a second, by py-spy: where what takes its time isn't torch's."""
+"""A worker's Python stacks, sampled a hundred times a second by py-spy: for code without torch."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ _SPIN_S, _SPINS = 0.035, 4
 
 @attrs.define(eq=False)
 class Sampler:
-    """Samples of this process, from `begin` to `end`; on its lane."""
+    """A py-spy process that samples this process from `begin` to `end`; called on the lane."""
 
-    _file: Path  # what py-spy writes
-    clocks: list[float] = attrs.field(factory=list, init=False)  # when `colocate_clock` began and ended, several times
+    _file: Path  # the output of py-spy
+    clocks: list[float] = attrs.field(factory=list, init=False)  # starts and ends of `colocate_clock`, alternating
     _process: subprocess.Popen[bytes] | None = attrs.field(default=None, init=False)
 
     def begin(self) -> None:
-        """Begin it, and wait until it has.
+        """Start py-spy, and wait until the sampling has begun.
 
         Raises:
-            CapabilityError: There is no py-spy here, or it mustn't look.
+            CapabilityError: There is no py-spy here, or it lacks the permission.
         """
         from colocate.keeper.outside import py_spy  # imports psutil from disk; only the sampler needs this
 
@@ -44,7 +44,7 @@ class Sampler:
             raise CapabilityError("there is no py-spy beside this worker's interpreter, nor on its path: install it")
         pid = str(os.getpid())
         how = ["--rate", str(_RATE), "--format", "chrometrace", "--nonblocking", "--idle", "--output", str(self._file)]
-        # Its words are waited for: what was sampled has times since then, which nobody else knows.
+        # This waits for py-spy's first message: samples carry times relative to an unknown start.
         self._process = process = subprocess.Popen(
             [program, "record", "--pid", pid, *how],
             stdin=subprocess.DEVNULL,
@@ -66,7 +66,7 @@ class Sampler:
             time.sleep(_SPIN_S)
 
     def end(self) -> None:
-        """End it, once, and wait until it has written."""
+        """Stop py-spy, once, and wait for the output."""
         process, self._process = self._process, None
         if process is not None:
             process.send_signal(signal.SIGINT)
@@ -77,10 +77,10 @@ class Sampler:
                 process.wait()
 
     def convert(self, target: IO[str], rank: Rank) -> int:
-        """Write what was sampled as `traces.convert` does; return how many events that is.
+        """Write the samples as `traces.convert` does, and return the number of events.
 
         Raises:
-            ValueError: It has lost its beginning.
+            ValueError: The samples lack the clock's marks.
         """
         found: list[Any] = json.loads(self._file.read_text(encoding="utf-8", errors="replace"))
         seen = [each["ts"] / 1e6 for each in found if each["name"] == colocate_clock.__name__ and each["ph"] in "BE"]
@@ -89,7 +89,8 @@ class Sampler:
         clocks = self.clocks
         if len(seen) != len(clocks):
             seen, clocks = [seen[0], seen[-1]], [clocks[0], clocks[-1]]
-        # It sees what has begun or ended by its next sample: the least late one tells most.
+        # A sample shows the start or end of a function late, by up to one period: the smallest delay is the best
+        # estimate.
         late = min(its - mine for its, mine in zip(seen, clocks, strict=True))
         rank.thread = threading.get_ident()
         shift = -round((late + rank.ahead + rank.zero) * 1e6)
@@ -111,7 +112,7 @@ class Sampler:
 
 
 def colocate_clock() -> tuple[float, float]:
-    """Return when this has begun and ended, after as long as py-spy needs to see it."""
+    """Return the start and end of this call, after a spin long enough for a sample by py-spy."""
     began = time.time()
     until = time.monotonic() + _SPIN_S
     while time.monotonic() < until:

@@ -1,6 +1,6 @@
-"""A trace that torch's profiler has written, on its way into one file with those of other ranks.
+"""A trace of torch's profiler, on the way into one file with the traces of other ranks.
 
-It is read and written event by event: such a trace may have hundreds of megabytes.
+It is read and written event by event: a trace may have hundreds of megabytes.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from colocate.features.profiling.collectives import Collectives
 from colocate.features.profiling.messages import Meeting
 
 CLOCK = "colocate.clock"
-"""The range within which a worker looks at its clock: by that torch's clock is known in the worker's."""
-_FLOWS = 1 << 40  # no rank has more flows
+"""The range in which a worker reads the clock: the range's times link torch's clock to the worker's."""
+_FLOWS = 1 << 40  # more than the flows of any rank
 _CHUNK = 1 << 20
 _EVENTS = re.compile(r'"traceEvents"\s*:\s*\[')
 _CLOCKS = re.compile(rb'"name": "colocate\.clock"[^{}]*?"ts": ([\d.]+),\s*"dur": ([\d.]+)')
@@ -36,7 +36,7 @@ def events(file: IO[str]) -> Iterator[Any]:
     """Yield a trace's events.
 
     Raises:
-        ValueError: It is no trace of torch's, or ends amid one.
+        ValueError: The file is no trace of torch's, or is cut off.
     """
     text = ""
     while (found := _EVENTS.search(text)) is None:
@@ -46,7 +46,7 @@ def events(file: IO[str]) -> Iterator[Any]:
         text += more
     decoder, place = json.JSONDecoder(), found.end()
     while True:
-        place = _SPACE.match(text, place).end()  # type: ignore[union-attr]  # it matches anywhere
+        place = _SPACE.match(text, place).end()  # type: ignore[union-attr]  # the pattern always matches
         if text[place : place + 1] == "]":
             return
         try:
@@ -64,19 +64,19 @@ def events(file: IO[str]) -> Iterator[Any]:
 
 @attrs.define(eq=False)
 class Rank:
-    """What becomes of a rank's trace.
+    """The conversion of a rank's trace into the merged file.
 
     Attributes:
-        index: Which one of the profiled ranks it is, of all groups: its flows get numbers by that.
-        name: What its threads are called.
-        process: The number of its group in the file.
-        threads: Its threads have numbers from this one on, and at most so many.
-        place: Where viewers have them among those of the process.
-        clocks: When it looked at its own clock, in seconds: in each `CLOCK` range, half of them at the beginning.
-        ahead: By how much its clock is ahead of the driver's, in seconds.
-        zero: What is 0 in the file, in seconds of the driver's clock.
-        pid: Its process.
-        thread: The thread that runs its calls, as the system calls it.
+        index: The index among the profiled ranks of all groups: the base of the rank's flow numbers.
+        name: The prefix of thread names.
+        process: The number of the rank's group in the file.
+        threads: The first number for the rank's threads, and their maximal count.
+        place: The position among the threads of the process in viewers.
+        clocks: The worker's time in each `CLOCK` range, in seconds; half of the ranges lie at the beginning.
+        ahead: The offset of the worker's clock from the driver's, in seconds; positive if ahead.
+        zero: The time that becomes 0 in the file, in seconds of the driver's clock.
+        pid: The worker's process.
+        thread: The native id of the thread that runs calls.
     """
 
     index: int
@@ -92,46 +92,47 @@ class Rank:
     _tids: dict[Any, int] = attrs.field(factory=dict, init=False)
 
     def tid_of(self, pid: Any, tid: Any) -> int:
-        """Return a number that no thread of another rank has."""
+        """Return a thread's number in the merged file, unique among all ranks."""
         first, most = self.threads
-        if not self._tids:  # the one that runs calls is the first one
+        if not self._tids:  # the thread of the calls comes first
             self._tids[self.pid, self.thread] = first
         return self._tids.setdefault((pid, tid), first + min(len(self._tids), most - 1))
 
 
 @attrs.define(eq=False)
 class Read:
-    """What was found in a trace, but for what the merged file gets; all times in seconds of the driver's clock."""
+    """Findings in a rank's trace beyond the copied events; all times in seconds of the driver's clock."""
 
     events: int = 0
-    compute: array[float] = attrs.field(factory=lambda: array("d"))  # of kernels and copies: start, end, ...
-    exchange: list[tuple[str, float, float]] = attrs.field(factory=list)  # of kernels that communicate, by their group
-    operations: array[float] = attrs.field(factory=lambda: array("d"))  # of the thread's operators: start, end, ...
-    waited: list[Interval] = attrs.field(factory=list)  # from when to when that thread waited for one in C++
-    # operations of process groups by their kinds: when each was begun, and whether that was in C++, which waits for it
+    compute: array[float] = attrs.field(factory=lambda: array("d"))  # kernels and copies: start, end, ...
+    exchange: list[tuple[str, float, float]] = attrs.field(factory=list)  # communication kernels, by group
+    # Operators of the calls' thread: start, end, ...
+    operations: array[float] = attrs.field(factory=lambda: array("d"))
+    waited: list[Interval] = attrs.field(factory=list)  # waits of the calls' thread for an operation in C++
+    # Operations of process groups, by kind: the start, and whether C++ started the operation and waits for the end.
     begun: dict[str, list[tuple[float, bool]]] = attrs.field(factory=dict)
-    functional: list[Interval] = attrs.field(factory=list)  # of operators that begin one, and don't wait for it
-    under_way: dict[str, list[Interval]] = attrs.field(factory=dict)  # by gloo's threads: from when to when
+    functional: list[Interval] = attrs.field(factory=list)  # operators that start an operation without a wait
+    under_way: dict[str, list[Interval]] = attrs.field(factory=dict)  # operations on gloo's threads, by kind
 
 
 def convert(source: Path, target: IO[str], rank: Rank, noted: Collectives) -> Read:
-    """Write the events of a rank's trace into a file, each after a comma and a line's end, and return what it has.
+    """Write the events of a rank's trace into a file, each after a comma and a newline; return the findings.
 
-    Processes, threads and flows get numbers of their own, times are brought to the driver's clock. `noted` is in ns of
+    Processes, threads and flows get new numbers, and times are converted to the driver's clock. `noted` is in ns of
     the worker's clock.
 
     Raises:
-        ValueError: It is no trace of torch's, or its clock isn't in there.
+        ValueError: The file is no trace of torch's, or lacks the clock's ranges.
     """
     found = Read()
     shift = _shift(source, rank)
-    # Whole ones: with other rounding than torch's, an operator within another one could begin before that does.
+    # Whole nanoseconds: rounded differently from torch, an inner operator could begin before the outer one.
     shift_ns = round((shift - rank.zero) * 1e9)
     with source.open(encoding="utf-8", errors="replace") as file:
         inside = _Inside([(start / 1e9 - rank.ahead, end / 1e9 - rank.ahead) for _, start, end in noted.calls])
         for event in events(file):
             if "ts" not in event or isinstance(event.get("pid"), str) or event["name"].startswith("process_"):
-                continue  # of the profiler itself; or of a process, which is one of the group here
+                continue  # events of the profiler itself, or of a process: the merged file has one per group
             start = event["ts"] / 1e6 + shift
             if event["ph"] == "X":
                 _look(event, start, rank, found, inside)
@@ -143,7 +144,7 @@ def convert(source: Path, target: IO[str], rank: Rank, noted: Collectives) -> Re
 
 
 def _shift(source: Path, rank: Rank) -> float:
-    """Return what is to be added to a trace's times (in seconds) to have the driver's."""
+    """Return the seconds to add to a trace's times for the driver's clock."""
     with source.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         found = sorted((float(each[1]), float(each[2])) for each in _CLOCKS.finditer(data))
     if len(found) != len(rank.clocks):
@@ -154,8 +155,8 @@ def _shift(source: Path, rank: Rank) -> float:
         (length, mine - (start + length / 2) / 1e6) for mine, (start, length) in zip(rank.clocks, found, strict=True)
     ]
     half = len(looks) // 2
-    # In the shortest range the look was nearest to the middle: a thread that is made to wait in one looks at any time.
-    # Torch's own clock may be another one than Python's: whatever shifts this one shifts what calls say of themselves.
+    # The shortest range gives the best reading: a preempted thread may read at any moment of a range. Torch's clock may
+    # differ from Python's: an error here would shift the events against the calls.
     return (min(looks[:half])[1] + min(looks[half:])[1]) / 2 - rank.ahead
 
 
@@ -164,9 +165,10 @@ def _look(event: Any, start: float, rank: Rank, found: Read, inside: _Inside) ->
     if category in _DEVICE:
         if category == "kernel" and _COMMUNICATION.search(name):
             args = event.get("args", {})
-            # Of one name there may be several groups of different ranks: torch counts those that roles make.
+            # Several groups of different ranks may share a name: torch numbers the groups made by roles per process.
             key = f"{args.get('Process Group Name', '')} {args.get('Process Group Ranks', '')}"
-            between_two = f" of {rank.name}" if "SendRecv" in name else ""  # which has no number that others know
+            # Point-to-point kernels have no number known to other ranks.
+            between_two = f" of {rank.name}" if "SendRecv" in name else ""
             found.exchange.append((key + between_two, start, end))
         else:
             found.compute.extend((start, end))
@@ -183,12 +185,12 @@ def _look(event: Any, start: float, rank: Rank, found: Read, inside: _Inside) ->
 
 
 def _kind(name: str) -> str:
-    """Return what an operation is called alike by torch's dispatcher and by gloo."""
+    """Return the name of an operation that torch's dispatcher and gloo have in common."""
     return name.partition(":")[2].replace(":", "").replace("_", "")
 
 
 class _Inside:
-    """Which of some intervals, that don't overlap and are in order, has a moment in it."""
+    """Sorted, disjoint intervals, searchable by moment."""
 
     def __init__(self, intervals: list[Interval]) -> None:
         self._intervals = intervals
@@ -200,7 +202,7 @@ class _Inside:
 
 
 _SLACK_S = 20e-6
-"""Torch's clock and Python's are as near to each other."""
+"""The distance of torch's clock and Python's, at most."""
 
 
 def _rename(event: Any, rank: Rank) -> None:
@@ -220,17 +222,17 @@ def _rename(event: Any, rank: Rank) -> None:
 def waits(
     found: Read, noted: Collectives, rank: Rank
 ) -> tuple[dict[Meeting, float], list[tuple[Meeting, float, float]]]:
-    """Return when a rank began each operation of process groups, and when nothing but such an operation went on there.
+    """Return a rank's start of each operation on process groups, and the intervals without any other work.
 
-    That is where the thread that runs calls waits for one in Python; where one is under way that C++ has begun and
-    waits for (DDP's in a backward pass), and the thread runs no operator; where of a device's kernels only such run.
+    Such an interval is a wait in Python of the thread that runs calls; an operation started and awaited by C++ (DDP's
+    in a backward pass) while the thread runs no operator; or a time when a device runs only communication kernels.
     """
     arrived: dict[Meeting, float] = {}
     pieces: list[tuple[Meeting, float, float]] = []
     numbers: Counter[str] = Counter()
 
     def met(key: str, start: float) -> Meeting:
-        """Return the next operation of a group, or of a kind, which begins now."""
+        """Record the start of the next operation of a group or kind."""
         meeting = key, numbers[key]
         numbers[key] += 1
         arrived[meeting] = start
@@ -244,7 +246,7 @@ def waits(
     asynchronous = _Inside(sorted(found.functional))
     for kind, its in found.begun.items():
         under_way = sorted(found.under_way.get(kind, ()))
-        if len(under_way) != len(its):  # on a device, or one was under way already
+        if len(under_way) != len(its):  # operations of a device, or one that ran before the profile
             continue
         for (start, by_c), (_, end) in zip(sorted(its), under_way, strict=True):
             if by_c and not asynchronous.has(start):
@@ -258,4 +260,4 @@ def waits(
 
 
 _UNKNOWN: Meeting = ("", -1)
-"""An operation of which nothing is known."""
+"""An unknown operation."""

@@ -1,4 +1,4 @@
-"""Profiles, a worker's half: torch's profiler, begun and ended between calls, with a range for each call meanwhile."""
+"""Profiles, the worker's half: torch's profiler runs from one call to another, with a range for each call meanwhile."""
 
 from __future__ import annotations
 
@@ -27,38 +27,38 @@ from colocate.worker.hooks import OfWorker
 from colocate.worker.serving.role_instance import RoleInstance
 
 _MOST_ALLOCATIONS = 100_000
-"""Of so many a snapshot of memory has the history."""
+"""The length of the history in a snapshot of memory."""
 _LOOKS = 8
-"""So often it looks at its clock: the first range takes torch a millisecond, and any of them may be interrupted."""
+"""Readings of the clock: the first range takes torch a millisecond, and any range may be interrupted."""
 
 
 class ProfilingOfWorker(OfWorker, calls={BEGIN: "begin", END: "end"}):
-    """The profile of a worker. While there is none, no call asks for it (`WorkerContext.list_hooks`)."""
+    """The profile of a worker. Without a profile, calls run without these hooks (`WorkerContext.list_hooks`)."""
 
     def __init__(self, worker_context: WorkerContext) -> None:
         self._worker_context = worker_context
         self._session: Session | None = None
 
     def heard(self, message: Message, body: Any) -> None:
-        """Tell the time, at once."""
+        """Answer with the time at once, on the receiving thread."""
         assert isinstance(message, AskClock)
         self._worker_context.say(Clock(message.token, time.time()))
 
     def adopted(self) -> None:
-        """End a profile of the driver before."""
+        """Drop the former driver's profile."""
         self._worker_context.lane.do(self._drop)
 
     @method
     def begin(self, token: str, slots: Sequence[int], memory: bool, folder: str) -> str | None:
-        """Begin to profile these slots' workers, and return why this one can't.
+        """Start a profile on the workers of `slots`; return the reason for a failure.
 
-        Nothing is raised, here nor in `end`: the call would fail, and with it others' calls that follow it.
+        Neither `begin` nor `end` raises: a failed call would fail other calls after it.
 
         Args:
-            token: What tells the profile from others.
-            slots: These.
-            memory: Whether it has snapshots of memory.
-            folder: Where py-spy writes what it samples; "" for a profile of torch's.
+            token: The profile's id.
+            slots: The profiled slots.
+            memory: Whether to take snapshots of memory.
+            folder: The folder for py-spy's output; "" for a profile by torch.
         """
         context = self._worker_context
         if context.boot.slot not in slots:
@@ -83,12 +83,12 @@ class ProfilingOfWorker(OfWorker, calls={BEGIN: "begin", END: "end"}):
         """End the profile, write the trace into a folder, and return the rest or an error text; None without a profile.
 
         Args:
-            token: Of the profile.
-            folder: The folder; "" to forget all.
-            places: By slot, which of all profiled ranks it is (-1: none), and where its threads are in the trace:
-                their process, the first one's number, how many there are at most, and where viewers have them.
-            ahead: By slot, by how much its clock is ahead of the driver's, in seconds.
-            zero: What is 0 in the trace, in seconds of the driver's clock.
+            token: The profile's id.
+            folder: The folder; "" to drop all.
+            places: By slot, the rank's index among all profiled ranks (-1: none), and its threads' place in the trace:
+                process, first thread number, maximal count, and position in viewers.
+            ahead: By slot, the offset of its clock from the driver's, in seconds; positive if ahead.
+            zero: The time that becomes 0 in the trace, in seconds of the driver's clock.
         """
         session, boot = self._session, self._worker_context.boot
         if session is None or session.token != token:
@@ -98,14 +98,14 @@ class ProfilingOfWorker(OfWorker, calls={BEGIN: "begin", END: "end"}):
             session.end(stem.with_name(f"memory-{stem.name}.pickle") if folder else None)
             if not folder:
                 return None
-            if not session.clocks:  # torch isn't imported here
+            if not session.clocks:  # no torch in this process
                 return Profiled({}, (), False, 0, 0)
             index, process, first, most, place = places[boot.slot]
             its = ahead[boot.slot], zero, os.getpid(), threading.get_native_id()
             return session.written(
                 stem, Rank(index, f"slot {boot.slot}", process, (first, most), place, session.clocks, *its)
             )
-        except Exception as error:  # the folder is gone, say, as nobody waits for this any more
+        except Exception as error:  # the folder may be gone, since nobody waits for the result any more
             return self._trouble("end", error)
         finally:
             self._drop()
@@ -128,26 +128,26 @@ def _stem(boot: Boot) -> str:
 
 @attrs.define(eq=False)
 class Session:
-    """One profile of a worker, on its lane."""
+    """One profile of a worker, on the worker's lane."""
 
-    token: str  # what tells it from others
+    token: str  # the profile's id
     device: str  # the slot's
-    memory: bool  # whether the history of its memory is recorded
-    sampler: Sampler | None  # what samples it; None for a profile of torch's
-    _torch: Any = attrs.field(default=None, init=False)  # None where it isn't imported
+    memory: bool  # whether to record the history of the slot's memory
+    sampler: Sampler | None  # None for a profile by torch
+    _torch: Any = attrs.field(default=None, init=False)  # None if torch isn't imported
     _profile: Any = attrs.field(default=None, init=False)
     _noted: Collectives = attrs.field(factory=Collectives, init=False)
-    _open: dict[int, Any] = attrs.field(factory=dict, init=False)  # ranges by the numbers of their calls
+    _open: dict[int, Any] = attrs.field(factory=dict, init=False)  # open ranges, by number of the call
     clocks: list[float] = attrs.field(factory=list, init=False)  # in seconds of time.time(), at each `CLOCK`
     _nvtx: bool = attrs.field(default=False, init=False)
     _is_over: bool = attrs.field(default=True, init=False)
 
     def begin(self) -> None:
-        """Begin it.
+        """Start the profiler.
 
         Raises:
-            RuntimeError: Another profile of torch's goes on in this process, say one of the role's own.
-            CapabilityError: It can't be sampled.
+            RuntimeError: Another profiler of torch's runs in this process, such as one of the role's own.
+            CapabilityError: py-spy can't sample this process.
         """
         if self.sampler is not None:
             self.sampler.begin()
@@ -156,9 +156,9 @@ class Session:
             return
         if (torch := imported("torch")) is None:
             return
-        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else it says on the driver's screen that it begins and ends
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # silences messages about the profile on the driver's screen
         cuda = KIND.device == "cuda" and in_use(self.device) is not None
-        # What is behind torch.profiler.profile, which would import torch's compiler: that takes seconds.
+        # The base of torch.profiler.profile: that module would import torch's compiler, which takes seconds.
         profile = torch.autograd.profiler.profile(use_device="cuda" if cuda else None, use_kineto=True)
         profile.__enter__()
         self._torch, self._profile, self._nvtx, self._is_over = torch, profile, cuda, False
@@ -168,7 +168,7 @@ class Session:
         self._look_at_clock()
 
     def end(self, snapshot: Path | None = None) -> None:
-        """End it, once. Args: snapshot: Where a snapshot of memory is written, if it has one."""
+        """Stop the profiler, once. Args: snapshot: The file for a snapshot of memory, if recorded."""
         if self._is_over:
             return
         self._is_over = True
@@ -176,7 +176,7 @@ class Session:
             self.sampler.end()
             return
         self._noted.end()
-        for seq in [*self._open]:  # that of the call which ends it
+        for seq in [*self._open]:  # the range of the call that ends the profile
             self.leaves(seq)
         self._look_at_clock()
         self._profile.__exit__(None, None, None)
@@ -186,7 +186,7 @@ class Session:
             self._torch.cuda.memory._record_memory_history(enabled=None)
 
     def written(self, stem: Path, rank: Rank) -> Profiled:
-        """Write the trace; see `ProfilingOfWorker.end`. Args: stem: How its files begin. rank: What becomes of it."""
+        """Write the trace; see `ProfilingOfWorker.end`. Args: stem: The start of file names. rank: The conversion."""
         if self.sampler is not None:
             with stem.with_name(f"{stem.name}.part").open("w", encoding="utf-8") as target:
                 count = self.sampler.convert(target, rank)
@@ -207,7 +207,7 @@ class Session:
                 self.clocks.append((before + time.time()) / 2)
 
     def enters(self, seq: int, role: RoleInstance, spec: MethodSpec) -> None:
-        """Begin the range of a call. Those of an async method have none: several go on at once, on one thread."""
+        """Open the range of a call. Async calls have none: several run interleaved on one thread."""
         if self._torch is None or spec.is_async:
             return
         label = role.label(spec.name) if spec.name in role.routes else spec.name
@@ -218,7 +218,7 @@ class Session:
         self._open[seq] = found
 
     def leaves(self, seq: int) -> None:
-        """End the range of a call."""
+        """Close the range of a call."""
         if (found := self._open.pop(seq, None)) is not None:
             if self._nvtx:
                 self._torch.cuda.nvtx.range_pop()
