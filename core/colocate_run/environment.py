@@ -1,4 +1,4 @@
-"""What a run ran on."""
+"""The machine, the software and the command of a run."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _GIT_WITHIN_S = 5.0
 
 
 def origin() -> dict[str, str]:
-    """Where this process runs, what it was started with, and the commit of the code beside which it was."""
+    """Return this process's host and command, and the commit of the working directory."""
     found = {"host": platform.node(), "command": shlex.join(without_secret_values(sys.orig_argv))}
     try:
         commit = _git("rev-parse", "HEAD")
         found["commit"] = commit + (" with changes" if _git("status", "--porcelain", "--untracked-files=no") else "")
-    except (OSError, subprocess.SubprocessError):  # no git, no repository, or one that takes long
+    except (OSError, subprocess.SubprocessError):  # no git, no repository, or a slow one
         pass
     return found
 
@@ -32,7 +32,7 @@ def _git(*arguments: str) -> str:
 
 
 def environment() -> dict[str, str]:
-    """Versions and machine, as people ask for them when numbers differ."""
+    """Return the versions and the machine that matter if numbers differ."""
     found = {
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",

@@ -1,6 +1,6 @@
-"""The command line: `colocate run`, `check`, `plan` ... each is a function here.
+"""Define the command line: each command (`colocate run`, `check`, `plan` ...) is a function here.
 
-Commands are imported when they are run, and what completes them when a shell asks.
+The modules of the commands and of shell completion are imported on demand, so that the command line starts fast.
 """
 
 from __future__ import annotations
@@ -83,14 +83,17 @@ def root(
 
 
 class Resume(StrEnum):
-    """How a run is resumed."""
+    """Values of `--resume`."""
 
     last = "last"
     auto = "auto"
 
 
 class _Run(TyperCommand):
-    """Takes `--resume` and `--resume=auto`; click's own optional values would take the file for one."""
+    """A command that accepts both `--resume` and `--resume=auto`.
+
+    Click's own optional values would take the config file for the value.
+    """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         return super().parse_args(ctx, ["--resume=last" if each == "--resume" else each for each in args])
@@ -168,7 +171,7 @@ def check(
     no_import: NoImport = False,
     json: Json = False,
 ) -> None:
-    """Show what a config would start, or every mistake in it; starts nothing."""
+    """Check a config and show the plan, or every mistake; start nothing."""
     from colocate_run.cli.check import show_plan
 
     raise typer.Exit(show_plan(file, executor, changes or [], json=json, allow_import=not no_import))
@@ -182,7 +185,7 @@ def plan(
     no_import: NoImport = False,
     json: Json = False,
 ) -> None:
-    """Show what memory the roles of a config will hold, and who must take turns; builds and starts nothing."""
+    """Show how much memory the roles of a config will hold, and which must take turns; build and start nothing."""
     from colocate_run.cli.plan import show_memory
 
     raise typer.Exit(show_memory(file, executor, changes or [], json=json, allow_import=not no_import))
@@ -213,7 +216,7 @@ def plugins(
     ] = None,
     json: Json = False,
 ) -> None:
-    """List the executors, and the plugins that bring roles and jobs; or show what one of them offers."""
+    """List executors and plugins, or show the details of one plugin."""
     if name is None:
         from colocate_run.cli.plugin import show_plugins
 
@@ -233,7 +236,7 @@ def doctor(
     no_import: NoImport = False,
     json: Json = False,
 ) -> None:
-    """Show versions, executors and devices, and what a config names that would not work here."""
+    """Show versions, executors and devices, and check a config against this machine."""
     from colocate_run.cli.doctor import examine
 
     raise typer.Exit(examine(file, executor, changes or [], json=json, allow_import=not no_import))
@@ -248,7 +251,7 @@ def audit(
     no_import: NoImport = False,
     json: Json = False,
 ) -> None:
-    """Find what is still there under colocate's name, here or on a cluster, although its driver is gone."""
+    """Find processes and files that colocate's dead drivers have left, on this machine or on a cluster."""
     from colocate_run.cli.cluster import Cluster, find_strays
 
     raise typer.Exit(find_strays(Cluster(file, executor, address, changes or [], not no_import), json=json))
@@ -270,7 +273,7 @@ def top(
     ] = 1.0,
     json: Json = False,
 ) -> None:
-    """Watch a job of this machine, or of a cluster: what its roles hold, how busy they are, what runs and waits."""
+    """Watch a job of this machine or of a cluster: memory and load of roles, running and waiting calls."""
     from colocate_run.cli.cluster import Cluster
     from colocate_run.cli.top import show_top
 
@@ -284,7 +287,7 @@ def recordings(
     role: Annotated[str | None, typer.Option("--role", metavar="NAME", help="List each call of this role.")] = None,
     json: Json = False,
 ) -> None:
-    """List what was recorded in a run: calls of roles, with their sizes."""
+    """List the recorded calls of a run, by role, with sizes."""
     from colocate_run.cli.recordings import show_recordings
 
     raise typer.Exit(show_recordings(run, role, json=json))
@@ -297,7 +300,7 @@ def stacks(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Show what all workers of a job of this machine are doing: equal stacks once, with the workers that have them."""
+    """Show the stacks of all workers of a job on this machine: equal stacks once, with a list of the workers."""
     from colocate_run.cli.stacks import show_stacks
 
     raise typer.Exit(show_stacks(job, json=json))
@@ -316,7 +319,7 @@ def debug(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Attach this terminal to a rank that is stopped, by breakpoint() in a role or by --debug; or list those."""
+    """Attach this terminal to a rank that breakpoint() or --debug has stopped, or list the stopped ranks."""
     from colocate_run.cli.debug import debug_rank
 
     raise typer.Exit(debug_rank(job, rank, json=json))
@@ -335,7 +338,7 @@ def logs(
     lines: Annotated[int, typer.Option("--lines", "-n", min=0, help="So many of the last lines; 0 for all.")] = 100,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the run ends.")] = False,
 ) -> None:
-    """Show what the workers of a run have printed, and print."""
+    """Show the output of a run's workers, so far or live."""
     from colocate_run.cli.logs import Wanted, show_logs
 
     raise typer.Exit(show_logs(run, Wanted(group, role, rank), lines=lines, follow=follow))
@@ -350,7 +353,7 @@ def groups(
     no_import: NoImport = False,
     json: Json = False,
 ) -> None:
-    """List the detached pools of a cluster: their groups, who is attached, how long they live without a driver."""
+    """List the detached pools of a cluster: groups, attached drivers, and seconds to live without a driver."""
     from colocate_run.cli.cluster import Cluster, show_groups
 
     raise typer.Exit(show_groups(Cluster(file, executor, address, changes or [], not no_import), json=json))
@@ -367,7 +370,7 @@ def close(
     force: Annotated[bool, typer.Option("--force", help="Take it from the driver that is attached.")] = False,
     json: Json = False,
 ) -> None:
-    """End a detached pool, and free its slots. While a driver is attached it is refused."""
+    """End a detached pool and free the slots. Refused while a driver is attached, except with --force."""
     from colocate_run.cli.cluster import Cluster, close_pool
 
     cluster = Cluster(file, executor, address, changes or [], not no_import)
@@ -376,7 +379,7 @@ def close(
 
 def main() -> None:
     """The entry point of the `colocate` command."""
-    # Strict but for the bytes of file names ("surrogateescape") it is in the locale C.
+    # Strict, except in the locale C: there the handler is "surrogateescape", for the bytes of file names.
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors in ("strict", "surrogateescape"):
-        sys.stdout.reconfigure(errors="backslashreplace")  # as standard error is: what a job shows may be any text
+        sys.stdout.reconfigure(errors="backslashreplace")  # like standard error: a job may print any text
     app()

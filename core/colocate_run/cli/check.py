@@ -25,7 +25,7 @@ _WHERE = ("labels", "resources", "together", "grow")
 def show_plan(
     file: Path, executor: str | None, changes: Iterable[str], *, json: bool, allow_import: bool = True
 ) -> int:
-    """Show what a config would start; exit status 1, with every mistake, when it is wrong."""
+    """Print the plan of a config; return exit status 1, with every mistake, if the config is wrong."""
     plan = plan_of(load(file, executor, changes, allow_import=allow_import))
     if json:
         print_json(plan)
@@ -35,7 +35,7 @@ def show_plan(
 
 
 def plan_of(config: Config) -> dict[str, Any]:
-    """Return what a config would start, as plain data."""
+    """Return the plan of a config as plain data."""
     origins = {plugin.name: plugin.origin for plugin in plugins() if plugin.kind == "executor"}
     plain = config.plain()  # without secrets of the environment
     executor, job = plain["executor"], plain["job"]
@@ -76,7 +76,7 @@ def _group(group: dict[str, Any], slots: int) -> dict[str, Any]:
 
 
 def _memory(entry: dict[str, Any]) -> dict[str, Any]:
-    """Return what is said of the memory of a pool, a group or a role, budgets in bytes."""
+    """Return the memory settings of a pool, a group or a role, with budgets in bytes."""
     said = {name: entry.get(name) for name in (*_SIZES, *_OTHERS)}
     found = {name: value for name, value in said.items() if value is not None}
     return {name: parse_bytes(value, name) if name in _SIZES else value for name, value in found.items()}
@@ -129,13 +129,12 @@ def _budgets(entry: dict[str, Any]) -> str:
 
 
 def _without_empty(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Without the columns about memory and places where nothing is said of these."""
     empty = {column for column in ("memory", "where") if not any(row.get(column) for row in rows)}
     return [{column: value for column, value in row.items() if column not in empty} for row in rows]
 
 
 def _slots(by_slot: list[list[str]]) -> list[dict[str, Any]]:
-    """A row per run of slots with the same roles: a thousand equal slots are one row."""
+    """Return one row per run of slots with the same roles: a thousand equal slots are one row."""
     rows: list[tuple[int, int, list[str]]] = []
     for slot, roles in enumerate(by_slot):
         if rows and rows[-1][2] == roles:

@@ -1,4 +1,4 @@
-"""Which cluster a command is about; `colocate audit`, `colocate groups` and `colocate close`."""
+"""Choose the cluster of a command, and implement `colocate audit`, `colocate groups` and `colocate close`."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from colocate_run.screen import console, show_table
 if TYPE_CHECKING:
     from colocate.connecting import Runtime
 
-_ADDRESS = "address"  # of an executor that doesn't say by which option it joins a cluster
+_ADDRESS = "address"  # the default option for the address of a cluster
 
 
 def joins(executor: str) -> str:
-    """The option by which an executor joins a cluster that is there, as it says; empty when there is none to join."""
+    """Return the option by which an executor joins a running cluster; empty if the executor has none."""
     about = about_executor(executor)
     return _ADDRESS if about is None else about.joins
 
 
 @attrs.frozen
 class Cluster:
-    """A cluster as a command line names it: by a config, or by an executor and its address."""
+    """A cluster as given on the command line: by a config, or by an executor and an address."""
 
     file: Path | None = None
     executor: str | None = None
@@ -41,16 +41,21 @@ class Cluster:
 
     @property
     def given(self) -> bool:
-        """Whether one was named."""
+        """Whether the command line names a cluster."""
         return any([self.file, self.executor, self.address, self.changes])
 
     def joined(self, command: str, lacks: str) -> Runtime:
-        """A runtime of it."""
+        """Connect a runtime to the cluster.
+
+        Args:
+            command: The command, for the error text.
+            lacks: Objects that a private cluster never has, for the error text.
+        """
         from colocate.connecting import connect
 
         name, options = self.engine(command)
         if name is not None:
-            find_executor(name)  # one that there isn't is told of as such
+            find_executor(name)  # raises a clearer error if no such executor is installed
         if name is None or options.get(joins(name)) is None:
             which = name if name is not None and joins(name) else next(iter(_joining()), "NAME")
             raise ConfigError(
@@ -60,7 +65,7 @@ class Cluster:
         return connect(name, **options)
 
     def engine(self, command: str) -> tuple[str | None, Mapping[str, Any]]:
-        """Return which executor, and its options."""
+        """Return the executor's name and options; the name is None if the command line names no cluster."""
         if self.file is not None:
             config = load(self.file, self.executor, self.changes, allow_import=self.allow_import)
             return config.executor.use, {**config.executor.with_, **self._joining(config.executor.use)}
@@ -72,7 +77,6 @@ class Cluster:
         return self.executor, {} if self.executor is None else self._joining(self.executor)
 
     def _joining(self, executor: str) -> dict[str, str]:
-        """The option that names the cluster, if an address is given."""
         if self.address is None:
             return {}
         option = joins(executor)
@@ -82,16 +86,15 @@ class Cluster:
 
 
 def _joining() -> list[str]:
-    """The installed executors that say that they join clusters."""
     return [plugin.name for plugin, about in abouts() if about.joins]
 
 
 @guarded
 def find_strays(cluster: Cluster, *, json: bool) -> int:
-    """Show what drivers that are gone have left; exit status 1 when there is something."""
+    """Print the remains of dead drivers; return exit status 1 if there are any."""
     name, options = cluster.engine("audit")
     if name is not None:
-        find_executor(name)  # one that there isn't is told of as such
+        find_executor(name)  # raises a clearer error if no such executor is installed
     option = "" if name is None else joins(name)
     audit = driver.audit_strays(driver.of_this_machine)
     looked_at = ["this machine"]
@@ -99,7 +102,7 @@ def find_strays(cluster: Cluster, *, json: bool) -> int:
         try:
             there = _of_cluster(name, options)
         except ColocateError:
-            if not json:  # what was found here is worth knowing; the error follows
+            if not json:  # the strays of this machine are worth printing; the error follows
                 _show_strays(audit, looked_at)
             raise
         audit = driver.Audit((*audit.leaked, *there.leaked))
@@ -132,7 +135,7 @@ def _show_strays(audit: driver.Audit, looked_at: list[str]) -> None:
 
 @guarded
 def show_groups(cluster: Cluster, *, json: bool) -> int:
-    """Show the detached pools of a cluster."""
+    """Print the detached pools of a cluster."""
     with cluster.joined("groups", "detached pools") as runtime:
         found = sorted(runtime.detached(), key=lambda each: str(each["name"]))
     if json:
@@ -148,7 +151,7 @@ def show_groups(cluster: Cluster, *, json: bool) -> int:
 
 @guarded
 def close_pool(name: str, cluster: Cluster, *, force: bool, json: bool) -> int:
-    """End a detached pool."""
+    """Close a detached pool."""
     what = f"close {name}"
     with cluster.joined(what, "detached pools") as runtime, made_for((f"colocate {what}", 0)):
         driver.Driver(runtime).close_detached(name, force)

@@ -1,6 +1,6 @@
-"""`colocate debug`: the terminal of a rank that is stopped, or a list of those that are.
+"""`colocate debug`: attach to the terminal of a stopped rank, or list the stopped ranks.
 
-What a prompt doesn't need is imported where it is needed: somebody waits.
+Modules that the prompt doesn't need are imported on demand: somebody waits.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def _show(told: Mapping[str, Any], rank: str | None, json: bool) -> None:
 
 
 def driver_of(job: str | None) -> int:
-    """Return the process of the driver that is meant, of those with ranks that are stopped."""
+    """Return the driver's process of a job, chosen from the drivers with stopped ranks."""
     if job is not None and job.partition("/")[0].isdigit():
         return int(job.partition("/")[0])
     if job is None:

@@ -27,13 +27,13 @@ from colocate_run.screen import console, show_table
 
 _SPILL_DIR = "spill_dir"
 _SHM = Path("/dev/shm")
-_SMALL_SHM = 1 << 30  # of a container that nobody asked for more it has 64 MiB
+_SMALL_SHM = 1 << 30  # bytes; the default of containers is 64 MiB
 
 
 def examine(
     file: Path | None, executor: str | None, changes: Iterable[str], *, json: bool, allow_import: bool = True
 ) -> int:
-    """Show what there is; exit status 1 when a config is given that would not work here."""
+    """Print versions, devices and plugins; return exit status 1 if the given config would not work here."""
     wanted, faults = (None, []) if file is None else _examined(file, executor, changes, allow_import)
     devices = {**_devices(), "memory that sleeps": _place_for_what_sleeps(wanted)}
     found = [(plugin, plugin.fault()) for plugin in plugins()]
@@ -57,15 +57,15 @@ def examine(
 def _examined(
     file: Path, executor: str | None, changes: Iterable[str], allow_import: bool
 ) -> tuple[str | None, list[ColocateError]]:
-    """The folder that a config names for what sleeps, and why it would not work on this machine.
+    """Return the spill folder that a config names, and the errors that keep the config from working on this machine.
 
-    That is its mistakes, or what its executor says to its pools.
+    The errors are mistakes in the config, or refusals of the executor to reserve the pools.
     """
     wanted: str | None = None
     try:
         config = load(file, executor, changes, allow_import=allow_import)
         wanted = config.executor.with_.get(_SPILL_DIR)
-        # All pools are held together for a moment; no worker starts.
+        # All pools are reserved together for a moment; no worker starts.
         with connect(config.executor.use, seed=config.seed, **config.executor.with_) as runtime:
             pools = [reserve_pool(runtime, name, config) for name in config.pools]
             if wanted is not None and any(slot.node == platform.node() for pool in pools for slot in pool.slots):
@@ -85,10 +85,10 @@ def _examined(
 
 def _row(plugin: PluginInfo, fault: PluginError | None) -> dict[str, Any]:
     state = "works" if fault is None else fault.message
-    # The cause is hidden from tracebacks where the hint says all.
+    # The cause is hidden from tracebacks if the hint is complete.
     cause = None if fault is None else fault.__cause__ or fault.__context__
     if fault is not None and fault.hint and isinstance(cause, ModuleNotFoundError):
-        state = f"needs {cause.name}: {fault.hint}"  # nobody may have asked for it
+        state = f"needs {cause.name}: {fault.hint}"  # an optional plugin may never have been wanted: no alarm
     return {"name": plugin.name, "kind": plugin.brings, "from": plugin.origin, "state": state}
 
 
@@ -101,7 +101,7 @@ def _devices() -> dict[str, str]:
         gpus = f"{len(names)} ({names[0]})" if names else "none that torch can use"
     memory = psutil.virtual_memory()
     free = free_memory()
-    # Of what is free on the machine there may be less or more by the time that it is asked again.
+    # The margin of 10 %: free memory changes between two readings.
     limited = free < 0.9 * memory.available
     of = ", by the limit of its control group" if limited else f" of {memory.total / 2**30:.1f} GiB"
     return {
@@ -113,7 +113,7 @@ def _devices() -> dict[str, str]:
 
 
 def shared_memory(folder: Path) -> str:
-    """Return what Ray's object store and DataLoader's processes will find in `/dev/shm`."""
+    """Describe the space in `/dev/shm`, which Ray's object store and DataLoader's processes need."""
     try:
         size = shutil.disk_usage(folder)
     except OSError as error:
@@ -128,7 +128,7 @@ def shared_memory(folder: Path) -> str:
 
 
 def _place_for_what_sleeps(wanted: str | None) -> str:
-    """Where the host's memory goes when roles sleep, as workers on this machine find it."""
+    """Describe the folder that workers on this machine would choose for the host memory of sleeping roles."""
     try:
         spill = SpillFile.somewhere(wanted)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""`colocate example`: the examples of the pages, for those who have no checkout."""
+"""`colocate example`: copy the documentation's examples, without a checkout."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from colocate_run.screen import console, show_table
 
 @guarded
 def copy_example(name: str | None) -> int:
-    """Copy an example into the working directory, or list those that there are."""
+    """Copy an example into the working directory, or list all examples."""
     there = _examples()
     if name is None:
         rows = [{"example": each, "files": ", ".join(path.name for path in paths)} for each, paths in there.items()]
@@ -38,9 +38,9 @@ def copy_example(name: str | None) -> int:
 
 
 def _examples() -> dict[str, list[Path]]:
-    """By name: a folder, or the files of that name."""
+    """Return the examples by name: each a folder, or several files of one stem."""
     package = Path(errors.__file__).parent
-    inside = package / "examples"  # of a wheel
+    inside = package / "examples"  # in a wheel
     found: dict[str, list[Path]] = {}
     for path in sorted((inside if inside.is_dir() else package.parents[1] / "docs" / "examples").iterdir()):
         if not path.name.startswith(("_", ".")):

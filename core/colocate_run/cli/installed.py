@@ -1,4 +1,4 @@
-"""`colocate --version`, and what a shell offers at the Tab key. Nothing is connected to, no plugin imported."""
+"""`colocate --version`, and shell completion. Neither connects to a cluster nor imports a plugin."""
 
 from __future__ import annotations
 
@@ -9,19 +9,22 @@ from itertools import islice
 
 from colocate.plugins import PROTOCOL, VERSION, PluginInfo, plugins
 
-_DEEP = 2  # folders below the one that is named
+_DEEP = 2  # levels of folders below the named one
 _LOOKS = 2000  # files and folders: a shell waits
 
 
 def configs(incomplete: str) -> list[str]:
-    """YAML files that begin so, in the folder that it names and a little below; without any, shells offer all files."""
+    """Return YAML files that begin with `incomplete`, up to two folders deep.
+
+    Without a match, shells offer all files.
+    """
     folder, _, start = incomplete.rpartition("/")
     folder = f"{folder}/" if "/" in incomplete else ""
     return sorted(found for found in islice(_files(folder, start, _DEEP), _LOOKS) if found.endswith((".yaml", ".yml")))
 
 
 def _files(folder: str, start: str, deep: int) -> Iterator[str]:
-    """Names of files and folders whose first part begins with `start`; the files of a folder before those below it."""
+    """Yield paths below a folder if the first part begins with `start`; upper levels come first."""
     try:
         entries = [entry for entry in os.scandir(folder or ".") if _fits(entry.name, start)]
     except OSError:
@@ -40,19 +43,19 @@ def _fits(name: str, start: str) -> bool:
 
 
 def executors(incomplete: str) -> list[tuple[str, str]]:
-    """Executors, with what they come from."""
+    """Return names and distributions of executors, to complete a word."""
     return [
         (each.name, each.origin) for each in plugins() if each.kind == "executor" and each.name.startswith(incomplete)
     ]
 
 
 def plugin_names(incomplete: str) -> list[tuple[str, str]]:
-    """Plugins, with what they bring."""
+    """Return names, kinds and distributions of plugins, to complete a word."""
     return [(each.name, f"{each.brings}: {each.origin}") for each in plugins() if each.name.startswith(incomplete)]
 
 
 def versions() -> Iterator[str]:
-    """Yield the lines of `--version`. No executor is imported for them."""
+    """Yield the lines of `--version`, without importing an executor."""
     yield f"colocate {VERSION} (protocol {PROTOCOL}), Python {platform.python_version()}"
     yield f"executors: {', '.join(_engine(plugin) for plugin in plugins() if plugin.kind == 'executor')}"
 

@@ -1,4 +1,4 @@
-"""`colocate logs`: what the workers of a run have printed, and print."""
+"""`colocate logs`: print the output of a run's workers, and follow new output."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _LABEL = re.compile(r"[\d:. -]{23} \[(\S+) (\d+)[\] ]")
 
 @attrs.frozen
 class Wanted:
-    """Whose lines are shown; None for all of a kind.
+    """A filter for log lines; None for no restriction.
 
     Attributes:
         group: The group.
@@ -41,11 +41,11 @@ class Wanted:
     rank: int | None
 
     def has(self, file: LogFile) -> bool:
-        """Whether a file may have such lines."""
+        """Return whether a file may have matching lines."""
         return self.group in (None, file.group) and (self.role is not None or self.rank in (None, file.slot))
 
     def takes(self, line: str) -> bool:
-        """Whether a line of such a file is one."""
+        """Return whether a line of a matching file matches."""
         if self.role is None:
             return True
         found = _LABEL.match(line)
@@ -54,13 +54,13 @@ class Wanted:
 
 @guarded
 def show_logs(run: Path, wanted: Wanted, *, lines: int, follow: bool) -> int:
-    """Show the logs of a run's workers.
+    """Print the logs of a run's workers.
 
     Args:
         run: The run's folder, or its name, or its driver's process.
-        wanted: Whose lines.
-        lines: How many of the last ones; 0 for all.
-        follow: Whether to go on with what comes, until the run ends.
+        wanted: The filter.
+        lines: Number of last lines; 0 for all.
+        follow: Whether to follow new lines until the run ends.
     """
     run = _folder(run)
     files = log_files(run)
@@ -86,7 +86,7 @@ def show_logs(run: Path, wanted: Wanted, *, lines: int, follow: bool) -> int:
 
 
 def _folder(run: Path) -> Path:
-    """Return the folder of a run that is given so, or by its name, or by the name or process of its job."""
+    """Return a run's folder, given by path or name, or by the name or process of the job."""
     for found in run, Path("runs", run):
         if found.is_dir():
             return found
@@ -102,7 +102,7 @@ def _lead(file: LogFile, wanted: Wanted) -> str:
 
 def _follow(run: Path, wanted: Wanted, readers: dict[Path, _Reader], stack: contextlib.ExitStack) -> None:
     while True:
-        ends = not _goes_on(run)  # before looking: what comes until then is shown
+        ends = not _goes_on(run)  # before reading: the last lines before the end are still printed
         for file in log_files(run):
             if wanted.has(file) and not file.older and file.path not in readers:
                 readers[file.path] = stack.enter_context(_Reader(file.path, _lead(file, wanted)))
@@ -116,7 +116,7 @@ def _follow(run: Path, wanted: Wanted, readers: dict[Path, _Reader], stack: cont
 
 
 def _goes_on(run: Path) -> bool:
-    """Whether a run's driver is there, as far as can be known here."""
+    """Return whether a run's driver is still alive, as far as this machine can know."""
     if not any((run / name).exists() for name in ("report.html", "error.txt")):
         return True  # a script's run has no lock
     try:
@@ -132,7 +132,7 @@ def _goes_on(run: Path) -> bool:
 
 
 class _Reader:
-    """Reads whole lines of a file, also when it has got another name and a new one stands there."""
+    """Reads whole lines of a file, also across a rotation."""
 
     def __init__(self, path: Path, lead: str) -> None:
         self.path, self.lead = path, lead
@@ -146,7 +146,7 @@ class _Reader:
         self._file.close()
 
     def lines(self) -> Iterator[str]:
-        """Yield those that have come since."""
+        """Yield the lines that were added since the last call."""
         while True:
             data = self._rest + self._file.read()
             *whole, self._rest = data.split(b"\n")
@@ -163,12 +163,12 @@ class _Reader:
 
 
 def _merged(readers: Sequence[_Reader]) -> Iterator[tuple[str, str]]:
-    """Yield lines of several files, with what tells them apart, in the order of their times."""
+    """Merge the lines of several files by time; yield pairs of label and line."""
 
     def lines(number: int, reader: _Reader) -> Iterator[tuple[str, int, str, str]]:
         last = ""
         for line in reader.lines():
-            last = max(last, line[:_TIME])  # those of a worker stay in their order, whatever its clock does
+            last = max(last, line[:_TIME])  # one worker's lines stay in order even if the clock jumps back
             yield last, number, reader.lead, line
 
     for _, _, lead, line in heapq.merge(

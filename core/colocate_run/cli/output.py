@@ -1,4 +1,4 @@
-"""What the commands share: reading the config, printing, and errors as their message."""
+"""Helpers that all commands share: reading the config, printing, and errors as messages."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ P = ParamSpec("P")
 
 
 def load(file: Path, executor: str | None, changes: Iterable[str], *, allow_import: bool = True) -> Config:
-    """The config of a command.
+    """Read the config of a command, and print warnings.
 
-    The modules beside it, and those in the current folder, can be imported from now on; not those of a config that may
-    import nothing, for they could stand in for others.
+    Modules beside the config and in the current folder become importable; not if the config may import nothing, because
+    they could shadow other modules.
     """
     for folder in (os.getcwd(), str(file.absolute().parent)) if allow_import else ():
         if folder not in sys.path:
@@ -39,10 +39,11 @@ def load(file: Path, executor: str | None, changes: Iterable[str], *, allow_impo
 
 
 def guarded(command: Callable[P, int]) -> Callable[P, int]:
-    """Have a command tell what goes wrong, which is exit status 1; as JSON, where it is called with json=True.
+    """Wrap a command: print errors and return exit status 1; as JSON if the command is called with json=True.
 
-    An error of colocate is its message, with the frames of the code that called, if it was a job's. Any other of a job
-    is its traceback, without the framework's frames. One without a frame of a job is a bug, and is raised.
+    An error of colocate is printed as its message, after the frames of the job's code if a job raised. Any other error
+    of a job is printed as a traceback without the framework's frames. An error without a frame of a job is a bug, and
+    is raised.
     """
 
     @functools.wraps(command)
@@ -62,7 +63,7 @@ def guarded(command: Callable[P, int]) -> Callable[P, int]:
 
 
 def _told_as(error: BaseException) -> list[BaseException]:
-    """Return what is told for an error: those in a group, or the group where one of them doesn't say whose it is."""
+    """Return the errors to print: a group's leaves, or the whole group if a leaf is a bug of colocate."""
     if isinstance(error, BaseExceptionGroup):
         parts = [part for each in error.exceptions for part in _told_as(each)]
         if all(map(_is_told, parts)):
@@ -75,14 +76,14 @@ def _is_told(error: BaseException) -> bool:
 
 
 def leaves(group: BaseExceptionGroup[Any]) -> list[Any]:
-    """The exceptions of a group, those of groups inside it included."""
+    """Return the exceptions of a group, nested groups flattened."""
     return [
         leaf for each in group.exceptions for leaf in (leaves(each) if isinstance(each, BaseExceptionGroup) else [each])
     ]
 
 
 def print_errors(errors: Iterable[BaseException], *, as_json: bool) -> None:
-    """Errors as people or as scripts read them."""
+    """Print errors for people, or as JSON for scripts."""
     if as_json:
         print_json({"errors": [error_data(error) for error in errors]})
         return
@@ -93,13 +94,13 @@ def print_errors(errors: Iterable[BaseException], *, as_json: bool) -> None:
             continue
         if frames := frames_of_users(error):
             to.print(Text(f"Traceback (most recent call last):\n{frames.rstrip()}"), soft_wrap=True)
-        # Notes tell what else went wrong, mostly while closing.
+        # Notes tell of further errors, mostly while closing.
         text = "\n".join([str(error), *getattr(error, "__notes__", ())])
         to.print(Text("error: ", "bold red").append(Text(text, "")), soft_wrap=True)
 
 
 def error_data(error: BaseException) -> dict[str, Any]:
-    """An error as JSON."""
+    """Return an error as JSON data."""
     message = error.message if isinstance(error, ColocateError) else str(error)
     data: dict[str, Any] = {"type": type(error).__name__, "message": message}
     if frames_of_users(error):
@@ -110,6 +111,6 @@ def error_data(error: BaseException) -> dict[str, Any]:
 
 
 def print_json(data: Any) -> None:
-    """One JSON value on standard output."""
+    """Print one JSON value on standard output."""
     sys.stdout.write(json.dumps(finite(data), indent=2, default=str, allow_nan=False) + "\n")
     sys.stdout.flush()

@@ -1,8 +1,8 @@
-"""`colocate plan`: what the roles of a config will hold, without building them.
+"""`colocate plan`: predict the memory of a config's roles without building the roles.
 
-Each role is constructed on torch's meta device, which has shapes and no memory, as the first of its ranks; then every
-optimizer makes a step there, so that gradients and its state are known from what it really makes. What is computed with
-in between isn't known. A class whose constructor can't run there tells by itself, by a class method `plan`.
+Each role's first rank is constructed on torch's meta device, which has shapes and no memory. Every optimizer then makes
+a step there, so that gradients and optimizer state have their real sizes. Activations aren't known. A class whose
+constructor can't run on the meta device declares its memory by a class method `plan`.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 _KINDS = tuple(purpose.word for purpose in Purpose if purpose is not Purpose.RESIDENTS)
-_ADVICE = {  # what to do about errors of torch's that come of the meta device
+_ADVICE = {  # Advice for torch's errors on the meta device.
     "meta tensor": "tensors have no values there: ask for them in a method, or only of tensors that aren't `is_meta`",
     "META device": "it has no generator: take `self.ctx.generator`",
     "compiled with CUDA": "put it on `self.ctx.device`, wherever that is",
@@ -60,11 +60,11 @@ _ADVICE = {  # what to do about errors of torch's that come of the meta device
 def show_memory(
     file: Path, executor: str | None, changes: Iterable[str], *, json: bool, allow_import: bool = True
 ) -> int:
-    """Show what roles will hold; exit status 1 when one can't fit into what it may have, or isn't known."""
-    # Before torch is imported: of groups whose ranks aren't there it has warnings.
+    """Print the predicted memory; return exit status 1 if a role can't fit or isn't known."""
+    # Before torch is imported: torch would warn of process groups with missing ranks.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     config = load(file, executor, changes, allow_import=allow_import)
-    # What constructors print must not get between a script and the JSON it waits for.
+    # A constructor's prints must not mix with the JSON that a script reads.
     with contextlib.redirect_stdout(sys.stderr) if json else contextlib.nullcontext():
         groups = plan(config)
     if json:
@@ -79,15 +79,15 @@ def show_memory(
 
 @attrs.define(eq=False)
 class RolePlan:
-    """What one rank of a role will hold, in bytes."""
+    """The predicted memory of one rank of a role, in bytes."""
 
     role: str
     slots: tuple[int, ...]
     ctx: Context
-    instance: Any = None  # on the meta device; None where its constructor raised
-    unknown: str | None = None  # why what it holds, or a part of it, isn't known
-    kinds: dict[str, int] = attrs.field(factory=dict)  # what roles share counts with the first of them
-    alone: int = 0  # of all kinds, if it shared none
+    instance: Any = None  # constructed on the meta device; None if the constructor raised
+    unknown: str | None = None  # the reason if the memory isn't fully known
+    kinds: dict[str, int] = attrs.field(factory=dict)  # bytes by kind; shared storages count with the first role
+    alone: int = 0  # bytes of all kinds, with shared storages
 
     @property
     def total(self) -> int:
@@ -96,7 +96,7 @@ class RolePlan:
 
     @contextlib.contextmanager
     def running(self, what: str) -> Iterator[None]:
-        """Have role code run, and note what it raises."""
+        """Run role code in a block, and record the error as `unknown`."""
         try:
             with hosted(self.ctx):
                 yield
@@ -107,29 +107,29 @@ class RolePlan:
 
 @attrs.frozen
 class Fit:
-    """What a budget means for slots that have the same roles."""
+    """The verdict on one budget, for slots with the same roles."""
 
     limit: Limit
     slots: tuple[int, ...]
-    needs: int  # bytes that its roles need together
-    free: int  # of that, what is to stay free for what one of them computes with
-    takers: tuple[str, ...] = ()  # roles that can't be awake all the time, where the smallest are
+    needs: int  # bytes that the roles need together
+    free: int  # bytes of these that stay free for one role's activations
+    takers: tuple[str, ...] = ()  # roles that must take turns if the smallest are always awake
     misfits: tuple[str, ...] = ()  # roles that can't fit at all
 
 
 @attrs.frozen
 class GroupPlan:
-    """What the roles of a group will hold, on the slots of its pool."""
+    """The predicted memory of a group's roles, on the slots of a pool."""
 
     group: str
     slots: int
     roles: Sequence[RolePlan]
     budgets: Budgets
-    where: str  # where these have to lie; empty where that doesn't matter
-    on_host: bool  # the slots' devices are the host itself: only then what is known here is the host's memory
+    where: str  # constraints on the slots' nodes; empty for none
+    on_host: bool  # whether slots have no GPUs: only then the predicted bytes are host memory
 
     def data(self) -> dict[str, Any]:
-        """Return it as JSON has it."""
+        """Return the plan as JSON data."""
         told = ("role", "slots", "kinds", "alone", "unknown", "total")
         roles = [{name: getattr(role, name) for name in told} for role in self.roles]
         place = {"where": self.where} if self.where else {}
@@ -140,7 +140,7 @@ class GroupPlan:
         return [role for role in self.roles if slot in role.slots]
 
     def fits(self) -> Iterator[Fit]:
-        """Yield what each budget means, for slots with the same roles at a time."""
+        """Yield the verdict on each budget, once per set of slots with the same roles."""
         alike: dict[tuple[str, ...], list[int]] = {}
         for slot in range(self.slots):
             alike.setdefault(tuple(role.role for role in self.on(slot)), []).append(slot)
@@ -171,7 +171,7 @@ class GroupPlan:
 
 
 def plan(config: Config) -> list[GroupPlan]:
-    """Return what the roles of a config's groups will hold."""
+    """Predict the memory of all roles of a config's groups."""
     try:
         need_torch("colocate plan")
     except ImportError as error:
@@ -227,7 +227,7 @@ def _construct(name: str, group: GroupConfig, slots: int, config: Config) -> lis
             part=_PlannedGroups().part,
             background={key: None for key, each in group.roles.items() if each.background},
         )
-        ctx._generator = torch.Generator("cpu").manual_seed(ctx.seed)  # there is none for the meta device
+        ctx._generator = torch.Generator("cpu").manual_seed(ctx.seed)  # the meta device has no generator
         made.append(RolePlan(role, where, ctx))
         cls: Any = find_role(entry.use).load()
         options = arguments_of(cls, entry.use).built(entry.with_)
@@ -244,7 +244,7 @@ def _construct(name: str, group: GroupConfig, slots: int, config: Config) -> lis
 
 
 def _go_on(made: RolePlan, roles: Mapping[str, Any]) -> None:
-    """Have a role get what calls will give to it, and its optimizers make a step of zeros, whose state is as large."""
+    """Run a role's `plan`, then one optimizer step with zero gradients, which creates the optimizer state."""
     import torch
     from torch.overrides import TorchFunctionMode
 
@@ -255,13 +255,13 @@ def _go_on(made: RolePlan, roles: Mapping[str, Any]) -> None:
             return func(*args, **(kwargs or {}))
 
     planned = own_method(made.instance, "plan")
-    if planned is not None and "plan" not in methods_of(type(made.instance)):  # a role method of that name is another
+    if planned is not None and "plan" not in methods_of(type(made.instance)):  # a role method of this name is unrelated
         with made.running("its plan()"):
             planned(roles)
     others = [each for each in roles.values() if each is not made.instance]
     with made.running("a step of its optimizer"):
         for optimizer in optimizers_of(made.instance, others):
-            for group in optimizer.param_groups:  # without what the meta device lacks
+            for group in optimizer.param_groups:  # without options that the meta device lacks
                 group.update({name: False for name in ("fused", "capturable") if group.get(name)})
                 for parameter in group["params"]:
                     if parameter.requires_grad and parameter.grad is None:
@@ -271,7 +271,6 @@ def _go_on(made: RolePlan, roles: Mapping[str, Any]) -> None:
 
 
 def _measure(made: Sequence[RolePlan]) -> None:
-    """Note what each role of a group holds."""
     counted: set[tuple[str, int]] = set()
     for each in made:
         if each.instance is None:
@@ -293,10 +292,10 @@ def _measure(made: Sequence[RolePlan]) -> None:
 
 
 class _Planned(Storages):
-    """Also storages of the meta device, which have no address."""
+    """Storages, including those on the meta device, which have no address."""
 
     def add_tensor(self, item: Any, torch: Any) -> None:
-        """Note the storage of a tensor."""
+        """Add the storage of a tensor."""
         if item.is_meta and item.layout is torch.strided and not hasattr(item, "__tensor_flatten__"):
             storage = item.untyped_storage()
             self.setdefault("meta", {})[storage._cdata] = storage.nbytes()
@@ -306,17 +305,17 @@ class _Planned(Storages):
 
 @contextlib.contextmanager
 def _alone(ranks: int) -> Iterator[None]:
-    """While the block runs, this process is the first of so many ranks, of which the others only seem to be there."""
+    """Run a block as rank 0 of `ranks` ranks, with a fake process group for the others."""
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel as wrapper
 
-    # Torch has them for tests of its own; there is no public way to them.
+    # Torch's own tests use these classes; torch has no public ones.
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     construct: Any = wrapper.__init__
 
     def constructed(self: Any, module: Any, _ids: Any = None, _out: Any = None, *args: Any, **named: Any) -> None:
-        # It neither compares numbers with other ranks, nor names the meta device, which has no index.
+        # No comparison of parameters with other ranks, and no device index: the meta device has none.
         others = {key: each for key, each in named.items() if key not in ("device_ids", "output_device")}
         construct(self, module, None, None, *args, **others | {"init_sync": False})
 
@@ -328,20 +327,20 @@ def _alone(ranks: int) -> Iterator[None]:
     finally:
         setattr(wrapper, "__init__", construct)  # noqa: B010
         dist.destroy_process_group()
-        sys.excepthook = hook  # torch has put its own there
+        sys.excepthook = hook  # torch has replaced the hook
 
 
 @attrs.define(eq=False)
 class _PlannedGroups:
-    """The process groups of one role, which has the first ranks; nothing is sent. See `Context` for each."""
+    """The process groups of one role, without communication. See `Context` for each method."""
 
     _mesh: dict[str, DeviceMesh] = attrs.field(factory=dict, init=False)
 
     def part(self, feature: str) -> Any:
-        """Return a worker's half of a feature: that of process groups has these, and there is no other.
+        """Return a worker's half of a feature; only `process_groups` has one here.
 
         Raises:
-            ColocateError: It is another one.
+            ColocateError: The feature is another one.
         """
         if feature != "process_groups":
             raise ColocateError(f"what is only planned has no {feature}")
@@ -364,7 +363,7 @@ class _PlannedGroups:
         which = next(iter(ctx.meshes)) if name is None else name
         if which not in self._mesh:
             shape = ctx.meshes[which].shape
-            with torch.device("cpu"):  # whatever else is made is on the meta device
+            with torch.device("cpu"):  # the default device is meta here
                 ranks = torch.arange(ctx.world_size).reshape([*shape.values()])
                 self._mesh[which] = DeviceMesh("cpu", ranks, mesh_dim_names=(*shape,))
         return self._mesh[which]
@@ -378,17 +377,17 @@ class _PlannedGroups:
 
 @contextlib.contextmanager
 def _without_weights() -> Iterator[None]:
-    """Have `from_pretrained` of transformers, where it is installed, make models of their configs."""
+    """Patch transformers' `from_pretrained`, if installed, to build models from their configs alone."""
     try:
         from transformers import PreTrainedModel
-    except Exception:  # it isn't there, or can't be imported, of which a role that needs it says more
+    except Exception:  # transformers is missing or broken; a role that needs transformers gets the error
         yield
         return
 
     plain = vars(PreTrainedModel)["from_pretrained"]
     setattr(PreTrainedModel, "from_pretrained", classmethod(_from_config))  # noqa: B010 - as above
     try:
-        with warnings.catch_warnings():  # of weights that were read from a file
+        with warnings.catch_warnings():  # torch's warnings about weights read from a file
             warnings.filterwarnings("ignore", ".*copying from a non-meta parameter in the checkpoint")
             yield
     finally:
@@ -442,12 +441,10 @@ def _show(group: GroupPlan) -> None:
 
 
 def _at_least(group: GroupPlan, slots: Iterable[int]) -> str:
-    """Return the words before a sum to which a role of these slots adds what isn't known."""
     return "at least " if any(role.unknown is not None for slot in slots for role in group.on(slot)) else ""
 
 
 def _of(fit: Fit, group: GroupPlan) -> str:
-    """Return what a budget means, in a line."""
     limit, least = fit.limit, _at_least(group, fit.slots)
     where = "" if len(fit.slots) == group.slots else f", on slot {', '.join(map(str, fit.slots))}"
     text = f"{limit.owner} may have {size_text(limit.nbytes)} of {limit.word}{where}"

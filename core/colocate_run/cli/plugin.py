@@ -1,4 +1,4 @@
-"""`colocate plugins`: what is installed, of which nothing is imported; or one plugin in detail, which is."""
+"""`colocate plugins`: list the installed plugins without an import, or import one and show the details."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from colocate_run.screen import console, show_table
 
 
 def show_plugins(*, json: bool) -> int:
-    """List all plugins. Exit status 1 when a name is claimed twice."""
+    """Print all plugins; return exit status 1 if two distributions claim one name."""
     found = plugins()
     if json:
         print_json([attrs.asdict(plugin) for plugin in found])
@@ -55,7 +55,7 @@ def _listed(plugin: PluginInfo) -> dict[str, str]:
 
 @guarded
 def show_plugin(name: str, *, json: bool) -> int:
-    """Show what the plugins of a name offer; exit status 1 when there is none, or something in them is broken."""
+    """Print the details of all plugins of a name; return exit status 1 if there is none, or one is broken."""
     faults: list[PluginError] = []
     found = [(plugin, _details(plugin, faults)) for plugin in plugins_named(name)]
     if json:
@@ -68,7 +68,10 @@ def show_plugin(name: str, *, json: bool) -> int:
 
 
 def _details(plugin: PluginInfo, faults: list[PluginError]) -> dict[str, Any]:
-    """Return what a plugin offers as plain data. What can't be imported has an `error` instead, also among faults."""
+    """Return a plugin's roles, jobs or options as plain data.
+
+    A broken part has an `error` entry instead, and is added to `faults`.
+    """
     name = plugin.name
     if plugin.kind == "executor":
         return _or_error(partial(_executor, name), faults)
@@ -114,7 +117,7 @@ def _made(plugin: PluginInfo) -> dict[str, Any]:
     return {
         "class": f"{made.__module__}:{made.__qualname__}",
         "about": _first_line(made),
-        # An engine is given the role's context besides.
+        # The first argument of an engine is the role's context.
         "options": _options(arguments_of(made, plugin.name, skip=int(is_engine)), made, made.__init__),
     }
 
@@ -150,7 +153,7 @@ def _job(found: FoundJob) -> dict[str, Any]:
 
 
 def _options(arguments: Arguments, *described: Any) -> dict[str, dict[str, Any]]:
-    """By name: the type as its source says it, the default as Python shows it, and what docstrings say of it."""
+    """Return options by name: the type as in the source, the default's repr, and the docstring's description."""
     about = {name: text for each in described for name, text in told_of(each)}
     shown: dict[str, dict[str, Any]] = {
         name: {
@@ -167,7 +170,7 @@ def _options(arguments: Arguments, *described: Any) -> dict[str, dict[str, Any]]
 
 
 def told_of(described: Any, section: str = "Args:") -> Iterator[tuple[str, str]]:
-    """Yield what a section of a docstring says of each argument, or attribute."""
+    """Yield the names and descriptions of a docstring's section: arguments or attributes."""
     lines = _docstring(described).splitlines()
     name, told = "", list[str]()
     for line in lines[lines.index(section) + 1 :] if section in lines else ():
@@ -185,8 +188,6 @@ _ARGUMENT = re.compile(r" {4}(\*{0,2}\w+)(?: \([^)]*\))?: (.*)")
 
 
 class _Source(str):
-    """An annotation as its source says it, which a signature would put into quotes."""
-
     __slots__ = ()
     __repr__ = str.__str__
 
@@ -208,7 +209,7 @@ def _first_line(described: Any) -> str:
 
 
 def _docstring(described: Any) -> str:
-    """Return a class's own docstring, not one that it inherits."""
+    """Return a class's own docstring, not an inherited one."""
     text = getattr(described, "__doc__", None)
     return inspect.cleandoc(text) if isinstance(text, str) else ""
 

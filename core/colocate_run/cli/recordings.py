@@ -1,4 +1,4 @@
-"""`colocate recordings`: what was recorded in a run, by role and method, or call by call."""
+"""`colocate recordings`: list the recorded calls of a run, by role and method, or one by one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from colocate_run.screen import console, show_table
 
 @guarded
 def show_recordings(run: Path, role: str | None, *, json: bool) -> int:
-    """Show the recording of a run."""
+    """Print the recording of a run."""
     recording = load_recording(run)
     rows = _methods(recording) if role is None else _calls(recording[role])
     if json:

@@ -37,10 +37,10 @@ def run_job(
     allow_import: bool = True,
     profile: str | None = None,
 ) -> int:
-    """Run a config's job."""
+    """Run a config's job; return the exit status."""
     try:
         return _run(file, executor, changes, resume=resume, json=json, allow_import=allow_import, profile=profile)
-    except SystemExit as ended:  # Python prints what it says, and nothing else of it
+    except SystemExit as ended:  # Python prints the exit's message, and nothing else
         if json:
             print_json({"errors": [error_data(ended)]})
         if isinstance(ended, Unread):
@@ -71,7 +71,7 @@ def _run(
 ) -> int:
     wanted = None if profile is None else Wanted.read(profile)
     screen, log = Screen(quiet=json), RunLog()
-    # What a job prints must not get between a script and the JSON it waits for.
+    # A job's prints must not mix with the JSON that a script reads.
     redirected = contextlib.redirect_stdout(sys.stderr) if json else contextlib.nullcontext()
     with StopSignals(screen.stopping) as signals, redirected, log.listening():
         refuse_many_tasks()
@@ -104,7 +104,7 @@ def recording_changes(
     compare: Sequence[str],
     tolerance: float | None,
 ) -> list[str]:
-    """Return what options of recordings change in the config, as `--set` has it."""
+    """Translate the recording options of the command line to config changes in the form of `--set`."""
     if tolerance is not None and (problem := amount_problem(tolerance)) is not None:
         raise BadParameter(f"--tolerance {problem}; 1e-5, say")
     given: dict[str, Any] = {
@@ -135,7 +135,7 @@ def _again(count: int) -> str:
 
 
 def _closed(record: RunRecord) -> str:
-    """Return what the block has closed, counted in the ownership graph of before."""
+    """Count the closed pools, groups and other objects in a run's ownership graph, as text."""
     counts: Counter[str] = Counter()
     nodes = [json_module.loads(record.graph)]
     while nodes:

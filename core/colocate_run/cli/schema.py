@@ -1,4 +1,4 @@
-"""`colocate schema`: what a config may say, as a JSON Schema, for editors that complete and check YAML."""
+"""`colocate schema`: print the JSON Schema of configs, for editors that complete and check YAML."""
 
 from __future__ import annotations
 
@@ -15,21 +15,24 @@ _TYPES: dict[Any, str] = {int: "integer", float: "number", str: "string", bool: 
 
 
 def show_schema() -> int:
-    """Print it."""
+    """Print the JSON Schema."""
     print_json(json_schema())
     return 0
 
 
 def json_schema() -> dict[str, Any]:
-    """Return the schema of a config's file. What only a signature, a plugin or another key decides isn't in it."""
+    """Return the JSON Schema of a config's file.
+
+    Rules that depend on a signature, a plugin or another key are left out.
+    """
     defined: dict[str, Any] = {}
     top = _entry(Config, defined)
-    top["required"].remove("name")  # by default the file's stem
+    top["required"].remove("name")  # defaults to the file's stem
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "colocate", **top, "$defs": defined}
 
 
 def _entry(cls: type[attrs.AttrsInstance], defined: dict[str, Any]) -> dict[str, Any]:
-    """The object that a class of the schema is in a file."""
+    """Return the JSON Schema of one attrs class of the config."""
     hints, told = get_type_hints(cls), dict(told_of(cls, "Attributes:"))
     properties, required = {}, []
     for field in keys(cls):
@@ -65,5 +68,5 @@ def _named(cls: type[attrs.AttrsInstance], defined: dict[str, Any]) -> dict[str,
         defined[name] = {}
         defined[name] = _entry(cls, defined)
     whole = {"$ref": f"#/$defs/{name}"}
-    # Its name alone is short for an entry that has nothing else.
+    # An entry without other keys may be given as a name alone.
     return {"anyOf": [{"type": "string"}, whole]} if "use" in attrs.fields_dict(cls) else whole

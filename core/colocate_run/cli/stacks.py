@@ -1,4 +1,4 @@
-"""`colocate stacks`: what all workers of a running job are doing, each stack once."""
+"""`colocate stacks`: print the stacks of all workers of a running job, each stack once."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from colocate_run.screen import console
 
 @guarded
 def show_stacks(name: str | None, *, json: bool) -> int:
-    """Show them."""
+    """Print the stacks of a job's workers."""
     job = chosen_job(name)
     told = look(job, STACKS)
     if told is None:
@@ -33,7 +33,7 @@ def show_stacks(name: str | None, *, json: bool) -> int:
 
 
 def folded(stacks: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
-    """Return each stack once, with the workers of which group have it; those that most have are first."""
+    """Yield each stack once, with a group's workers; the most frequent stacks first."""
     found: dict[tuple[str, str], list[int]] = defaultdict(list)
     for each in stacks:
         found[each["group"], each["stack"]].append(each["slot"])
@@ -42,7 +42,7 @@ def folded(stacks: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
 
 
 def _spans(slots: Sequence[int]) -> str:
-    """Return numbers in order, those of a row as its ends: 0-3, 5."""
+    """Format sorted numbers as ranges: 0-3, 5."""
     spans: list[list[int]] = []
     for slot in slots:
         if spans and slot == spans[-1][1] + 1:

@@ -1,4 +1,4 @@
-"""`colocate top`: what a running job's roles do and hold, as it goes on."""
+"""`colocate top`: show calls and memory of a running job's roles, live."""
 
 from __future__ import annotations
 
@@ -23,17 +23,18 @@ from colocate_run.cli.output import guarded, print_json
 from colocate_run.screen import console, show_table, table_that_fits
 
 _HERE = "on this machine"
-# What a narrow terminal leaves out first. What a role holds and what its slot runs stays longest.
+# Columns, in the order in which a narrow terminal drops columns. A role's memory and a slot's running call stay
+# longest.
 _SPARE = ("node", "device", "queue", "idle for", "asleep", "busy", "for", "holds")
 
 
 @attrs.frozen
 class Sight:
-    """A job that can be looked at."""
+    """A job that can be watched."""
 
     name: str
-    ids: tuple[str, ...]  # what else it may be called by; the first is its alone
-    # what its groups do just now; None where it has ended, or is another user's
+    ids: tuple[str, ...]  # other names of the job; the first is unique
+    # Returns the current state; None if the job has ended or is another user's.
     look: Callable[[], Mapping[str, Any] | None]
 
     def __str__(self) -> str:
@@ -42,7 +43,7 @@ class Sight:
 
 @guarded
 def show_top(name: str | None, cluster: Cluster, *, once: bool, every: float, json: bool) -> int:
-    """Show a job, again and again until it ends or somebody has seen enough."""
+    """Show a job until the job ends or the user interrupts."""
     try:
         _show_job(name, cluster, once, every, json)
     except KeyboardInterrupt:
@@ -57,7 +58,7 @@ def _show_job(name: str | None, cluster: Cluster, once: bool, every: float, json
         if not once and not json and console().is_terminal:
             if not jobs():
                 console().print("no job runs on this machine yet; waiting for one that starts (Ctrl-C ends it)")
-            while not jobs():  # one that starts can't be looked at yet
+            while not jobs():  # a job that is still starting can't be watched yet
                 time.sleep(every)
         _show(_chosen(name, [_here(job) for job in jobs()], _HERE), once, every, json)
         return
@@ -77,7 +78,7 @@ def _here(job: Job) -> Sight:
 
 
 def chosen_job(name: str | None) -> Job:
-    """Return the job of this machine that is meant."""
+    """Return the job of this machine with a name, id or process number."""
     found = jobs()
     sight = _chosen(name, [_here(job) for job in found], _HERE)
     return next(job for job in found if job.id == sight.ids[0])
@@ -92,7 +93,7 @@ def _there(window: Window, executor: Executor) -> Sight:
         except ClusterError:
             if any(window.id == each.id for each in watchable.windows()):
                 raise
-            return None  # it has ended
+            return None  # the job has ended
 
     return Sight(window.name, (window.id, window.id.split("/")[1]), partial(run_deferred, seen))
 
@@ -104,13 +105,13 @@ def _detached(name: str, executor: Detachable) -> Sight:
         except (ConfigError, ClusterError):
             if any(name == each["name"] for each in executor.published()):
                 raise
-            return None  # it has ended
+            return None  # the pool has ended
 
     return Sight(name, (f"pool/{name}",), partial(run_deferred, seen))
 
 
 def _as_a_job(pool: Mapping[str, Any]) -> dict[str, Any]:
-    """A detached pool in the form of a job: its workers by group and slot, instead of its roles by group."""
+    """Convert a detached pool to the form of a job: groups have workers by slot, instead of roles."""
     groups: dict[str, dict[str, Any]] = {}
     state = "detached" if pool["driver"] is None else "attached"
     for name in pool["groups"]:
@@ -125,7 +126,7 @@ def _as_a_job(pool: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _chosen(name: str | None, found: Sequence[Sight], where: str) -> Sight:
-    """The job that is meant: by its name, or its driver's process, or the only one."""
+    """Return the job with a name, id or process number; without a name the only one."""
     matching = [each for each in found if name is None or name in each.ids or is_called(each.name, name)]
     if len(matching) == 1:
         return matching[0]
@@ -172,7 +173,7 @@ def _page(told: Mapping[str, Any], width: int) -> Group:
 
 
 def _troubles(told: Mapping[str, Any]) -> list[str]:
-    """Return what can't be told, in words."""
+    """Return messages about missing data: memory, silent workers, lost slots."""
     found = [group["memory"] for group in told["groups"] if "memory" in group]
     found += [f"worker {name} doesn't answer: it is stopped, or hangs" for name in told.get("silent", ())]
     if told.get("lost"):
@@ -191,7 +192,7 @@ def _title(told: Mapping[str, Any]) -> str:
 
 
 def _idle(found: Mapping[str, float], stops: Sequence[str]) -> str:
-    """Return what a slot mostly waited for while it ran nothing; for the ranks of a call one of which is stopped."""
+    """Describe why a slot was mostly idle; a stopped rank is named instead of the call that waits."""
     why, share = max(found.items(), key=lambda each: each[1], default=("", 0.0))
     if stops and why.startswith("the last ranks of "):
         why = f"the stop of {stops[0].partition(' is stopped')[0]}"
@@ -199,7 +200,7 @@ def _idle(found: Mapping[str, float], stops: Sequence[str]) -> str:
 
 
 def _gpu(found: Mapping[str, Any]) -> str:
-    """Return what a slot's GPU does: its use, its memory, its power and its temperature."""
+    """Describe the load of a slot's GPU: use, memory, power and temperature."""
     use, memory, watts, celsius = (found.get(name) for name in ("use", "memory", "watts", "celsius"))
     parts = (
         None if use is None else f"{use:.0%}",
@@ -211,7 +212,7 @@ def _gpu(found: Mapping[str, Any]) -> str:
 
 
 def rows(told: Mapping[str, Any]) -> Iterator[dict[str, str]]:
-    """A row for each role of each slot; what the slot itself does is in its first one."""
+    """Yield a row for each role of each slot; the slot's columns are filled in the first row."""
     gpus = any("gpu" in slot for group in told["groups"] for slot in group["slots"])
     behind = any(
         "weights_behind" in role for group in told["groups"] for slot in group["slots"] for role in slot["roles"]
@@ -222,7 +223,7 @@ def rows(told: Mapping[str, Any]) -> Iterator[dict[str, str]]:
         for slot in group["slots"]:
             first = True
             runs = slot["call"] or ""
-            if stops and runs:  # the others wait in a collective, or will at the hold, or for their next call
+            if stops and runs:  # all other ranks wait in a collective, at the hold, or for their next call
                 runs += f": {slot['stopped']}" if "stopped" in slot else f" (while {stops[0].partition(' at ')[0]})"
             for role in slot["roles"]:
                 yield {

@@ -1,4 +1,4 @@
-"""What can only be checked when the whole config is known: references, plugins, and arguments against signatures."""
+"""Checks of a whole config: references, plugins, and arguments against signatures."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ from colocate_run.config.source import Document
 from colocate_run.config.trust import Trust
 from colocate_run.recorded import mistakes
 
-_MODULE = re.compile(r"[A-Za-z_]\w*(\.\w+)*:[A-Za-z_][\w.]*")  # what an option of a job may have imported
+_MODULE = re.compile(r"[A-Za-z_]\w*(\.\w+)*:[A-Za-z_][\w.]*")  # `module:object`, which a job's option could import
 
 
 def check(config: Config, document: Document, allow_import: bool = True) -> None:
-    """Note everything that is wrong between the parts of a config, each of which is right in itself."""
+    """Check parts of a config against each other, and add the mistakes to the document."""
     with only_plugins(config.plugins.allow):
         _check(config, document, Trust(allow_import))
 
@@ -66,7 +66,7 @@ def _check(config: Config, document: Document, trust: Trust) -> None:
         document.wrong(place, problem, near)
     for index, observer in enumerate(config.observe):
         _observer(observer, trust, ("observe", index), document)
-    if config.groups:  # a config without any is for code that spawns its own
+    if config.groups:  # a config without groups is for code that spawns groups
         used = {group.pool for group in config.groups.values()}
         for name in config.pools:
             if name not in used:
@@ -74,14 +74,14 @@ def _check(config: Config, document: Document, trust: Trust) -> None:
 
 
 def _names(config: Config, document: Document) -> None:
-    """Whether files can be called so."""
+    """Check whether the names of pools, groups and roles can be file names."""
     places = [*(("pools", name) for name in config.pools), *(("groups", name) for name in config.groups)]
     roles = [
         (*place, "roles", name)
         for place in places
         if place[0] == "groups"
         for name in config.groups[place[1]].roles
-        if name.isidentifier()  # else that is told with the role
+        if name.isidentifier()  # other names are reported with the role
     ]
     for place, name in [(("name",), config.name), *((place, place[-1]) for place in (*places, *roles))]:
         if (problem := name_problem(name)) is not None:
@@ -89,8 +89,8 @@ def _names(config: Config, document: Document) -> None:
 
 
 def _missing(error: PluginError, place: Place, document: Document) -> None:
-    """Note what can't be had; where a module that isn't installed is why, it is one mistake however many need it."""
-    cause = error.__cause__ or error.__context__  # hidden from tracebacks where the message says all
+    """Add a mistake for a missing plugin; a missing module is reported once, however many plugins need the module."""
+    cause = error.__cause__ or error.__context__  # hidden from tracebacks if the message is complete
     if isinstance(cause, ModuleNotFoundError) and cause.name and f"module {cause.name} " not in error.message:
         if cause.name in document.lacking:
             return
@@ -106,7 +106,7 @@ def _trusted(trust: Trust, use: str, place: Place, document: Document) -> bool:
 
 
 def _executor(config: Config, trust: Trust, document: Document) -> type[Executor] | None:
-    """Return what would run the workers, when it can be known."""
+    """Check the executor; return the class of the chosen variant, or None if unknown."""
     if not _trusted(trust, config.executor.use, ("executor", "use"), document):
         return None
     try:
@@ -125,15 +125,14 @@ def _executor(config: Config, trust: Trust, document: Document) -> type[Executor
 
 
 def _harmless(trust: Trust, cls: type, given: Mapping[str, Any], place: Place, document: Document) -> None:
-    """Note options that a class refuses where a config is of others, and that these have given."""
     for name, why in trust.objections_to_options(cls, given).items():
         if not document.is_callers(option := (*place, "with", name)):
             document.wrong(option, why)
 
 
 def _connect_arguments(executor: type[Executor]) -> Arguments:
-    """The options that a config may give to an executor: those of `colocate.connect` and the executor's own."""
-    from colocate.connecting import connect  # which needs all of core
+    """Return the options of an executor in a config: the parameters of `colocate.connect` and the executor's own."""
+    from colocate.connecting import connect  # imported late: needs all of core
 
     own = options_of(executor)
     general = arguments_of(connect, own.owner)
@@ -143,7 +142,7 @@ def _connect_arguments(executor: type[Executor]) -> Arguments:
 
 
 def _variables(trust: Trust, document: Document) -> None:
-    """Environments are judged as they were written: also those of entries of which something else is wrong."""
+    """Check environment variables as written, also in entries with other mistakes."""
     for key in ("pools", "groups"):
         entries = document.data.get(key)
         for name, entry in entries.items() if isinstance(entries, dict) else ():
@@ -215,7 +214,6 @@ def _pool(pool: PoolConfig, executor: type[Executor] | None, place: Place, docum
 
 
 def _labelled(pool: PoolConfig, executor: type[Executor] | None, place: Place, document: Document) -> None:
-    """Whether slots can be placed by what nodes say of themselves, and nodes can come."""
     if executor is not None and not issubclass(executor, Labelled):
         for name in ("labels", "resources", "together"):
             if getattr(pool, name):
@@ -235,7 +233,6 @@ def _no_sleep(executor: type[Executor]) -> str:
 
 
 def _environment(env: Mapping[str, str], executor: type[Executor] | None, place: Place, document: Document) -> None:
-    """Whether workers can have such an environment."""
     if env and executor is not None and not issubclass(executor, OwnProcess):
         text = (
             f"slots of {executor.name!r} are threads of this process, whose environment they share: set it where that "
@@ -248,7 +245,6 @@ def _environment(env: Mapping[str, str], executor: type[Executor] | None, place:
 
 
 def _budgets(group: GroupConfig, pool: PoolConfig | None, place: Place, document: Document) -> None:
-    """Whether a group's budgets go together."""
     if any(mistake.path.endswith(("_memory", "reserve_activations")) for mistake in document.mistakes):
         return
     try:
@@ -258,7 +254,7 @@ def _budgets(group: GroupConfig, pool: PoolConfig | None, place: Place, document
 
 
 def budgets_of(group: GroupConfig, pool: PoolConfig | None) -> Budgets:
-    """The budgets of a group."""
+    """Return the budgets of a group."""
     roles: dict[str, RoleSpec[Any]] = {
         name: RoleSpec(role.use).on(
             device_memory=role.device_memory,
@@ -275,7 +271,7 @@ def budgets_of(group: GroupConfig, pool: PoolConfig | None) -> Budgets:
 def _groups(
     config: Config, executor: type[Executor] | None, trust: Trust, document: Document
 ) -> dict[tuple[str, str], type]:
-    """The classes of roles, by group and role, as far as they can be had."""
+    """Check all groups; return the importable classes of roles, by group and role."""
     classes: dict[tuple[str, str], type] = {}
     taken: dict[str, list[str]] = {}
     for name, group in config.groups.items():
@@ -315,10 +311,10 @@ def _groups(
 
 
 def _pool_of(pool: str, found: PoolConfig | None, others: Sequence[str], place: Place, document: Document) -> None:
-    """Whether the pool of a group exists and has room for it beside the others."""
+    """Check whether a group's pool exists and has room for another group."""
     declared = document.data.get("pools", {})
     if not isinstance(declared, dict):
-        return  # said already, and what it should have been can't be known
+        return  # the mistake was reported before, and the intended pools are unknown
     if pool not in declared:
         there = f"there are {', '.join(declared)}" if declared else "there is none"
         near = nearest(pool, declared)
@@ -340,7 +336,7 @@ def _role(
     place: Place,
     document: Document,
 ) -> type | None:
-    """Return the class of a role, when it can be had."""
+    """Check a role; return the class, or None if the import fails."""
     if not name.isidentifier():
         document.wrong(place, f"{name!r} can't be a role's name: use letters, digits and _")
     if pool is not None and _slots(role, pool, place, document):
@@ -368,7 +364,7 @@ def _resizable(role: RoleConfig, group: GroupConfig, least: int, place: Place, d
 
 
 def _specs(group: GroupConfig) -> dict[str, RoleSpec[Any]]:
-    """The roles of a group as they would be declared in Python; not all of them need be right."""
+    """Return a group's roles in the form of Python declarations; some may be invalid."""
     return {
         name: RoleSpec(
             role.use,
@@ -393,7 +389,6 @@ def _own(
     place: Place,
     document: Document,
 ) -> None:
-    """Note what a role or a job itself has against its options (`colocate.checks`)."""
     if (function := check_of(target)) is None:
         return
     defaults = {name: each.default for name, each in arguments.parameters.items() if each.default is not each.empty}
@@ -404,12 +399,12 @@ def _own(
                 _missing(said, option, document)
             else:
                 document.wrong(option, said)
-    except Exception as error:  # of a plugin's
+    except Exception as error:  # a plugin's code may raise anything
         document.wrong((*place, "use"), f"what checks its options raised {type(error).__name__}: {error}")
 
 
 def _slots(role: RoleConfig, pool: PoolConfig, place: Place, document: Document) -> bool:
-    """Whether the slots of a role exist, each named once."""
+    """Check whether a role's slots exist, each named once."""
     if role.slots is None:
         return True
     if not role.slots:
@@ -436,7 +431,7 @@ def _mesh(mesh: Mapping[str, Any] | None, slots: int, place: Place, document: Do
 
 
 def _with(arguments: Arguments, given: Mapping[str, Any], place: Place, document: Document) -> bool:
-    """Whether arguments fit what takes them."""
+    """Check arguments against a signature, and add mistakes; return whether there were none."""
     before = len(document.mistakes)
     for problem in arguments.problems(given):
         at = (*place, "with", *problem.place) if problem.place else place

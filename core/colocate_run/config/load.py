@@ -1,4 +1,4 @@
-"""`load_config`: read, expand, change, structure, check; every mistake at once."""
+"""Load a config (`load_config`): read, expand, change, structure, check; all mistakes are reported at once."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def expand(document: Document) -> None:
-    """Write short forms out: a name where an executor, a role, a job or an observer stands is `{use: name}`."""
+    """Expand short forms: the name of an executor, role, job or observer becomes `{use: name}`."""
     data = document.data
     for key in ("executor", "job"):
         if isinstance(data.get(key), str):
@@ -36,7 +36,10 @@ def expand(document: Document) -> None:
 
 
 def assign(document: Document, text: str) -> None:
-    """`--set path=value`: the value is read as YAML. Only `+path=value` makes a name that the config doesn't have."""
+    """Apply one `--set path=value`, with the value read as YAML.
+
+    Only `+path=value` makes a name that the config doesn't have.
+    """
     path, equals, value_text = text.partition("=")
     option = brief(f"--set {text}")
     makes = path.startswith("+")
@@ -67,10 +70,10 @@ def assign(document: Document, text: str) -> None:
 
 
 def _misses(data: Any, place: Place, makes: bool, option: str) -> Mistake | None:
-    """Why a place can't be set, if it can't.
+    """Return the mistake if a place can't be set, else None.
 
-    A key of the schema, or an argument, needn't be in the config: that there is such a one is checked later. A name
-    that the config gives (a pool's, a group's, a role's, an environment variable's) must be, unless it is to be made.
+    A key of the schema, or an argument, may be new: a later check finds unknown ones. A name of the config's own (of a
+    pool, a group, a role, an environment variable) must exist, unless `makes` is set.
     """
     here: Any = data
     shape = Shape.of(Config)
@@ -90,7 +93,7 @@ def _misses(data: Any, place: Place, makes: bool, option: str) -> Mistake | None
 
 
 def is_argument(place: Place) -> bool:
-    """Whether a place is an argument of an executor, a role or a job."""
+    """Return whether a place is an argument of an executor, a role or a job."""
     shape = Shape.of(Config)
     for key in place[:-1]:
         shape = shape.below(key)
@@ -98,7 +101,7 @@ def is_argument(place: Place) -> bool:
 
 
 def _obstacle(here: Any, key: str | int, name: str) -> str | None:
-    """Why a key can't be set in a value, if it can't."""
+    """Return why a value can't have this key, or None."""
     if isinstance(here, list):
         known = isinstance(key, int) and key < len(here)
         return None if known else f"{name} is a list of {len(here)}: write {name}[0] …"
@@ -108,7 +111,7 @@ def _obstacle(here: Any, key: str | int, name: str) -> str | None:
 
 
 def _at(data: Any, place: Place) -> Any:
-    """The value of a place, None where there is none."""
+    """Return the value of a place, or None."""
     for key in place:
         data = data.get(key) if isinstance(data, dict) else data[key]
     return data
@@ -119,7 +122,7 @@ def _wrong(document: Document, path: str, option: str, message: str) -> None:
 
 
 def _place(path: str) -> Place:
-    """`pools.main.slots`, `roles.actor.slots[0]`; nothing for what is no path."""
+    """Parse a path such as `pools.main.slots` or `roles.actor.slots[0]`; empty if the path is invalid."""
     keys: list[str | int] = []
     for part in path.split("."):
         found = re.fullmatch(r"([^\[\]]+)((?:\[\d+\])*)", part)
@@ -136,7 +139,7 @@ def load_config(
     set: Iterable[str] = (),
     allow_import: bool = True,
 ) -> Config:
-    """Read a config and check all of it: names, types, references, and arguments against signatures.
+    """Read a config and check all parts: names, types, references, and arguments against signatures.
 
     Imports the plugins and roles that it names, and starts nothing.
 
@@ -166,14 +169,14 @@ def read_config(
     set: Iterable[str] = (),
     allow_import: bool = True,
 ) -> tuple[Config, Sequence[Mistake]]:
-    """As `load_config`, with what it would warn of."""
-    # Imported when it is used: a role's module that names `colocate.Run` needs no YAML in its worker.
+    """Read a config like `load_config`; return the config and the warnings."""
+    # Imported late: a worker that imports `colocate.Run` with a role's module needs no YAML.
     from colocate_run.config.check import check
     from colocate_run.config.structure import structure
 
     document = _read(source, allow_import)
     expand(document)
-    if executor is not None:  # the whole entry is replaced, options and all
+    if executor is not None:  # the whole entry is replaced, with all options
         document.put(("executor",), {"use": executor}, f"--executor {executor}")
     for change in set:
         assign(document, change)

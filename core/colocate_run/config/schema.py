@@ -1,4 +1,4 @@
-"""What a config may say: one frozen class per kind of entry. Keys are the field names (`with_` is written `with`)."""
+"""The config's schema: one frozen class per kind of entry. Keys are the field names (`with_` is written `with`)."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _Size = Annotated[int | str | None, Checked(size_problem)]
 
 @attrs.frozen
 class ExecutorConfig:
-    """What runs the workers.
+    """The executor, which runs the workers.
 
     Attributes:
         use: Its name: `local`, `ray`, `dask`, or another entry point of the group `colocate.executors`.
@@ -71,7 +71,7 @@ class PoolConfig:
             says that it does.
     """
 
-    slots: int  # how many is looked at later: without them a pool is none, and what else is wrong in it isn't told
+    slots: int  # Checked later: a pool with a wrong number is dropped, and other mistakes in the pool would be hidden.
     gpus: _GPUs = 0
     cpus: _CPUs = 1
     host_memory: _Size = None
@@ -79,7 +79,7 @@ class PoolConfig:
     strategy: Literal["pack", "spread", "strict_pack", "strict_spread"] = "pack"
     timeout: _Seconds = 60
     env: dict[str, str] = attrs.field(factory=dict)
-    groups: int = 1  # as `slots`: groups beyond the first would be one too many besides
+    groups: int = 1  # checked later, like `slots`: else other mistakes follow
     regrow_timeout: _Seconds = 600
     spares: Annotated[int, Checked(partial(amount_problem, whole=True))] = 0
     at_least: Annotated[int | None, Checked(partial(amount_problem, whole=True, least=1))] = None
@@ -169,7 +169,7 @@ class JobConfig:
 
 @attrs.frozen
 class ObserverConfig:
-    """Who is told of a run.
+    """An observer of a run.
 
     Attributes:
         use: Its name: `tensorboard`, `wandb`, `mlflow`, `prometheus`, `opentelemetry`, another entry point of the group
@@ -247,37 +247,43 @@ class Config:
     withheld: Mapping[Place, str] = attrs.field(factory=dict, eq=False, repr=False, metadata={"key": False})
 
     def dump(self) -> str:
-        """The config as YAML, every short form and default written out; `load_config` of it gives an equal one."""
+        """Return the config as YAML.
+
+        Short forms and defaults are written out; `load_config` of the text gives an equal config.
+        """
         from colocate_run.config.source import write_yaml
 
         return write_yaml(self.plain())
 
     def plain(self) -> dict[str, Any]:
-        """The same as plain data."""
+        """Return the config as plain data."""
         found: dict[str, Any] = _plain(self, (), self.withheld)
         return found
 
 
 @attrs.frozen
 class Shape:
-    """Who says which keys a mapping in a config has."""
+    """The source of a mapping's valid keys: the schema, the config's author, or a signature."""
 
-    kind: type[attrs.AttrsInstance] | None = None  # the class whose fields they are, if they are the schema's
-    # the class of the values, where the config's author names the entries
+    kind: type[attrs.AttrsInstance] | None = None  # the schema's class of the mapping; None outside of the schema
+    # The class of the values, if the config's author names the entries.
     item: type[attrs.AttrsInstance] | None = None
-    arguments: bool = False  # whether they are arguments of an executor, a role or a job, whose signature says them
-    named: bool = False  # whether the config's author does
+    arguments: bool = False  # whether the keys are arguments of an executor, a role or a job
+    named: bool = False  # whether the config's author names the entries
 
     @classmethod
     def of(cls, annotation: Any) -> Shape:
-        """Return the shape of a mapping which is annotated so."""
+        """Return the shape of a mapping with this annotation."""
         found: type[attrs.AttrsInstance] | None = next(filter(attrs.has, (annotation, *get_args(annotation))), None)
         named = any(get_origin(each) is dict for each in (annotation, *get_args(annotation)))
         return cls(item=found, named=True) if named else cls(found)
 
     def below(self, key: str | int) -> Shape:
-        """Return the shape of a key's value. Below a key that the schema lacks nothing is known: it is the mistake."""
-        if isinstance(key, int):  # of a list, all of whose values are alike
+        """Return the shape of a key's value.
+
+        Below an unknown key every shape is empty: the key itself is the mistake.
+        """
+        if isinstance(key, int):  # an index of a list: all items are alike
             return self
         if self.kind is None:
             return Shape(self.item) if self.item is not None else Shape(named=self.named or self.arguments)
@@ -288,17 +294,17 @@ class Shape:
 
 
 def keys(cls: type[attrs.AttrsInstance]) -> list[attrs.Attribute[Any]]:
-    """The fields of one of these classes that are keys in YAML."""
+    """Return the fields of a schema class that are keys in YAML."""
     return [field for field in attrs.fields(cls) if field.metadata.get("key", True)]
 
 
 def key_of(field: str) -> str:
-    """The key in YAML of a field of these classes."""
+    """Return the YAML key of a schema class's field."""
     return field.rstrip("_")
 
 
 def _plain(value: Any, place: Place, withheld: Mapping[Place, str]) -> Any:
-    """The plain data of a place; a text with `${` in it is written so that nothing is filled in."""
+    """Return a value as plain data; texts with `${` are escaped, so that reading fills in nothing."""
     if attrs.has(type(value)):
         value = {key_of(field.name): getattr(value, field.name) for field in keys(type(value))}
     if isinstance(value, Mapping):

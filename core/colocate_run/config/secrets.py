@@ -1,4 +1,4 @@
-"""What of a config nobody should pass on."""
+"""Hide secrets in configs and command lines."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ _CHANGE = re.compile(r"((?:--set=)?(?:[^=]*\.)?([^=.]+))=")
 
 
 def is_secret(name: str) -> bool:
-    """Whether a key, or a variable, calls itself a secret."""
+    """Return whether the name of a key or variable looks like a secret's."""
     return _SECRET.search(name) is not None
 
 
 def without_secrets(value: Any) -> Any:
-    """The same plain data with hidden values where a key calls itself a secret, such as HF_TOKEN in a pool's `env`."""
+    """Return plain data with hidden values under keys that look like secrets, such as HF_TOKEN in a pool's `env`."""
     if isinstance(value, dict):
         return {
             key: "(hidden)" if isinstance(item, str) and item and is_secret(str(key)) else without_secrets(item)
@@ -26,7 +26,7 @@ def without_secrets(value: Any) -> Any:
 
 
 def without_secret_values(arguments: Sequence[str]) -> list[str]:
-    """A command line, with hidden values where one has the form of `--set path=value`, and the path is a secret's."""
+    """Return a command line with hidden values in changes (`--set path=value`) of paths that look like secrets."""
     found = []
     for each in arguments:
         match = _CHANGE.match(each)

@@ -1,4 +1,4 @@
-"""Reading YAML 1.2 into plain data that remembers its lines, and writing it."""
+"""Read YAML 1.2 into plain data with the line of each place, and write YAML."""
 
 from __future__ import annotations
 
@@ -23,38 +23,38 @@ from colocate_run.config.variables import Filled, Variables
 _YAML = "tag:yaml.org,2002:"
 _MERGE = f"{_YAML}merge"
 _PLAIN_TAGS = tuple(f"{_YAML}{name}" for name in ("null", "bool", "int", "float", "str"))
-_TIMESTAMP = f"{_YAML}timestamp"  # no type of YAML 1.2's core schema: text
-_MOST_DEPTH = 100  # what reads and checks a config goes as deep as the config does
+_TIMESTAMP = f"{_YAML}timestamp"  # not in YAML 1.2's core schema: text
+_MOST_DEPTH = 100  # levels; reading and checking recurse that deep
 _TOO_DEEP = f"more than {_MOST_DEPTH} lists and mappings inside each other"
-_MOST_BUILT = 2_000_000  # characters and values: a few aliases that name each other stand for any number
+_MOST_BUILT = 2_000_000  # characters and values: a few nested aliases can stand for any number
 _MOST_SHOWN = 100_000  # characters of a config on a page
-_MOST_BYTES = 1_000_000  # of a file: reading so many takes half a minute
+_MOST_BYTES = 1_000_000  # bytes of a file: parsing a megabyte takes half a minute
 
 
 @attrs.define(eq=False)
 class Document:
-    """A config on its way from text to `Config`, with what was found wrong so far."""
+    """A config on the way from text to `Config`, with the mistakes so far."""
 
-    name: str  # what messages call it
-    variables: Variables | None = None  # what is filled in as it is read; None for one that is read as it is written
-    data: dict[str, Any] = attrs.field(factory=dict)  # its plain data
-    lines: dict[Place, int] = attrs.field(factory=dict)  # the line of each place that came from a file
-    origins: dict[Place, str] = attrs.field(factory=dict)  # the command-line option that each changed place came from
-    # arguments that a command-line option gives and the config doesn't name
+    name: str  # the name in messages
+    variables: Variables | None = None  # variables to fill in; None to keep `${NAME}` as written
+    data: dict[str, Any] = attrs.field(factory=dict)  # plain data
+    lines: dict[Place, int] = attrs.field(factory=dict)  # the line of each place from a file
+    origins: dict[Place, str] = attrs.field(factory=dict)  # the command-line option of each changed place
+    # Arguments given by a command-line option and not named by the config.
     unfounded: set[Place] = attrs.field(factory=set)
     withheld: dict[Place, str] = attrs.field(factory=dict)  # values with secrets of the environment, as written
     lacking: set[str] = attrs.field(factory=set)  # modules that aren't installed
-    mistakes: list[Mistake] = attrs.field(factory=list)  # what is wrong
-    warnings: list[Mistake] = attrs.field(factory=list)  # what is right, and hardly meant
+    mistakes: list[Mistake] = attrs.field(factory=list)  # mistakes so far
+    warnings: list[Mistake] = attrs.field(factory=list)  # valid settings that are probably unintended
 
     def wrong(self, place: Place, message: str, nearest: str | None = None) -> None:
-        """Note a mistake, with the line or the option that the place came from."""
+        """Add a mistake, with the line or the command-line option of the place."""
         mistake = self._mistake(place, message, nearest)
         if mistake not in self.mistakes:
             self.mistakes.append(mistake)
 
     def warn(self, place: Place, message: str) -> None:
-        """Note what is no mistake by itself, and probably one."""
+        """Add a warning for a valid setting that is probably a mistake."""
         self.warnings.append(self._mistake(place, message, None))
 
     def _mistake(self, place: Place, message: str, nearest: str | None) -> Mistake:
@@ -62,7 +62,7 @@ class Document:
         return Mistake(path_text(place), line, f"{message} (from {option})" if option else message, nearest)
 
     def fill(self, text: str, place: Place) -> str:
-        """The text of a place with its variables filled in."""
+        """Return a text with filled-in variables; record mistakes and secrets."""
         found = Filled(text) if self.variables is None else self.variables.filled(text)
         for said in found.wrong:
             self.wrong(place, said)
@@ -73,7 +73,7 @@ class Document:
         return found.text
 
     def put(self, place: Place, value: Any, option: str) -> None:
-        """Set the value of a place whose parent exists, because a command-line option says so."""
+        """Set a value by a command-line option; the parent must exist."""
         parent: Any = self.data
         for key in place[:-1]:
             parent = parent[key]
@@ -85,18 +85,18 @@ class Document:
         self.origins[place] = option
 
     def is_callers(self, place: Place) -> bool:
-        """Whether a place came from an option of the caller's, not from the config."""
+        """Return whether a place comes from the caller's options, not from the config."""
         return any(place[:length] in self.origins for length in range(len(place) + 1))
 
     def error(self) -> ConfigError:
-        """All mistakes as one error, in the order of the file."""
+        """Return one error with all mistakes, in the order of the file."""
         count = len(self.mistakes)
         ordered = sorted(self.mistakes, key=lambda mistake: (mistake.line is None, mistake.line or 0))
         message = f"{self.name}: {plural(count, 'mistake')}"
         return ConfigError(message, mistakes=tuple(ordered))
 
     def made_at(self) -> dict[str, tuple[str, int]]:
-        """Where the executor and each pool and group come from, by path: file and line, or an option and 0."""
+        """Return the source of the executor and of each pool and group, by path: file and line, or an option and 0."""
         entries = [(kind, name) for kind in ("pools", "groups") for name in self.data.get(kind) or ()]
         found = {}
         for place in (("executor",), *entries):
@@ -117,7 +117,7 @@ class Document:
 
 
 def read_file(path: Path, variables: Variables | None = None) -> Document:
-    """The document of a file, or of what a pipe gives."""
+    """Read the document of a file or a pipe."""
     try:
         with path.open("rb") as file:
             found = file.read(_MOST_BYTES + 1)
@@ -132,7 +132,7 @@ def read_file(path: Path, variables: Variables | None = None) -> Document:
 
 
 def read_text(text: str, name: str, variables: Variables | None = None) -> Document:
-    """The document of a text, which must be a mapping at its top."""
+    """Parse a document; the top level must be a mapping."""
     document = Document(name, variables)
     value = read_value(text, document)
     if document.mistakes and value is None:
@@ -147,14 +147,17 @@ def read_text(text: str, name: str, variables: Variables | None = None) -> Docum
 
 
 def read_dict(config: Mapping[str, Any], name: str, variables: Variables | None = None) -> Document:
-    """The document of a dict; its data are copies."""
+    """Copy a dict into a document."""
     document = Document(name, variables)
     document.data = _copied(config, (), document)
     return document
 
 
 def read_value(text: str, document: Document) -> Any:
-    """Any YAML value as plain data; lines and mistakes go to the document. None, with a mistake, for bad syntax."""
+    """Parse any YAML value as plain data; lines and mistakes go to the document.
+
+    None, with a mistake, for bad syntax.
+    """
     try:
         yaml = YAML(typ="safe", pure=True)
         node = yaml.compose(text)
@@ -177,8 +180,8 @@ def read_value(text: str, document: Document) -> Any:
 
 
 def write_yaml(data: Any) -> str:
-    """Plain data as YAML text, keys in their order."""
-    yaml: Any = YAML(typ="safe", pure=True)  # its settings are typed by their defaults, mostly None
+    """Return plain data as YAML text, keys in their order."""
+    yaml: Any = YAML(typ="safe", pure=True)  # types of settings come from the defaults, mostly None
     yaml.default_flow_style = False
     yaml.sort_base_mapping_type_on_output = False
     yaml.allow_unicode = True
@@ -228,7 +231,7 @@ class _Builder:
             return None
         try:
             return self.yaml.constructor.construct_object(node)
-        except (ValueError, KeyError):  # its tag says what it isn't, or it has more digits than Python reads
+        except (ValueError, KeyError):  # a value that doesn't match the tag, or has more digits than Python reads
             self.document.wrong(place, f"{brief(repr(node.value))} is no {node.tag.removeprefix(_YAML)}")
             return None
 
@@ -261,7 +264,7 @@ class _Builder:
 
 
 def _copied(value: Any, place: Place, document: Document) -> Any:
-    """Plain data copied; what YAML can't say is a mistake."""
+    """Copy plain data; types that YAML lacks are mistakes."""
     if len(place) > _MOST_DEPTH:
         document.wrong(place[:1], _TOO_DEEP)
         return None
@@ -281,7 +284,7 @@ def _copied(value: Any, place: Place, document: Document) -> Any:
 
 
 def config_text(config: str) -> str:
-    """Return a config's YAML as a page has it: without secrets, and not too long."""
+    """Return a config's YAML for a page, without secrets and shortened."""
     if not config.strip():
         return ""
     try:

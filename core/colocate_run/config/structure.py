@@ -1,4 +1,4 @@
-"""From plain data to the schema's classes, strictly: mistakes are noted, and the rest is made all the same."""
+"""Convert plain data to the schema's classes, strictly: mistakes are recorded, and all valid parts are built."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from colocate_run.config.schema import Config, key_of, keys
 from colocate_run.config.source import Document
 
 _MISSING = "is missing"
-_WRONG: Any = object()  # in place of a value of which a mistake leaves nothing
+_WRONG: Any = object()  # stands for a value that a mistake leaves undefined
 
 
 def structure(document: Document) -> Config | None:
-    """Return the config as far as it is right, or None; mistakes go to the document.
+    """Return the valid part of the config, or None; mistakes go to the document.
 
     An entry whose mistake is in a key with a default has the default, so that the checks of the whole see the rest.
     """
     wrong: list[Problem] = []
     config = _of_class(document.data, Config, (), wrong)
     told = {mistake.path for mistake in document.mistakes}
-    # A key that is misspelt isn't missing besides.
+    # A misspelt key isn't reported as missing, too.
     meant = {(*problem.place[:-1], problem.nearest) for problem in wrong if problem.nearest is not None}
     for problem in wrong:
         is_misspelt = problem.message == _MISSING and problem.place in meant
-        if not is_misspelt and path_text(problem.place) not in told:  # what could not be read is null here
+        if not is_misspelt and path_text(problem.place) not in told:  # an unreadable value is null here
             document.wrong(problem.place, problem.message, problem.nearest)
     return None if config is _WRONG else config
 

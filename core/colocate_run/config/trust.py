@@ -1,9 +1,9 @@
-"""Which code a config may name or have run: plugins of its allow-list, and anything else only where the caller says so.
+"""Limit the code that a config may run: plugins on an allow-list, and other code only with the caller's consent.
 
-Naming a module isn't the only way to run one. An environment variable names what a loader, Python or a library opens as
-it starts; an option of an executor may have its cluster install and import things, or choose whose messages are
-unpickled. So where modules are refused, variables are those of a list, and options those that their executor answers
-for.
+A config can run a module without naming one. An environment variable names files that a loader, Python or a library
+opens at its start; an option of an executor may install and import packages on its cluster, or choose the peers whose
+messages are unpickled. If modules are refused, variables must be on a list, and options must be approved by their
+executor.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import Any
 
 import attrs
 
-_CHECKS = "strict"  # `connect`'s own option: it checks more
+_CHECKS = "strict"  # `connect`'s own option: adds checks
 
-# Numbers, switches and levels only. What isn't here names a file, a folder, a module, a library or a server
-# (PYTHONPATH, LD_PRELOAD, NCCL_NET_PLUGIN, OMP_TOOL_LIBRARIES, CUDA_INJECTION64_PATH, HF_HOME, HF_ENDPOINT), has
-# modules imported by their names (PYTHONWARNINGS, TORCH_LOGS), writes files (NCCL_DEBUG_FILE), opens sockets where
-# others reach them (GLOO_SOCKET_IFNAME), or takes devices that the reservation hasn't (CUDA_VISIBLE_DEVICES).
+# Numbers, switches and levels only. Variables not listed here name a file, a folder, a module, a library or a server
+# (PYTHONPATH, LD_PRELOAD, NCCL_NET_PLUGIN, OMP_TOOL_LIBRARIES, CUDA_INJECTION64_PATH, HF_HOME, HF_ENDPOINT), import
+# modules by name (PYTHONWARNINGS, TORCH_LOGS), write files (NCCL_DEBUG_FILE), open sockets to other hosts
+# (GLOO_SOCKET_IFNAME), or take devices that aren't reserved (CUDA_VISIBLE_DEVICES).
 HARMLESS_VARIABLES = frozenset(
     {
         # threads
@@ -47,18 +47,18 @@ HARMLESS_VARIABLES = frozenset(
 
 @attrs.frozen
 class Trust:
-    """What may be imported for a config besides plugins, of which `plugins.allow` says which may."""
+    """The imports that a config may cause besides plugins, which `plugins.allow` limits."""
 
-    modules: bool  # whether "module:Class" may
+    modules: bool  # whether "module:Class" is allowed
 
     def objection(self, use: str) -> str | None:
-        """Why what a config names isn't imported; None when it may be."""
+        """Return the reason to refuse an import, or None."""
         if self.modules or ":" not in use:
             return None
         return f"{use!r} names a module, and this config may name plugins only"
 
     def objection_to_variable(self, name: str) -> str | None:
-        """Why an environment variable isn't set for a config; None when it may be."""
+        """Return the reason to refuse an environment variable, or None."""
         if self.modules or name in HARMLESS_VARIABLES:
             return None
         return (
@@ -68,7 +68,7 @@ class Trust:
         )
 
     def objection_to_observers_option(self) -> str | None:
-        """Why no option of an observer is used for a config; None when they are."""
+        """Return the reason to refuse options of observers, or None."""
         if self.modules:
             return None
         return (
@@ -77,9 +77,9 @@ class Trust:
         )
 
     def objections_to_options(self, cls: Any, options: Mapping[str, Any]) -> Mapping[str, str]:
-        """Why options of an executor, or of a role that judges its own, aren't used for a config, by name."""
+        """Return the reasons to refuse options of an executor or of a role with an `objection` method, by option."""
         asked = inspect.getattr_static(cls, "objection", None)
-        if self.modules or not isinstance(asked, classmethod):  # a role may have a method of this name
+        if self.modules or not isinstance(asked, classmethod):  # a role may have an unrelated method of this name
             return {}
         found = {name: cls.objection(name, value) for name, value in options.items() if name != _CHECKS}
         return {name: why for name, why in found.items() if why is not None}

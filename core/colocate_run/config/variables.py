@@ -1,4 +1,4 @@
-"""`${NAME}` in a value of a config: what the environment says of it, where the config is read."""
+"""Fill in `${NAME}` in a config's values from the environment of the reading process."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from colocate.texts import nearest
 from colocate_run.config.secrets import is_secret
 
 _OPENING = "${"
-_WRITTEN = re.compile(r"\$?\$\{(?:([^{}]*)\})?")  # a variable, the two signs themselves, or something else
+_WRITTEN = re.compile(r"\$?\$\{(?:([^{}]*)\})?")  # a variable, an escaped sign, or a malformed variable
 _NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 _SHELLS = re.compile(r"\$([A-Za-z_]\w*)", re.ASCII)
 
 
 @attrs.define
 class Filled:
-    """A text whose variables were filled in, and what was found meanwhile."""
+    """A text with filled-in variables, with mistakes and warnings."""
 
     text: str
-    wrong: list[str] = attrs.field(factory=list)  # what is wrong with it, in words
-    unlike: str | None = None  # what looks as a variable does in a shell, and stays as it is
-    secret: bool = False  # whether one of the variables calls itself a secret
+    wrong: list[str] = attrs.field(factory=list)  # mistakes, in words
+    unlike: str | None = None  # a warning about shell syntax ($NAME), which stays as written
+    secret: bool = False  # whether a variable's name looks like a secret's
 
 
 @attrs.frozen
 class Variables:
-    """The variables that a config may name.
+    """The environment variables that a config may use.
 
     Attributes:
         known: Their values; None where it may name none.
@@ -39,11 +39,11 @@ class Variables:
 
     @classmethod
     def of_caller(cls, allowed: bool = True) -> Variables:
-        """Return the variables of this process; none for a config of others, which would learn them."""
+        """Return the variables of this process; none for a config of others, which could leak secrets."""
         return cls(os.environ if allowed else None)
 
     def filled(self, text: str) -> Filled:
-        """Return a text with their values in the place of their names; `$${` is `${` itself."""
+        """Return a text with variables replaced by their values; `$${` is a literal `${`."""
         found = Filled(text)
         if _OPENING in text:
             found.text = _WRITTEN.sub(lambda each: self._value(each, found), text)
@@ -73,5 +73,5 @@ class Variables:
 
 
 def literal(text: str) -> str:
-    """Return a text as a config says it, in which nothing is to be filled in."""
+    """Escape a text, so that reading the config fills in nothing."""
     return text.replace(_OPENING, f"${_OPENING}")
