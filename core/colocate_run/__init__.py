@@ -1,1 +1,1 @@
-"""Running a job."""
+"""Run jobs: configs, the command line, and the folder of a run."""

@@ -1,4 +1,4 @@
-"""The folder of a run: config, metrics, and checkpoints that are complete or not there."""
+"""The folder of a run: config, metrics, and checkpoints that are complete or absent."""
 
 from __future__ import annotations
 
@@ -22,19 +22,20 @@ _STEP = re.compile(r"step-(\d+)")
 
 @attrs.define(eq=False)
 class RunFolder:
-    """runs/<name>, or <name>-2, <name>-3 … when that exists."""
+    """The folder runs/<name>; runs/<name>-2, <name>-3 … if that name is taken."""
 
-    path: Path  # where it is (absolute)
-    check: Callable[[], object] = attrs.field(default=lambda: None, kw_only=True)  # raises if it is another driver's
+    path: Path  # absolute
+    # Raises if another driver has taken the folder
+    check: Callable[[], object] = attrs.field(default=lambda: None, kw_only=True)
     _metrics: GrowingFile | None = attrs.field(default=None, init=False)
 
     @classmethod
     def create(
         cls, name: str, root: Path, is_taken: Callable[[str], bool] = lambda name: False, *, shared: bool = False
     ) -> RunFolder:
-        """A new folder for a run of this name, where no other place has one of that.
+        """Create a new folder for a run, with a name that is free both here and elsewhere (`is_taken`).
 
-        If shared, the one that another driver has just made: only one of them gets its lock.
+        If shared, a folder that another driver has just made is returned, too: only one of the drivers gets the lock.
         """
         path = root
         try:
@@ -52,22 +53,23 @@ class RunFolder:
         return cls(path)
 
     def free(self, stem: str, suffix: str) -> Path:
-        """A name that no file has yet: a run that goes on keeps what it had written before."""
+        """Return a free path for a file. A resumed run keeps the files of earlier attempts."""
         names = (f"{stem}{suffix}" if number == 1 else f"{stem}-{number}{suffix}" for number in itertools.count(1))
         return next(path for name in names if not (path := self.path / name).exists())
 
     @classmethod
     def of_name(cls, name: str, root: Path) -> list[RunFolder]:
-        """The folders of this name, newest first."""
+        """Return the folders of runs with this name, newest first."""
         pattern = re.compile(rf"{re.escape(name)}(?:-(\d+))?")
         named = [(pattern.fullmatch(path.name), path) for path in (root.iterdir() if root.is_dir() else ())]
         numbered = sorted(((int(found[1] or 1), path) for found, path in named if found), reverse=True)
         folders = [cls(path.absolute()) for _, path in numbered]
-        return [each for each in folders if each.is_of(name)]  # demo-2 may also be the first of a config called so
+        # demo-2 may also be the first run of a config called "demo-2"
+        return [each for each in folders if each.is_of(name)]
 
     @classmethod
     def latest(cls, name: str, root: Path) -> RunFolder:
-        """The newest folder of this name that has a complete checkpoint."""
+        """Return the newest folder of this name with a complete checkpoint."""
         if found := next((each for each in cls.of_name(name, root) if each.checkpoints()), None):
             return found
         raise ConfigError(
@@ -76,48 +78,48 @@ class RunFolder:
         )
 
     def config(self) -> str:
-        """The config as it ran last; empty when there is none."""
+        """Return the text of the last config; empty if there is none."""
         path = self.path / "config.yaml"
         return path.read_text(encoding="utf-8") if path.exists() else ""
 
     def is_of(self, name: str) -> bool:
-        """Whether a config of this name has run in it."""
-        from colocate_run.config.source import read_file  # which needs YAML
+        """Return whether a config of this name has run in the folder."""
+        from colocate_run.config.source import read_file  # imported late: needs YAML
 
-        with contextlib.suppress(ConfigError):  # there is none, or it isn't one
+        with contextlib.suppress(ConfigError):  # a missing or invalid config
             return read_file(self.path / "config.yaml").data.get("name") == name
         return False
 
     def write(self, name: str, text: str) -> None:
-        """Write a file, all of it or nothing."""
+        """Write a file, whole or not at all."""
         write_whole(self.path / name, text)
 
     def set_aside(self, stem: str, suffix: str) -> None:
-        """See that a file isn't there; one that is has another name from now on."""
+        """Rename a file, if present, to a free name."""
         path = self.path / f"{stem}{suffix}"
         if path.exists():
             path.rename(self.free(stem, suffix))
 
     def remove(self, name: str) -> None:
-        """See that a file isn't there."""
+        """Remove a file, if present."""
         (self.path / name).unlink(missing_ok=True)
 
     # -- metrics
 
     def append(self, row: Mapping[str, Any]) -> None:
-        """Add one object to metrics.jsonl. JSON has no NaN and no infinity: they become null."""
+        """Append one object to metrics.jsonl. JSON has no NaN and no infinity: both become null."""
         if self._metrics is None:
             self._metrics = GrowingFile(self.path / "metrics.jsonl")
         self._metrics.add(json.dumps(finite(row), allow_nan=False) + "\n")
 
     def close(self) -> None:
-        """Nothing is added for now."""
+        """Close metrics.jsonl; the next `append` opens the file again."""
         metrics, self._metrics = self._metrics, None
         if metrics is not None:
             metrics.close()
 
     def rewind(self, step: int) -> list[dict[str, Any]]:
-        """Take out of metrics.jsonl what comes after a step, and return the rest."""
+        """Remove the rows of metrics.jsonl after a step, and return the rest."""
         self.close()
         path = self.path / "metrics.jsonl"
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
@@ -128,22 +130,25 @@ class RunFolder:
     # -- checkpoints
 
     def checkpoints(self) -> list[tuple[int, Path]]:
-        """The complete ones with their steps, oldest first."""
+        """Return the complete checkpoints with their steps, oldest first."""
         folders = complete_folders(self.path / "checkpoints")
         return sorted((int(match[1]), path) for name, path in folders.items() if (match := _STEP.fullmatch(name)))
 
     def tidy(self) -> None:
-        """Clean up unfinished checkpoints of a killed driver. Only for the driver that holds the folder's lock."""
+        """Remove unfinished checkpoints of a killed driver. Only for the driver that holds the folder's lock."""
         if (folder := self.path / "checkpoints").is_dir():
             tidy(folder, _STEP.pattern, is_alone=True)
 
     def of(self, step: int) -> Path:
-        """Where the checkpoint of a step is, if there is one."""
+        """Return the path of a step's checkpoint, which may not exist."""
         return self.path / "checkpoints" / f"step-{step:06d}"
 
     @contextlib.contextmanager
     def checkpoint(self, step: int, keep: int = 2) -> Iterator[Path]:
-        """A folder to write into, which becomes the checkpoint of a step when the block ends well."""
+        """Yield a folder to write into.
+
+        At the end of the block it becomes the checkpoint of a step, and all but the last `keep` are removed.
+        """
         with atomic_folder(self.of(step)) as part:
             yield part
             self.check()
@@ -152,13 +157,13 @@ class RunFolder:
 
 
 def _just_made(path: Path) -> bool:
-    """Whether a driver has made a folder, and hasn't written its config there yet."""
+    """Return whether a driver has just made this folder and not yet written the config."""
     there = {each.name for each in path.iterdir()} if path.is_dir() else {""}
     return not there or (LOCK in there and "config.yaml" not in there)
 
 
 def finite(value: Any) -> Any:
-    """The value as JSON can say it, which has no NaN and no infinity: they become null."""
+    """Return a value with NaN and infinities replaced by None, which JSON lacks."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
@@ -167,7 +172,7 @@ def finite(value: Any) -> Any:
 
 
 def _row(line: str) -> dict[str, Any] | None:
-    """The object of a line; None for what isn't one, as the torn last line of a run that was killed."""
+    """Parse a line of metrics.jsonl; None for an invalid one, such as the torn last line of a killed run."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError):

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @attrs.frozen(eq=False)
 class Launched:
-    """What a config describes, running.
+    """A running config.
 
     Attributes:
         config: The config.
@@ -41,7 +41,7 @@ class Launched:
     start_up: float = 0.0
 
     def run(self, *, resume: Resume = False, quiet: bool = False) -> RunRecord:
-        """Run the config's job to its end.
+        """Run the config's job to the end.
 
         Args:
             resume: Go on from the last complete checkpoint of a run of this name; "auto": if there is one, else from
@@ -66,7 +66,7 @@ class Launched:
 
 
 def launch(config: Config) -> AbstractContextManager[Launched]:
-    """Open what a config describes: its runtime, then pools and groups in order; all of it closes with the block.
+    """Open a config's runtime, then pools and groups in order; the end of the block closes all of them.
 
     Args:
         config: From `load_config`.
@@ -76,7 +76,10 @@ def launch(config: Config) -> AbstractContextManager[Launched]:
 
 @contextlib.contextmanager
 def opened(config: Config, stage: Stage, connected: Callable[[Runtime], object]) -> Iterator[Launched]:
-    """As `launch`, saying what it does. `connected` is called with the runtime, before it has any worker."""
+    """Open a config like `launch`, and report each stage.
+
+    `connected` is called with the runtime, before the first worker starts.
+    """
     from colocate.connecting import connect
 
     began = time.monotonic()
@@ -97,7 +100,7 @@ def opened(config: Config, stage: Stage, connected: Callable[[Runtime], object])
 
 
 def reserve_pool(runtime: Runtime, name: str, config: Config) -> Pool:
-    """Reserve a pool as the config's entry describes it."""
+    """Reserve a pool by an entry of the config."""
     with made_for(config.origins.get(f"pools.{name}")):
         given = attrs.asdict(config.pools[name], recurse=False)
         if (least := given.pop("at_least")) is not None:

@@ -1,4 +1,7 @@
-"""`Notices`: what of a run is to go, as cluster and batch system say. It is looked for beside the job."""
+"""Watch for announced losses, on a thread beside the job: nodes that the cluster removes, and the batch job's end.
+
+It is looked for beside the job.
+"""
 
 from __future__ import annotations
 
@@ -15,29 +18,30 @@ from colocate_report.record import Leaving
 from colocate_run.slurm import ask_end, ends_at, is_asked
 
 LOOKS_S = 2.0
-"""How often one looks."""
+"""Seconds between two looks."""
 
 NOTICE_S = 600.0
-"""An end that is known beforehand is noticed so long before, which is to be enough for a step and a checkpoint."""
+"""Seconds before a known end at which a notice is given: enough for a step and a checkpoint."""
 
 _log = logging.getLogger("colocate")
 
 
 @attrs.define(eq=False)
 class Notices:
-    """What is noticed in a run. While entered, it is looked for.
+    """The notices of a run; a thread looks for new ones between enter and exit.
 
     Attributes:
-        found: What is to go, soonest first.
-        last: How many notices there have been: what is saved when one is known answers it, and those before.
+        found: What is about to go, soonest first.
+        last: The number of notices so far. A checkpoint answers all notices that precede it.
     """
 
     _driver: Driver
-    _told: Callable[[Leaving], object]  # on the looking thread
+    _told: Callable[[Leaving], object]  # called on the watching thread
     found: tuple[Leaving, ...] = attrs.field(default=(), init=False)
     last: int = attrs.field(default=0, init=False)
-    _ends_at: float | None = attrs.field(factory=ends_at, init=False)  # of the batch job
-    # When a signal came, or None at the end. A SimpleQueue: `put` is all that a signal's handler may call.
+    # The end of the batch job, in seconds of `time.time()`
+    _ends_at: float | None = attrs.field(factory=ends_at, init=False)
+    # The time of a signal, or None to stop. A SimpleQueue: its `put` is safe in a signal handler.
     _signals: queue.SimpleQueue[float | None] = attrs.field(factory=queue.SimpleQueue, init=False)
 
     def __enter__(self) -> Notices:
@@ -49,7 +53,10 @@ class Notices:
         self._signals.put(None)
 
     def on_signal(self) -> None:
-        """Ask the batch system for the job's end on another thread, which logs the answer. Safe in a signal handler."""
+        """Ask the batch system for the job's end.
+
+        Safe in a signal handler: another thread asks, and logs the answer.
+        """
         if is_asked():
             self._signals.put(time.time())
 
@@ -59,7 +66,7 @@ class Notices:
             try:
                 self._note(self._driver.leaving())
                 failed = False
-            except ColocateError as error:  # whoever calls something is told that the cluster doesn't answer
+            except ColocateError as error:  # the next call of the job reports the cluster's failure
                 if not failed:
                     _log.info("which nodes are to go isn't known for now: %s", error)
                 failed = True

@@ -1,4 +1,4 @@
-"""One driver per run's folder: a lock of the kernel's, and a beat for machines among which it doesn't hold."""
+"""Lock a run's folder for one driver: a kernel lock, plus a heartbeat for file systems shared by machines."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from colocate.driver import Thread
 from colocate.errors import ClosedError, ConfigError
 
 LOCK = "lock.json"
-"""Its name in the folder."""
+"""Name of the lock file in the folder."""
 
 BEAT_S = 5.0
-"""How often a driver shows that it lives."""
+"""Seconds between heartbeats."""
 
 WATCHED_S = 3 * BEAT_S
-"""A driver of another machine that hasn't shown it for so long is gone."""
+"""Seconds without a heartbeat after which a driver on another machine counts as dead."""
 
 NAMED_WITHIN_S = 1.0
-"""Who has got the lock has written its name soon."""
+"""Seconds within which a lock's new owner writes its entry."""
 
 _log = logging.getLogger("colocate")
 
 _files: set[int] = set()
-"""Descriptors that have a lock, or are about to: a forked child closes its copies, or it would keep the lock."""
+"""File descriptors that hold a lock, or are about to: a forked child closes these copies, which would keep the lock."""
 
 
 def _in_child() -> None:
@@ -48,25 +48,25 @@ os.register_at_fork(after_in_child=_in_child)
 
 @attrs.define(eq=False)
 class FolderLock:
-    """A driver's lock of a run's folder, for as long as it lives: `lock.json` in there has its name and a beat."""
+    """A driver's lock of a run's folder. `lock.json` has the driver's identity and a heartbeat."""
 
     _path: Path
     _file: int
     _owner: dict[str, Any]
     _process: int = attrs.field(factory=os.getpid, init=False)
     _over: threading.Event = attrs.field(factory=threading.Event, init=False)
-    _beating: threading.Lock = attrs.field(factory=threading.Lock, init=False)  # the file isn't closed meanwhile
+    _beating: threading.Lock = attrs.field(factory=threading.Lock, init=False)  # keeps the file open during a heartbeat
 
     @classmethod
     def take(cls, folder: Path, say: Callable[[str], None] = lambda text: None) -> FolderLock:
-        """Be the one driver that writes into a folder.
+        """Acquire the lock of a run's folder.
 
         Args:
-            folder: The run's.
-            say: Is told why this takes a while.
+            folder: The run's folder.
+            say: Called with the reason if this takes a while.
 
         Raises:
-            ConfigError: Another driver writes into it; the message has its machine, process and job.
+            ConfigError: Another driver writes into the folder; the message names machine, process and job.
         """
         path = folder / LOCK
         while True:
@@ -74,16 +74,16 @@ class FolderLock:
             file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
             _files.add(file)
             try:
-                # Not lockf: its lock ends as soon as anything in this process has read the file.
+                # Not lockf: such a lock ends as soon as any code in this process closes the file.
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except (BlockingIOError, PermissionError):
                 _close(file)
                 raise _refused(folder, _named(path)) from None
-            except OSError:  # a file system without locks: the beat has to do
+            except OSError:  # a file system without locks: only the heartbeat protects
                 pass
             if _is_there(path, file):
                 break
-            _close(file)  # whoever had it has removed it meanwhile
+            _close(file)  # the previous owner has removed the file meanwhile
         owner = {
             "host": platform.node(),
             "boot": _boot(),
@@ -99,10 +99,10 @@ class FolderLock:
         return lock
 
     def check(self) -> None:
-        """Raise unless the folder is this driver's still: it was silent for so long that another one has taken it.
+        """Raise if another driver has taken the folder, because this one's heartbeats failed for too long.
 
         Raises:
-            ClosedError: It isn't.
+            ClosedError: Another driver has taken the folder.
         """
         with contextlib.suppress(OSError):
             found = _parsed(os.pread(self._file, 4096, 0))
@@ -112,7 +112,7 @@ class FolderLock:
         raise ClosedError(f"{self._path.parent} isn't this driver's any more: {by} has taken it", closed_by=by)
 
     def release(self) -> None:
-        """Let others have the folder."""
+        """Release the lock. Does nothing in a forked child."""
         if self._process != os.getpid():
             return
         self._over.set()
@@ -137,13 +137,13 @@ class FolderLock:
                 failed = True
 
     def _beat(self, number: int) -> None:
-        # Always as many bytes: who reads meanwhile finds one or the other.
+        # The length is fixed, so that a concurrent reader finds one entry or the other.
         os.pwrite(self._file, json.dumps({**self._owner, "beat": f"{number:012d}"}).encode(), 0)
 
 
 @contextlib.contextmanager
 def locked(folder: Path, say: Callable[[str], None]) -> Iterator[FolderLock]:
-    """A block in which this is the one driver that writes into a folder. See `FolderLock.take`."""
+    """Hold the lock of a run's folder in a block. See `FolderLock.take`."""
     lock = FolderLock.take(folder, say)
     try:
         yield lock
@@ -152,12 +152,12 @@ def locked(folder: Path, say: Callable[[str], None]) -> Iterator[FolderLock]:
 
 
 def _watch(folder: Path, path: Path, say: Callable[[str], None]) -> None:
-    """Wait until it is sure that no driver of another machine writes: the kernel's lock may hold on each one alone."""
+    """Wait until no driver on another machine can be writing: the kernel's lock may hold on each machine alone."""
     found = _read(path)
     if not found:
         return
     if found.get("boot") == _boot():
-        if _lives(found):  # on a file system without locks nobody else would say so
+        if _lives(found):  # decisive on a file system without locks
             raise _refused(folder, found)
         return
     say(f"{_name(found)} has had {folder}: looking for {WATCHED_S:g} s whether it goes on")
@@ -177,7 +177,7 @@ def _close(file: int) -> None:
 
 
 def _named(path: Path) -> dict[str, Any]:
-    """Return what a lock says of its driver, which may be about to write it."""
+    """Return the entry of a lock's owner; wait up to `NAMED_WITHIN_S` seconds for a new owner to write one."""
     until = time.monotonic() + NAMED_WITHIN_S
     while not (found := _read(path)) and time.monotonic() < until:
         time.sleep(NAMED_WITHIN_S / 100)
@@ -205,7 +205,6 @@ def _name(owner: dict[str, Any]) -> str:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Return what a lock says of its driver; nothing where there is none."""
     with contextlib.suppress(OSError):
         return _parsed(path.read_bytes())
     return {}
@@ -225,5 +224,5 @@ def _is_there(path: Path, file: int) -> bool:
 
 
 def _boot() -> str:
-    """Return what this machine calls the time since it was started, in which a lock of its kernel holds."""
+    """Return the kernel's boot id. The kernel's locks hold only within one boot of one machine."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()

@@ -1,4 +1,4 @@
-"""All output of a run as a file: what the driver prints, and what its workers do."""
+"""Keep all output of a run in a file: the driver's and the workers'."""
 
 from __future__ import annotations
 
@@ -21,62 +21,62 @@ _TAIL_BYTES = 64 * 1024
 
 @attrs.define(eq=False)
 class RunLog:
-    """Keeps what is printed, in memory first and in the run's folder as soon as that is known.
+    """Keeps all printed text, in memory at first, then in the run's folder.
 
-    A disk that is full ends the log and not the run; `fault` says so. Writing takes no lock, so that a signal's handler
-    may print.
+    A full disk ends the log, not the run; `fault` has the reason. Writing takes no lock, so that signal handlers may
+    print.
     """
 
-    fault: str | None = None  # why nothing is written any more; None while all is well
-    workers: WorkerLogs | None = None  # takes what roles print that are threads of this process
+    fault: str | None = None  # why nothing is written any more; None for no fault
+    workers: WorkerLogs | None = None  # takes prints of roles on threads of this process
     _early: list[str] = attrs.field(factory=list, init=False)
     _file: FileIO | None = attrs.field(default=None, init=False)
 
     def open(self, path: Path) -> None:
-        """Go on in a file, after what is in it already (of a run that is resumed)."""
+        """Open the log file; append to a resumed run's log, beginning with the text in memory."""
         self._file = FileIO(path, "a")
         self.write("".join(self._early))
         self._early.clear()
 
     def write(self, text: str) -> None:
-        """Keep some text."""
+        """Write a text to the log, or to memory before `open`."""
         if self._file is None:
             self._early.append(text)
         elif not self._file.closed:
             try:
                 self._file.write(text.encode("utf-8", "backslashreplace"))
-            except (OSError, ValueError) as error:  # ValueError: another thread closes it just now
+            except (OSError, ValueError) as error:  # ValueError: another thread is closing the file
                 self.fault = self.fault or (str(error) if isinstance(error, OSError) else None)
 
     def close(self) -> None:
-        """Keep nothing any more."""
+        """Close the log; later texts are dropped."""
         if self._file is not None:
             self._file.close()
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
-        """Keep what is printed in the block, to standard output or error."""
+        """Copy standard output and error into the log in a block."""
         output, error = Tee(sys.stdout, self), Tee(sys.stderr, self)
         before = sys.stdout, sys.stderr
         sys.stdout, sys.stderr = output, error
         try:
             yield
         finally:
-            if sys.stdout is output:  # unless somebody else has put another one there, and not taken it away
+            if sys.stdout is output:  # other code may have replaced the stream, and not restored it
                 sys.stdout = before[0]
             if sys.stderr is error:
                 sys.stderr = before[1]
 
 
 class Tee:
-    """Stands for a stream: what is written goes there, and into a log."""
+    """A stream that also writes into a log."""
 
     def __init__(self, stream: Any, log: RunLog) -> None:
         self._stream = stream
         self._log = log
 
     def write(self, text: str) -> int:
-        """Write it to both."""
+        """Write to the stream and the log; also to the worker's log if a role on a thread of this process prints."""
         written: int = self._stream.write(text)
         self._log.write(text)
         if self._log.workers is not None and (ctx := running_context()) is not None and ctx.hosted:
@@ -84,7 +84,7 @@ class Tee:
         return written
 
     def writelines(self, lines: Any) -> None:
-        """Write all of them to both."""
+        """Write all lines to both."""
         for line in lines:
             self.write(line)
 
@@ -93,7 +93,7 @@ class Tee:
 
 
 def tail_of(path: Path) -> str:
-    """The last part of a log, from a line's beginning; empty when there is none."""
+    """Return the last part of a log, from the beginning of a line; empty if there is no file."""
     try:
         with path.open("rb") as file:
             size = file.seek(0, 2)

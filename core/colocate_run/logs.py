@@ -1,7 +1,7 @@
-"""The output of each worker of a run, from its first line: `logs/<group>-<slot>.txt` in the run's folder.
+"""Write the output of each worker of a run to a file, `logs/<group>-<slot>.txt` in the run's folder.
 
-What a worker's process prints comes to the driver on every executor; what roles print that are threads of the driver's
-is told apart by whose code runs. A thread of its own writes it, so that a slow disk delays nothing else.
+The output of a worker's process reaches the driver on every executor. Prints of roles on threads of the driver are
+assigned by the role that runs. A separate thread writes the files, so that a slow disk delays no other work.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
 FOLDER = "logs"
 MOST_BYTES = 16 << 20
-"""So large a file may become: then it gets a number, and a new one begins."""
+"""Size of a log file, in bytes, at which the file is renamed with a number and a new one begins."""
 OLDER = 3
-"""So many of a worker's older files stay."""
+"""Number of older files kept per worker."""
 EQUAL_WITHIN_S = 5.0
-"""Equal lines of several ranks are shown once, if they come within so many seconds."""
+"""Seconds within which equal lines of several ranks are shown only once."""
 _WAITING_CHARS = 16 << 20
 _ENDS_WITHIN_S = 5.0
-_CLOCK = re.compile(r"\d\d:\d\d:\d\d[.,\d]*")  # lines that differ by their time of day are equal
+_CLOCK = re.compile(r"\d\d:\d\d:\d\d[.,\d]*")  # lines that differ in their time of day alone are equal
 _FILE = re.compile(r"(?P<group>.+)-(?P<slot>\d+)(?:\.(?P<older>\d+))?\.txt")
 
 
@@ -80,10 +80,10 @@ class EqualLines:
 
 
 class WorkerLogs:
-    """Writes what workers print.
+    """Writes the output of workers.
 
     Attributes:
-        fault: Why it isn't all there; None while it is.
+        fault: Why lines are missing; None if all are written.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -91,19 +91,21 @@ class WorkerLogs:
         self.fault: str | None = None
         self._folder = folder / FOLDER
         self._jobs = JobThread("colocate-logs", lambda error: report_exception())
-        self._lock = threading.Lock()  # nothing is written while it is held
+        self._lock = threading.Lock()  # protects the queue of lines; no file is written under this lock
         self._lines: deque[tuple[Path, str]] = deque()
         self._waiting = self._dropped = 0
         self._is_closed = False
-        self._begun: dict[Path, int] = {}  # the generation whose lines a file has last
-        self._unended: dict[Path, dict[str, str]] = defaultdict(dict)  # lines of roles that are threads, by label
+        self._begun: dict[Path, int] = {}  # the generation of the last lines in each file
+        self._unended: dict[Path, dict[str, str]] = defaultdict(dict)  # unfinished lines of roles on threads, by label
         self._equal = EqualLines()
 
     def heard(self, boot: Boot, label: str | None, text: str) -> bool:
-        """Take a line of a worker's process; with a carriage return at its end it is written over. Never waits.
+        """Queue a line of a worker's process. Never blocks.
+
+        A line that ends in a carriage return is replaced by the next one.
 
         Returns:
-            Whether another rank's equal line is shown, which is enough.
+            Whether an equal line of another rank was shown already.
         """
         path = self._path(boot.group, boot.slot)
         if self._begun.get(path) != boot.generation:
@@ -118,7 +120,7 @@ class WorkerLogs:
         return self._equal.is_repeated(boot.group, boot.slot, label, text)
 
     def printed(self, ctx: Context, text: str) -> None:
-        """Take what a role prints that is a thread of this process's. Never waits."""
+        """Queue prints of a role on a thread of this process. Never blocks."""
         path, label = self._path(ctx.group, ctx.slot), f"{ctx.role or 'run'} {ctx.rank}"
         *lines, rest = (self._unended[path].pop(label, "") + text).split("\n")
         for line in lines:
@@ -127,7 +129,7 @@ class WorkerLogs:
             self._unended[path][label] = rest
 
     def close(self) -> None:
-        """Write what is left."""
+        """Write the remaining lines, waiting at most `_ENDS_WITHIN_S` seconds for the disk."""
         for path, lines in self._unended.items():
             for label, text in lines.items():
                 self._take(path, _line(label, text) if label else text)
@@ -157,7 +159,7 @@ class WorkerLogs:
             self._lines.append((path, line))
             self._waiting += len(line)
         if idle:
-            with suppress(RuntimeError):  # no thread is to be had: the next line tries it again
+            with suppress(RuntimeError):  # no new thread can start: the next line tries again
                 self._jobs.soon(self._write)
 
     # -- on the thread
@@ -175,7 +177,7 @@ class WorkerLogs:
             for path, found in by_file.items():
                 try:
                     self._append(path, "".join(found).encode("utf-8", "backslashreplace"))
-                except OSError as error:  # a full disk ends logs, and not the run
+                except OSError as error:  # a full disk ends the logs, not the run
                     self.fault = self.fault or str(error)
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""Who is told of a run: observers that its config names, from before its workers start until its report is written."""
+"""Call a run's observers, named by the config, from before the workers start until the report is written."""
 
 from __future__ import annotations
 
@@ -28,16 +28,20 @@ _log = logging.getLogger("colocate")
 
 @attrs.define(eq=False)
 class Guarded:
-    """An observer that can't harm the run: it hears nothing more but of the end once it has raised, which is said."""
+    """An observer with errors that can't harm the run: after the first one, only the end is reported to the observer."""
 
-    name: str  # what it is called
+    name: str  # the name in messages
     _observer: object
     _screen: Screen
-    hook: str | None = attrs.field(default=None, init=False)  # the hook that it is in
-    stopped: bool = attrs.field(default=False, init=False)  # it is told nothing more, but for the end
+    hook: str | None = attrs.field(default=None, init=False)  # the hook that is running now
+    stopped: bool = attrs.field(default=False, init=False)  # whether only the end is still reported
 
     def begin(self, info: RunInfo) -> None:
-        """Tell it of the run, which doesn't begin if it can't hear of that."""
+        """Report the run's start. The run doesn't begin if the observer raises.
+
+        Raises:
+            PluginError: The observer has raised.
+        """
         started = getattr(self._observer, _STARTED, None)
         if started is None:
             return
@@ -48,7 +52,7 @@ class Guarded:
             raise PluginError(f"{text}{type(error).__name__}: {error}", name=self.name) from error
 
     def tell(self, hook: str, *args: object) -> None:
-        """Tell it something, if it has the hook, and hasn't been stopped."""
+        """Call a hook, if the observer has one of this name and hasn't been stopped."""
         if self.has(hook) and not self.stopped:
             self.hook = hook
             try:
@@ -57,12 +61,12 @@ class Guarded:
                 self.hook = None
 
     def end(self, record: RunRecord, error: BaseException | None) -> None:
-        """Tell it that the run is over."""
+        """Report the end of the run."""
         if self.has(_FINISHED):
             self._call(_FINISHED, record, error)
 
     def has(self, hook: str) -> bool:
-        """Whether it wants to be told."""
+        """Return whether the observer has a hook."""
         return getattr(self._observer, hook, None) is not None
 
     def _call(self, hook: str, *args: object) -> None:
@@ -78,7 +82,7 @@ class Guarded:
 
 @attrs.define(eq=False)
 class RunObservers:
-    """The observers of a run; to the runtime they are one."""
+    """The observers of a run, as one observer for the runtime."""
 
     _screen: Screen
     _all: list[Guarded] = attrs.field(factory=list, init=False)
@@ -97,7 +101,7 @@ class RunObservers:
             each.tell(hook, *args)
 
     def add(self, observe: Sequence[object]) -> None:
-        """Make those that a config names: by name, as an entry of the config, or the observer itself."""
+        """Add the observers of a config: names, entries of the config, or observer objects."""
         if not isinstance(observe, Iterable):
             raise ConfigError(f"observe={shown(observe)} is no list of observers")
         for each in [observe] if isinstance(observe, str) else observe:
@@ -129,24 +133,24 @@ class RunObservers:
         self._all.append(Guarded(name, made, self._screen))
 
     def begin(self, info: RunInfo) -> None:
-        """Tell them of the run. Only those that have heard of it are told of its end."""
+        """Report the run's start to all observers. Only observers that have received the start receive the end."""
         for each in self._all:
             each.begin(info)
             self._told.append(each)
 
     def soon(self, driver: Driver, hook: str, *args: object) -> None:
-        """Have them told something of the run, in the order of all that happens."""
+        """Queue a call of a hook on all observers; events arrive in order."""
         if self._told:
             driver.soon(partial(self._tell, hook, *args))
 
     def settle(self, driver: Driver, directory: Path) -> None:
-        """Wait until they have been told of all that has happened; warn of an observer or a callback that hangs."""
+        """Wait until all events are delivered; warn of an observer or a callback that hangs."""
         if driver.settle():
             return
         slow = next((each for each in self._told if each.hook is not None), None)
         for each in self._told:
             each.stopped = True
-        # It keeps the runtime's thread as long as it likes, and the run has ended well.
+        # A hanging observer may keep the runtime's thread: the run itself has ended well.
         if slow is not None:
             driver.give_up_while(lambda: slow.hook is not None)
         in_the_way = f"{slow.name!r} hasn't returned from {slow.hook}" if slow is not None else "a callback goes on"
@@ -158,6 +162,6 @@ class RunObservers:
         self._screen.note(f"{text}:\n{driver.stack}\n")
 
     def end(self, record: RunRecord, error: BaseException | None) -> None:
-        """Tell them that it is over, and how."""
+        """Report the end of the run to all observers."""
         for each in self._told:
             each.end(record, error)

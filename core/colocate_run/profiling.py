@@ -1,4 +1,4 @@
-"""`colocate run --profile`: what is profiled of a run, and from which step to which."""
+"""Profile some steps of a run (`colocate run --profile`)."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ _NEVER = sys.maxsize
 
 @attrs.frozen
 class Wanted:
-    """What `--profile` says.
+    """A request to profile, from `--profile`.
 
     Attributes:
         first: The first step.
-        last: The last one, which is profiled, too.
+        last: The last step, inclusive.
         roles: The roles; None for all workers of the config.
-        ranks: Their ranks; None for all.
-        memory: Whether there are snapshots of memory.
-        sampler: What looks into the workers.
+        ranks: The roles' ranks; None for all.
+        memory: Whether to take memory snapshots.
+        sampler: The profiler: "torch" or "py-spy".
     """
 
     first: int
@@ -42,10 +42,10 @@ class Wanted:
 
     @classmethod
     def read(cls, text: str) -> Wanted:
-        """Read it, as "steps=3:5,roles=actor,critic,memory".
+        """Parse a request such as "steps=3:5,roles=actor,critic,memory".
 
         Raises:
-            ConfigError: It says something else.
+            ConfigError: The text is malformed.
         """
         given: dict[str, list[str]] = {}
         key = ""
@@ -61,7 +61,7 @@ class Wanted:
                 given[key].append(name)
             else:
                 raise ConfigError(f"--profile {text}: {word!r} says nothing; it is like steps=3:5,roles=actor,memory")
-        sampled = "py-spy" in given  # which is small enough for a whole run
+        sampled = "py-spy" in given  # small enough for a whole run
         first, _, last = (given.get("steps") or [f"0:{_NEVER}" if sampled else ""])[0].partition(":")
         numbers = [first, last or first, *given.get("ranks", ())]
         if not all(each.isdecimal() for each in numbers):
@@ -75,16 +75,16 @@ class Wanted:
 
 
 class StepProfile:
-    """The profile of some steps of a run: it begins when the step before them is logged, and ends with the last one."""
+    """Profiles some steps of a run, from the log of the step before until the log of the last one."""
 
     def __init__(
         self, wanted: Wanted, driver: Driver, groups: Mapping[str, ColocatedGroup], say: Callable[[str], object]
     ) -> None:
-        """Look whether that can be, and begin if it is from the run's beginning on.
+        """Check the request, and start at once if step 0 is included.
 
         Raises:
-            ConfigError: There is no such role or rank, say.
-            CapabilityError: These workers can't be profiled.
+            ConfigError: A role or a rank doesn't exist.
+            CapabilityError: The workers can't be profiled.
         """
         self._wanted, self._driver, self._say = wanted, driver, say
         self._groups = [*groups.values()]
@@ -97,7 +97,7 @@ class StepProfile:
             self._begin(0)
 
     def logged(self, step: int) -> None:
-        """Hear that a step is over."""
+        """Start or end the profile, after a step was logged."""
         if self._open is not None:
             if step >= self._wanted.last:
                 self._end()
@@ -110,14 +110,14 @@ class StepProfile:
             self._begin(step + 1)
 
     def close(self) -> None:
-        """End it with the run."""
+        """End the profile with the run."""
         if self._open is not None:
             self._end()
         elif not self._is_over:
             self._say(f"nothing was profiled: the run has ended before its step {self._wanted.first}")
 
     def drop(self) -> None:
-        """Give it up: the run has failed."""
+        """Drop the profile of a failed run."""
         stack, self._open = self._open, None
         if stack is not None:
             with contextlib.suppress(_Dropped):
@@ -130,7 +130,7 @@ class StepProfile:
         title = "Profile of the run" if last == _NEVER else title
         try:
             self._profile = self._open.enter_context(self._driver.profile(self._groups, title, **self._given))
-        except (ColocateError, TimeoutError) as error:  # of a worker that has died, say: the job hears of that itself
+        except (ColocateError, TimeoutError) as error:  # a worker has died, say: the job sees the error, too
             self._open, self._is_over = None, True
             self._say(f"nothing is profiled: {error_text(error)}")
 
@@ -146,4 +146,4 @@ class StepProfile:
 
 
 class _Dropped(Exception):
-    """Ends the block of a profile."""
+    """Ends the block of a dropped profile."""

@@ -1,4 +1,4 @@
-"""What a config says of recordings: which roles are recorded, replayed or compared, and what came of it."""
+"""Apply a config's settings for recordings: record, replay or compare roles, and report differences."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ _log = logging.getLogger("colocate")
 
 
 def roles_called(config: Config, name: str) -> list[tuple[str, str]]:
-    """Return the roles, by group and name, that a name of a config's recordings is of: "role", or "group.role"."""
+    """Return the roles (group, name) that a name in the config's recordings means: "role" or "group.role"."""
     roles = [(group, role) for group, entry in config.groups.items() for role in entry.roles]
     return [(group, role) for group, role in roles if name in (role, f"{group}.{role}")]
 
 
 def mistakes(config: Config) -> Iterator[tuple[tuple[str | int, ...], str, str | None]]:
-    """Yield what is wrong: where, in words, and the nearest name."""
+    """Yield the mistakes in a config's settings for recordings: place, message, and the nearest valid name."""
     named = [
         *((("record", index), name.removesuffix(_INPUTS)) for index, name in enumerate(config.record)),
         *(((key, name), name) for key in ("replay", "compare") for name in getattr(config, key)),
@@ -69,7 +69,7 @@ def mistakes(config: Config) -> Iterator[tuple[tuple[str | int, ...], str, str |
 
 
 def played(config: Config, group: str, name: str, role: RoleSpec[Any]) -> RoleSpec[Any]:
-    """Return a role, replayed or compared as the config says."""
+    """Return a role's spec, replayed or compared if the config says so."""
     from colocate.driver import Compare, Replay
 
     for key, folder in config.replay.items():
@@ -83,14 +83,14 @@ def played(config: Config, group: str, name: str, role: RoleSpec[Any]) -> RoleSp
 
 @attrs.define
 class RecordedRoles:
-    """The roles of a run that are recorded, or compared.
+    """The recorded and the compared roles of a run.
 
     Attributes:
-        record: Those that are recorded, by group and name.
-        limit: How much of that is written at most.
-        inputs: Those of which is recorded, too, what they are given.
-        compare: The folders of runs with which others are compared.
-        differs: Whether one gave something else in the end, or wasn't called.
+        record: Recorded roles, by group and name.
+        limit: Maximum size of the recording, in bytes or as text.
+        inputs: Roles whose inputs are recorded, too.
+        compare: Folders of earlier runs, by compared role.
+        differs: Whether a compared role gave other results, or was never called.
     """
 
     record: tuple[tuple[str, str], ...] = ()
@@ -101,7 +101,7 @@ class RecordedRoles:
 
     @classmethod
     def of(cls, config: Config) -> RecordedRoles:
-        """Return those of a config."""
+        """Read the recorded and the compared roles from a config."""
         names = [name.removesuffix(_INPUTS) for name in config.record]
         record = dict.fromkeys(each for name in names for each in roles_called(config, name))
         compare = {each: folder for name, folder in config.compare.items() for each in roles_called(config, name)}
@@ -113,7 +113,7 @@ class RecordedRoles:
     def recording(
         self, runtime: Runtime, groups: Mapping[str, ColocatedGroup], folder: RunFolder, run: Run
     ) -> Iterator[None]:
-        """Record them while the block runs; in the end the run has tables of what was compared."""
+        """Record the roles in a block; at the end, add the tables of comparisons to the run."""
         with contextlib.ExitStack() as stack:
             if self.record:
                 views = {(group, role): groups[group].role(role) for group, role in self.record}
@@ -136,7 +136,7 @@ class RecordedRoles:
             shown = [{key: value for key, value in row.items() if key not in ("first", "origin")} for row in rows]
             run._tables[f"{role} compared with {before}"] = [{**row, **_rounded(row)} for row in shown]
         if origins:
-            is_one = len({group for group, _ in origins}) == 1  # one order of calls
+            is_one = len({group for group, _ in origins}) == 1  # one group has one order of calls
             _, origin = min(origins, key=lambda each: each[1].seq if is_one else each[1].begun)
             _log.warning("begin here: %s", origin.words)
         if whole:

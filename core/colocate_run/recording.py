@@ -1,4 +1,4 @@
-"""What remains of a run: its folder from its beginning, what was called in it, its report, and who is told of it."""
+"""Keep a run: create the folder, count calls, write the report, and notify observers."""
 
 from __future__ import annotations
 
@@ -47,28 +47,28 @@ if TYPE_CHECKING:
     from colocate.driver import ColocatedGroup, GroupMemory
 
 Resume: TypeAlias = Literal[False, True, "auto"]
-"""Whether a run goes on from the last complete checkpoint of its name; "auto": if there is one, else from its start."""
+"""Whether to resume the last complete checkpoint of the name; "auto": resume if there is one, else start anew."""
 
 
 @attrs.define(eq=False)
 class Begun:
-    """A run that has its folder, before its job begins."""
+    """A run with a folder, before the job begins."""
 
-    name: str  # what it is called
-    folder: RunFolder  # its folder
-    step: int | None  # the step it goes on from; None for a new run
-    metrics: list[Row]  # what was logged up to that step
-    screen: Screen  # where it is shown
-    config: Mapping[str, Any] = attrs.field(factory=dict)  # its config as plain data; empty for a run that has none
-    trace: bool = False  # whether a trace is written
-    job: Callable[[Run], object] | None = None  # what it does; None where the code of a block does it
-    store: Store | None = None  # where its checkpoints are kept besides
-    profile: Wanted | None = None  # what is profiled of it
-    recorded: RecordedRoles = attrs.field(factory=RecordedRoles)  # which of its roles are recorded
-    observers: RunObservers = attrs.field(init=False)  # who is told of it
-    logs: WorkerLogs = attrs.field(init=False)  # what its workers print
+    name: str
+    folder: RunFolder
+    step: int | None  # the step to resume from; None for a new run
+    metrics: list[Row]  # rows logged up to that step
+    screen: Screen
+    config: Mapping[str, Any] = attrs.field(factory=dict)  # the config as plain data; empty for a run without config
+    trace: bool = False  # whether to write a trace
+    job: Callable[[Run], object] | None = None  # the job; None for a script's block
+    store: Store | None = None  # the store for copies of checkpoints
+    profile: Wanted | None = None  # the requested profile
+    recorded: RecordedRoles = attrs.field(factory=RecordedRoles)  # the recorded and compared roles
+    observers: RunObservers = attrs.field(init=False)  # the observers of the run
+    logs: WorkerLogs = attrs.field(init=False)  # the workers' output
     environment: Mapping[str, str] = attrs.field(init=False)  # versions, machine, command line and commit
-    # whether all is there that the job needs; until then there is nothing to report but what went wrong
+    # Whether runtime and groups are ready; before, a report has only the error.
     started: bool = attrs.field(default=False, init=False)
     _process: int = attrs.field(factory=os.getpid, init=False)
 
@@ -78,23 +78,29 @@ class Begun:
         self.environment = {**environment(), **origin()}
 
     def hear(self, runtime: Runtime) -> bool:
-        """Keep what a runtime's workers print from now on; whether that wasn't done already."""
+        """Write the output of a runtime's workers to the run's logs; return False if that was already arranged."""
         return Driver(runtime).hear(self.logs.heard)
 
     @property
     def is_here(self) -> bool:
-        """Whether this is its process, and no child that was forked in its block: the run isn't over when that is."""
+        """Whether this process began the run. The end of a forked child in the block isn't the run's end."""
         return os.getpid() == self._process
 
     def ends_at_once(self, error: BaseException) -> bool:
-        """Whether it ends without a report: by a job's second Ctrl-C. In code of the user's the first one is told."""
+        """Return whether the run ends without a report: on a job's second Ctrl-C.
+
+        In a script's block the first Ctrl-C is reported. A forked child never reports.
+        """
         return not self.is_here or (self.job is not None and isinstance(error, KeyboardInterrupt))
 
 
 def begin(
     config: Config, log: RunLog, *, resume: Resume, screen: Screen, profile: Wanted | None = None
 ) -> AbstractContextManager[Begun]:
-    """Give a config's run its folder. The log goes on there, and what ends the block by an error is told there."""
+    """Create the folder of a config's run, or choose the folder to resume.
+
+    In the returned block the log goes to that folder; an error that ends the block is recorded there.
+    """
     if config.job is None:
         raise ConfigError(f"config {config.name!r} has no job to run; add one: `job: plugin.job`, or module:function")
     function = find_job(config.job.use).load()
@@ -112,13 +118,13 @@ def begin(
 def execute(
     begun: Begun, runtime: Runtime, groups: Mapping[str, ColocatedGroup], start_up: float, signals: StopSignals
 ) -> RunRecord:
-    """Run a config's job and write everything that remains of it."""
+    """Run a config's job, write the report, and return the record."""
     job = begun.job
     assert job is not None
     with _recording(begun, runtime, groups, signals, start_up) as run:
         _until_done(run, lambda: job(run))
     if run.record is None:
-        sys.exit()  # a fork of the job's that has come to its end
+        sys.exit()  # a forked child of the job has come to the end
     return run.record
 
 
@@ -126,7 +132,7 @@ def execute(
 def record(
     runtime: Runtime, directory: str | os.PathLike[str], *, observe: Sequence[object] = (), trace: bool = False
 ) -> Iterator[Run]:
-    """Have a script or a notebook leave what a job leaves: a folder with metrics, log and report.
+    """Record a block of a script or notebook as a run: a folder with metrics, log and report.
 
     The block gets the same object as a job does: `run.log`, `run.timed`, `run.show`, `run.checkpoint`. Its
     `run.groups` are those that there are when the block begins, and it installs no handlers of signals.
@@ -144,7 +150,7 @@ def record(
     """
     if not is_runtime(runtime):
         raise ConfigError(f"colocate.record(runtime, directory): a {type(runtime).__name__} is no runtime")
-    path = Path(os.path.abspath(directory))  # also of "." and "..", which have no names of their own
+    path = Path(os.path.abspath(directory))  # absolute first: "." and ".." have no names
     screen, log = Screen(quiet=True), RunLog()
     folder = RunFolder.create(path.name, path.parent)
     begun = Begun(folder.path.name, folder, None, [], screen, trace=trace)
@@ -160,7 +166,7 @@ def record(
 def _in_its_folder(
     begun: Begun, log: RunLog, observe: Sequence[object], then: Callable[[], object] = lambda: None
 ) -> Iterator[Begun]:
-    """While the block runs, keep what is printed, and in the end what went wrong; tell observers of both ends."""
+    """Keep the run's output and error in a block; notify observers of the start. Then close the logs."""
     folder, screen, since = begun.folder, begun.screen, time.time()
     folder.remove("error.txt")
     log.open(folder.path / "log.txt")
@@ -198,7 +204,7 @@ def _in_its_folder(
 def _recording(
     begun: Begun, runtime: Runtime, groups: Mapping[str, ColocatedGroup], signals: StopSignals, start_up: float
 ) -> Iterator[Run]:
-    """While the block runs, count what is called; then write the report, and tell observers that it is over."""
+    """Count the calls in a block; then write the report, and notify observers of the end."""
     begun.started = True
     name, folder, screen = begun.name, begun.folder, begun.screen
     driver = Driver(runtime)
@@ -208,7 +214,8 @@ def _recording(
     observers = (calls, devices, *([begun.observers] if begun.observers else []))
     for each in observers:
         runtime.observe(each)
-    for group in runtime.groups.values() if begun.observers else ():  # they are there already
+    # existing groups were spawned before the observers
+    for group in runtime.groups.values() if begun.observers else ():
         driver.soon(partial(begun.observers.colocate_group_spawned, group))
     started = time.time() - start_up
     resumed = None if begun.step is None else folder.checkpoints()[-1][1]
@@ -218,7 +225,7 @@ def _recording(
     driver.run = run
 
     def on_signal() -> None:
-        driver.let_go()  # a rank that is stopped ends no step
+        driver.let_go()  # a stopped rank would never finish the step
         notices.on_signal()
 
     signals.then = on_signal
@@ -276,10 +283,10 @@ def _devices_watched(driver: Driver) -> Iterator[None]:
 
 
 def _until_done(run: Run, job: Callable[[], object]) -> None:
-    """Run the job; once more, from its last checkpoint, whenever a group has been restarted under it.
+    """Run the job; run again from the last checkpoint after each restart of a group.
 
-    One that ends by `sys.exit()` or `sys.exit(0)` has come to its end. So has one that is asked to end while a group is
-    restored or restarted: it has nothing to save.
+    A job that calls `sys.exit()` or `sys.exit(0)` has ended well. So has a run that is asked to end during a restore or
+    restart: there is nothing to save.
     """
     back: str | None = None
     signals = run._signals
@@ -306,13 +313,13 @@ def _until_done(run: Run, job: Callable[[], object]) -> None:
 
 
 def _is_good(error: BaseException) -> bool:
-    """Whether that is the end of a run that has come to it."""
+    """Return whether an exit is a regular end of a run."""
     return isinstance(error, SystemExit) and (error.code is None or (isinstance(error.code, int) and not error.code))
 
 
 def _finish(begun: Begun, run: Run, record: Callable[[], RunRecord]) -> None:
     run.record = record()
-    with contextlib.suppress(Unread):  # of `colocate run FILE | head`, which has seen enough: nothing is lost any more
+    with contextlib.suppress(Unread):  # in `colocate run FILE | head` nobody reads any more: nothing is lost
         begun.screen.finished(run.record)
     try:
         report = _report(run.record)
@@ -351,7 +358,7 @@ def _record(begun: Begun, run: Run, calls: CallLog, devices: DeviceLog, started:
 
 
 def _memory(run: Run) -> tuple[GroupMemory, ...]:
-    """Return what groups use their memory for, where roles hold some."""
+    """Return the memory use of groups, if their roles hold any."""
     found: list[GroupMemory] = []
     deadline = Deadline(LEDGERS_WITHIN_S)
     for name, group in run.runtime.groups.items():
@@ -388,7 +395,7 @@ def _never_started(begun: Begun, started: float) -> RunRecord:
 def _folder(
     name: str, resume: Resume, screen: Screen, stack: contextlib.ExitStack, store: Store | None
 ) -> tuple[RunFolder, int | None, list[Row]]:
-    """Return the folder of a run, which has it for itself until the stack ends, and what it has so far."""
+    """Create or find the folder of a run, and lock the folder; return the folder, with step and rows to resume from."""
     root = Path("runs")
     if resume and store is not None:
         store.bring(name, root, screen.say)
@@ -398,14 +405,14 @@ def _folder(
     folder.check = stack.enter_context(locked(folder.path, screen.say)).check
     folder.tidy()
     if not (complete := folder.checkpoints()):
-        folder.set_aside("metrics", ".jsonl")  # of a try that has ended before its first checkpoint
+        folder.set_aside("metrics", ".jsonl")  # metrics of an attempt that ended before the first checkpoint
         return folder, None, []
     step, _ = complete[-1]
     return folder, step, [*folder.rewind(step)]
 
 
 def _to_resume(name: str, root: Path, resume: Resume) -> RunFolder | None:
-    """Return the folder to go on in, or to begin anew in; None for "auto" where there is none."""
+    """Return the folder to resume or to restart in; None for "auto" without an earlier run."""
     task = os.environ.get("SLURM_ARRAY_TASK_ID")
     if task is not None and not re.search(rf"(?<!\d){re.escape(task)}(?!\d)", name):
         raise ConfigError(
@@ -419,12 +426,11 @@ def _to_resume(name: str, root: Path, resume: Resume) -> RunFolder | None:
 
 
 def _report(record: RunRecord, error: str | None = None) -> Path:
-    """Write report.html."""
     return colocate_report.write(record.directory, record, error=error)
 
 
 def _failed(begun: Begun, record: Callable[[], RunRecord], error: BaseException) -> None:
-    """Report a run that failed; what goes wrong in that is a note on its error, not in its place."""
+    """Report a failed run; a failure of the report itself is only a note on the run's error."""
     found = _never_started(begun, time.time())
     try:
         found = record()

@@ -1,4 +1,4 @@
-"""`Run`: what a job gets to work with, and how it is told to stop."""
+"""Give a job access to the run: groups, metrics, checkpoints, and the wish to stop."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ if TYPE_CHECKING:
 
 
 RESTART = "(restart)"
-"""The phase in which groups that were lost are made anew."""
+"""Name of the phase in which lost groups are restarted."""
 
 
 @attrs.define(eq=False, repr=False)
 class Run:
-    """What a job works with: `job(run, **options)`.
+    """The run, as a job sees it: `job(run, **options)`.
 
     Attributes:
         name: The config's name.
@@ -68,7 +68,8 @@ class Run:
     _is_over: bool = attrs.field(default=False, init=False)
     _warned: set[str] = attrs.field(factory=set, init=False)
     _profile: StepProfile | None = attrs.field(default=None, init=False)
-    _looks_for_slots: bool = attrs.field(default=False, init=False)  # whether there is a checkpoint to go on from
+    # Whether a new checkpoint exists: groups may restart from there on more slots.
+    _looks_for_slots: bool = attrs.field(default=False, init=False)
 
     def __attrs_post_init__(self) -> None:
         bring = None if self._store is None else partial(self._store.put, self._folder, self.name)
@@ -80,12 +81,12 @@ class Run:
 
     @property
     def stopping(self) -> bool:
-        """Whether the user (Ctrl-C) or the system (SIGTERM) wants it to end: write a checkpoint and return."""
+        """Whether the user (Ctrl-C) or the system (SIGTERM) wants the run to end: write a checkpoint and return."""
         return self._signals.received is not None
 
     @property
     def leaving(self) -> Leaving | None:
-        """The first thing under this run that is to go: a node of its groups, or the batch job; None for nothing.
+        """The first node or batch job under this run that is about to go; None for none.
 
         A cluster says so when it takes a node back or down (Ray drains it, a Dask worker's `--lifetime` ends), Slurm
         by its time limit. When a node has gone, a group with `on_failure: restart` restarts elsewhere.
@@ -94,7 +95,7 @@ class Run:
         return found[0] if found else None
 
     def is_due(self, step: int, every: int = 0) -> bool:
-        """Whether a checkpoint is due after a step: each `every` steps, as it is to stop, and once after each notice.
+        """Return whether a checkpoint is due: each `every` steps, before a stop, and once after each notice.
 
         One that groups write beside their calls answers a notice; if it fails, the notice is due again.
 
@@ -109,7 +110,7 @@ class Run:
         return self._notices.last if self._notices is not None else 0
 
     def log(self, step: int, **scalars: float) -> None:
-        """Add a line to metrics.jsonl, and show it.
+        """Append a row to metrics.jsonl, and show the numbers.
 
         Args:
             step: The step it belongs to: a whole number.
@@ -148,15 +149,15 @@ class Run:
         self._regrow()
 
     def total(self, steps: int) -> None:
-        """Say how many steps there will be, for the progress bar."""
+        """Set the total number of steps, for the progress bar."""
         self._screen.total(steps)
 
     def progress(self, done: int, total: int) -> None:
-        """Say how much is done, for the progress bar of a job that does more than its logged steps, as a warm-up."""
+        """Set the progress bar of a job that does more than the logged steps, such as a warm-up."""
         self._screen.progress(done, total)
 
     def show(self, title: str, rows: Iterable[Row]) -> None:
-        """Keep a table for the end of the run and its report; the same title replaces.
+        """Keep a table for the end of the run and the report; a table of the same title is replaced.
 
         Raises:
             ClosedError: The run is over.
@@ -166,7 +167,7 @@ class Run:
 
     @contextlib.contextmanager
     def timed(self, phase: str) -> Iterator[None]:
-        """Count the block's time as this phase's; the next `log` has the seconds of all phases since the last."""
+        """Count the block's time under a phase; the next `log` has the seconds of all phases since the last."""
         start, began = time.perf_counter(), time.time()
         self._screen.entered(phase)
         try:
@@ -180,11 +181,10 @@ class Run:
                 trace.phase(phase, began, began + spent)
 
     def _traces(self) -> list[Trace]:
-        """Return the traces that are being written."""
         return [each for each in Driver(self.runtime).observers if isinstance(each, Trace)]
 
     def rewind(self) -> int | None:
-        """Take back what was logged after the last complete checkpoint, which `resumed` is from now on.
+        """Remove the rows logged after the last complete checkpoint; set `resumed` to this checkpoint.
 
         The job then has its groups go on from there, by `group.restore`.
 
@@ -216,14 +216,15 @@ class Run:
         Driver(self.runtime).resumed = {} if resumed is None else found_in(resumed)
 
     def _restore(self, back: str | None) -> None:
-        """Have the config's groups be as `resumed` has them.
+        """Restore the config's groups from `resumed`.
 
         Args:
-            back: The one that has just come back, as its last checkpoint has it.
+            back: The group that has just restarted, and is at the run's checkpoint already if that was its last
+                one.
         """
         for name, folder in Driver(self.runtime).resumed.items():
             group = self.groups.get(name)
-            if group is None or not group.alive:  # which the job makes itself, or has closed
+            if group is None or not group.alive:  # a group that the job spawns, or has closed
                 continue
             known = checkpoints_of(group)
             last = known.checkpoint
@@ -233,8 +234,8 @@ class Run:
                     group.restore(folder)
 
     def _restart(self, restarted: GroupRestarted) -> None:
-        """Be as the last checkpoint was, with all groups as they were constructed or as that will restore them."""
-        if self.stopping:  # who goes on after it needs no group of this one
+        """Return to the last checkpoint after a group's restart; without one all groups are constructed anew."""
+        if self.stopping:  # the resumed run restarts all groups anyway
             self._screen.say(f"{restarted.message.partition(chr(10))[0]}: not restarted, as the run is to end")
             raise Asked
         began = time.perf_counter()
@@ -249,12 +250,13 @@ class Run:
             raise restarted
         self._screen.say(f"{restarted.message.partition(chr(10))[0]}: restarting group {restarted.group!r}")
         for group in self.groups.values():
-            if not group.alive:  # the job has closed it
+            if not group.alive:  # the job has closed the group
                 continue
             if not complete and group.name != restarted.group:
-                fail(group, restarted)  # it has come as far as the other: all begin anew, or none can
+                fail(group, restarted)  # all groups begin anew, or none can
             group.wait_ready()
-            if not complete and not checkpoints_of(group).is_current:  # it came back from one that is lost
+            # the group restored a checkpoint that the run doesn't have
+            if not complete and not checkpoints_of(group).is_current:
                 fail(group, restarted)
                 group.wait_ready()
         step = self.rewind()
@@ -265,7 +267,7 @@ class Run:
 
     @contextlib.contextmanager
     def checkpoint(self, step: int) -> Iterator[Path]:
-        """A folder to write a checkpoint into; it counts when the block ends well, and the last two are kept.
+        """Yield a folder for a checkpoint. The checkpoint counts if the block ends well; the last two are kept.
 
         Where a group writes in it beside its calls (`group.checkpoint(directory / name, wait=False)`), it counts when
         that is written, too. The job goes on meanwhile. The next checkpoint, and the job's end, wait for it.
@@ -294,10 +296,10 @@ class Run:
             yield directory
 
     def _regrow(self) -> None:
-        """Have groups that have gone on with fewer slots go on with all of them, if there are more since a checkpoint.
+        """Restart groups that run on fewer slots, if more slots have come and there is a new checkpoint.
 
         Raises:
-            GroupRestarted: One does: the job begins again with that checkpoint. A step after that is done again.
+            GroupRestarted: A group restarts: the job begins again at the checkpoint, and repeats the steps since.
         """
         looks, self._looks_for_slots = self._looks_for_slots, False
         told: list[ColocateError] = []
@@ -305,25 +307,25 @@ class Run:
             try:
                 if group.alive and (restarts := regrow(group)) is not None:
                     told.append(restarts)
-            except ColocateError as error:  # the cluster doesn't answer, say: it goes on with what it has
+            except ColocateError as error:  # the cluster doesn't answer, say: the group keeps the present slots
                 words = error_text(error).partition("\n")[0]
                 self._screen.say(f"whether there are more slots for group {name} isn't known: {words}")
         if told:
             raise told[0]
 
     def _complete(self, step: int, directory: Path) -> None:
-        """A checkpoint is."""
+        """Handle a complete checkpoint: warn of groups saved elsewhere, and notify observers."""
         self._looks_for_slots = True
         self._warn_of_others(directory)
         if self._observers:
             self._observers.soon(Driver(self.runtime), "colocate_run_checkpointed", step, directory)
 
     def _of_groups(self) -> list[CheckpointsOfGroup]:
-        """Return the checkpoints of all groups, of the job's own too."""
+        """Return the checkpoints of all groups, including groups that the job has spawned."""
         return [checkpoints_of(group) for group in self.runtime.groups.values()]
 
     def _warn_of_others(self, directory: Path) -> None:
-        """Say once which groups the job has had saved elsewhere: the run goes on from its checkpoint alone."""
+        """Warn once about groups that were saved outside of the run's checkpoint: resuming ignores those files."""
         for name, group in self.groups.items():
             last = checkpoints_of(group).written
             if last is not None and name not in self._warned and not last.folder.is_relative_to(directory):
@@ -355,7 +357,7 @@ def _whole(what: str, step: Any) -> int:
 
 
 def _plain(value: Any) -> Any:
-    """Return the element of a tensor, an array or a NumPy scalar that has one; anything else as it is."""
+    """Return the single element of a tensor, an array or a NumPy scalar; any other value unchanged."""
     if isinstance(value, bool | int | float):
         return value
     try:

@@ -1,4 +1,4 @@
-"""`Checkpoints`: those of a run, each complete or not there, also where a job goes on while its groups write."""
+"""Write a run's checkpoints, each complete or absent, also while groups write beside the job."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ class Checkpoints:
     """The checkpoints of one run.
 
     Args:
-        folder: The run's.
-        groups: Returns what is known of all groups' checkpoints.
-        written: Is told of each that is complete: its step, and where it lies.
-        bring: Brings one to where it is kept besides, by its step; None for nowhere.
+        folder: The run's folder.
+        groups: Returns the checkpoint state of all groups.
+        written: Called with the step and path of each complete checkpoint.
+        bring: Copies the checkpoint of a step to the store; None without a store.
 
     Attributes:
-        times: When the states that they have were taken, of those that are complete.
-        answers: The last notice that one answers: of the last that is complete, or that is under way.
+        times: Times of the saved states, one per complete checkpoint.
+        answers: The number of the last notice that a complete or unfinished checkpoint answers.
     """
 
     def __init__(
@@ -46,14 +46,13 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def write(self, step: int, answers: int) -> Iterator[Path]:
-        """A folder to write the checkpoint of a step into. It counts when the block ends well.
+        """Yield a folder for the checkpoint of a step, which counts if the block ends well.
 
-        What groups have begun to write in it is waited for on a thread, before it counts, and so is its way to where it
-        is kept besides.
+        If groups write in the background, or a store gets a copy, a thread waits for them before the checkpoint counts.
 
         Args:
             step: The step.
-            answers: The last notice that there was before it.
+            answers: The number of notices before the block.
         """
         whole = self._whole(step)
         directory = whole.__enter__()
@@ -78,13 +77,13 @@ class Checkpoints:
         go_on = partial(self._go_on, step, whole, begun, over, before)
         try:
             Thread(target=go_on, name=f"colocate-checkpoint-{step}").start()
-        except RuntimeError:  # no thread is to be had
+        except RuntimeError:  # no new thread can start
             go_on()
 
     def _go_on(
         self, step: int, whole: AbstractContextManager[Path], begun: list[Saving], over: Future[None], before: int
     ) -> None:
-        """Complete a checkpoint: when groups have written what they have begun, and where it is kept besides."""
+        """Complete a checkpoint on a thread: wait for the groups' writes, then copy the folder to the store."""
         try:
             if begun:
                 try:
@@ -104,10 +103,10 @@ class Checkpoints:
             over.set_result(None)
 
     def settle(self) -> None:
-        """Wait for the one that is under way, if one is; not in a forked child, where nobody completes it.
+        """Wait for the unfinished checkpoint, if any. A forked child doesn't wait: the thread is in its parent.
 
         Raises:
-            BaseException: It has failed, by this; nobody else is told.
+            BaseException: The error of the checkpoint, which is reported only here.
         """
         if self._under_way is not None and self._process == os.getpid():
             _, over = self._under_way
@@ -118,7 +117,7 @@ class Checkpoints:
                     self._under_way = None
 
     def settle_quietly(self, say: Callable[[str], object]) -> None:
-        """Wait for it, and only say what it has failed of: there is something else to be told."""
+        """Wait for the unfinished checkpoint, and print a failure instead of raising: another error is on the way."""
         step = None if self._under_way is None else self._under_way[0]
         try:
             self.settle()
@@ -143,6 +142,6 @@ class Checkpoints:
             each.progressed()
 
     def _begun_in(self, directory: Path) -> list[Saving]:
-        """Return what groups write there, or have failed to, and nobody was told."""
+        """Return the groups' background writes into a folder that are running or failed without a report."""
         begun = [each.saving for each in self._groups()]
         return [each for each in begun if each is not None and each.is_open and each.folder.is_relative_to(directory)]

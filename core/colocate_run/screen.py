@@ -1,4 +1,4 @@
-"""What a run shows: a bar with the last numbers on a terminal, plain lines elsewhere, tables at its end."""
+"""Show a run: a progress bar with the last numbers on a terminal, plain lines elsewhere, tables at the end."""
 
 from __future__ import annotations
 
@@ -34,42 +34,42 @@ if TYPE_CHECKING:
     from colocate_run.log import RunLog
 
 Stage: TypeAlias = Callable[[str, str], AbstractContextManager[object]]
-"""Entered for each step of a start, with its name and in words what is done."""
+"""A context manager for each stage of a start, called with the stage's name and a description."""
 
 
-PLAIN_WIDTH = 160  # a file or a pipe has no width of its own, and 80 columns would break tables
-STEP_WIDTH = 100  # columns of a step's line in a log; metrics.jsonl has the numbers that don't fit
+PLAIN_WIDTH = 160  # columns; files and pipes have no width, and 80 would break tables
+STEP_WIDTH = 100  # columns of a step's line in a log; metrics.jsonl has the remaining numbers
 
 
 class Unread(SystemExit):
-    """Nobody reads any more what is printed, as in `colocate run FILE | head`."""
+    """Raised if nobody reads standard output any more, as in `colocate run FILE | head`."""
 
 
 class _Console(Console):
     def on_broken_pipe(self) -> None:
         try:
             super().on_broken_pipe()
-        except SystemExit as ended:  # rich's way to end, which looks like a job's own
+        except SystemExit as ended:  # rich raises a plain SystemExit, which a job could raise, too
             raise Unread(ended.code) from ended
 
 
 def console(*, error: bool = False) -> Console:
-    """A console for standard output or error: styled on a terminal, plain text elsewhere."""
-    # The stream as it is now: what stands in its place later is for what others print.
+    """Return a console for standard output or error: styled on a terminal, plain text elsewhere."""
+    # Bound to the present stream: a later replacement is for other code's prints.
     file = sys.stderr if error else sys.stdout
     found = _Console(file=file, highlight=False)
     return found if found.is_terminal and not found.is_jupyter else _plain(file)
 
 
 def _plain(file: IO[str]) -> Console:
-    # In a notebook rich displays what it is to print, whatever the file, and FORCE_COLOR makes any file a terminal.
+    # Rich displays differently in a notebook, whatever the file, and FORCE_COLOR makes any file a terminal.
     return _Console(
         file=file, highlight=False, width=PLAIN_WIDTH, no_color=True, force_jupyter=False, force_terminal=False
     )
 
 
 def show_table(title: str, rows: Sequence[Mapping[str, Any]], to: Console, *, spare: Sequence[str] = ()) -> None:
-    """Print rows under a title: their keys are the columns, numbers are aligned right."""
+    """Print rows under a title: keys are columns, numbers are right-aligned."""
     names = keys_of(rows)
     if not names:
         return
@@ -83,7 +83,7 @@ def show_table(title: str, rows: Sequence[Mapping[str, Any]], to: Console, *, sp
 
 
 def table_that_fits(rows: Sequence[Mapping[str, Any]], width: int, *, spare: Sequence[str] = ()) -> Group:
-    """Return a table for a terminal: spare columns that it has no room for are left out, and named below."""
+    """Return a table for a terminal, without spare columns that don't fit; a note names the missing columns."""
     cells = {name: [name, *(text_of(row.get(name)) for row in rows)] for name in keys_of(rows)}
     left_out: list[str] = []
     for name in spare:
@@ -105,7 +105,7 @@ def _is_numeric(rows: Sequence[Mapping[str, Any]], name: str) -> bool:
 
 
 def text_of(value: Any) -> str:
-    """A cell: numbers with four digits that count, nothing for None."""
+    """Format a cell: floats with four significant digits, None as empty."""
     if value is None:
         return ""
     return f"{value:.4g}" if isinstance(value, float) else str(value)
@@ -113,18 +113,19 @@ def text_of(value: Any) -> str:
 
 @attrs.define(eq=False)
 class Screen:
-    """Shows a run. Every method may be called on the job's thread; `stopping` also in a signal handler."""
+    """Shows a run. Methods run on the job's thread; `stopping` also in a signal handler."""
 
     console: Console = attrs.field(factory=console)
     quiet: bool = False
     _live: Live | None = attrs.field(default=None, init=False)
-    _drawing: threading.Lock = attrs.field(factory=threading.Lock, init=False)  # while that begins or ends to draw
+    # held while the live display starts or stops
+    _drawing: threading.Lock = attrs.field(factory=threading.Lock, init=False)
     _bar: Progress = attrs.field(init=False)
     _last: dict[str, Any] = attrs.field(factory=dict, init=False)
     _seconds: Mapping[str, float] = attrs.field(factory=dict, init=False)
     _running: list[tuple[str, float]] = attrs.field(factory=list, init=False)
     _total: int | None = attrs.field(default=None, init=False)
-    _counts_steps: bool = attrs.field(default=True, init=False)  # whether the bar does
+    _counts_steps: bool = attrs.field(default=True, init=False)  # whether the bar counts steps
     _log: RunLog | None = attrs.field(default=None, init=False)
     _stages: list[tuple[str, float]] = attrs.field(factory=list, init=False)
 
@@ -135,7 +136,7 @@ class Screen:
 
     @contextlib.contextmanager
     def logging(self, log: RunLog) -> Iterator[None]:
-        """While the block runs, keep what is shown in a log."""
+        """Copy all shown text into a log in a block."""
         self._log = log
         try:
             yield
@@ -144,7 +145,7 @@ class Screen:
 
     @contextlib.contextmanager
     def starting(self, name: str) -> Iterator[Stage]:
-        """Show what is done to start a run: each stage when it begins, and at the end the seconds of all of them."""
+        """Show the stages of a run's start in a block; at the end, print the seconds of each stage."""
         self._stages = []
         began = time.monotonic()
         with self._shown_live(self._starting):
@@ -168,11 +169,11 @@ class Screen:
 
     @contextlib.contextmanager
     def _shown_live(self, renderable: Callable[[], RenderableType], *, transient: bool = True) -> Iterator[None]:
-        """On a terminal, show what changes while the block runs; what is printed meanwhile comes above it."""
+        """Show a live display in a block, on a terminal only; prints appear above the display."""
         if self.quiet or not self.console.is_terminal:
             yield
             return
-        # What is printed passes through rich's streams then, which the log has to hear before they draw.
+        # Prints pass through rich's streams then: the log must copy them first.
         hears = contextlib.nullcontext() if self._log is None else self._log.listening()
         with Live(get_renderable=renderable, console=self.console, refresh_per_second=5, transient=transient) as live:
             self._live = live
@@ -187,7 +188,7 @@ class Screen:
 
     @contextlib.contextmanager
     def _undrawn(self) -> Iterator[None]:
-        """Leave the terminal to something else in a block, which another thread enters."""
+        """Pause the live display in a block. Runs on another thread."""
         with self._drawing:
             if (live := self._live) is not None:
                 live.stop()
@@ -204,52 +205,52 @@ class Screen:
 
     @contextlib.contextmanager
     def running(self, name: str, directory: Path, step: int | None) -> Iterator[None]:
-        """Show progress while the block runs."""
+        """Show progress in a block."""
         self.say(f"{name}: running in {short(directory)}" + ("" if step is None else f", going on after step {step}"))
-        # Not `update`: steps done in an earlier life say nothing about this one's speed.
+        # Not `update`: steps of an earlier run say nothing about the present speed.
         self._bar.reset(self._bar.task_ids[0], completed=step or 0, description=name)
         with self._shown_live(self._renderable, transient=False):
             yield
 
     def total(self, steps: int) -> None:
-        """Say how many steps there are."""
+        """Set the total number of steps."""
         self._total = steps
         self._bar.update(self._bar.task_ids[0], total=steps)
 
     def progress(self, done: int, total: int) -> None:
-        """Say how much is done of all, which steps don't say then."""
+        """Set the progress directly; logged steps no longer move the bar."""
         task, self._counts_steps = self._bar.task_ids[0], False
-        if self._bar.tasks[0].total != total:  # what was done before says nothing about the speed
+        if self._bar.tasks[0].total != total:  # earlier progress says nothing about the present speed
             self._bar.reset(task, total=total, completed=done)
         else:
             self._bar.update(task, completed=done)
 
     def entered(self, phase: str) -> None:
-        """A phase begins; inside another one it stands for both."""
+        """Begin a phase; a nested phase is shown instead of the outer one."""
         self._running.append((phase, time.monotonic()))
 
     def left(self) -> None:
-        """The phase that began last has ended."""
+        """End the innermost phase."""
         self._running.pop()
 
     def logged(self, row: Mapping[str, Any]) -> None:
-        """Show what a step logged."""
+        """Show the numbers of a logged step."""
         scalars = scalars_of(row)
         self._last.update(scalars)
         self._seconds = row.get("seconds", {})
         if self._counts_steps:
             self._bar.update(self._bar.task_ids[0], completed=row["step"])
-        if self.quiet and self._log is None:  # nobody reads it
+        if self.quiet and self._log is None:  # no reader
             return
         step = f"step {row['step']}" + (f"/{self._total}" if self._total is not None else "")
         line = _step_line(step, scalars, self._seconds)
         if not self.console.is_terminal:
             self.say(line)
-        elif self._log is not None:  # on a terminal the bar has it
+        elif self._log is not None:  # on a terminal the bar shows the numbers
             self._log.write(f"{line}\n")
 
     def stopping(self, received: str) -> None:
-        """Say that a signal was noted. Runs in its handler: it must neither block nor write to a buffered stream."""
+        """Report a stop signal. Runs in a signal handler: no locks, and no writes to buffered streams."""
         hint = " (a second one ends it at once)" if received == "SIGINT" else ""
         self._bar.tasks[0].description = f"stopping after a checkpoint{hint}"
         limit = None if is_asked() else time_limit()
@@ -257,11 +258,11 @@ class Screen:
         if self._log is not None:
             self._log.write(line)
         if self._live is None and not self.quiet:
-            with contextlib.suppress(OSError):  # nobody may be listening any more
+            with contextlib.suppress(OSError):  # standard error may be closed
                 os.write(2, line.encode())
 
     def finished(self, record: RunRecord) -> None:
-        """Show what a run leaves: its tables, time per phase and per role, who had how much memory, who owned what."""
+        """Show a finished run: tables, time per phase and per role, memory, and the ownership tree."""
         for line in told_restarts(record):
             self.say(line)
         for title, rows in record.tables.items():
@@ -286,18 +287,18 @@ class Screen:
         self.say("\n" + record.tree.rstrip())
 
     def reported(self, path: Path) -> None:
-        """Say where the report is."""
+        """Print the path of the report."""
         self.say(f"\nreport: {short(path)}")
 
     def say(self, text: str, wraps: bool = False) -> None:
-        """A line, or several; of a text that wraps, lines end between words."""
+        """Print one or several lines; if `wraps`, long lines break between words."""
         if not self.quiet:
             self.console.print(Text(text), soft_wrap=not wraps)
         if self._log is not None:
             self._log.write(f"{text}\n")
 
     def note(self, text: str) -> None:
-        """Keep a text in the log only."""
+        """Write a text to the log only."""
         if self._log is not None:
             self._log.write(text)
 
@@ -311,7 +312,7 @@ class Screen:
             self._log.write(text.getvalue())
 
     def _renderable(self) -> Group:
-        now = self._running[-1:]  # a copy: the job's thread changes it
+        now = self._running[-1:]  # a copy: the job's thread changes the list
         doing = "".join(f"  now {phase} {time.monotonic() - since:.0f}s" for phase, since in now)
         numbers, times = _numbers(self._last), _times(self._seconds) + doing
         lines = [Text(f"  {numbers}"), Text(f"  {times.strip()}", style="dim")]
@@ -340,6 +341,6 @@ def _times(seconds: Mapping[str, float]) -> str:
 
 
 def short(directory: Path) -> str:
-    """A folder relative to where the user is, if it lies below."""
+    """Return a folder's path relative to the working directory, if below."""
     here = Path.cwd()
     return str(directory.relative_to(here)) if directory.is_relative_to(here) else str(directory)

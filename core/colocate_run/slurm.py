@@ -15,7 +15,7 @@ _ANSWERS_WITHIN_S = 10.0
 
 
 def ends_at() -> float | None:
-    """Return when Slurm will end this job, in seconds of `time.time()`; None where it hasn't said so."""
+    """Return the end of this job by Slurm's environment, in seconds of `time.time()`; None if not set."""
     try:
         return float(int(os.environ["SLURM_JOB_END_TIME"]))
     except (KeyError, ValueError):
@@ -57,7 +57,7 @@ def ask_end(signalled: float) -> tuple[float | None, str | None]:
 
 
 def _ask(*command: str) -> str:
-    # Slurm sends SIGTERM to all processes of a job, and again. The command inherits this mask, and outlives that.
+    # Slurm sends SIGTERM to all processes of a job, repeatedly. The command inherits this mask, and survives.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=_ANSWERS_WITHIN_S, check=True).stdout
@@ -70,13 +70,13 @@ def _said(what: str, at: float) -> str:
 
 
 def refuse_many_tasks() -> None:
-    """See that srun hasn't started the same run several times over.
+    """Raise if srun has started this run several times.
 
-    Not by SLURM_NTASKS, which a batch script has, too, though it is one process. `ray symmetric-run` is started as
-    several tasks, and starts its command once.
+    SLURM_NTASKS doesn't tell: a batch script has it, too, as one process. `ray symmetric-run` starts as several tasks,
+    and starts the command once.
 
     Raises:
-        ConfigError: It has.
+        ConfigError: There are several tasks.
     """
     tasks, task = os.environ.get("SLURM_STEP_NUM_TASKS", ""), os.environ.get("SLURM_PROCID")
     if not tasks.isdigit() or int(tasks) < 2 or task is None:
@@ -86,7 +86,7 @@ def refuse_many_tasks() -> None:
     try:
         if any("symmetric-run" in each.cmdline() for each in psutil.Process().parents()):
             return
-    except psutil.Error:  # one has just ended, or is none of ours
+    except psutil.Error:  # a parent has just ended, or belongs to another user
         pass
     raise ConfigError(
         f"colocate run: srun has started it {tasks} times, this one as task {task}: each would be a whole run of its "

@@ -1,7 +1,8 @@
-"""`StopSignals`: how a run is asked to end.
+"""Handle stop signals of a run (`StopSignals`).
 
-SIGTERM asks, however often it comes: schedulers send it several times (Slurm at a preemption twice within a moment),
-and have SIGKILL for what won't end. A second Ctrl-C, which somebody at a terminal has pressed, ends it at once.
+SIGTERM asks for an end, however often it comes: schedulers send several (Slurm at a preemption two within a moment),
+and have SIGKILL for processes that don't end. A second Ctrl-C comes from a user at a terminal, and ends the run at
+once.
 """
 
 from __future__ import annotations
@@ -16,21 +17,21 @@ import attrs
 
 
 class Asked(KeyboardInterrupt):
-    """A wish to end that came while no job looked at it; its argument is the signal's number."""
+    """Raised by a stop signal outside of the job; the argument is the signal's number."""
 
 
 @attrs.define(eq=False)
 class StopSignals:
-    """While entered, what a SIGTERM or Ctrl-C does is a matter of what the run does.
+    """Handlers of SIGTERM and Ctrl-C, installed between enter and exit.
 
-    As long as no job looks at `run.stopping` (it starts, or a lost group is made anew), the first one gives that up, by
-    `Asked`. In a job it is only noted. When the job is over, SIGTERM has come too late, and Ctrl-C ends it at once.
+    Before the job begins, or during a restart, the first signal raises `Asked`. During the job the signal is only
+    recorded. After the job, SIGTERM is too late, and Ctrl-C ends the run at once.
 
     Attributes:
-        then: What is done besides when a job notes it.
-        received: The first signal's name; None as long as nobody has asked.
-        count: How many have come since then.
-        during: What the run does.
+        then: Called after a signal was recorded during a job.
+        received: The first signal's name; None before.
+        count: The number of signals so far.
+        during: The present part of the run.
     """
 
     _noticed: Callable[[str], None]
@@ -42,7 +43,7 @@ class StopSignals:
     _previous: dict[int, Any] = attrs.field(factory=dict, init=False)
 
     def __enter__(self) -> StopSignals:
-        # Python lets the main thread alone set handlers; a job run elsewhere is stopped by whoever runs it.
+        # Python allows handlers on the main thread only; a job on another thread is stopped by its caller.
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM):
                 self._previous[number] = signal.signal(number, self._handle)

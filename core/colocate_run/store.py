@@ -1,7 +1,9 @@
-"""`Store`: what runs have saved, in an object store. A checkpoint counts there when the list of its files is put, last.
+"""Copy a run's checkpoints to an object store (`Store`).
 
-For each run there is `RUN/step-000020/...`, and beside that `RUN/step-000020.json`, which is the list. Nothing there is
-written over: another checkpoint of the same step is `RUN/step-000020-2`, and the first one is removed afterwards.
+A checkpoint counts once the list of its files is written, at last.
+
+A run has folders `RUN/step-000020/...`, and beside each a list `RUN/step-000020.json`. Nothing is overwritten: a second
+checkpoint of a step is `RUN/step-000020-2`, and the first one is removed afterwards.
 """
 
 from __future__ import annotations
@@ -22,60 +24,61 @@ from colocate_run.folder import RunFolder
 from colocate_run.lock import locked
 
 OF_RUN = ("config.yaml", "metrics.jsonl")
-"""Files of a run's folder that go along: who goes on elsewhere has what was logged."""
-_BESIDE = ".run"  # the folder of a checkpoint in which they are
+"""Files of a run's folder that are copied, too: a run that resumes elsewhere needs the logged rows."""
+_BESIDE = ".run"  # the folder in a checkpoint's copy for these files
 _LIST = re.compile(r"(step-(\d+)(?:-(\d+))?)\.json")
 
 
 class Store:
-    """One folder of it.
+    """A folder of an object store.
 
     Args:
-        url: Where that is: `s3://bucket/folder`, or what else fsspec knows.
+        url: The folder: `s3://bucket/folder`, or another URL that fsspec knows.
 
     Raises:
-        ConfigError: It isn't to be had.
+        ConfigError: The store can't be reached.
     """
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
         try:
-            core = importlib.import_module("fsspec.core")  # an extra's
+            core = importlib.import_module("fsspec.core")  # an extra's dependency
             found: tuple[Any, str] = core.url_to_fs(
                 self.url, **({"auto_mkdir": True} if url.startswith("file:") else {})
             )
             self._files, self._root = found[0], found[1].rstrip("/")
             if bucket := self._root.partition("/")[0]:
-                with contextlib.suppress(PermissionError):  # only what is in the folder may be looked at
+                with contextlib.suppress(PermissionError):  # access may be limited to the folder
                     self._files.ls(bucket)
             self._names("")
         except ImportError as error:
             raise ConfigError(
                 f"checkpoints: {url}: {error}; the extra `stores` brings it for s3: {pip_line('stores')}"
             ) from error
-        except Exception as error:  # of whatever library there is for it
+        except Exception as error:  # any library's error
             raise ConfigError(f"checkpoints: {url} isn't to be had: {error_text(error)}") from error
 
     def has(self, run: str) -> bool:
-        """Return whether there is anything of a run."""
+        """Return whether the store has files of a run."""
         return bool(self._names(run))
 
     def put(self, folder: RunFolder, name: str, step: int) -> None:
-        """Bring a checkpoint of a run there; then remove what isn't in its folder any more.
+        """Copy a checkpoint of a run to the store; then remove checkpoints that the run's folder no longer has.
 
         Args:
-            folder: The run's.
-            name: What the run's config is called.
-            step: The checkpoint's.
+            folder: The run's folder.
+            name: The name in the run's config.
+            step: The checkpoint's step.
 
         Raises:
-            ColocateError: It can't be; those from before stay.
+            ColocateError: The copy failed; earlier checkpoints stay.
         """
         path, run = folder.of(step), folder.path.name
         there = f"{self._root}/{run}"
         try:
             listed = self._lists(run)
-            halves = {each for each in self._names(run) if not each.endswith(".json")} - {*listed}  # of a killed run
+            # incomplete copies of a killed run
+            halves = {each for each in self._names(run) if not each.endswith(".json")} - {*listed}
             self._remove(run, halves)
             number = max((copy for saved, copy in listed.values() if saved == step), default=0) + 1
             target = f"{there}/{path.name}" + f"-{number}" * (number > 1)
@@ -84,7 +87,7 @@ class Store:
             self._files.put([str(source) for source in files.values()], [f"{target}/{each}" for each in files])
             for each in OF_RUN:
                 if (source := folder.path / each).exists():
-                    data = source.read_bytes()  # to which the run may add meanwhile
+                    data = source.read_bytes()  # a snapshot: the run may append meanwhile
                     self._files.pipe_file(f"{target}/{_BESIDE}/{each}", data)
                     sizes[f"{_BESIDE}/{each}"] = len(data)
             self._look(target, sizes)
@@ -92,16 +95,16 @@ class Store:
             self._put_list(f"{target}.json", json.dumps(record).encode())
             newest = {saved: stem for stem, (saved, _) in self._lists(run).items()}
             self._remove(run, {*self._lists(run)} - {newest.get(saved) for saved, _ in folder.checkpoints()})
-        except Exception as error:  # of whatever library there is for it
+        except Exception as error:  # any library's error
             raise ColocateError(
                 f"the checkpoint of step {step} is in {path}, and couldn't be brought to {there}: {error_text(error)}"
             ) from error
 
     def bring(self, name: str, root: Path, say: Callable[[str], None] = lambda text: None) -> None:
-        """Have the newest run of a name be on this machine, as far as it is saved, where that is farther than here.
+        """Download the newest checkpoint of a name, if newer than the local ones.
 
         Raises:
-            ConfigError: It can't be, or another driver writes into its folder here.
+            ConfigError: The download failed, or another driver writes into the local folder.
         """
         pattern = re.compile(rf"{re.escape(name)}(?:-(\d+))?")
         runs = [(int(match[1] or 1), run) for run in self._names("") if (match := pattern.fullmatch(run))]
@@ -110,18 +113,18 @@ class Store:
                 continue
             stem, (step, _) = [*lists.items()][-1]
             record = self._record(run, f"{stem}.json", step)
-            if record["name"] != name:  # demo-2 may be the first of a config called so
+            if record["name"] != name:  # demo-2 may be the first run of a config called "demo-2"
                 continue
             folder = RunFolder((root / run).absolute())
             if _is_behind(folder, record):
                 folder.path.mkdir(parents=True, exist_ok=True)
                 with locked(folder.path, say):
-                    if _is_behind(folder, record):  # another driver may have brought it just now
+                    if _is_behind(folder, record):  # another driver may have downloaded the files just now
                         self._bring(folder, stem, record)
             return
 
     def _record(self, run: str, name: str, step: int) -> Mapping[str, Any]:
-        """Read the list of a checkpoint's files, which isn't trusted: it says what is written here, and where."""
+        """Read the list of a checkpoint's files, and validate: the list decides which local files are written."""
         try:
             record: dict[str, Any] = json.loads(self._files.cat_file(f"{self._root}/{run}/{name}"))
             if not _is_list(record, step):
@@ -150,14 +153,14 @@ class Store:
             (part / _BESIDE).rmdir()
 
     def _look(self, prefix: str, sizes: Mapping[str, int]) -> None:
-        """See that files are there as they were put."""
+        """Check the sizes of the uploaded files."""
         self._files.invalidate_cache()
         found = {path[len(prefix) + 1 :]: told["size"] for path, told in self._files.find(prefix, detail=True).items()}
         if wrong := [name for name, size in sizes.items() if found.get(name) != size]:
             raise ColocateError(f"{', '.join(wrong[:3])} isn't there as it was put")
 
     def _put_list(self, path: str, text: bytes) -> None:
-        """Write a list in one step: local files by a rename, object stores write all objects in one step."""
+        """Write a list atomically: a local file by rename; object stores write objects atomically anyway."""
         part = f"{path}.part" if getattr(self._files, "local_file", False) else path
         self._files.pipe_file(part, text)
         if part != path:
@@ -170,7 +173,7 @@ class Store:
         return dict(sorted(found.items(), key=lambda item: item[1]))
 
     def _names(self, run: str) -> list[str]:
-        """Return what lies in the folder of a run, or in that of all, by name."""
+        """Return the names in the folder of a run, or of the whole store."""
         self._files.invalidate_cache()
         folder = f"{self._root}/{run}".rstrip("/")
         try:
@@ -181,7 +184,7 @@ class Store:
         return sorted(names - {""})
 
     def _remove(self, run: str, names: set[str]) -> None:
-        """Remove checkpoints: first the list by which each counts."""
+        """Remove checkpoints, the lists first: without a list a checkpoint doesn't count."""
         there = set(self._names(run)) if names else set()
         for name in sorted(names):
             for each in (f"{name}.json", name):
@@ -190,7 +193,7 @@ class Store:
 
 
 def _is_list(record: Any, step: int) -> bool:
-    """Whether that is what `put` writes: nothing of it is outside of the checkpoint, but for files of the run."""
+    """Return whether a list is as `put` writes lists: all paths lie in the checkpoint or name files of the run."""
     match record:
         case {"step": found, "name": str(), "files": dict(files)} if found == step:
             paths = [PurePosixPath(name) for name in files]
@@ -205,6 +208,6 @@ def _is_list(record: Any, step: int) -> bool:
 
 
 def _is_behind(folder: RunFolder, record: Mapping[str, Any]) -> bool:
-    """Whether a run has come farther there than here."""
+    """Return whether the local folder has no checkpoint, or only older ones."""
     here = folder.checkpoints()
     return not here or here[-1][0] < int(record["step"])
