@@ -28,7 +28,7 @@ _log = logging.getLogger("colocate")
 
 @attrs.define(eq=False)
 class Guarded:
-    """An observer with errors that can't harm the run: after the first one, only the end is reported to the observer."""
+    """An observer with harmless errors: after the first one, only the end of the run is reported to the observer."""
 
     name: str  # the name in messages
     _observer: object
