@@ -1,4 +1,7 @@
-"""`report.html`: one page that shows a finished run. It needs no network, no script and no other file."""
+"""Write `report.html`: one page that shows a finished run, without network, scripts or other files.
+
+It needs no network, no script and no other file.
+"""
 
 from __future__ import annotations
 
@@ -12,17 +15,17 @@ __all__ = ["write"]
 
 
 def write(directory: Path, record: RunRecord, *, error: str | None = None) -> Path:
-    """Write a run's page.
+    """Write a run's report.
 
     Args:
-        directory: The folder that gets `report.html`; a page that is there is replaced, all of it or nothing.
-        record: What the page shows.
-        error: What ended the run before its time; None when nothing failed.
+        directory: The folder for `report.html`; an existing page is replaced atomically.
+        record: The run.
+        error: The error that ended the run early; None for a good end.
 
     Returns:
         The page's path.
     """
-    from colocate.driver import write_whole  # which needs all of core, as those don't who only ask which jobs run
+    from colocate.driver import write_whole  # imported late: needs all of core, which a list of running jobs doesn't
     from colocate_report.page import render
 
     path = directory / "report.html"

@@ -1,4 +1,4 @@
-"""What was called while a job ran: totals per role and method, when each slot was busy with what, and what was lost."""
+"""Count a run's calls: totals per role and method, busy spans per slot, and time lost by restarts."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ if TYPE_CHECKING:
 class Restart:
     """A restart of a group."""
 
-    group: str  # the group's name
-    what: str  # what it was lost by, in words: "worker 1 was killed"
-    at: float  # when, in seconds of time.time()
-    ready: float  # when it could be called again
-    since: float  # when the state was saved that it went on from; of what came after that, the time is lost
+    group: str  # name of the group
+    what: str  # the cause in words: "worker 1 was killed"
+    at: float  # time of the failure, in seconds of time.time()
+    ready: float  # time when the group could be called again
+    since: float  # time of the restored state; all work since is lost
 
     @property
     def lost(self) -> float:
-        """Seconds that have to be done once more, and those without the group."""
+        """Seconds of repeated work, plus seconds without the group."""
         return self.ready - self.since
 
 
 def lost_by(group: str, cause: ColocateError | None) -> str:
-    """Return what a group was lost by, in words."""
+    """Describe the cause of a group's loss in words."""
     if cause is None or cause.rank is None:
         return f"group {group} failed"
     if cause.signal == "SIGKILL":
@@ -48,20 +48,20 @@ def lost_by(group: str, cause: ColocateError | None) -> str:
 
 
 class Naps:
-    """How long each role has been awake since a run's beginning, rank by rank."""
+    """Counts the time that each role was awake since a run's beginning, rank by rank."""
 
     def __init__(self, began: float) -> None:
         self._began = began
         self._ranks: set[tuple[str, str, int]] = set()
-        self._asleep: dict[tuple[str, str, int], float] = {}  # since when
+        self._asleep: dict[tuple[str, str, int], float] = {}  # time of falling asleep, by rank
         self._slept: dict[tuple[str, str], float] = {}
 
     def see(self, group: str, role: str, rank: int) -> None:
-        """There is such a rank."""
+        """Add a rank."""
         self._ranks.add((group, role, rank))
 
     def note(self, record: MoveRecord) -> None:
-        """Note that a role has gone to sleep, or is awake: also where only a part of it is."""
+        """Record a sleep or a wake; a part counts, too."""
         rank = record.group, record.role, record.rank
         self._ranks.add(rank)
         if record.asleep:
@@ -70,12 +70,12 @@ class Naps:
             self._add(rank, record.start - since)
 
     def end(self, group: str, now: float) -> None:
-        """Note that all roles of a group are awake from now on."""
+        """Record that all roles of a group are awake from now on."""
         for rank in [rank for rank in self._asleep if rank[0] == group]:
             self._add(rank, now - self._asleep.pop(rank))
 
     def awake(self, now: float) -> dict[tuple[str, str], float]:
-        """Seconds by group and role, all ranks added up; none when nobody has slept."""
+        """Return the awake seconds by group and role, summed over ranks; empty if no role has slept."""
         if not self._asleep and not self._slept:
             return {}
         found: dict[tuple[str, str], float] = {}
@@ -91,12 +91,12 @@ class Naps:
 
 K = TypeVar("K")
 N = TypeVar("N", int, float)
-KEPT_SPANS = 100_000  # a long run keeps its last hours in its report, and all of it in the totals
+KEPT_SPANS = 100_000  # of a long run, the report shows the last spans only; totals count all
 
 
 @attrs.frozen
 class Span:
-    """One rank of one call, or of a role whose memory moved ("sleep", "wake"): where, from when to when."""
+    """A stretch of time of one rank: a call, or a move of the role's memory ("sleep", "wake")."""
 
     group: str
     slot: int
@@ -108,13 +108,13 @@ class Span:
 
 @attrs.frozen
 class Total:
-    """All calls of one method."""
+    """Totals of one method's calls."""
 
-    group: str  # name of the group
-    role: str  # name of the role
-    method: str  # name of the method
-    calls: int  # how many
-    seconds: float  # how long they ran, each call counted as long as its slowest rank
+    group: str
+    role: str
+    method: str
+    calls: int  # number of calls
+    seconds: float  # seconds, for each call those of the slowest rank
 
 
 @attrs.define(eq=False)
@@ -123,26 +123,26 @@ class CallLog:
 
     _slot: Callable[[str, str, int], int]  # of a group, a role and a rank
     _totals: dict[tuple[str, str, str], tuple[int, float]] = attrs.field(factory=dict, init=False)
-    # With each span, when it could have begun, and how memory moved, if it did.
+    # Each span with its earliest possible start, and the kind of a memory move, or None.
     _busy: deque[tuple[Span, float, Move | None]] = attrs.field(factory=lambda: deque(maxlen=KEPT_SPANS), init=False)
     _moved: dict[tuple[str, str], tuple[int, int]] = attrs.field(factory=dict, init=False)
     _transferred: dict[tuple[str, str], int] = attrs.field(factory=dict, init=False)
     _handed_over: dict[tuple[str, str, str], int] = attrs.field(factory=dict, init=False)
     _naps: Naps = attrs.field(factory=lambda: Naps(time.time()), init=False)
-    _saved: dict[str, float] = attrs.field(factory=dict, init=False)  # when a group's last checkpoint was made
+    _saved: dict[str, float] = attrs.field(factory=dict, init=False)  # time of a group's last checkpoint
     _idling: Idling = attrs.field(init=False)
-    _lost: dict[str, Restart] = attrs.field(factory=dict, init=False)  # those that aren't back
+    _lost: dict[str, Restart] = attrs.field(factory=dict, init=False)  # restarts that aren't complete yet
     _restarts: list[Restart] = attrs.field(factory=list, init=False)
     _lock: threading.Lock = attrs.field(factory=threading.Lock, init=False)
 
     def __attrs_post_init__(self) -> None:
-        from colocate.driver import Idling  # of a feature, which who only reads records needn't have
+        from colocate.driver import Idling  # imported late: belongs to a feature that a reader of records may lack
 
         self._idling = Idling(self._slot, KEPT_SPANS)
 
     @hookimpl
     def colocate_call_finished(self, record: CallRecord) -> None:
-        """Count a call, but for a sleep or a wake, which each role tells of. Comes on the runtime's thread."""
+        """Count a call, except sleeps and wakes, which arrive as memory moves. Runs on the runtime's thread."""
         if CALLS.get(record.method) == "memory":
             return
         key = (record.group, record.role, record.method)
@@ -163,13 +163,13 @@ class CallLog:
 
     @hookimpl
     def colocate_group_checkpointed(self, record: CheckpointRecord) -> None:
-        """Note until when a group's work is saved. Comes on the runtime's thread."""
+        """Record the time of a group's checkpoint. Runs on the runtime's thread."""
         with self._lock:
             self._saved[record.group] = record.taken
 
     @hookimpl
     def colocate_memory_moved(self, record: MoveRecord) -> None:
-        """Note a sleep or a wake. Comes on the runtime's thread."""
+        """Record a sleep or a wake. Runs on the runtime's thread."""
         with self._lock:
             slot = self._slot(record.group, record.role, record.rank)
             span = Span(record.group, slot, record.role, record.kind, record.start, record.end)
@@ -181,7 +181,7 @@ class CallLog:
 
     @hookimpl
     def colocate_group_changed(self, name: str, state: str, cause: ColocateError | None) -> None:
-        """Roles that are made anew are awake; what the group was lost by is told when it is back."""
+        """Record the failure, restart or return of a group; new roles are awake."""
         now = time.time()
         with self._lock:
             if state == "failed":
@@ -192,12 +192,12 @@ class CallLog:
                 self._restarts.append(attrs.evolve(lost, ready=now))
 
     def totals(self) -> tuple[Total, ...]:
-        """Per method, in the order of their first calls."""
+        """Return the totals per method, in the order of first calls."""
         with self._lock:
             return tuple(Total(*key, *counts) for key, counts in self._totals.items())
 
     def contention(self) -> tuple[RoleUse, ...]:
-        """Return what roles did to each other on their slots, as the last spans tell."""
+        """Return the use of slots by roles, and the time that roles waited for each other, from the kept spans."""
         with self._lock:
             stretches, moved = list(self._busy), dict(self._moved)
             transferred, awake = dict(self._transferred), self._naps.awake(time.time())
@@ -208,9 +208,9 @@ class CallLog:
         return tuple(contention(slots, moved, transferred, awake))
 
     def idle(self, since: float, until: float) -> Mapping[str, float]:
-        """Return what slots waited for while they ran nothing: seconds of all slots, the most first.
+        """Return why slots were idle: seconds of all slots, most first.
 
-        Of a long run it is the last part.
+        Only the last part of a long run counts.
         """
         from colocate.driver import idle
 
@@ -226,7 +226,7 @@ class CallLog:
         return dict(sorted(found.items(), key=lambda each: -each[1]))
 
     def restarts(self, saved: Sequence[float]) -> tuple[Restart, ...]:
-        """Groups that were lost and are back; their state had also been saved at these times."""
+        """Return the completed restarts, given further times at which the groups' state was saved."""
         with self._lock:
             found = list(self._restarts)
         return tuple(
@@ -234,13 +234,13 @@ class CallLog:
         )
 
     def handed_over(self) -> tuple[HandedOver, ...]:
-        """Return what roles used of others' results that lay where they ran, most first."""
+        """Return the results that roles used on the slots where other roles had made them, most bytes first."""
         with self._lock:
             found = [HandedOver(*key, nbytes) for key, nbytes in self._handed_over.items()]
         return tuple(sorted(found, key=lambda each: -each.nbytes))
 
     def spans(self) -> tuple[Span, ...]:
-        """The last spans, in the order in which their calls ended."""
+        """Return the last spans, in the order in which calls ended."""
         with self._lock:
             return tuple(span for span, _, _ in self._busy)
 

@@ -1,4 +1,4 @@
-"""Who waited for whom on the slots that roles share: what it costs that they do."""
+"""Measure contention: the time that roles on shared slots wait for each other."""
 
 from __future__ import annotations
 
@@ -14,52 +14,52 @@ from colocate.texts import size_text
 
 
 class Move(enum.Enum):
-    """Memory of a role that slept or woke: by itself, or while a call waited for it, of whose time it is a part."""
+    """A move of a role's memory: alone, or as part of the time of a waiting call."""
 
     ALONE = enum.auto()
     IN_CALL = enum.auto()
 
 
 class Busy(NamedTuple):
-    """A stretch of time in which a slot ran something of a role."""
+    """A stretch of time in which a slot ran a role."""
 
-    start: float  # when it began
-    end: float  # when it was over
+    start: float
+    end: float
     role: str
-    ready: float  # when it could have begun if the slot had been its own: it was called, and all that it uses was there
-    move: Move | None = None  # how memory of the role slept or woke, if that was it
+    ready: float  # earliest possible start on a free slot: the call and all inputs had arrived
+    move: Move | None = None  # how the role's memory moved; None for a call
 
 
 @attrs.frozen
 class RoleUse:
-    """What a role did on its slots, and what others on them did to it."""
+    """A role's use of shared slots, and the waiting for other roles."""
 
     group: str
     role: str
-    # seconds that its ranks ran, added up, with what its calls waited for memory to move, and with sleeps and
-    # wakes that were asked for; calls of a rank that overlap count once
+    # Seconds of running, summed over ranks, with requested sleeps and wakes, and with calls' waits for memory moves.
+    # Overlapping calls of a rank count once.
     busy: float
-    # seconds in which a call of it could have run on a slot where another role ran, by that; of several calls
-    # that waited at once they count once, and those of all slots are added up
+    # Seconds in which a call was ready while another role ran on the slot, by name of the other role. Overlapping waits count once;
+    # slots are summed.
     waited: Mapping[str, float]
-    moved: int  # bytes that it slept and woke with, all together
-    transferred: int = 0  # bytes of kept results that its calls got from other workers
-    # seconds that it wasn't asleep as a whole, all ranks added up; None where no role has slept
+    moved: int  # bytes that all sleeps and wakes have moved
+    transferred: int = 0  # bytes of residents that calls received from other workers
+    # Seconds that the role was awake, at least in part, summed over ranks; None if no role has slept.
     awake: float | None = None
-    # seconds in which it slept and woke and nothing was computed on the slot. They are part of what is busy: of
-    # its own, and of the roles for which it made room
+    # Seconds of moving memory while the slot computed nothing; a part of `busy`, of this role and of roles that got the
+    # room.
     moving: float = 0.0
-    moves: int = 0  # how often it slept and woke, on all ranks
+    moves: int = 0  # number of sleeps and wakes, on all ranks
 
 
 @attrs.frozen
 class HandedOver:
-    """What fusing saved of copies: kept results of a role that lay where another one used them."""
+    """Copies avoided by fusing: residents used on the slots where another role had made them."""
 
     group: str
-    maker: str  # the role that had made them
-    user: str  # the role that used them
-    nbytes: int  # bytes of their tensors and arrays, each use counted
+    maker: str
+    user: str
+    nbytes: int  # bytes of tensors and arrays, each use counted
 
 
 def contention(
@@ -68,7 +68,7 @@ def contention(
     transferred: Mapping[tuple[str, str], int] = MappingProxyType({}),
     awake: Mapping[tuple[str, str], float] = MappingProxyType({}),
 ) -> list[RoleUse]:
-    """Return what roles did to each other."""
+    """Compute use and waiting times of roles, by group and role, from the stretches of each slot."""
     busy: dict[tuple[str, str], float] = {}
     moving: dict[tuple[str, str], float] = {}
     waited: dict[tuple[str, str], dict[str, float]] = {}
@@ -100,11 +100,11 @@ def contention(
 
 
 CAUSES = 12
-"""So many are told by name."""
+"""Number of causes that a table names."""
 
 
 def idling(found: Mapping[str, float]) -> list[dict[str, str | float]]:
-    """Return rows of what slots waited for while they ran nothing: seconds, and which part of all of these."""
+    """Return table rows of idle causes: seconds, and the share of all idle time."""
     whole = sum(found.values())
     told = sorted(found.items(), key=lambda each: -each[1])
     rest = sum(seconds for _, seconds in told[CAUSES:])
@@ -115,7 +115,10 @@ def idling(found: Mapping[str, float]) -> list[dict[str, str | float]]:
 
 
 def waits(found: Sequence[RoleUse]) -> list[dict[str, str | float]]:
-    """The same as rows, where there is anything to tell: seconds busy, waited for others, awake and moving; bytes."""
+    """Return table rows of the roles' use: seconds busy, waiting, awake and moving, and bytes.
+
+    Empty without sharing.
+    """
     slept, transferred = any(use.moved for use in found), any(use.transferred for use in found)
     if not (slept or transferred or any(use.waited for use in found)):
         return []

@@ -1,4 +1,4 @@
-"""The learning curves: what a run logged, as lines over its steps."""
+"""The learning curves of a run: logged numbers over steps."""
 
 from __future__ import annotations
 
@@ -12,35 +12,35 @@ import attrs
 from colocate.texts import plural
 from colocate_report.scale import Axis, number, percent, words
 
-WIDTH, HEIGHT = 2000, 1000  # units of a plot; the page stretches it
+WIDTH, HEIGHT = 2000, 1000  # units of a plot; the page scales both
 LARGE_LINES = 4
 SMALL_CHARTS = 24
-DOTTED = 40  # lines of up to so many points show each of them
+DOTTED = 40  # points of a line up to which each has a dot
 
 Point = tuple[int, float | None]
 
 
 @attrs.frozen(eq=False)
 class Series:
-    """One metric."""
+    """The values of one metric."""
 
-    name: str  # what the job calls it
-    points: Sequence[Point]  # A step and its value for each time it was logged; None where that was no finite number
-    values: Sequence[float]  # the finite values in order; there may be none
+    name: str  # the job's name of the metric
+    points: Sequence[Point]  # steps and values in order; None for NaN and infinities
+    values: Sequence[float]  # the finite values in order; may be empty
 
     @property
     def label(self) -> str:
-        """The series' name for people."""
+        """The name for people."""
         return words(self.name)
 
     @property
     def last(self) -> str:
-        """Return what it was in the end, as text."""
+        """The last value, as text."""
         return number(self.values[-1]) if self.points[-1][1] is not None else "not finite"
 
     @property
     def gap(self) -> str:
-        """In words, when it was no finite number; empty when it always was."""
+        """A sentence about values that weren't finite; empty if all were."""
         steps = [step for step, value in self.points if value is None]
         if not steps:
             return ""
@@ -52,36 +52,36 @@ class Series:
 
 @attrs.frozen
 class Line:
-    """A series as drawn."""
+    """The SVG form of a series."""
 
-    label: str  # what it shows
-    path: str  # its line, an SVG path; of many points their mean
-    band: str  # between the lowest and highest of many points, an SVG path; empty when the line shows all
-    dots: str  # its points as zero-length strokes, an SVG path; empty when they are too many
-    first: str  # its first value, as text
-    last: str  # its last value, as text
-    strong: bool  # whether it is a result on held-out data, drawn bolder
+    label: str  # the metric's name for people
+    path: str  # SVG path of the line; of means if there are many points
+    band: str  # SVG path of the area between lowest and highest points; empty if the line has all points
+    dots: str  # SVG path of the points as zero-length strokes; empty for many points
+    first: str  # the first value, as text
+    last: str  # the last value, as text
+    strong: bool  # whether to draw bold: a held-out result
 
 
 @attrs.frozen
 class Chart:
-    """A plot."""
+    """One plot."""
 
-    title: str  # what it shows
-    lines: tuple[Line, ...]  # what is drawn
+    title: str  # names of the lines
+    lines: tuple[Line, ...]  # lines to draw
     x_ticks: tuple[tuple[float, str], ...]  # steps: place in %, label
     y_ticks: tuple[tuple[float, str], ...]  # values: place in % from the top, label
-    summary: str  # the plot in words, for those who don't see it
+    summary: str  # a description for people who don't see the plot
 
 
 @attrs.frozen
 class Curves:
     """All charts of a run."""
 
-    large: tuple[Chart, ...]  # the important ones
-    small: tuple[Chart, ...]  # the others
-    rest: tuple[tuple[str, ...], ...]  # what found no room: name, first, last, lowest, highest
-    gaps: tuple[str, ...]  # what wasn't always a finite number, in words
+    large: tuple[Chart, ...]  # important charts
+    small: tuple[Chart, ...]  # further charts
+    rest: tuple[tuple[str, ...], ...]  # metrics without a chart: name, first, last, lowest, highest
+    gaps: tuple[str, ...]  # sentences about values that weren't finite
 
     @property
     def banded(self) -> bool:
@@ -90,7 +90,7 @@ class Curves:
 
 
 def series_of(rows: Iterable[Mapping[str, Any]]) -> list[Series]:
-    """Return what the rows have, in the order in which names came up."""
+    """Convert logged rows to series, in the order in which names first appear."""
     found: dict[str, list[Point]] = {}
     for row in rows:
         for name, value in row.items():
@@ -105,18 +105,18 @@ def series_of(rows: Iterable[Mapping[str, Any]]) -> list[Series]:
 
 
 def headline(series: Sequence[Series]) -> list[Series]:
-    """The series that say whether a run has learned: held-out results, then rewards, then other successes."""
+    """Choose the series that best show learning: held-out results, then rewards, then other successes."""
     drawn = [each for each in series if each.values]
     ranked = sorted((each for each in drawn if rank_metric(each.name) < 9), key=lambda each: rank_metric(each.name))
     return ranked[:LARGE_LINES] or drawn[:1]
 
 
 def curves(series: Sequence[Series]) -> Curves:
-    """The charts of what a run logged."""
+    """Lay out the charts of all series."""
     leading = headline(series)
     others = [each for each in series if each.values and each not in leading]
     shown, rest = others[:SMALL_CHARTS], others[SMALL_CHARTS:]
-    # Values between 0 and 1 share an axis: comparing them is the point. Others would flatten each other.
+    # Values between 0 and 1 share an axis for comparison. Other values would flatten each other.
     fractions = [each for each in leading if min(each.values) >= 0 and max(each.values) <= 1]
     large = [fractions] if fractions else []
     large += [[each] for each in leading if each not in fractions]
@@ -134,7 +134,7 @@ def curves(series: Sequence[Series]) -> Curves:
 
 
 def rank_metric(name: str) -> int:
-    """Rank a metric by name, from 0 (tells most of a run: a held-out accuracy) to 9 (tells least)."""
+    """Rank a metric by name, from 0 (most important: a held-out accuracy) to 9."""
     parts = set(name.lower().replace("/", "_").split("_"))
     held_out = bool(parts & {"eval", "val", "validation", "test"})
     if parts & {"accuracy", "success", "acc"}:
@@ -148,7 +148,7 @@ def _chart(group: Sequence[Series], span: tuple[int, int], *, large: bool) -> Ch
     values = [value for each in group for value in each.values]
     low, high = min(values), max(values)
     if 0 <= low < high / 2:
-        low = 0.0  # near enough to show it, and slopes then tell the truth
+        low = 0.0  # zero is near enough to be shown, and keeps slopes honest
     if large and len(group) > 1 and high > 0.6:
         high = 1.0
     x = Axis.within(*span, 8 if large else 4, whole=True)
@@ -190,7 +190,7 @@ def _line(series: Series, x: Axis, y: Axis, columns: int) -> Line:
 
 
 def _path(places: Sequence[tuple[int, int] | None]) -> str:
-    """A line through the places, broken where there is none."""
+    """Draw an SVG path through the places, broken at each None."""
     text, pen = [], "M"
     for place in places:
         if place is None:
@@ -202,7 +202,7 @@ def _path(places: Sequence[tuple[int, int] | None]) -> str:
 
 
 def _buckets(points: Sequence[Point], x: Axis, columns: int) -> list[tuple[float, float, float, float]]:
-    """For each column that has finite values: the middle of their steps, their mean, lowest and highest."""
+    """Group points into columns; return middle step, mean, lowest and highest value per column with finite values."""
     buckets: dict[int, list[tuple[int, float]]] = {}
     for step, value in points:
         if value is not None:

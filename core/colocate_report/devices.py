@@ -1,4 +1,4 @@
-"""The GPUs of a run: what each did all the time, in few numbers, and a lane for each below the timeline."""
+"""The GPUs of a run: totals for a table, and a lane per GPU below the timeline."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from colocate.driver import DeviceSample
 
 MOST_POINTS = 1024
-"""So many moments of a GPU are kept: then each two become one, and each counts for twice as long."""
+"""Number of points kept per GPU; beyond, each two points are merged, and later points cover twice the time."""
 
 
 class Point(NamedTuple):
-    """A stretch of time of a GPU: when it ended, and means over it."""
+    """The means of a GPU over a stretch of time, with the end of that stretch."""
 
     time: float
     use: float
@@ -28,20 +28,20 @@ class Point(NamedTuple):
 
 @attrs.frozen
 class DeviceUse:
-    """A GPU over a run; None for what it couldn't tell.
+    """A GPU over a run; None for values that the GPU couldn't report.
 
     Attributes:
-        node: Its node.
-        slots: The group and slot of each worker that had it.
-        uuid: NVIDIA's name of it.
-        name: Its kind.
-        use: The mean part of the time in which it has computed anything.
-        most_memory: The most bytes that were in use.
+        node: The GPU's node.
+        slots: Group and slot of each worker on the GPU.
+        uuid: NVIDIA's identifier.
+        name: The model.
+        use: The mean share of time with any computation.
+        most_memory: The most bytes in use.
         memory: Bytes in all.
         watts: The mean power.
         most_celsius: The highest temperature.
-        xids: How often which XID error came.
-        points: What it did when.
+        xids: Counts of XID errors, by number.
+        points: Use and memory over time.
     """
 
     node: str
@@ -58,7 +58,7 @@ class DeviceUse:
 
 
 class _Kept:
-    """What is kept of one GPU."""
+    """The samples of one GPU, condensed to bounded memory."""
 
     def __init__(self) -> None:
         self.last: DeviceSample | None = None
@@ -98,18 +98,18 @@ def _mean(points: Sequence[Point]) -> Point:
 
 
 class DeviceLog:
-    """An observer that keeps what GPUs do, in bounded memory."""
+    """An observer that keeps samples of GPUs, in bounded memory."""
 
     def __init__(self) -> None:
         self._kept: dict[tuple[str, str], _Kept] = {}
 
     def colocate_devices_sampled(self, samples: Sequence[DeviceSample]) -> None:
-        """GPUs were looked at."""
+        """Add samples of GPUs."""
         for sample in samples:
             self._kept.setdefault((sample.node, sample.uuid), _Kept()).add(sample)
 
     def uses(self) -> tuple[DeviceUse, ...]:
-        """Return what each has done, in the order of the slots that have them."""
+        """Return the use of each GPU, in the order of slots."""
         found = []
         for kept in self._kept.values():
             last = kept.last
@@ -135,12 +135,12 @@ class DeviceLog:
 
 @attrs.frozen
 class DeviceLane:
-    """A GPU over the whole run, as the page draws it.
+    """The lane of a GPU on the page.
 
     Attributes:
-        label: Its slots.
-        use: The area of its use, an SVG path of 1000 by 100.
-        memory: The line of its memory, likewise.
+        label: The GPU's slots.
+        use: The area of the use, as an SVG path of 1000 by 100.
+        memory: The line of the memory, as points in the same units.
         busy: The mean use, as text.
     """
 
@@ -151,7 +151,7 @@ class DeviceLane:
 
 
 def lanes(uses: Sequence[DeviceUse], start: float, end: float) -> tuple[DeviceLane, ...]:
-    """Return a lane for each GPU, on the timeline's axis."""
+    """Return a lane for each GPU with samples, on the timeline's axis."""
     found = []
     for each in uses:
         places = [
@@ -179,7 +179,7 @@ def _slots(use: DeviceUse) -> list[str]:
 
 
 def rows(uses: Sequence[DeviceUse]) -> list[dict[str, Any]]:
-    """Return a row for each GPU: what it is, and what it did."""
+    """Return a table row for each GPU."""
     return [
         {
             "slots": ", ".join(_slots(each)),

@@ -1,4 +1,4 @@
-"""Who owns what, and who holds how much: the ownership graph as nested nodes, and memory as bars and a table."""
+"""Show the ownership graph as nested nodes, and memory as bars and a table."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from colocate_report.times import Bar, role_label, share_bar
 if TYPE_CHECKING:
     from colocate.driver import GroupMemory, SlotMemory
 
-SLOTS = 4  # of a group, that have a bar
+SLOTS = 4  # slots of a group that have a bar
 
 
 @attrs.frozen
 class Memory:
-    """A group's memory."""
+    """The memory of a group."""
 
     group: str
-    # for each slot what it is called, and its roles' shares of the process or the device
+    # For each slot a label, and the roles' shares of the process or the device.
     bars: tuple[tuple[str, Bar], ...]
-    hidden: str  # which slots have none, in words
-    table: Table  # all of it by role and kind
+    hidden: str  # the number of slots without a bar, in words
+    table: Table  # bytes by role and kind
 
 
 def memory(found: Sequence[GroupMemory], roles: Mapping[str, int]) -> tuple[Memory, ...]:
-    """Return what is shown of the groups' memory."""
+    """Lay out the memory of groups as bars and tables."""
     return tuple(_memory(each, roles) for each in found)
 
 
@@ -52,7 +52,7 @@ def _bars(slots: Sequence[SlotMemory], roles: Mapping[str, int]) -> Iterator[tup
         on_device = slot.device != "cpu"
         held = [(role.role, sum(role.device.values()) if on_device else role.total) for role in slot.roles]
         parts = [(roles[name], role_label(name), size) for name, size in held if size]
-        # What is empty of a bar is nobody's: of the device, or of the process.
+        # The empty part of a bar is free, or belongs to no role.
         whole = slot.gpu["used"] if slot.gpu is not None else slot.process
         total = max(whole or 0, sum(size for _, _, size in parts))
         yield f"slot {slot.slot}, {slot.device}: {size_text(total)}", share_bar(parts, total, size_text)
@@ -60,26 +60,26 @@ def _bars(slots: Sequence[SlotMemory], roles: Mapping[str, int]) -> Iterator[tup
 
 PER_OWNER = 24  # nodes of one kind under one owner
 ALTOGETHER = 600
-FEW = 4  # workers of a group that show their roles without being asked
+FEW = 4  # workers of a group that are unfolded at first
 
 
 @attrs.frozen
 class Node:
-    """A node of the graph."""
+    """A node of the ownership graph."""
 
     kind: str  # runtime, pool, group, worker, role, resident or call
     name: str
-    facts: tuple[str, ...]  # what it was doing, or a role's class, and more about it, in short phrases
-    role: int | None  # the number of the role that it is an instance of; None for other kinds
-    children: tuple[Node, ...]  # what it owns
-    hidden: str  # what it owns besides, in words; empty when that is nothing
-    closed: bool = False  # whether what it owns is at first not shown: it is one of many that look alike
+    facts: tuple[str, ...]  # short phrases: state, class, process, node, device, size
+    role: int | None  # the role's colour number; None for other kinds
+    children: tuple[Node, ...]  # owned nodes
+    hidden: str  # the number of further owned nodes, in words; empty for none
+    closed: bool = False  # whether the node is folded at first: one of many alike
 
 
 def ownership(graph: str, roles: Mapping[str, int]) -> Node | None:
-    """The root of the graph; None when there is no graph.
+    """Return the root of the ownership graph; None for an empty graph.
 
-    Hosts and folders are left out: who passes a page on should not have to think of what they are called.
+    Names of hosts and folders are left out, so that a page can be passed on without a thought.
     """
     if not graph.strip():
         return None

@@ -1,4 +1,4 @@
-"""From a run's record to its page: what the templates are given, and how they are rendered."""
+"""Convert a run's record to the data of the page's template, and render."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _INVISIBLE = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufff
 
 @attrs.frozen
 class Tile:
-    """A figure at the page's head: what it is, its value, and what it was at the start; empty when that is nothing."""
+    """A figure at the page's head: label, value, and the value at the start; empty for none."""
 
     label: str
     value: str
@@ -39,7 +39,7 @@ class Tile:
 
 @attrs.frozen
 class Page:
-    """Everything the template shows."""
+    """The data of the template."""
 
     name: str
     verdict: str
@@ -66,7 +66,7 @@ class Page:
 
 
 def render(record: RunRecord, error: str | None) -> str:
-    """The page of a run."""
+    """Render the page of a run."""
     environment = Environment(
         loader=PackageLoader("colocate_report"),
         autoescape=True,
@@ -79,15 +79,15 @@ def render(record: RunRecord, error: str | None) -> str:
 
 
 def visible(value: Any) -> Any:
-    """The value, in a string with signs in place of characters that HTML can't have or nobody can see."""
+    """Replace characters in a string that HTML forbids or nobody can see by visible signs."""
     return _INVISIBLE.sub(_sign, value) if type(value) is str else value
 
 
 def page_of(record: RunRecord, error: str | None = None) -> Page:
-    """Return what a run's page shows."""
+    """Convert a run's record to the data of the template."""
     holding = (role.role for group in record.memory for slot in group.slots for role in slot.roles)
     names = dict.fromkeys([*(total.role for total in record.totals), *(span.role for span in record.spans), *holding])
-    # In the order of their first calls, with the number of the colour that is theirs on all of the page.
+    # In the order of first calls; the number is the role's colour on the whole page.
     roles, waiting = {name: index % COLOURS for index, name in enumerate(names)}, waits(record.contention)
     idle_rows = idling(record.idle)
     series = series_of(record.metrics)

@@ -1,4 +1,4 @@
-"""`RunRecord`: what is known of a run when it is over, and what that says in words."""
+"""Data about runs, for observers and the report: `RunInfo`, `LogRecord`, `Leaving` and `RunRecord`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Row: TypeAlias = Mapping[str, Any]
 
 @attrs.frozen
 class RunInfo:
-    """A run that begins, as observers are told of it.
+    """A new run, for observers.
 
     Attributes:
         name: The config's name, or that of the folder that `record` was given.
@@ -42,7 +42,7 @@ class RunInfo:
 
 @attrs.frozen
 class LogRecord:
-    """What a run logged, as observers are told of it.
+    """A logged step, for observers.
 
     Attributes:
         step: The step it belongs to. After a failure a run may go back, and come to the same step again.
@@ -59,11 +59,11 @@ class LogRecord:
 
 @attrs.frozen
 class Leaving:
-    """Something under a run is to go: what it has learned since its last checkpoint would go along.
+    """A node or batch job under this run that is about to go; work since the last checkpoint would be lost.
 
     Attributes:
         who: The node, as in "node n2", or the batch job.
-        until: When it goes at the latest, in seconds of `time.time()`; None where nobody has said.
+        until: The latest time of the loss, in seconds of `time.time()`; None if unknown.
     """
 
     who: str
@@ -78,7 +78,7 @@ class Leaving:
 
 @attrs.frozen(repr=False)
 class RunRecord:
-    """A finished run, as the report and the last page on the screen show it.
+    """A finished run, as shown on the report and on the screen.
 
     Attributes:
         name: The config's name.
@@ -129,17 +129,17 @@ class RunRecord:
     devices: Sequence[DeviceUse] = ()
 
     def __repr__(self) -> str:
-        """Short: a notebook shows it, and a long run has a hundred thousand spans."""
+        """Omit the metrics and spans: a notebook shows the repr, and a long run has a hundred thousand spans."""
         return f"<record of run {self.name!r} in {self.directory}, {self.seconds:.1f} s>"
 
 
 def scalars_of(row: Row) -> dict[str, Any]:
-    """The numbers that a job has logged, of a line of its metrics."""
+    """Return the logged numbers of a metrics row."""
     return {name: value for name, value in row.items() if name not in ("step", "time", "seconds")}
 
 
 def told_restarts(record: RunRecord) -> list[str]:
-    """Return what was lost by restarts, a line for each."""
+    """Return a line for each restart, with the lost time."""
     return [f"{each.what} at {each.at - record.started:.0f} s: {each.lost:.0f} s lost" for each in record.restarts]
 
 
@@ -147,13 +147,13 @@ def timed_phases(record: RunRecord) -> dict[str, float]:
     """Return the seconds of a run by phase: the start-up, the job's phases, and the untimed rest."""
     phases = {"(start-up)": record.start_up, **record.phases} if record.start_up else dict(record.phases)
     rest = record.seconds - sum(phases.values())
-    if phases and rest >= 0.005 * record.seconds:  # less is 0 %
+    if phases and rest >= 0.005 * record.seconds:  # smaller rests round to 0 %
         phases["(rest)"] = rest
     return phases
 
 
 def saved(record: RunRecord) -> str:
-    """Return what a run saved by that; nothing where no roles share anything."""
+    """Describe the processes and copies that fusing has saved; empty if no slot has several roles."""
     return " ".join(_sentences(record))
 
 
@@ -161,9 +161,9 @@ def _sentences(record: RunRecord) -> Iterator[str]:
     processes = [slot for group in record.memory for slot in group.slots if slot.empty is not None]
     fewer = sum(len([role for role in slot.roles if role.role]) - 1 for slot in processes)
     if fewer > 0:
-        # Those of one machine share a part of it, where they are forked from one template.
+        # Processes forked from one template share a part of this memory.
         empty = f"up to {size_text(max(slot.empty or 0 for slot in processes))}"
-        # Other processes' memory counts as context, too: where there is least of that, it is nearest to a context's.
+        # The memory of foreign processes counts as context, too: the smallest value is nearest to a real context.
         if contexts := [slot.unowned["context"] for slot in processes if slot.gpu is not None]:
             empty += f", and {size_text(min(contexts))} of its GPU, a context"
         yield (

@@ -1,4 +1,4 @@
-"""Numbers as people read them, and the ticks of an axis."""
+"""Format numbers for people, and choose the ticks of an axis."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import math
 
 import attrs
 
-_NOTHING = 1e-300  # a range below this can't be divided into ticks: numbers so small have no digits left
-_CONSTANT = 1e-4  # a range below this part of the largest value is drawn as nearly constant
+_NOTHING = 1e-300  # too small a range for ticks: such numbers have no digits left
+_CONSTANT = 1e-4  # relative range below which values are drawn as nearly constant
 
 
 @attrs.frozen
@@ -16,13 +16,13 @@ class Axis:
 
     low: float  # the value at 0 %
     high: float  # the value at 100 %; above `low`
-    ticks: tuple[float, ...]  # values to label, ascending, inside the range
+    ticks: tuple[float, ...]  # values with labels, ascending, inside the range
 
     @classmethod
     def around(cls, low: float, high: float, count: int) -> Axis:
-        """An axis of about `count` round ticks, the first and last of which are its ends.
+        """Return an axis of about `count` round ticks that begins and ends at a tick.
 
-        Nearly constant values get a wider axis: rounding isn't drawn as a slope, and labels are short.
+        Nearly constant values get a wider axis, so that rounding isn't drawn as a slope, and labels are short.
         """
         largest = max(abs(low), abs(high))
         if high - low < max(_CONSTANT * largest, _NOTHING):
@@ -35,7 +35,7 @@ class Axis:
 
     @classmethod
     def within(cls, low: float, high: float, count: int, *, whole: bool = False) -> Axis:
-        """An axis with just these ends and about `count` round ticks inside."""
+        """Return an axis with exactly these ends and about `count` round ticks inside."""
         if high - low < _NOTHING:
             high = low + 1.0
         step = _round_step((high - low) / count)
@@ -45,29 +45,29 @@ class Axis:
         return cls(low, high, tuple(n * step for n in range(first, last + 1)))
 
     def at(self, value: float) -> float:
-        """Where a value lies, from 0 to 1, at an end when it is outside."""
+        """Return the place of a value, from 0 to 1; values outside of the range are clipped."""
         return min(1.0, max(0.0, (value - self.low) / (self.high - self.low)))
 
     def labels(self) -> tuple[str, ...]:
-        """The ticks' numbers, all with the same number of decimals."""
+        """Return the labels of the ticks, all with the same number of decimals."""
         step = self.ticks[1] - self.ticks[0] if len(self.ticks) > 1 else abs(self.ticks[0] if self.ticks else 1) or 1
         largest = max(map(abs, self.ticks), default=0.0)
-        if largest >= 1e6 or 0 < largest < 1e-3:  # with the digits that tell one from the next
+        if largest >= 1e6 or 0 < largest < 1e-3:  # with enough digits to tell neighbours apart
             digits = max(3, 1 + math.floor(math.log10(largest)) - math.floor(math.log10(step) + 1e-9))
             return tuple(_minus(f"{tick:.{digits}g}") for tick in self.ticks)
         decimals = max(0, -math.floor(math.log10(step) + 1e-9))
-        return tuple(_minus(f"{tick + 0.0:.{decimals}f}") for tick in self.ticks)  # + 0.0: no -0 for a reader
+        return tuple(_minus(f"{tick + 0.0:.{decimals}f}") for tick in self.ticks)  # + 0.0 turns -0 into 0
 
 
 def number(value: float) -> str:
-    """A number with four digits that count."""
+    """Format a number with four significant digits."""
     if isinstance(value, int) and abs(value) < 10**15:
         return _minus(f"{value:,}")
     return _minus(f"{value:,.0f}" if 1e4 <= abs(value) < 1e15 else f"{value:.4g}")
 
 
 def duration(seconds: float) -> str:
-    """A time span in the unit that suits its length."""
+    """Format a time span in a unit that suits the length."""
     if seconds < 0.9995:
         return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-6 else "0 ms"
     if seconds < 59.95:
@@ -78,7 +78,7 @@ def duration(seconds: float) -> str:
 
 
 def offset(seconds: float, longest: float) -> str:
-    """A moment of a run on an axis that ends at `longest`: the unit is the same all along."""
+    """Format a moment on a time axis; all labels of an axis that ends at `longest` have one unit."""
     for limit, divisor, unit in ((1.0, 1e-3, "ms"), (180.0, 1.0, "s"), (10800.0, 60.0, "min")):
         if longest < limit:
             return f"{seconds / divisor:.4g} {unit}"
@@ -86,7 +86,7 @@ def offset(seconds: float, longest: float) -> str:
 
 
 def time_ticks(longest: float, count: int) -> tuple[tuple[float, str], ...]:
-    """Ticks of a time axis from 0: where each lies, in %, and its label."""
+    """Return the ticks of a time axis from 0: places in %, and labels."""
     if longest <= 0:
         return ()
     unit = 1.0 if longest < 180 else 60.0 if longest < 10800 else 3600.0
@@ -95,19 +95,19 @@ def time_ticks(longest: float, count: int) -> tuple[tuple[float, str], ...]:
 
 
 def percent(fraction: float) -> float:
-    """A fraction as a CSS percentage, as short as the eye allows."""
+    """Return a fraction as a CSS percentage with two decimals."""
     return round(fraction * 100, 2)
 
 
 def words(name: str) -> str:
-    """A metric's or phase's name for people."""
+    """Convert the name of a metric or phase to words for people."""
     known = {"kl": "KL", "lr": "learning rate", "grad": "gradient", "eval": "held-out"}
     text = " ".join(known.get(part, part) for part in name.replace("/", " ").replace("_", " ").split())
     return (text[:1].upper() + text[1:]) or name
 
 
 def shorten(text: str, limit: int) -> str:
-    """The text, or its beginning and how much is left out."""
+    """Return a text of at most `limit` characters; longer ones are cut, with a note on the rest."""
     return text if len(text) <= limit else f"{text[:limit]} … ({len(text) - limit:,} more characters)"
 
 
@@ -116,6 +116,6 @@ def _minus(text: str) -> str:
 
 
 def _round_step(rough: float) -> float:
-    """The smallest of 1, 2, 5 times a power of ten that isn't below."""
+    """Return the smallest of 1, 2 and 5 times a power of ten that isn't below `rough`."""
     power = 10.0 ** math.floor(math.log10(rough))
     return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * (1 - 1e-9))

@@ -1,4 +1,4 @@
-"""What a job showed at its end: tables of whatever it likes, answers before and after among them."""
+"""The tables that a job has shown, cut to the size of a page; answers are marked as right or wrong."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CHARACTERS = 600  # of a cell
 
 @attrs.frozen
 class Cell:
-    """A cell: its text, whether it is a number, and whether it equals what the row says is right (None: no matter)."""
+    """A cell: text, alignment, and whether the value equals the row's `right`; None for no comparison."""
 
     text: str
     numeric: bool
@@ -25,7 +25,7 @@ class Cell:
 
 @attrs.frozen
 class Table:
-    """A table: title, heads, rows; and what was left out, in words."""
+    """A table: title, heads, rows, and a note on omitted rows."""
 
     title: str
     heads: tuple[str, ...]
@@ -34,15 +34,21 @@ class Table:
 
 
 def tables(shown: Mapping[str, Sequence[Mapping[str, Any]]]) -> tuple[Table, ...]:
-    """Return what the job showed, cut to what a page can hold.
+    """Convert a job's tables for the page, cut to a fitting size.
 
-    A row that has a `right` has its answers marked: `before` and `after`, by whether they equal it.
+    In a row with a `right`, the answers `before` and `after` are marked as right or wrong.
     """
     return tuple(table(title, rows) for title, rows in shown.items())
 
 
 def table(title: str, rows: Sequence[Mapping[str, Any]], sizes: Collection[str] = ()) -> Table:
-    """Return one. Args: sizes: The columns whose texts stand for numbers."""
+    """Convert one table.
+
+    Args:
+        title: The title.
+        rows: The rows; keys are columns.
+        sizes: Columns of texts to align as numbers.
+    """
     columns = keys_of(rows)
     hidden = len(rows) - ROWS
     return Table(
@@ -62,5 +68,5 @@ def _cell(row: Mapping[str, Any], column: str, sizes: Collection[str]) -> Cell:
 
 
 def keys_of(rows: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
-    """The columns of rows: every key that one of them has, in the order in which they come up."""
+    """Return the columns of rows: all keys, in the order of first appearance."""
     return tuple(dict.fromkeys(key for row in rows for key in row))

@@ -1,4 +1,4 @@
-"""The timeline: a lane for each slot with what ran there."""
+"""The timeline: a lane for each slot, with the roles that ran there."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from colocate_report.scale import percent, time_ticks
 if TYPE_CHECKING:
     from colocate_report.calls import Restart, Span
 
-LEVELS = 100  # a lane's height in its own units: all of it means busy all the time
+LEVELS = 100  # a lane's height, in SVG units; full height is busy all the time
 
 
 @attrs.frozen
@@ -27,14 +27,14 @@ class Mark:
 
 @attrs.frozen
 class Lane:
-    """One slot over the whole run."""
+    """The lane of one slot over the whole run."""
 
     label: str  # the slot
-    # for each colour its number and the area that it and the colours under it fill, an SVG path; the largest
-    # first, so that the later ones are drawn over it
+    # For each colour the number and the SVG path of the area down to the bottom; largest first, so that later areas are
+    # drawn on top.
     areas: tuple[tuple[int, str], ...]
-    busy: str  # the busy part of the time, as text
-    marks: tuple[Mark, ...] = ()  # when the slot's worker was lost, until it was back
+    busy: str  # the busy share of the time, as text
+    marks: tuple[Mark, ...] = ()  # times without the slot's worker
 
 
 @attrs.frozen
@@ -51,11 +51,11 @@ class Grid:
         return ((self.end - self.start) or 1.0) / self.columns
 
     def column(self, moment: float) -> int:
-        """The column of a moment."""
+        """Return the column of a moment."""
         return max(0, min(self.columns - 1, int((moment - self.start) / self.unit)))
 
     def spread(self, span: Span) -> Iterator[tuple[int, float]]:
-        """How many seconds of a span lie in each of the columns that it touches."""
+        """Yield the columns that a span touches, with the span's seconds in each column."""
         for column in range(self.column(span.start), self.column(span.end) + 1):
             low = self.start + column * self.unit
             if (seconds := min(span.end, low + self.unit) - max(span.start, low)) > 0:
@@ -63,7 +63,7 @@ class Grid:
 
 
 def lane(label: str, spans: Sequence[Span], roles: Mapping[str, int], grid: Grid, marks: Sequence[Mark] = ()) -> Lane:
-    """Draw a slot."""
+    """Draw the lane of a slot."""
     busy: list[defaultdict[int, float]] = [defaultdict(float) for _ in range(grid.columns)]
     for span in spans:
         for column, seconds in grid.spread(span):
@@ -76,7 +76,7 @@ def lane(label: str, spans: Sequence[Span], roles: Mapping[str, int], grid: Grid
 
 
 def _heights(counts: Mapping[int, float], colours: Sequence[int], unit: float) -> list[int]:
-    """How high the stack is after each of the colours. Calls that overlap don't make it higher than full."""
+    """Return the height of the stack after each colour. Overlapping calls don't exceed the full height."""
     full = max(unit, sum(counts.values()))
     height, heights = 0.0, []
     for colour in colours:
@@ -86,7 +86,7 @@ def _heights(counts: Mapping[int, float], colours: Sequence[int], unit: float) -
 
 
 def _area(heights: Sequence[int]) -> str:
-    """The area under a staircase."""
+    """Draw the area under a staircase as an SVG path."""
     text, level = [f"M0 {LEVELS}"], 0
     for column, height in enumerate(heights):
         if height != level:
@@ -104,15 +104,15 @@ class Timeline:
     """All lanes of a run."""
 
     lanes: tuple[Lane, ...]  # one per slot
-    hidden: int  # how many more slots there are
-    columns: int  # how wide a lane is in its own units
+    hidden: int  # number of slots without a lane
+    columns: int  # width of a lane, in SVG units
     ticks: tuple[tuple[float, str], ...]  # places in % and labels of the time axis
 
 
 def timeline(
     spans: Sequence[Span], roles: Mapping[str, int], start: float, end: float, restarts: Sequence[Restart] = ()
 ) -> Timeline:
-    """The lanes of a run."""
+    """Lay out the lanes of a run."""
     slots: dict[tuple[str, int], list[Span]] = {}
     for span in sorted(spans, key=lambda span: span.start):
         slots.setdefault((span.group, span.slot), []).append(span)

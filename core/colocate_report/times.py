@@ -1,4 +1,4 @@
-"""Where the time went: per phase of the job, and per role and method."""
+"""Add up a run's time: per phase of the job, and per role and method."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from colocate_report.scale import duration, number, percent, words
 if TYPE_CHECKING:
     from colocate_report.calls import Total
 
-COLOURS = 8  # the style sheet has so many for roles and for phases; further ones begin anew
+COLOURS = 8  # colours in the style sheet, for roles and for phases; further ones repeat
 
 
 @attrs.frozen
 class Segment:
-    """A part of a bar: its name, number (for the colour), width and middle in %, and text."""
+    """A part of a bar: name, number of the colour, width and middle in %, and text."""
 
     label: str
     number: int
@@ -29,7 +29,7 @@ class Segment:
 
 @attrs.frozen
 class MethodRow:
-    """A method of a role with its calls, seconds, seconds per call, and part of the wall time, as text."""
+    """A method of a role with calls, seconds, seconds per call, and share of the wall time, as text."""
 
     role: str
     number: int
@@ -42,7 +42,7 @@ class MethodRow:
 
 @attrs.frozen
 class Bar:
-    """Parts of a whole, and rows of a table: number (for the colour), name, size, part."""
+    """A bar of parts of a whole, with table rows: colour number, name, size, share."""
 
     segments: tuple[Segment, ...]
     rows: tuple[tuple[int, str, str, str], ...]
@@ -58,7 +58,7 @@ class Times:
 
 
 def times(phases: Mapping[str, float], totals: Iterable[Total], roles: Mapping[str, int], seconds: float) -> Times:
-    """Where the time of a run went."""
+    """Add up the time of a run by phase, role and method."""
     places = {role: place for place, role in enumerate(roles)}
     totals = sorted(totals, key=lambda total: (places[total.role], -total.seconds))
     per_role: dict[str, float] = {}
@@ -78,7 +78,7 @@ def times(phases: Mapping[str, float], totals: Iterable[Total], roles: Mapping[s
 
 
 def role_label(role: str) -> str:
-    """A role's name; plain functions run on the workers have none."""
+    """Return a role's name; "functions" for plain functions on workers."""
     return role or "functions"
 
 
@@ -86,7 +86,7 @@ N = TypeVar("N", int, float)
 
 
 def share_bar(parts: Sequence[tuple[int, str, N]], of: N, text: Callable[[N], str]) -> Bar:
-    """A bar that stands for a whole, or for the parts' sum when they overlap and are more."""
+    """Return a bar for parts of a whole; for the parts' sum if that is larger, because parts overlap."""
     whole = max(of, sum(size for _, _, size in parts)) or 1.0
     rows = tuple((number, label, text(size), _share(size, of)) for number, label, size in parts)
     widths = [percent(size / whole) for _, _, size in parts]

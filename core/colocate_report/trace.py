@@ -1,4 +1,4 @@
-"""`runtime.trace`: what a driver's calls do and when, as a file for Perfetto or chrome://tracing."""
+"""Write the calls of a driver to a trace file for Perfetto or chrome://tracing (`runtime.trace`)."""
 
 from __future__ import annotations
 
@@ -27,25 +27,25 @@ from colocate.driver import (
 )
 from colocate.errors import ColocateError
 
-_DRIVER = 1  # viewers take a process or a thread 0 for the kernel's
+_DRIVER = 1  # viewers reserve 0 for the kernel
 _RUNS, _MEMORY, _TRANSFERS, _BELOW = "", ": memory", ": from other workers", ": what others know of it"
 _ROWS = (_RUNS, _MEMORY, _TRANSFERS, _BELOW)
-_FIRST_ROW, _ROWS_OF_SLOT = 1 << 20, 1 << 12  # no thread has the number of a process: that would be its main one
+# Above all process numbers: a thread with the process's number would be the main thread
+_FIRST_ROW, _ROWS_OF_SLOT = 1 << 20, 1 << 12
 _LINES = _ROWS_OF_SLOT // len(_ROWS)
-_LOOKED_AT = 64  # what is told of a slot comes nearly in order
+_LOOKED_AT = 64  # spans to compare with for overlaps: spans of a slot arrive nearly in order
 _END = "\n]\n"
 _log = logging.getLogger("colocate")
 
 
 class Trace:
-    """A trace that is being written; a context manager that ends it.
+    """Writes a trace; a context manager that ends the file.
 
-    In the form of Chrome's trace events: each group is a process, each of its slots a thread, with what its roles ran
-    there, and what a call had waited for; others below it have memory that slept and woke, and what came from other
-    workers. What overlaps, as calls of async methods do, has a thread more: viewers leave it out otherwise. The driver
-    is another process, with each call from when it was submitted to its last answer, and each fetch. Viewers read the
-    file at any time, also after a driver was killed, when its last bracket isn't there; a disk that is full ends the
-    trace, with a warning.
+    The format is Chrome's trace events. Each group is a process; each slot is a thread with the calls of its roles, and
+    the calls that these had to wait for. Further threads have moves of memory, and transfers from other workers.
+    Overlapping spans, as of async methods, get additional threads, because viewers drop overlaps. The driver is another
+    process, with each call from submission to the last answer, and each fetch. Viewers read the file at any time, also
+    after the driver was killed before the closing bracket. A full disk ends the trace with a warning.
     """
 
     def __init__(
@@ -59,14 +59,14 @@ class Trace:
         """Use `runtime.trace`.
 
         Args:
-            runtime: Whose calls are traced.
+            runtime: The runtime to trace.
             path: The file.
-            ahead: By group and slot, by how much the clock of its worker is ahead of the driver's, in seconds.
-            zero: What is 0 in the file, in seconds of time.time().
-            without: Calls on whole workers that it leaves out.
+            ahead: By group and slot, how far the worker's clock is ahead of the driver's, in seconds.
+            zero: The time of the file's 0, in seconds of time.time().
+            without: Names of group-wide calls to leave out.
 
         Raises:
-            OSError: The file can't be written, or another trace is.
+            OSError: The file can't be written, or another trace is being written there.
         """
         driver = Driver(runtime)
         if any(isinstance(each, Trace) and each._is_at(path) for each in driver.observers):
@@ -77,12 +77,12 @@ class Trace:
         self._without = without
         self._file: GrowingFile | None = GrowingFile(path, anew=True)
         self._process = os.getpid()
-        self._lock = threading.Lock()  # observers are told by one thread, and it may be closed by any
+        self._lock = threading.Lock()  # observers run on one thread, `close` on any
         self._lines: list[str] = []
         self._groups: dict[str, int] = {}
-        self._last: dict[tuple[int, int], tuple[float, str]] = {}  # what ended last on a slot, and when
+        self._last: dict[tuple[int, int], tuple[float, str]] = {}  # name and end of the last call on a slot
         self._asleep: dict[tuple[int, int], dict[str, int]] = {}
-        # By group, slot and kind, each with what it has had last, from when to when, in microseconds.
+        # Threads by group, slot and kind, each with the bounds of recent spans in microseconds.
         self._rows: dict[tuple[int, int, str], list[tuple[int, deque[tuple[int, int]]]]] = {}
         self._number = 0
         self._process_named(_DRIVER, "driver")
@@ -102,8 +102,8 @@ class Trace:
         self.close()
 
     def close(self) -> None:
-        """End it: what has happened until now is in the file."""
-        if os.getpid() != self._process:  # in a child, of which it isn't
+        """Write all events so far, and end the file."""
+        if os.getpid() != self._process:  # in a forked child, which must not write
             return
         try:
             self._driver.settle()
@@ -120,9 +120,10 @@ class Trace:
             self._stop()
 
     def below(self, group: str, slot: int) -> tuple[int, int, int, int]:
-        """Return where something lies below a slot that is added to the file later.
+        """Return the place of rows below a slot for events that are added to the file later.
 
-        That is the group's process, the first of its threads that are free for that, how many are, and their place.
+        Returns:
+            The group's process, the first free thread number, the number of free threads, and the sort index.
         """
         with self._lock:
             number = self._group(group)
@@ -133,14 +134,14 @@ class Trace:
     # -- hooks, on the dispatcher's thread
 
     def colocate_call_finished(self, record: CallRecord) -> None:
-        """A call has ended."""
+        """Write a finished call."""
         if record.role or record.method not in self._without:
             with self._lock:
                 self._call(record)
                 self._write()
 
     def colocate_result_fetched(self, record: FetchRecord) -> None:
-        """The driver has fetched a kept result."""
+        """Write a fetch of a resident."""
         with self._lock:
             name = f"fetch of {_label(record.role, record.method)}"
             args = {"group": record.group, "ranks": list(record.ranks), "received_bytes": record.nbytes}
@@ -148,7 +149,7 @@ class Trace:
             self._write()
 
     def colocate_memory_moved(self, record: MoveRecord) -> None:
-        """A role sleeps, or is awake."""
+        """Write a sleep or a wake."""
         with self._lock:
             group, slot = self._group(record.group), self._driver.slot_of(record.group, record.role, record.rank)
             asleep = self._asleep.setdefault((group, slot), {})
@@ -164,14 +165,14 @@ class Trace:
             self._write()
 
     def colocate_group_changed(self, name: str, state: str, cause: ColocateError | None) -> None:
-        """A group is in another state."""
+        """Write a group's new state."""
         with self._lock:
             args = {} if cause is None else {"cause": str(cause).partition("\n")[0]}
             group = self._group(name)
             event = {"pid": group, "tid": group, "name": f"group {name} is {state}", "args": args}
             now = time.time()
             self._event(now, ph="i", s="p", **event)
-            if state == "restarting":  # its roles are made anew, and awake
+            if state == "restarting":  # all roles are new, and awake
                 for where in [where for where in self._asleep if where[0] == group]:
                     self._asleep[where] = dict.fromkeys(self._asleep[where], 0)
                     self._count(*where, now)
@@ -180,13 +181,13 @@ class Trace:
     # -- what a run does, on the thread of its job
 
     def phase(self, name: str, start: float, end: float) -> None:
-        """A phase of a job has ended."""
+        """Write a phase of a job."""
         with self._lock:
             self._on_driver(name, start, end, {}, "phases")
             self._write()
 
     def step(self, number: int) -> None:
-        """A job has logged a step."""
+        """Write a mark at a logged step."""
         with self._lock:
             self._event(time.time(), ph="i", s="g", pid=_DRIVER, tid=_DRIVER, name=f"step {number}")
             self._write()
@@ -262,7 +263,7 @@ class Trace:
         self._event(start, ph="X", dur=last - first, cat=role, pid=group, tid=row, name=name, args=args)
 
     def _row(self, group: int, slot: int, kind: str, start: int, end: int) -> int:
-        """The first of a slot's threads of a kind on which nothing else is at that time."""
+        """Return the first thread of a slot and kind that is free at that time; add a thread if none is."""
         rows = self._rows.get((group, slot, kind), ())
         for row, spans in rows:
             if all(end <= first or last <= start for first, last in spans):
@@ -274,7 +275,7 @@ class Trace:
 
     def _new_row(self, group: int, slot: int, kind: str, name: str) -> tuple[int, deque[tuple[int, int]]]:
         rows = self._rows.setdefault((group, slot, kind), [])
-        # By their numbers, and by `sort_index`, viewers have those of a slot beside each other.
+        # Viewers sort by thread number and by `sort_index`: threads of a slot stay together.
         row = _FIRST_ROW + _ROWS_OF_SLOT * slot + _LINES * _ROWS.index(kind) + len(rows)
         rows.append((row, deque(maxlen=_LOOKED_AT)))
         self._named("thread_name", group, row, name=name)
@@ -283,18 +284,18 @@ class Trace:
 
     def _process_named(self, number: int, name: str) -> None:
         self._named("process_name", number, name=name)
-        self._named("process_sort_index", number, sort_index=number)  # else those that have one come before it
+        self._named("process_sort_index", number, sort_index=number)  # processes without an index would come last
 
     def _named(self, kind: str, process: int, thread: int | None = None, **args: str | int) -> None:
         self._event(self._zero, ph="M", pid=process, tid=thread or process, name=kind, args=args)
 
     def _event(self, ts: float, **event: Any) -> None:
-        """Note one; `ts` in seconds."""
+        """Queue an event; `ts` in seconds."""
         self._lines.append(json.dumps({"ts": self._at(ts), **event}))
 
     def _at(self, seconds: float) -> int:
-        # Whole microseconds: with their fractions two spans, of which one ends where the other begins, would overlap.
-        return max(0, int((seconds - self._zero) * 1e6))  # viewers leave out what was before 0
+        # Whole microseconds: with fractions, rounding would make adjacent spans overlap.
+        return max(0, int((seconds - self._zero) * 1e6))  # viewers drop negative times
 
     def _write(self) -> None:
         lines, self._lines = self._lines, []
@@ -306,9 +307,9 @@ class Trace:
         if self._file is not None:
             try:
                 self._file.add(text)
-            except OSError as error:  # no reason to end what is traced
+            except OSError as error:  # a full disk must not stop the traced run
                 _log.warning("the trace ends here, and so it isn't whole: %s", error)
-                with contextlib.suppress(OSError):  # a few bytes may still be there
+                with contextlib.suppress(OSError):  # a few bytes may still fit
                     self._file.add(_END)
                 self._stop()
 

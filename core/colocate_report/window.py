@@ -1,8 +1,8 @@
-"""A window into a running job: who looks changes nothing.
+"""Open windows into a running job for other processes, without changing the job.
 
-For the same user on the same machine it is a socket without a file, whose name says the process and the job. Others of
-its cluster find it by its name, and prove that the cluster has told them the key. Who connects is told what the groups
-do just then, and nothing is read.
+For the same user on the same machine this is an abstract socket with process and job in the name. Other machines of the
+cluster find the window by name, and prove by a key that the cluster has told them. A peer gets the present state of the
+groups; nothing is read from the peer but a short question.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _QUESTION_BYTES = 16
 
 
 class ClusterWindow:
-    """A window of a job, announced to the cluster when this has been made."""
+    """A job's window that is announced to the cluster."""
 
     def __init__(
         self,
@@ -73,8 +73,8 @@ class ClusterWindow:
             raise
 
     def close(self) -> None:
-        """Nobody looks any more."""
-        if os.getpid() == self._process:  # a child's is its parent's
+        """Close the window: retract the announcement, and stop the threads."""
+        if os.getpid() == self._process:  # a forked child must not retract the parent's window
             run_deferred(self._close)
 
     def _close(self) -> None:
@@ -91,14 +91,14 @@ class ClusterWindow:
             sock.close()
             return
         told = Seen(dict(self._seen())).head()
-        with contextlib.suppress(ClosedError):  # just now: then the socket is closed with it
+        with contextlib.suppress(ClosedError):  # the event loop is closing, and has closed the socket
             lane = self._event_loop.attach(sock, lambda head, body: None, lambda reason: None)
             lane.send(told)
-            self._event_loop.later(PATIENCE_S, lane.close)  # who looked closes it, once that has come
+            self._event_loop.later(PATIENCE_S, lane.close)  # normally the peer closes the lane first, after the answer
 
 
 def look_at(window: Window, executor: Watchable) -> Mapping[str, Any]:
-    """Return what a job's groups do just now."""
+    """Ask a job of the cluster for the present state of its groups."""
     looks: Requests[None, Mapping[str, Any]] = Requests()
     asked = looks.open([None])
 
@@ -137,14 +137,15 @@ _numbers = itertools.count(1)
 
 @contextlib.contextmanager
 def window(runtime: Runtime, name: str) -> Iterator[None]:
-    """A block in which a job can be looked at. Where that can't be, it goes on without."""
+    """Open a job's windows in a block. A window that fails to open is skipped."""
     job, scene = Job(name, os.getpid(), next(_numbers)), Scene(runtime, name)
     driver = Driver(runtime)
     executor = driver.executor
     with contextlib.ExitStack() as windows:
         runtime.observe(scene.recent)
         windows.callback(driver.forget, scene.recent)
-        with contextlib.suppress(OSError):  # no descriptor is free, or another container of this network has that name
+        # No free descriptor, or a job of the same name in another container of this network
+        with contextlib.suppress(OSError):
             windows.callback(_Window(job, scene).close)
         if isinstance(executor, Watchable):
             new = partial(ClusterWindow, executor, name, f"{platform.node()}/{job.id}", scene.seen, driver.ports)
@@ -156,24 +157,24 @@ def window(runtime: Runtime, name: str) -> Iterator[None]:
 
 
 class Scene:
-    """What is seen of a job."""
+    """The state of a job for windows."""
 
     def __init__(self, runtime: Runtime, name: str) -> None:
         self._runtime = runtime
         self._name = name
         self._since = time.time()
-        from colocate.driver import Recent  # of a feature, which who looks needn't have
+        from colocate.driver import Recent  # imported late: belongs to a feature that a mere viewer may lack
 
         self.recent = Recent(Driver(runtime).slot_of)
 
     def seen(self) -> dict[str, Any]:
-        """Return what the groups do just now."""
+        """Return the present state of all groups."""
         groups = Driver(self._runtime).glance(self.recent) if self._runtime.alive else []
         seconds = round(time.time() - self._since, 3)
         return {"job": self._name, "node": platform.node(), "pid": os.getpid(), "seconds": seconds, "groups": groups}
 
     def stacks(self) -> dict[str, Any]:
-        """Return what the workers of the groups are doing."""
+        """Return the stacks of all workers."""
         return {"job": self._name, "stacks": Driver(self._runtime).stacks() if self._runtime.alive else []}
 
 
@@ -193,20 +194,20 @@ class _Window:
         self._thread.start()
 
     def close(self) -> None:
-        """Nobody looks any more."""
+        """Close the window."""
         self._closing = True
-        mine = os.getpid() == self._process  # a child's is the same one
+        mine = os.getpid() == self._process  # a forked child shares the socket
         if mine:
-            self._socket.shutdown(socket.SHUT_RDWR)  # which ends the wait for the next one
+            self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread in `accept`
         self._socket.close()
         if mine:
-            self._thread.join(_STEP_S)  # as long as it waits there, the socket is listed
+            self._thread.join(_STEP_S)  # the socket stays listed while the thread is in `accept`
 
     def _serve(self) -> None:
         while not self._closing:
             try:
                 peer, _ = self._socket.accept()
-            except OSError:  # it was closed; or no descriptor is free just now
+            except OSError:  # the socket was closed, or no descriptor is free just now
                 if not self._closing:
                     time.sleep(_STEP_S)
                 continue
@@ -216,17 +217,23 @@ class _Window:
                     if user_of(peer) in (os.getuid(), 0):
                         seen = self._scene.stacks if peer.recv(_QUESTION_BYTES) == STACKS else self._scene.seen
                         peer.sendall(json.dumps(seen()).encode() + b"\n")
-                except Exception as error:  # who looked has gone, say: whatever it is, the job has no part in it
+                except Exception as error:  # the peer has gone, say: no error of a viewer may harm the job
                     if not isinstance(error, OSError):
                         report_exception()
 
 
 def look(job: Job, what: bytes = LOOK) -> dict[str, Any] | None:
-    """Return what a job's groups do just now; None where it has ended, or is another user's.
+    """Ask a job of this machine for the present state of the groups.
 
     Args:
         job: The job.
         what: `STACKS` for the stacks of all workers instead.
+
+    Returns:
+        The state; None if the job has ended, or belongs to another user.
+
+    Raises:
+        TimeoutError: The job doesn't answer.
     """
     deadline, received = Deadline(PATIENCE_S), b""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as peer:
@@ -245,6 +252,6 @@ def look(job: Job, what: bytes = LOOK) -> dict[str, Any] | None:
             return None
     try:
         found: dict[str, Any] = json.loads(received)
-    except ValueError:  # it has ended in the middle of it, or has said nothing
+    except ValueError:  # the job ended during the answer, or refused
         return None
     return found
