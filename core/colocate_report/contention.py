@@ -39,8 +39,8 @@ class RoleUse:
     # Seconds of running, summed over ranks, with requested sleeps and wakes, and with calls' waits for memory moves.
     # Overlapping calls of a rank count once.
     busy: float
-    # Seconds in which a call was ready while another role ran on the slot, by name of the other role. Overlapping waits count once;
-    # slots are summed.
+    # Seconds in which a call was ready while another role ran on the slot, by name of the other role. Overlapping
+    # waits count once; slots are summed.
     waited: Mapping[str, float]
     moved: int  # bytes that all sleeps and wakes have moved
     transferred: int = 0  # bytes of residents that calls received from other workers
