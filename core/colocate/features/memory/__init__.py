@@ -1,1 +1,1 @@
-"""Memory of roles: who has how much, what they may have, and what of it sleeps. The pages: docs/memory.md."""
+"""Memory of roles: usage, budgets and sleep. The pages: docs/memory.md."""

@@ -1,4 +1,4 @@
-"""Memory budgets of a pool's slots, a group and its roles: whether they go together, and what workers are told."""
+"""Memory budgets of a pool's slots, a group and the roles: the check for contradictions, and the limits for workers."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ def budgets(
     step: Sequence[str] | None = None,
     is_shared: bool = False,
 ) -> Budgets:
-    """Return the budgets of a group.
+    """Return the budgets of a group, for the workers.
 
     Args:
-        slot: What its pool's slots have.
-        group: What it has of each.
-        roles: Its roles, as they were declared (`RoleSpec`).
-        residency: Whether they take turns.
-        step: The order in which they are called, again and again.
+        slot: The budget of the pool's slots.
+        group: The group's budget on each slot.
+        roles: The declared roles (`RoleSpec`), by name.
+        residency: Whether roles take turns.
+        step: The order in which a step calls the roles, again and again.
         is_shared: Whether other groups may have workers on the slots, too.
 
     Raises:
-        ConfigError: They contradict each other.
+        ConfigError: The budgets contradict each other.
     """
     of_slots, of_group = _limits(slot, "the pool's slots", is_shared=is_shared), _limits(group, "the group")
     for limit in of_group:
@@ -69,7 +69,7 @@ def budgets(
 
 
 def _limits(budget: Budget, owner: str, role: str | None = None, is_shared: bool = False) -> list[Limit]:
-    """Return what a budget says, as workers are told."""
+    """Return the limits of a budget: one for the device, one for the host, if set."""
     sizes = ((True, budget.device), (False, budget.host))
     return [Limit(owner, role, device, nbytes, is_shared) for device, nbytes in sizes if nbytes is not None]
 

@@ -1,4 +1,4 @@
-"""`group.sleep` and `group.wake`: calls in the group's order like any other, which all workers do or none does."""
+"""`group.sleep` and `group.wake`: calls in the group's order like any other, done by all workers or by none."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def start_sleep(
     worker_group.home.changed()
     given = {**_arguments(role, chosen), "discard": lost}
     call = _start(worker_group, SLEEP, f"sleep of {role}", given, timeout)
-    mark()  # what has woken it before that doesn't count
+    mark()  # again: wakes that came before this sleep don't count
     return call
 
 
@@ -122,10 +122,10 @@ def _start(
 
 
 def _result(worker_group: WorkerGroup, role: str, call: PendingCall, done: str) -> int:
-    """The bytes that were moved on all ranks.
+    """Return the bytes that were moved on all ranks.
 
     Raises:
-        ColocateError: A rank could not do it, so that none has.
+        ColocateError: A rank refused, so no rank has moved memory.
     """
     told = _outcomes(call)
     refusal = next((each for each in told if each.own), None)
@@ -144,7 +144,7 @@ def _result(worker_group: WorkerGroup, role: str, call: PendingCall, done: str) 
 
 
 def behind_wakes(worker_group: WorkerGroup, sleepers: Sleepers, drafts: Sequence[Draft]) -> Sequence[Draft]:
-    """Return calls with those before them that wake what they need."""
+    """Insert a wake before each call that needs memory which may sleep; return all calls."""
     found: list[Draft] = []
     waking: dict[Mark, Draft] = {}
     for draft in drafts:
@@ -153,23 +153,23 @@ def behind_wakes(worker_group: WorkerGroup, sleepers: Sleepers, drafts: Sequence
             if marks := {mark: slept for mark, slept in seen.items() if mark not in waking}:
                 found.append(_waking(worker_group, sleepers, role, marks, draft))
                 waking.update(dict.fromkeys(marks, found[-1]))
-            for mark in seen:  # it has as long as who waits for it longest
+            for mark in seen:  # a shared wake gets the longest timeout of the calls behind
                 waking[mark].timeout = max(waking[mark].timeout, draft.timeout)
         found.append(draft)
     return found if waking else drafts
 
 
 def note(sleepers: Sleepers, marks: Mapping[Mark, Slept], call: PendingCall) -> None:
-    """A call that wakes a role is over: if it has, calls need no other one.
+    """Remove the marks of a role after a successful wake, so that later calls send none.
 
-    That what it says can't be read here is for whoever reads the call that it goes before.
+    An unreadable outcome is reported by the call behind the wake.
     """
     if call.peek_error() is None and all(outcome.refusal is None for outcome in _outcomes(call)):
         sleepers.woken(dict(marks))
 
 
 def _needs(draft: Draft) -> Mapping[str, Sequence[str]]:
-    """Return what of which roles' memory a call needs."""
+    """Return the tags of memory that a call needs, by role."""
     role, spec = draft.call.role, draft.call.spec
     if draft.wakes is not None or spec is None or role not in draft.worker_group.roles:
         return draft.wakes or {}
@@ -177,12 +177,12 @@ def _needs(draft: Draft) -> Mapping[str, Sequence[str]]:
 
 
 def _arguments(role: str, tags: Sequence[str], why: str = "asked for") -> dict[str, Any]:
-    """Return the arguments of a call that has a role sleep or wake, and what for."""
+    """Return the arguments of a sleep or wake call."""
     return {"role": role, "tags": list(tags), "why": why}
 
 
 def _outcomes(call: PendingCall) -> Sequence[Outcome]:
-    """Return what has become of a sleep or a wake, by slot."""
+    """Return the outcomes of a sleep or wake, one per slot."""
     found: Sequence[Outcome] = call.result()
     return found
 

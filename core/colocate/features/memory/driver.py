@@ -1,4 +1,4 @@
-"""Memory of a group's roles, the driver's half: budgets, which roles may sleep, and what workers say when asked."""
+"""Memory of a group's roles on the driver: budgets, marks of sleeping roles, and questions to workers."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from colocate.features.memory.tables import GroupMemory, SlotMemory, slot_memory
 
 
 class MemoryOfGroup(OfGroup):
-    """What a driver knows of the memory of a group's roles.
+    """The driver's state of the memory of a group's roles.
 
     Attributes:
-        sleepers: Which of them may have memory that sleeps: the workers know, and the driver errs on the safe side.
+        sleepers: The roles that may have sleeping memory: the workers know exactly, the driver errs on the safe side.
     """
 
     def __init__(self, worker_group: WorkerGroup) -> None:
@@ -35,48 +35,48 @@ class MemoryOfGroup(OfGroup):
         self._ledgers = Ledgers(worker_group)
         self.sleepers = Sleepers()
         for role in worker_group.roles if worker_group.home.attachment is not None else ():
-            self.sleepers.mark(role, TAGS, until_woken=False)  # another driver may have put it to sleep
+            self.sleepers.mark(role, TAGS, until_woken=False)  # an earlier driver may have put the role to sleep
         if worker_group.declared.budgets:
             worker_group.frees_first = True
 
     # -- hooks
 
     def gives(self) -> tuple[Any, str | None]:
-        """Return the budgets, and where memory that sleeps lies."""
+        """Return the budgets, and the folder for sleeping memory (None: the worker chooses)."""
         return self._worker_group.declared.budgets.plain(), self._worker_group.services.spill_dir
 
     def builds(self) -> Mapping[str, bool]:
-        """Return which roles have memory that keeps its addresses when it sleeps."""
+        """Return the roles whose memory keeps addresses across a sleep (`sleep="vmm"`)."""
         return {name: True for name, spec in self._worker_group.declared.specs.items() if spec.sleep == "vmm"}
 
     def renewed(self) -> None:
-        """Ask the new workers from now on, of which nothing sleeps."""
+        """Start anew with the new workers: no memory sleeps, and no question is pending."""
         self._ledgers = Ledgers(self._worker_group)
         self.sleepers.renew()
 
     def failed(self, error: ColocateError) -> None:
-        """Have nobody wait for an answer any more."""
+        """Fail pending questions."""
         self._ledgers.fail(error)
 
     def drafted(self, drafts: Sequence[Draft]) -> Sequence[Draft]:
-        """Put wakes of what may sleep before the calls that need it."""
+        """Insert wakes before calls that need memory which may sleep."""
         return calls.behind_wakes(self._worker_group, self.sleepers, drafts) if self.sleepers.marks else drafts
 
     def greets(self, worker: Worker) -> None:
-        """Tell a new worker what the roles of those hold that share its slot."""
+        """Send a new worker the holdings of the other groups' roles on the slot."""
         home = self._worker_group.home
         with home.telling:
             for other in home.beside(self._worker_group, worker.slot):
                 holds = other.parts.get("memory", {})
-                if holds or other.exit is not None:  # of others an earlier driver may have told it
+                if holds or other.exit is not None:  # if empty, an earlier driver may have sent more
                     worker.send(Beside(other.boot.group, holds))
 
     def gone(self, worker: Worker) -> None:
-        """Tell those that share a worker's slot that its roles hold nothing any more."""
+        """Notify the other workers on a slot that an ended worker holds nothing."""
         self._share(worker, Holds({}))
 
     def heard(self, worker: Worker, message: Message, body: Any) -> None:
-        """Hear what a worker's roles hold, or what of it sleeps."""
+        """Handle a worker's ledger, holdings, or notification of moved memory."""
         match message:
             case LedgerTold():
                 if message.ledger is not None:
@@ -96,26 +96,26 @@ class MemoryOfGroup(OfGroup):
                 raise AssertionError(message)
 
     def kept(self) -> dict[str, list[str]] | None:
-        """Return the tags that calls leave asleep, by role."""
+        """Return the tags that stay asleep during calls, by role."""
         return self.sleepers.until_woken or None
 
     def take(self, kept: dict[str, list[str]]) -> None:
-        """Leave asleep what calls leave asleep."""
+        """Adopt the tags that stay asleep during calls, from an earlier driver."""
         for role, tags in kept.items():
             self.sleepers.mark(role, tags, until_woken=True)
 
     def _share(self, worker: Worker, message: Holds) -> None:
-        """Tell the workers that share a worker's slot what its roles hold from now on."""
+        """Send the holdings of a worker's roles to the other workers on the slot."""
         group, home = self._worker_group, self._worker_group.home
         with home.telling:
             worker.parts["memory"] = message.roles
-            for other in home.beside(group, worker.slot) if home.closed_by is None else ():  # else it goes on
+            for other in home.beside(group, worker.slot) if home.closed_by is None else ():  # else detached
                 other.send(Beside(group.name, message.roles))
 
     # -- for users
 
     def asked(self, deadline: Deadline) -> GroupMemory:
-        """Ask all workers of the group what their memory is used for."""
+        """Return the memory use of all workers of the group."""
         group = self._worker_group
         workers = group.workforce.workers
         ledgers = self._ledgers.get([worker.slot for worker in workers], deadline)
@@ -126,7 +126,7 @@ class MemoryOfGroup(OfGroup):
         )
 
     def asked_each(self, deadline: Deadline) -> tuple[dict[int, SlotMemory], Exception | None]:
-        """As `asked`, by slot and as far as workers answer; and why one doesn't."""
+        """Return the memory use of each slot that answers, and the first error of the others; see `asked`."""
         group = self._worker_group
         workers = {worker.slot: worker for worker in group.workforce.workers}
         told = self._ledgers.each([*workers], deadline)
@@ -156,7 +156,7 @@ class MemoryOfGroup(OfGroup):
 
     @contextmanager
     def _telling_who_has_it(self) -> Iterator[None]:
-        """Have an error that memory doesn't suffice say what it is used for, where that can be had."""
+        """Add the group's memory table to an error about a lack of memory, if workers answer in time."""
         try:
             yield
         except MemoryBudgetError as error:

@@ -1,4 +1,4 @@
-"""Who of a worker's roles has how much memory, each byte once, and whether that is more than they may have."""
+"""The memory of a worker's roles, each byte counted once, and the check against their budgets."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ from colocate.worker.hooks import OfWorker
 from colocate.worker.serving.failure import LOOKING
 from colocate.worker.serving.role_instance import RoleInstance
 
-# So long a look waits for the lane, where a call may take longer. Whoever looks wants to know within a second.
+# The time that a look waits for the lane, which a long call may occupy. Users expect an answer within a second.
 _WITHIN_S = 0.2
 _CHILDREN = "children"
 
 
 class LookError(Exception):
-    """What a role holds can't be looked at: its `device_state()` has raised, or code of a tensor of its own kind.
+    """A role's holdings can't be inspected: `device_state()` or a tensor subclass raised.
 
-    So may looking at what the role changes just then. The role's name, and the traceback.
+    A concurrent change of the role may raise, too. The arguments: the role's name, and the traceback.
     """
 
     def __init__(self, role: str, trace: str) -> None:
@@ -51,20 +51,20 @@ class LookError(Exception):
 def _looking_at(role: str) -> Iterator[None]:
     try:
         yield
-    except BaseException as error:  # a `device_state()` may even end the interpreter
+    except BaseException as error:  # a `device_state()` may even raise SystemExit
         raise LookError(role, traceback.format_exc()) from error
 
 
 @attrs.frozen
 class Shares:
-    """What roles have, where each byte counts once.
+    """The memory of roles, each byte counted once.
 
     Attributes:
         owned: Bytes by role, kind and device.
-        shared: What of its memory counts with another role, by role.
-        asleep: What sleeps, by role.
-        emptied: What of that comes back as zeros, and is nowhere until then.
-        children: What the processes that roles have started have, by role and name.
+        shared: Bytes that a role holds and that count with another role, by role.
+        asleep: Bytes that sleep, by role.
+        emptied: Bytes of `asleep` without a copy: they come back as zeros.
+        children: Bytes of the processes that roles have started, by role and name.
     """
 
     owned: dict[str, dict[tuple[str, str], int]]
@@ -75,15 +75,15 @@ class Shares:
 
 
 class Accounts:
-    """What the roles of a worker have beside what they may have.
+    """The memory of a worker's roles, compared with their budgets.
 
-    On the lane, a role is looked at when something may have changed what it holds: its own methods, functions, a sleep,
-    a wake. Whoever else wants to know looks beside the lane, at everything (`ledger`).
+    A role is inspected on the lane after its holdings may have changed: by its methods, functions, a sleep, a wake.
+    Other threads inspect all roles beside the lane (`ledger`).
 
     Attributes:
-        budgets: What they may have.
-        gradients: What is known of their gradients beside the lane.
-        beside: What roles of other groups hold that have workers on the slot, by group, as these told it last.
+        budgets: The budgets.
+        gradients: The gradients, as known beside the lane.
+        beside: The last reported holdings of other groups' roles on this slot, by group.
     """
 
     def __init__(self, worker_context: WorkerContext, sleeper: Sleeper) -> None:
@@ -98,14 +98,14 @@ class Accounts:
         self._last_told: Sizes = {}
 
     def ledger(self) -> Ledger:
-        """Look at everything that the worker holds, beside the lane."""
+        """Return all memory that the worker holds; for threads beside the lane."""
         worker_context, asleep = self._worker_context, self._sleeper.asleep
         held: dict[str, Holdings] = {}
         leaves: dict[str, list[weakref.ref[Any]]] = {}
         partly: list[str] = []
         for name, role in named(worker_context).items():
             with _looking_at(name):
-                declared = role.declared()  # first: it may take long
+                declared = role.declared()  # before the lock: this may take long
                 with worker_context.looking:
                     held[name], leaves[name], is_all = self._held_beside_lane(role, declared)
             if not is_all:
@@ -128,16 +128,16 @@ class Accounts:
         )
 
     def _process(self) -> dict[str, int] | None:
-        """Return what the worker's process has; None where that is the driver's."""
+        """Return the memory of the worker's process; None if that is the driver's process."""
         if self._worker_context.empty is None:
             return None
-        with open("/proc/self/smaps_rollup") as file:  # what this process was forked from has it, too, and other forks
+        with open("/proc/self/smaps_rollup") as file:  # dirty pages shared with the template process and other forks
             shared = next(1024 * int(line.split()[1]) for line in file if line.startswith("Shared_Dirty:"))
-        pinned = self._sleeper.offload.pinned  # for a device's memory that sleeps
+        pinned = self._sleeper.offload.pinned  # for sleeping memory of the device
         return {"private": private_bytes(), "empty": self._worker_context.empty, "pinned": pinned, "shared": shared}
 
     def _of_features(self) -> dict[str, dict[str, Any]]:
-        """Return what features tell of roles, by feature and role."""
+        """Return the features' reports on roles, by feature and role."""
         roles = named(self._worker_context)
         told = {
             feature: {name: plain for name, role in roles.items() if (plain := part.told(role)) is not None}
@@ -148,7 +148,7 @@ class Accounts:
     def _held_beside_lane(
         self, role: RoleInstance, declared: Sequence[Any]
     ) -> tuple[Holdings, list[weakref.ref[Any]], bool]:
-        """Return what a role holds, its tensors that may have gradients, and whether that is all."""
+        """Return a role's holdings, tensors that may have gradients, and whether the search was complete."""
         found = search(role.instance, apart=beside(self._worker_context, role.name))
         found.noted[Purpose.DECLARED] += declared
         return found.holdings(), [weakref.ref(each) for each in found.leaves], found.complete
@@ -156,7 +156,7 @@ class Accounts:
     # -- on the lane
 
     def changed(self, role: str | None) -> None:
-        """Note that what a role holds may have changed; None for any of them."""
+        """Mark a role's holdings as perhaps changed; None for all roles."""
         roles = named(self._worker_context)
         if role is None:
             self._changed.update(roles)
@@ -164,27 +164,27 @@ class Accounts:
             self._changed.update({role, *roles[role].ctx._asked})
 
     def moved(self, role: str) -> None:
-        """Memory of a role sleeps, or is there again."""
+        """Mark a role's holdings as changed, after a sleep or wake."""
         self.changed(role)
         self.gradients.moved(role)
 
     @property
     def count_others(self) -> bool:
-        """Whether a budget counts what roles of other groups hold on this slot."""
+        """Whether a budget counts the holdings of other groups' roles on this slot."""
         return any(limit.is_shared for limit in self.budgets.limits)
 
     def tell(self, anew: bool = False) -> None:
-        """Have other groups on this slot know what the roles have now, where a budget counts that."""
+        """Send the roles' holdings to other groups on this slot, if a budget counts these. `anew`: resend."""
         if self.count_others:
             if anew:
                 self._last_told = {}
-            with contextlib.suppress(RoleError):  # the next call meets it, too, and raises it
+            with contextlib.suppress(RoleError):  # the next call raises the same error
                 self.shares()
 
     def shares(self, more: Mapping[str, Any] | None = None) -> Shares:
-        """Return what all roles have; who may have come to hold something else is looked at anew.
+        """Look again at changed roles, and return the memory of all roles; `more`: values that are about to be kept.
 
-        Other groups on this slot are told.
+        Other groups on this slot are notified of a change.
         """
         try:
             for name, role in named(self._worker_context).items():
@@ -206,7 +206,7 @@ class Accounts:
         return found
 
     def judge(self, role: str | None, what: str, shares: Shares) -> None:
-        """Raise when the roles have more than they may."""
+        """Raise a `MemoryBudgetError` if the roles exceed a limit."""
         for limit in self.budgets.limits:
             if role is not None and limit.role not in (None, role):
                 continue
@@ -216,8 +216,8 @@ class Accounts:
                 raise self.exceeded(shares, limit, f"after {what}{kept}", activations)
 
     def refuse_more(self, role: str, nbytes: int, device: bool, wakes: bool) -> None:
-        """Raise when there is no room for what a role that sleeps or wakes is about to have besides."""
-        # What it may have itself when it is awake is judged after its calls: else it could never let go of something.
+        """Raise a `MemoryBudgetError` if a budget has no room for `nbytes` more of a role that sleeps or wakes."""
+        # A waking role's own limits are checked after calls: an earlier check would keep the role from freeing memory.
         whose = (None,) if wakes else (None, role)
         limits = [each for each in self.budgets.limits if each.device is device and each.role in whose]
         if not (limits and nbytes):
@@ -231,10 +231,10 @@ class Accounts:
                 raise self.exceeded(shares, limit, f"{what} needs {size_text(nbytes)}", nbytes)
 
     def has_outgrown(self, shares: Shares, role: str, limit: Limit, nbytes: int) -> bool:
-        """Whether a role that wakes is more than a limit allows by itself, and nobody else has what could go.
+        """Whether a waking role exceeds a limit by itself, and no other role could make room.
 
-        It wakes all the same, and its calls are judged when they have run, as before it slept: one may let go of
-        something. Else nobody would ever come to what it holds.
+        Such a role wakes all the same: its next call may free memory, and is checked afterwards. A refusal would make
+        its memory unreachable forever.
         """
         if sum(self._parts(shares, role, limit.device).values()) + nbytes <= limit.nbytes:
             return False
@@ -252,13 +252,13 @@ class Accounts:
         return own + sum(sum(parts.values()) for _, _, parts in self._others(limit))
 
     def _others(self, limit: Limit) -> Iterator[tuple[str, str, Mapping[str, int]]]:
-        """Yield group, name and memory by kind of roles of other groups that count towards a limit."""
+        """Yield group, name and bytes by kind of each role of another group that counts towards a limit."""
         for group, roles in sorted(self.beside.items()) if limit.is_shared else ():
             for role, (on_device, on_host) in sorted(roles.items()):
                 yield group, role, on_device if limit.device else on_host
 
     def exceeded(self, shares: Shares, limit: Limit, what: str, more: int) -> MemoryBudgetError:
-        """Return the error that a limit is exceeded, or would be."""
+        """Return the error about an exceeded limit; `more`: bytes that were asked for besides."""
         place = self._worker_context.boot.device if limit.device else "the host"
         used = self.used(shares, limit)
         roles = shares.owned.keys() | shares.asleep.keys()
@@ -267,7 +267,7 @@ class Accounts:
         told = "; ".join(filter(None, holders))
         if not limit.device:
             cure = "What sleeps counts, too: let go of something, or allow more"
-        elif limit.role is not None or self.budgets.swap or self._worker_context.in_process:  # who can't sleep
+        elif limit.role is not None or self.budgets.swap or self._worker_context.in_process:  # no sleep possible
             cure = "Let go of something, or allow more"
         else:
             turns = "have a role sleep (group.sleep), let roles take turns (residency='swap')"
@@ -278,7 +278,7 @@ class Accounts:
         )
 
     def told(self) -> str:
-        """Return who has how much, as a note to an error says it."""
+        """Return the memory of all roles in words, as a note for an error."""
         self.changed(None)
         shares = self.shares()
         places = (False,) if self._worker_context.boot.device == "cpu" else (True, False)
@@ -295,7 +295,7 @@ class Accounts:
         return f"{_words(role, parts)}{why}"
 
     def _parts(self, shares: Shares, role: str, device: bool) -> dict[str, int]:
-        """Return what a role has, by kind. What sleeps somewhere counts with the host's memory."""
+        """Return the bytes of a role, by kind. Sleeping memory counts as the host's."""
         here = self._worker_context.boot.device if device else "cpu"
         parts = {kind: size for (kind, where), size in shares.owned.get(role, {}).items() if where == here}
         if not device and (asleep := shares.asleep.get(role, 0) - shares.emptied.get(role, 0)):
@@ -305,7 +305,7 @@ class Accounts:
         return parts
 
     def _counted(self, held: Mapping[str, Holdings], more: Mapping[str, Any] | None = None) -> Shares:
-        """Return what roles have, with their residents; values that are about to be kept are among these."""
+        """Return the memory of roles with their residents, and with values that are about to be kept (`more`)."""
         found: dict[str, Holdings] = {name: {**each, Purpose.RESIDENTS: Storages()} for name, each in held.items()}
         residents: dict[str, list[Any]] = {}  # "": of functions
         for maker, value in [*self._worker_context.store.values(), *(more or {}).items()]:
@@ -336,23 +336,23 @@ class Accounts:
 
 
 def _words(role: str, parts: Mapping[str, int]) -> str:
-    """Return what a role has, by kind, as errors say it."""
+    """Return a role's bytes by kind, in words for errors."""
     order = [*(purpose.word for purpose in Purpose), "asleep", _CHILDREN]
     kinds = ", ".join(f"{kind} {size_text(parts[kind])}" for kind in order if kind in parts)
     return f"{role or 'functions'} {size_text(sum(parts.values()))} ({kinds})"
 
 
 def _could_go(parts: Mapping[str, int]) -> int:
-    """Return the bytes of what a role has that a sleep could move."""
+    """Return the bytes of a role that a sleep could move."""
     return sum(parts.values()) - parts.get(Purpose.RESIDENTS.word, 0) - parts.get(_CHILDREN, 0)
 
 
 def _shares(
     held: Mapping[str, Holdings], absent: Collection[int]
 ) -> tuple[dict[str, dict[tuple[str, str], int]], dict[str, int]]:
-    """Return what each role has, and what of that counts with others; `absent` has addresses where memory sleeps.
+    """Return each role's owned and shared bytes; `absent`: addresses of storages that sleep in place.
 
-    What several hold counts as the first of the kinds that it is of, with the first of the roles for which it is that.
+    Memory that several roles hold counts once: as the first of its kinds, with the first role that holds it as that.
     """
     owners: dict[str, dict[int, str]] = {}
     owned: dict[str, dict[tuple[str, str], int]] = {role: {} for role in held}
@@ -375,7 +375,7 @@ def _shares(
 
 
 def _once(held: Mapping[str, Holdings]) -> dict[int, int]:
-    """Sizes of pieces of the host's memory without what lies in others, too; nothing where none can."""
+    """Return the sizes of host storages without their overlaps, by address; empty if none can overlap."""
     found = [pieces for holdings in held.values() for pieces in holdings.values()]
     if not any(pieces.has_arrays for pieces in found):
         return {}
@@ -398,10 +398,10 @@ def _gpu(device: str, in_process: bool = False, parts: Iterable[OfWorker] = ()) 
         free, total = module.mem_get_info(device)
     without_memory, of_tensors = absent(device)
     found = {"used": total - free, "total": total}
-    with contextlib.suppress(RuntimeError):  # another allocator is in the place of torch's, and keeps no such books
+    with contextlib.suppress(RuntimeError):  # another allocator has replaced torch's and has no statistics
         found["allocated"] = module.memory_allocated(device) - of_tensors
         found["reserved"] = module.memory_reserved(device) - without_memory
-    if in_process:  # then those of other slots are there, too
+    if in_process:  # the figures would include other slots' groups
         return found
     with LOOKING:
         for part in parts:
@@ -410,11 +410,11 @@ def _gpu(device: str, in_process: bool = False, parts: Iterable[OfWorker] = ()) 
 
 
 class Gradients:
-    """The gradients of a worker's roles, for threads that must not look at them while role code runs.
+    """The gradients of a worker's roles, for threads that must not read `.grad` while role code runs.
 
-    Amid `parameter.grad = None` torch lets go of Python's lock while `parameter.grad` still leads to what is being
-    freed: who reads it on another thread then gets a tensor without a storage, and the process a SIGSEGV. So they are
-    known as they were between two calls, or where their role's memory has moved since.
+    During `parameter.grad = None` torch releases the GIL while `parameter.grad` still leads to the freed tensor: a read
+    on another thread gets a tensor without a storage, and the process a SIGSEGV. So gradients are recorded between two
+    calls, and after their role's memory has moved.
     """
 
     def __init__(self, worker_context: WorkerContext) -> None:
@@ -426,7 +426,7 @@ class Gradients:
         self._known: Mapping[str, Storages] = {}
 
     def of(self, leaves: Mapping[str, list[weakref.ref[Any]]]) -> Mapping[str, Storages]:
-        """Return them by role: of just now where the lane comes soon, else of the last time that somebody has asked."""
+        """Return the gradients by role: current ones if the lane answers soon, otherwise the last known."""
         with self._lock:
             asked = self._asked
             if asked.is_set():
@@ -434,16 +434,16 @@ class Gradients:
                 self._leaves = leaves
                 self._worker_context.lane.do(partial(self._look, asked))
         asked.wait(_WITHIN_S)
-        self._leaves = None  # a call that takes long may have others when it ends
+        self._leaves = None  # drop the references: a long call may replace these tensors
         return self._known
 
     @property
     def is_due(self) -> bool:
-        """Whether the lane hasn't come yet to a look."""
+        """Whether a look is queued that the lane hasn't run yet."""
         return not self._asked.is_set()
 
     def moved(self, role: str) -> None:
-        """Memory of a role sleeps, or is there again: its gradients are elsewhere. On the lane."""
+        """Look at a role's gradients again, after a sleep or wake. On the lane."""
         if role in self._known:
             self._known = {**{name: each for name, each in self._known.items() if name != role}, **self._of([role])}
 
@@ -456,7 +456,7 @@ class Gradients:
     ) -> dict[str, Storages]:
         known: dict[str, Storages] = {}
         for name in names if leaves is None else leaves:
-            with contextlib.suppress(Exception):  # so does the look of who has asked, who tells it
+            with contextlib.suppress(Exception):  # the caller's own search reports such an error
                 if leaves is None:
                     tensors = search(
                         named(self._worker_context)[name].instance, apart=beside(self._worker_context, name)

@@ -1,4 +1,4 @@
-"""Which roles of a group may have memory that sleeps: the workers know, and the driver errs on the safe side."""
+"""The roles of a group that may have sleeping memory: the workers know exactly, the driver errs on the safe side."""
 
 from __future__ import annotations
 
@@ -14,39 +14,39 @@ Mark: TypeAlias = tuple[str, str]
 
 @attrs.frozen(eq=False)
 class Slept:
-    """A note that a role was put to sleep, once."""
+    """A mark for one sleep of a role; compared by identity."""
 
-    until_woken: bool = False  # whether calls leave it asleep
+    until_woken: bool = False  # whether calls leave the memory asleep
 
 
 class Sleepers:
-    """Marks for what may sleep. A call whose role has some is sent behind a call that wakes it, or fails of them.
+    """Marks for memory that may sleep. A call of a marked role is sent behind a wake, or fails (`until_woken`).
 
-    A mark is made before a sleep is sent and renewed after that, and what has been woken takes away only marks that it
-    has seen: whatever comes between, a mark stays too long at worst.
+    A mark is made before a sleep is sent and renewed afterwards, and a wake removes only marks that it has seen. So in
+    a race a mark stays too long at worst.
     """
 
     def __init__(self) -> None:
-        self.marks: dict[Mark, Slept] = {}  # the marks
+        self.marks: dict[Mark, Slept] = {}  # by role and tag
         self._lock = threading.Lock()  # held while marks change
 
     def mark(self, role: str, tags: Iterable[str], until_woken: bool) -> None:
-        """Mark what is about to sleep, or has been told to."""
+        """Mark memory that is about to sleep, or was told to."""
         with self._lock:
             for tag in tags:
                 self.marks[role, tag] = Slept(until_woken)
 
     def seen(self, role: str, tags: Collection[str]) -> dict[Mark, Slept]:
-        """Return the marks that a role has."""
+        """Return the marks of a role."""
         return {mark: slept for mark, slept in list(self.marks.items()) if mark[0] == role and mark[1] in tags}
 
     def for_call(self, role: str, tags: Collection[str]) -> dict[Mark, Slept]:
-        """Return those of which a call of the role wakes it."""
+        """Return the marks of a role for which a call sends a wake."""
         return {mark: slept for mark, slept in self.seen(role, tags).items() if not slept.until_woken}
 
     @property
     def until_woken(self) -> dict[str, list[str]]:
-        """The tags that calls leave asleep, by role."""
+        """Return the tags that calls leave asleep, by role."""
         found: dict[str, list[str]] = {}
         for (role, tag), slept in list(self.marks.items()):
             if slept.until_woken:
@@ -54,13 +54,13 @@ class Sleepers:
         return found
 
     def woken(self, seen: dict[Mark, Slept]) -> None:
-        """Forget marks of what a call has woken that was made when these were there."""
+        """Remove the marks that a wake has seen, except marks renewed by a later sleep."""
         with self._lock:
             for mark, slept in seen.items():
                 if self.marks.get(mark) is slept:
                     del self.marks[mark]
 
     def renew(self) -> None:
-        """Forget all: the roles have been made anew."""
+        """Remove all marks: the roles were constructed anew."""
         with self._lock:
             self.marks.clear()

@@ -1,4 +1,4 @@
-"""What driver and workers say of memory: the first two to workers, the others from them."""
+"""Messages about memory: `AskLedger` and `Beside` to workers, the others from workers."""
 
 from __future__ import annotations
 
@@ -10,65 +10,65 @@ import attrs
 from colocate._protocol.message import Head, Message, message
 
 SLEEP, WAKE = "the sleep", "the wake"
-"""What calls say that put a role to sleep, and wake it."""
+"""The labels of the calls that put a role to sleep and wake a role."""
 
 Sizes: TypeAlias = "Mapping[str, Sequence[Mapping[str, int]]]"
-"""What roles hold by name: the bytes on the slot's device, and those of the host, each by kind."""
+"""Bytes that roles hold, by name: on the slot's device and on the host, each by kind."""
 
 
 @attrs.frozen
 class Ledger:
     """A worker's memory in bytes."""
 
-    # By role, kind (see `Purpose`) and device; residents of functions are those of a role without a name
+    # By role, kind (see `Purpose`) and device; residents of functions belong to a role without a name.
     roles: Mapping[str, Mapping[tuple[str, str], int]]
-    shared: Mapping[str, int]  # what roles hold that counts with another role, by role
-    asleep: Mapping[str, int]  # what roles hold that isn't in memory (`group.sleep`), by role
-    # What of roles was to sleep with that and is in memory, by role and why
+    shared: Mapping[str, int]  # bytes that a role holds and that count with another role, by role
+    asleep: Mapping[str, int]  # bytes that sleep (`group.sleep`), by role
+    # Memory that was to sleep with the rest and stays awake, by role and reason.
     kept_awake: Mapping[str, Mapping[str, int]]
-    partial: tuple[str, ...]  # roles that hold more objects than were looked at
-    # What of the process's memory is its own, "private"; of it what was so before the first role was constructed,
-    # "empty", was pinned for what sleeps of a device, "pinned", and is shared with other forks, "shared". None where
-    # the process is the driver's.
+    partial: tuple[str, ...]  # roles with more objects than the search visits
+    # Bytes of the worker's process. "private": all but files and shared memory; of this, "empty" existed before the
+    # first role was constructed, "pinned" is pinned for sleeping memory of a device, and "shared" is shared with other
+    # forks. None if the process is the driver's.
     process: Mapping[str, int] | None
-    # What torch knows of the slot's device: "allocated" and "reserved" by this process, "used" by anybody, "total", and
-    # "nccl" by this process's communicators, where these tell; None of a slot without one. Without what sleeps and has
-    # kept its addresses.
+    # Torch's figures for the slot's device: "allocated" and "reserved" by this process, "used" by all processes,
+    # "total", and "nccl" by this process's communicators, if reported. None for a slot without a device. Excludes
+    # memory that sleeps in place (`sleep="vmm"`).
     gpu: Mapping[str, int] | None
-    # What methods have allocated on it at most while they ran, by role and method; None where nobody knows
+    # The most that a method has allocated on the device while running, by role and method; None if unknown.
     peaks: Mapping[str, int] | None
-    # What the processes that roles have started have for themselves, by role and name
+    # Private bytes of the processes that roles have started, by role and name.
     children: Mapping[str, Mapping[str, int]] = attrs.field(factory=dict)
-    # What features tell of roles, by feature and role (`OfWorker.told`)
+    # The features' reports on roles, by feature and role (`OfWorker.told`).
     told: Mapping[str, Mapping[str, Any]] = attrs.field(factory=dict)
 
 
 @message
 class AskLedger(Message):
-    """Say what the worker's memory is used for; answered by `LedgerTold`."""
+    """Ask for the worker's memory use; answered by `LedgerTold`."""
 
     token: int  # the question's number
 
 
 @message
 class Beside(Message):
-    """What the roles of another group hold that has a worker on this slot, too."""
+    """The holdings of another group's roles on this slot."""
 
     group: str  # the group's name
-    roles: Sizes  # nothing when its worker has ended
+    roles: Sizes  # empty once the other worker has ended
 
 
 @message
 class LedgerTold(Message):
-    """What the worker's memory is used for."""
+    """The answer to `AskLedger`: the worker's memory use."""
 
     token: int  # the question's number
-    ledger: Ledger | None  # it; None where what a role holds can't be looked at
-    role: str = ""  # that role
-    trace: str = ""  # the traceback of what was raised then
+    ledger: Ledger | None  # None if a role's holdings can't be inspected
+    role: str = ""  # the role that can't be inspected
+    trace: str = ""  # the traceback of the failed inspection
 
     def head(self) -> Head:
-        """Return what travels of it."""
+        """Return the wire format."""
         ledger = None if self.ledger is None else attrs.astuple(self.ledger, recurse=False)
         return "LedgerTold", self.token, ledger, self.role, self.trace
 
@@ -81,21 +81,21 @@ class LedgerTold(Message):
 
 @message
 class Holds(Message):
-    """What its roles hold has changed, which workers of other groups on its slot are to know."""
+    """The roles' holdings have changed; for the workers of other groups on this slot."""
 
     roles: Sizes
 
 
 @message
 class Moved(Message):
-    """Memory of a role has gone to sleep, or has been woken."""
+    """Memory of a role has gone to sleep, or was woken."""
 
-    role: str  # the role
-    asleep: bool  # whether it has gone
-    nbytes: int  # how many bytes
-    start: float  # when that began, in seconds of time.time()
-    end: float  # when it was done
-    whole: bool  # whether all of it sleeps now
-    why: str  # what for
-    in_call: bool = False  # whether a call waited for that
-    kept_awake: Mapping[str, int] = attrs.field(factory=dict)  # the bytes that were to go, too, and stay, by why
+    role: str  # the role's name
+    asleep: bool  # True for a sleep, False for a wake
+    nbytes: int  # bytes moved
+    start: float  # start, in seconds of time.time()
+    end: float  # end, in seconds of time.time()
+    whole: bool  # whether all of the role's memory sleeps now
+    why: str  # the reason, in words
+    in_call: bool = False  # whether a call waited for this
+    kept_awake: Mapping[str, int] = attrs.field(factory=dict)  # bytes that were to sleep and stayed, by reason

@@ -1,10 +1,10 @@
-"""Where a worker's memory is while it sleeps: a device's in pinned memory of the host, the host's in a file.
+"""Copies of a worker's sleeping memory: a device's in pinned memory of the host, the host's in a file.
 
 Storages lose their memory and get it again: tensors and storages stay the same objects, and so do views and tied
-weights; addresses are others afterwards, but for `sleep="vmm"` (`vmm.py`). Nothing may be computed with them meanwhile.
+weights. Addresses change, except with `sleep="vmm"` (`vmm.py`). Meanwhile nothing may be computed with such tensors.
 
-Torch pins powers of two, one page after the other. Here several threads touch the pages first, which are huge ones
-where the kernel has such: that takes a fifth of the time (docs/internals/gpu.md).
+Torch pins powers of two, one page after the other. Here several threads touch the pages first, and the pages are huge
+if the kernel supports these: that takes a fifth of the time (docs/internals/gpu.md).
 """
 
 from __future__ import annotations
@@ -28,32 +28,32 @@ from colocate.features.memory.vmm import Mapped
 from colocate.gpus import in_use
 from colocate.worker.holdings import WeakStorage, name_of
 
-GRAIN = 512  # bytes: where pieces may begin
+GRAIN = 512  # bytes; the alignment of pieces
 _THREADS = 8
 _TOUCHED_BYTES = 64 << 20
 _WIPE_ON_FORK = 18  # MADV_WIPEONFORK, Linux 4.14
 HOST = "cpu"
 
 Key: TypeAlias = int
-"""What a storage is called as long as there is a reference to it: `storage._cdata`."""
+"""The key of a storage while a reference to the storage exists: `storage._cdata`."""
 
 
 class Resized:
-    """Storages are resized to nothing. Torch has what they had, for others."""
+    """Storages that are resized to zero bytes. The memory returns to torch, for other tensors."""
 
     def has(self, storage: Any) -> bool:
-        """Whether a storage can be: not what has come from another library, nor what an array was made of."""
-        # A device's is always said to be shared.
+        """Whether a storage can be resized: not one from another library, nor one exported as an array."""
+        # torch always calls a device's storage shared.
         return bool(storage.resizable()) and not (place_of(storage) == HOST and storage.is_shared())
 
     def take(self, storages: Collection[Any]) -> int:
-        """Take the memory from storages, and return how much of it stays all the same: none."""
+        """Free the memory of storages; return the bytes that stay allocated: 0."""
         for storage in storages:
             storage.resize_(0)
         return 0
 
     def give(self, storages: Collection[tuple[Any, int]]) -> None:
-        """Give memory to storages, of such sizes, if they have none: to all, or to none."""
+        """Give memory of the given sizes to storages without memory: to all, or to none."""
         there: list[Any] = []
         try:
             for storage, nbytes in storages:
@@ -65,7 +65,7 @@ class Resized:
                         )
                     storage.resize_(nbytes)
                     there.append(storage)
-                    if place_of(storage) == HOST:  # with small ones most of a wake's time is the kernel's
+                    if place_of(storage) == HOST:  # with small pages most of a wake's time goes to the kernel
                         start = storage.data_ptr()
                         advise_large(start, start + storage.nbytes(), mmap.MADV_HUGEPAGE)
         except RuntimeError:
@@ -75,15 +75,15 @@ class Resized:
 
 @attrs.define(eq=False)
 class _Copy:
-    """A storage's contents elsewhere.
+    """A copy of a storage's contents.
 
     Attributes:
-        nbytes: How many they are.
-        kept: Where they are kept; None where they were let go of.
-        start: From where on there.
-        storage: The storage, while it has no memory; None while it has, when nothing keeps it here.
-        reference: What tells whether it is there.
-        backing: How it loses its memory.
+        nbytes: The size.
+        kept: The place of the copy; None if the contents were discarded.
+        start: The offset in `kept`.
+        storage: The storage, while without memory; None afterwards, so that this record doesn't keep it alive.
+        reference: A weak reference to the storage.
+        backing: The way in which the storage loses its memory.
     """
 
     nbytes: int
@@ -95,12 +95,11 @@ class _Copy:
 
 
 class Offload:
-    """Storages of a worker that are elsewhere."""
+    """Storages of a worker that sleep, and their copies."""
 
     def __init__(
         self, device: str, free: Callable[[], int] = free_memory, spill_dir: Callable[[], str | None] = lambda: None
     ) -> None:
-        """Nothing is."""
         self._device = device
         self._spill_dir = spill_dir
         self._file: SpillFile | None = None
@@ -111,11 +110,11 @@ class Offload:
 
     @property
     def pinned(self) -> int:
-        """Bytes of the process's own memory that are kept for copies, in use or not."""
+        """Bytes of the process's own memory that are reserved for copies, in use or not."""
         return self._pinned.own
 
     def file(self) -> SpillFile:
-        """The file to which the host's memory goes, made when it is first needed."""
+        """The file for the host's memory, created at first use."""
         if self._file is None:
             self._file = SpillFile.somewhere(self._spill_dir())
         return self._file
@@ -123,18 +122,18 @@ class Offload:
     def write(
         self, storages: Mapping[Key, Any], emptied: Mapping[Key, Any] = MappingProxyType({})
     ) -> Mapping[Key, _Copy]:
-        """Copy storages to where they go, and return the copies; they keep their memory until `put_away`.
+        """Copy storages to the host or the file, and return the copies.
 
-        Nothing has to be done to leave it at that.
+        The storages keep their memory until `put_away`. Copies are abandoned by dropping them.
 
         Args:
-            storages: Those.
-            emptied: Others, whose contents nobody needs, also such as have no memory: they will come back as zeros.
+            storages: The storages to copy.
+            emptied: Storages with contents to discard, with or without memory: they will come back as zeros.
 
         Raises:
-            MemoryError: The host has no room for them: nothing has changed.
-            OSError: Nor the disk.
-            ValueError: There is no place for what goes to a file.
+            MemoryError: The host has no room: nothing has changed.
+            OSError: The disk has no room.
+            ValueError: There is no folder for the file.
         """
         for key in [key for key, known in self._copies.items() if known.reference.expired()]:
             del self._copies[key]
@@ -159,28 +158,28 @@ class Offload:
         return copies
 
     def away(self, key: Key) -> bool:
-        """Whether a storage has no memory."""
+        """Whether a storage sleeps."""
         found = self._copies.get(key)
         return found is not None and found.storage is not None
 
     def can_take(self, storage: Any) -> bool:
-        """Whether a storage, which has its memory, can lose it."""
+        """Whether the memory of an awake storage can be freed."""
         return any(each.has(storage) for each in self._backings)
 
     def keeps_address(self, storage: Any) -> bool:
-        """Whether a storage, which has its memory, is in the same place after it was away."""
+        """Whether an awake storage keeps the same address across a sleep."""
         return any(isinstance(each, Mapped) and each.has(storage) for each in self._backings)
 
     def put_away(self, copies: Mapping[Key, _Copy]) -> int:
-        """Take the memory from storages whose contents are elsewhere; return the bytes that the device keeps of it.
+        """Free the memory of copied storages; return the bytes that the device keeps nonetheless.
 
-        Others get that memory, for which the device waits until nothing is computed.
+        Other users of the device can take that memory: for this the device first finishes all its work.
 
         Raises:
-            RuntimeError: It can't be taken from one of them: all have theirs again.
+            RuntimeError: A storage can't be freed: all have their memory again.
         """
         new = {key: copy for key, copy in copies.items() if not self.away(key)}
-        self._copies.update(copies)  # first: from here on they are the only ones
+        self._copies.update(copies)  # first: from here on the copies are the only ones
         try:
             left = self._take(new.values())
         except RuntimeError:
@@ -194,8 +193,8 @@ class Offload:
         """Give storages their memory and contents; the copies stay.
 
         Raises:
-            MemoryError: There isn't that much: nothing has changed.
-            OSError: The file can't be read: likewise.
+            MemoryError: There isn't enough memory: nothing has changed.
+            OSError: The file can't be read: nothing has changed.
         """
         given: list[_Copy] = []
         try:
@@ -209,7 +208,7 @@ class Offload:
                         _view(copy.storage).zero_()
                     else:
                         copy.kept.read(_view(copy.storage), copy.start)
-        except (OSError, RuntimeError) as error:  # torch.OutOfMemoryError is one
+        except (OSError, RuntimeError) as error:  # RuntimeError includes torch.OutOfMemoryError
             self._take(given)
             self._give_back()
             if isinstance(error, OSError):
@@ -221,12 +220,12 @@ class Offload:
             copy.storage = None
 
     def let_go(self, keys: Collection[Key]) -> None:
-        """Forget the copies of storages that are there."""
+        """Drop the copies of storages that are awake or were collected."""
         for key in keys:
             del self._copies[key]
 
     def undo(self, keys: Iterable[Key]) -> None:
-        """Put storages away again that have just been brought back, with all their copies kept."""
+        """Put storages to sleep again that were just brought back and still have their copies."""
         copies = [self._copies[key] for key in keys]
         for copy in copies:
             copy.storage = copy.reference.storage()
@@ -234,7 +233,7 @@ class Offload:
         self._give_back()
 
     def close(self) -> None:
-        """Nothing sleeps any more, nor will."""
+        """Drop all copies and their memory. No storage sleeps afterwards."""
         self._copies.clear()
         self._pinned.close()
         if self._file is not None:
@@ -252,57 +251,57 @@ class Offload:
 
     @contextlib.contextmanager
     def _copying(self) -> Iterator[None]:
-        """A block whose copies are done on a stream of their own, and are done at its end."""
+        """Run a block's copies on the side stream, and synchronize at the end."""
         module = in_use(self._device)
-        # Memory that was just taken may have been let go of by what is still computed.
+        # New memory may just have been freed by kernels that still run: the side stream waits for these kernels.
         with contextlib.nullcontext() if module is None else self._side.after(module):
             yield
 
     def _give_back(self) -> None:
-        """Have the device's other users get what torch keeps for itself."""
+        """Release torch's cached memory to other users of the device."""
         if (module := in_use(self._device)) is not None:
-            with contextlib.suppress(RuntimeError):  # another thread captures a graph: torch can't meanwhile
+            with contextlib.suppress(RuntimeError):  # torch can't while another thread captures a graph
                 module.empty_cache()
 
 
 def _view(storage: Any) -> Any:
-    """A storage's bytes as a tensor."""
+    """Return a storage's bytes as a tensor."""
     torch = imported("torch")
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (storage.nbytes(),), (1,))
 
 
 def place_of(storage: Any) -> str:
-    """Return the device on which a storage is, as torch calls it."""
+    """Return the name of a storage's device, as in torch."""
     return name_of(storage.device)
 
 
 class _Kept(Protocol):
-    """Bytes of which storages have some while they sleep."""
+    """A place for the bytes of sleeping storages."""
 
     def grow(self, nbytes: int) -> None:
-        """Have so many at least.
+        """Grow to at least `nbytes` bytes.
 
         Raises:
             OSError: There is no room.
-            MemoryError: Likewise.
+            MemoryError: There is no room.
         """
         ...
 
     def write(self, view: Any, start: int) -> None:
-        """Copy a tensor of bytes there."""
+        """Copy a tensor of bytes to the offset `start`."""
         ...
 
     def read(self, view: Any, start: int) -> None:
-        """Copy them back."""
+        """Fill a tensor of bytes from the offset `start`."""
         ...
 
 
 def starts_beside(taken: Iterable[tuple[int, int]], sizes: Iterable[int]) -> list[int]:
-    """Return where pieces of such sizes have room, each in the first place, beside some that are there.
+    """Return the offsets of new pieces, each in the first gap that fits, beside existing pieces.
 
     Args:
-        taken: Where these begin, and their sizes.
-        sizes: Those of the pieces.
+        taken: Offset and size of each existing piece.
+        sizes: The sizes of the new pieces.
     """
     gaps, end = [], 0
     for start, nbytes in sorted(taken):
@@ -323,24 +322,24 @@ def starts_beside(taken: Iterable[tuple[int, int]], sizes: Iterable[int]) -> lis
 
 
 class Pinned:
-    """Memory of the host's from and to which a device copies by itself: as much as has slept at once."""
+    """Pinned host memory for a device's copies: as much as has ever slept at once."""
 
     def __init__(self, device: str, free: Callable[[], int]) -> None:
-        """Args: device: As torch calls it. free: How much of the host's memory is free."""
+        """Args: device: The device's name in torch. free: Returns the free bytes of the host."""
         self._device = device
         self._free = free
         self._regions: list[Any] = []  # one after the other
 
     @property
     def own(self) -> int:
-        """How much of it is the process's own: what torch pins is shared with the driver."""
+        """The bytes that belong to the process itself: memory that torch pins is shared with the driver."""
         return sum(region.numel() for region in list(self._regions) if not region.untyped_storage().resizable())
 
     def grow(self, nbytes: int) -> None:
-        """Have so many bytes at least.
+        """Grow to at least `nbytes` bytes.
 
         Raises:
-            MemoryError: The host hasn't that much.
+            MemoryError: The host has less.
         """
         there = sum(region.numel() for region in self._regions)
         more = -(-(nbytes - there) // LARGE_PAGE_BYTES) * LARGE_PAGE_BYTES
@@ -357,21 +356,21 @@ class Pinned:
             raise MemoryError(f"{what}: {str(error).partition(chr(10))[0]}") from error
 
     def write(self, view: Any, start: int) -> None:
-        """Copy a tensor of bytes there."""
+        """Copy a tensor of bytes to the offset `start`, asynchronously."""
         for part, piece in self._along(view, start):
             piece.copy_(part, non_blocking=True)
 
     def read(self, view: Any, start: int) -> None:
-        """Copy them back."""
+        """Fill a tensor of bytes from the offset `start`, asynchronously."""
         for part, piece in self._along(view, start):
             part.copy_(piece, non_blocking=True)
 
     def close(self) -> None:
-        """Give the file's place back."""
+        """Free the memory."""
         self._regions = []
 
     def _along(self, view: Any, start: int) -> Iterator[tuple[Any, Any]]:
-        """The parts of a view, each with what it is copied to and from."""
+        """Yield the parts of a view, each with the piece of a region beside it."""
         done, begin = 0, 0
         for region in self._regions:
             first = start + done - begin
@@ -383,33 +382,33 @@ class Pinned:
 
 
 class _Pages(mmap.mmap):
-    """Pages of the process's own, which are pinned for as long as they are there."""
+    """Anonymous pages that stay pinned as long as the mapping exists."""
 
     pinned_by: Any = None
     address: int
 
     def __del__(self) -> None:
-        # Weak references to a mapping are told only when it has gone.
+        # A weak reference's callback would come too late: after the mapping is gone.
         if self.pinned_by is not None:
-            with contextlib.suppress(DriverError):  # of a context that is lost
+            with contextlib.suppress(DriverError):  # the context is lost
                 self.pinned_by.unpin(self.address)
 
 
 def pinned(nbytes: int, device: str) -> list[Any]:
-    """Return new memory of the host's, as tensors of bytes, from and to which a device copies by itself."""
+    """Return new pinned host memory, as tensors of bytes."""
     if in_use(device) is None:
         return [_memory(nbytes)[1]]
     if (found := driver(device)) is not None:
         pages, memory = _memory(nbytes)
-        # Torch itself has several threads for what is larger than a part.
+        # Torch itself uses several threads for a tensor that is larger than a part.
         by_threads(lambda part: part[:: mmap.PAGESIZE].zero_(), memory.split(_TOUCHED_BYTES), _THREADS)
-        with contextlib.suppress(DriverError):  # it can't, as in some virtual machines: nothing is left of it then
+        with contextlib.suppress(DriverError):  # pinning fails in some virtual machines, and leaves nothing behind
             found.pin(memory.data_ptr(), nbytes)
             pages.pinned_by, pages.address = found, memory.data_ptr()
             return [memory]
         del pages, memory
     torch, regions = imported("torch"), []
-    while nbytes:  # torch pins powers of two: of 33 GiB in one piece 64
+    while nbytes:  # torch pins powers of two: 64 GiB for one piece of 33
         regions.append(torch.empty(1 << (nbytes.bit_length() - 1), dtype=torch.uint8, pin_memory=True))
         nbytes -= regions[-1].numel()
     return regions
@@ -418,10 +417,10 @@ def pinned(nbytes: int, device: str) -> list[Any]:
 def _memory(nbytes: int) -> tuple[_Pages, Any]:
     torch = imported("torch")
     pages = _Pages(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):  # a kernel without them
+    with contextlib.suppress(OSError):  # a kernel without huge pages
         pages.madvise(mmap.MADV_HUGEPAGE)
-    # A process that is forked has zeros there: else the device might copy from pages that are the other one's. It has
-    # the addresses, too, as it may collect what lies there.
+    # A forked process sees zeros here: otherwise copy-on-write could move the pages from under the device. The
+    # addresses stay mapped in the fork, which may collect the objects there.
     try:
         pages.madvise(_WIPE_ON_FORK)
     except OSError:  # gVisor

@@ -1,4 +1,4 @@
-"""What the workers of a group say of their memory, when they are asked."""
+"""The driver's questions about memory to the workers of a group."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from colocate.features.memory.messages import AskLedger, Ledger, LedgerTold
 
 
 class Ledgers:
-    """The questions for memory to one generation of a group's workers."""
+    """The questions about memory to one generation of a group's workers."""
 
     def __init__(self, link: WorkerGroup) -> None:
         self._link = link
         self._requests: Requests[int, Ledger] = Requests(link.base)
 
     def get(self, slots: Sequence[int], deadline: Deadline) -> list[Ledger]:
-        """Return the ledgers of some slots, in their order.
+        """Return the ledgers of some slots, in order.
 
         Raises:
             TimeoutError: A worker hasn't answered in time.
-            RoleError: What a role holds can't be looked at: its `device_state` has raised, say.
-            ColocateError: The group is gone.
+            RoleError: A role's holdings can't be inspected, as when `device_state` has raised.
+            ColocateError: The group has failed or is closed.
         """
         tell = self._link.teller()
 
@@ -41,7 +41,7 @@ class Ledgers:
         )
 
     def each(self, slots: Sequence[int], deadline: Deadline) -> dict[int, Ledger | Exception]:
-        """Return the ledger of each of some slots, or why there is none; see `get`."""
+        """Return a ledger or an error for each slot; see `get`."""
         tell = self._link.teller()
         asked = {slot: self._requests.open([slot]) for slot in slots}
         found: dict[int, Ledger | Exception] = {}
@@ -61,7 +61,7 @@ class Ledgers:
         return found
 
     def answered(self, worker: Worker, told: LedgerTold) -> None:
-        """Take a worker's answer."""
+        """Handle a worker's answer."""
         if told.ledger is not None:
             self._requests.answered(told.token, worker.slot, told.ledger)
             return
@@ -79,5 +79,5 @@ class Ledgers:
         self._requests.refused(told.token, error)
 
     def fail(self, error: ColocateError) -> None:
-        """Fail what was asked: no worker will answer any more."""
+        """Fail the pending questions: no worker will answer."""
         self._requests.fail_all(error)

@@ -1,8 +1,8 @@
-"""Memory of roles that sleeps: a role's tensors go from a device to the host's memory, and from there to a file.
+"""Memory of roles that sleeps: a role's tensors go from a device to the host's memory, and from the host to a file.
 
-Both are done by all ranks of the role or by none: each does what may fail, then they meet at the driver, and only when
-all are ready it is made so. Only torch's own tensors go. What others use stays, and so does what can't lose its memory.
-Where what sleeps is, and how it gets there, is in `offload.py`.
+All ranks of the role move memory, or none: each rank does the steps that may fail, then all ranks meet at the driver,
+and only when all are ready the move becomes final. Only torch's own tensors go. Memory in use by others stays, and so
+does memory that can't be freed. `offload.py` has the copies.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from colocate.worker.holdings import (
 from colocate.worker.serving.failure import is_out_of_memory
 from colocate.worker.serving.role_instance import RoleInstance
 
-_SMALL = 4096  # bytes of the host's memory, of a role on a GPU
+_SMALL = 4096  # bytes of host memory; of a role on a GPU
 _PINNED = "pinned: the device uses it by itself"
 _FOREIGN = "of an array, a file or another library"
 _SHARED = "shared with other processes"
@@ -53,16 +53,16 @@ _ALL = tuple(TAGS)
 _NO_ROOM = (errno.ENOMEM, errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 Kept: TypeAlias = Mapping[str, Mapping[Key, tuple[int, str, WeakStorage | None]]]
-"""Pieces that were to sleep and are awake, by tag: their sizes, why, and what tells whether they are there."""
+"""Memory that was to sleep and stays awake, by tag and key: size, reason, and a weak reference to the storage."""
 
 
 def lacks_room(error: BaseException) -> bool:
-    """Whether memory couldn't move as there is no room where it would go."""
+    """Whether memory couldn't move for lack of room."""
     return isinstance(error, MemoryError) or getattr(error, "errno", 0) in _NO_ROOM or is_out_of_memory(error)
 
 
 def reason(error: Exception) -> tuple[str, str | None]:
-    """Why memory couldn't move, and a traceback; None where colocate or the system refuse: they say it in words."""
+    """Return the reason why memory couldn't move, and a traceback; None for errors of colocate or the system."""
     if isinstance(error, ColocateError):
         cause = error.__cause__ or error
         return error.message, told(cause, whole=False) if frames_of_users(cause) else None
@@ -76,16 +76,16 @@ def reason(error: Exception) -> tuple[str, str | None]:
 
 @attrs.frozen
 class EvictionPlan:
-    """What of a role is to sleep, and can.
+    """The memory of a role that goes to sleep.
 
     Attributes:
-        by_tag: What is to, by its tags.
-        tags: Those of them of which nothing slept.
-        pieces: The sizes of what goes.
-        storages: What is copied elsewhere.
-        emptied: What is let go of, also of what sleeps already: it comes back as zeros.
-        to_host: The bytes of the device that go to the host.
-        kept: The pieces that were to and stay.
+        by_tag: All memory that was to sleep, by tag.
+        tags: The tags that had no sleeping memory before.
+        pieces: The sizes of storages that go.
+        storages: The storages that are copied.
+        emptied: The storages to discard, also sleeping ones: they come back as zeros.
+        to_host: Bytes that go from the device to the host.
+        kept: The storages that were to sleep and stay.
     """
 
     by_tag: Mapping[str, Objects]
@@ -104,17 +104,17 @@ class EvictionPlan:
 
 @attrs.frozen
 class RestorePlan:
-    """What of a role is to be there again.
+    """The memory of a role that wakes.
 
     Attributes:
-        by_tag: What is to, by its tags.
-        tags: These.
-        pieces: The sizes of its pieces.
-        emptied: Those that come as zeros.
-        on_host: What of all is the host's, in bytes.
-        on_device: What comes to the slot's device.
-        anew: The bytes of the host's memory that come as zeros: they haven't been anywhere.
-        kept: What of the same tags is awake, as `EvictionPlan` has it.
+        by_tag: All memory under the tags, by tag.
+        tags: The tags that wake.
+        pieces: The sizes of storages that come back.
+        emptied: The storages that come back as zeros.
+        on_host: Bytes that come back on the host.
+        on_device: Bytes that come back on the slot's device.
+        anew: Bytes of the host's that come back as zeros: without a copy.
+        kept: The storages under the same tags that stayed awake, as in `EvictionPlan`.
     """
 
     by_tag: Mapping[str, Objects]
@@ -128,7 +128,7 @@ class RestorePlan:
 
     @property
     def size(self) -> int:
-        """All bytes that were away."""
+        """The bytes that come back."""
         return sum(self.pieces.values())
 
 
@@ -141,16 +141,16 @@ def plan(
     device: str,
     asleep: Collection[str] = (),
 ) -> EvictionPlan:
-    """Return what of a role goes to sleep.
+    """Return the memory of a role that goes to sleep.
 
     Args:
-        by_tag: What is to, by tag; each piece once.
-        away: The pieces that have no memory already.
-        users: The pieces that others use, by who that is.
-        immovable: Why pieces can't lose their memory, or mustn't.
-        lost: Pieces of which nobody needs the contents.
-        device: The slot's, as torch calls it.
-        asleep: The tags of which something sleeps.
+        by_tag: The memory that is to sleep, by tag; each storage once.
+        away: The storages that sleep already.
+        users: Storages in use by others, by the name of the user.
+        immovable: The reasons why storages can't or mustn't lose their memory.
+        lost: Storages with contents to discard.
+        device: The slot's device, as named by torch.
+        asleep: The tags with sleeping memory.
     """
     kept: dict[str, dict[Key, tuple[int, str, WeakStorage | None]]] = {tag: {} for tag in by_tag}
     pieces: dict[Key, int] = {}
@@ -165,8 +165,8 @@ def plan(
                     if key in lost:
                         emptied[key] = storage
                     continue
-                if not size or (place == HOST != device and size < _SMALL):  # an optimizer's step, say: no file is
-                    continue  # worth that
+                if not size or (place == HOST != device and size < _SMALL):  # such as an optimizer's
+                    continue  # step: not worth a file
                 using = [who for who, keys in users.items() if key in keys]
                 if using or key in immovable or storage is None or place not in {HOST, device}:
                     why = f"on {place}" if place not in {HOST, device} else immovable.get(key, _FOREIGN)
@@ -184,7 +184,7 @@ def plan(
 
 
 def by_tags(found: Mapping[Purpose, Storages]) -> dict[str, Objects]:
-    """Return what was found by tag, where each piece counts as the first of what it is for."""
+    """Return holdings by tag; a storage with several purposes counts for the first."""
     by_tag = {tag: Objects() for tag in TAGS}
     seen: set[Key] = set()
     for purpose in filter(_TAG_OF.__contains__, Purpose):
@@ -204,15 +204,15 @@ def by_tags(found: Mapping[Purpose, Storages]) -> dict[str, Objects]:
 def unneeded(
     found: Mapping[Purpose, Storages], discard: Collection[str], others: Iterable[Mapping[str, Mapping[Key, int]]]
 ) -> set[Key]:
-    """Return what of a role has contents that nobody needs: what it holds by such tags only, and nobody else.
+    """Return a role's storages with disposable contents: held under discarded tags only, and by no other holder.
 
-    It isn't what trains, or is to be differentiated: torch keeps some of that, too. Nor is it indices of sparse and
+    Excluded are trained tensors and tensors in autograd graphs, which torch may keep too; and indices of sparse and
     jagged tensors, which zeros would make invalid.
 
     Args:
-        found: What the role holds, asleep or not.
-        discard: The tags.
-        others: What others hold, asleep or not.
+        found: The role's holdings, asleep or not.
+        discard: The tags to discard.
+        others: The holdings of all other holders, asleep or not.
     """
     purposes = {purpose for tag in discard for purpose in TAGS[tag]}
     discarded = [each for purpose, each in found.items() if purpose in purposes and isinstance(each, Objects)]
@@ -225,21 +225,21 @@ def _keys(found: Iterable[Mapping[str, Mapping[Key, int]]]) -> set[Key]:
     return {key for pieces in found for sizes in list(pieces.values()) for key in list(sizes)}
 
 
-# -- what sleeps
+# -- sleeping memory
 
 
 class Asleep:
-    """What sleeps. It is changed on the lane, and may be read on any thread.
+    """The sleeping memory of a worker's roles. Changed on the lane, read on any thread.
 
     Attributes:
-        roles: That by role and tag, with what other roles hold too.
-        away: The sizes of pieces of memory that aren't there, by what torch calls their storages.
-        emptied: Those of them that are nowhere else either: they come back as zeros.
-        why: What was in the way when a role was last to be woken, of those that could not be.
+        roles: The sleeping storages by role and tag, also those that other roles hold too.
+        away: The sizes of storages without memory, by key.
+        emptied: The storages of `away` without a copy: they come back as zeros.
+        why: The reason of the last failed wake, by role.
     """
 
     def __init__(self, device: str, offload: Offload) -> None:
-        """Nothing sleeps. `device`: the slot's; `offload`: how memory goes."""
+        """Args: device: The slot's device. offload: Moves memory."""
         self._device = device
         self._offload = offload
         self.roles: dict[str, dict[str, Objects]] = {}
@@ -252,13 +252,13 @@ class Asleep:
         return bool(self.roles)
 
     def tags(self, role: str | None) -> Sequence[str]:
-        """Return what of a role sleeps."""
+        """Return the tags of a role with sleeping memory."""
         return () if role is None else tuple(self.roles.get(role, ()))
 
     def kept_awake(self, role: str, tags: Collection[str] | None = None) -> dict[str, int]:
-        """Return why memory of what sleeps of a role is awake all the same, and how many bytes, most first.
+        """Return the bytes of a sleeping role that stayed awake, by reason, most first.
 
-        As it was when that was put to sleep, without what is gone since, or has gone with another role.
+        As of the role's last sleep, without storages that were collected or went to sleep with another role since.
         """
         found: dict[str, int] = {}
         by_tag = self.roles.get(role, {})
@@ -272,7 +272,7 @@ class Asleep:
         return dict(sorted(found.items(), key=lambda each: -each[1]))
 
     def by_role(self) -> dict[str, tuple[int, int]]:
-        """Return the bytes that sleep by role, and those of them that come back as zeros. Each counts once."""
+        """Return the sleeping bytes by role, in all and without a copy (back as zeros). Each storage counts once."""
         seen: set[Key] = set()
         found: dict[str, tuple[int, int]] = {}
         for role, by_tag in list(self.roles.items()):
@@ -283,12 +283,12 @@ class Asleep:
         return found
 
     def kept_addresses(self) -> set[int]:
-        """Return where storages are that sleep and keep their addresses."""
+        """Return the addresses of sleeping storages that keep their addresses."""
         found = [pieces.storages for by_tag in list(self.roles.values()) for pieces in list(by_tag.values())]
         return {storage.data_ptr() for storages in found for storage in storages.values()} - {0}
 
     def coming(self, name: str, tags: Iterable[str]) -> RestorePlan:
-        """Return what of a role is to be there again; all of these tags sleep."""
+        """Return the memory of a role that a wake of these tags brings back. All tags must sleep."""
         self.forget_gone()
         by_tag = {tag: self.roles[name][tag] for tag in tags}
         places = {key: place for found in by_tag.values() for place, sizes in found.items() for key in sizes}
@@ -307,22 +307,22 @@ class Asleep:
         )
 
     def add(self, name: str, moved: EvictionPlan | RestorePlan) -> None:
-        """A role's memory sleeps, or does still."""
+        """Record that a role's memory has gone to sleep, or still sleeps."""
         self.away.update(moved.pieces)
         self.emptied.update(moved.emptied)
         asleep = self.roles.setdefault(name, {})
         for tag, pieces in moved.by_tag.items():
-            joined = Objects()  # others are reading what is there
+            joined = Objects()  # a new object: other threads read the present one
             for each in (asleep.get(tag), pieces):
                 if each is not None:
                     joined.include(each)
-                    # The others may be let go of.
+                    # Only sleeping storages are stored: roles may free the others.
                     joined.storages |= {key: storage for key, storage in each.storages.items() if key in self.away}
             asleep[tag] = joined
-        self._kept[name] = {**self._kept.get(name, {}), **moved.kept}  # others are reading this, too
+        self._kept[name] = {**self._kept.get(name, {}), **moved.kept}  # a new object: other threads read this
 
     def remove(self, name: str, moved: RestorePlan | EvictionPlan) -> None:
-        """A role's memory is there again, or still."""
+        """Record that a role's memory is awake again, or still."""
         for key in moved.pieces:
             self.away.pop(key, None)
         self.emptied -= moved.pieces.keys()
@@ -335,12 +335,12 @@ class Asleep:
             del self.roles[name], self._kept[name]
 
     def add_own(self, name: str, tags: Collection[str], why: str) -> None:
-        """Note that what a role puts away by its own means isn't back, though the rest is."""
+        """Record a role as asleep under these tags: the role's own `wake` has failed, though storages are back."""
         self.roles.setdefault(name, {}).update({tag: Objects() for tag in tags})
         self.why[name] = why
 
     def forget_gone(self) -> None:
-        """Drop records of offloaded storages that were collected."""
+        """Drop the records of sleeping storages that were collected."""
         if not (gone := {key for key in self.away if _is_gone(key)}):
             return
         for by_tag in self.roles.values():
@@ -353,13 +353,13 @@ class Asleep:
 
 
 def _is_gone(key: Key) -> bool:
-    """Whether nobody else has a storage that sleeps: there is one Python object of it, which is a use."""
+    """Whether only colocate refers to a sleeping storage. The Python object counts as one use."""
     uses: int = imported("torch")._C._storage_Use_Count(key)
     return uses == 1
 
 
 class Ranges:
-    """Stretches of memory."""
+    """Ranges of memory, merged."""
 
     def __init__(self, pieces: Iterable[tuple[int, int]]) -> None:
         """Args: pieces: Addresses and sizes, which may overlap."""
@@ -373,25 +373,25 @@ class Ranges:
                 self._stops.append(start + size)
 
     def meet(self, start: int, size: int) -> bool:
-        """Whether something of a piece lies in them."""
-        place = bisect.bisect_left(self._starts, start + size) - 1  # the last one that begins before it ends
+        """Whether a piece overlaps a range."""
+        place = bisect.bisect_left(self._starts, start + size) - 1  # the last range that starts before the piece's end
         return place >= 0 and self._stops[place] > start
 
 
-# -- going and coming
+# -- sleep and wake
 
 
 @attrs.frozen
 class Outcome:
-    """What has become of it on one rank.
+    """The outcome of a sleep or wake on one rank.
 
     Attributes:
-        refusal: Why a rank could not do it, so that none has; None when all have.
-        own: Whether that was this rank.
-        fits: Whether there was room for it here.
-        nbytes: The bytes that have gone, or come back, here.
-        left: What of the role isn't as it was here, though none has done it.
-        trace: The traceback of what the role's own hook has raised here.
+        refusal: The reason why a rank refused, so that no rank moved memory; None on success.
+        own: Whether this rank refused.
+        fits: Whether there was room on this rank.
+        nbytes: Bytes moved on this rank.
+        left: The damage to the role on this rank after a refusal, in words; None for none.
+        trace: The traceback of an error of the role's own hook on this rank.
     """
 
     refusal: str | None = None
@@ -403,15 +403,15 @@ class Outcome:
 
 
 class Sleeper:
-    """Puts memory of a worker's roles to sleep and wakes it, on the lane.
+    """Puts roles of a worker to sleep, and wakes roles. On the lane.
 
     Attributes:
-        asleep: What sleeps.
-        offload: Where that is.
-        spill_dir: In which folder the host's lies there; None for where there is room.
-        free: How much of the host's memory is free.
-        refuse_more: Raises when a budget has no room for so many more bytes of a role, of the device or the host, that
-            sleeps or wakes.
+        asleep: The sleeping memory.
+        offload: The copies.
+        spill_dir: The folder for the host's sleeping memory; None for any with room.
+        free: Returns the free bytes of the host.
+        refuse_more: Raises if a budget has no room for so many more bytes of a sleeping or waking role, on the device
+            or host.
     """
 
     def __init__(self, worker_context: WorkerContext) -> None:
@@ -423,7 +423,7 @@ class Sleeper:
         self.refuse_more: Callable[[str, int, bool, bool], None] = lambda role, nbytes, device, wakes: None
 
     def begin(self, in_turns: bool) -> None:
-        """No role is constructed yet. That there is no place for what sleeps isn't to show hours later."""
+        """Open the file for sleeping memory before roles are constructed: a missing folder is an error at once."""
         if self.spill_dir is not None or (in_turns and self._worker_context.boot.device == "cpu"):
             try:
                 self.offload.file()
@@ -432,7 +432,7 @@ class Sleeper:
                 raise ConfigError(f"{where}{error} (on node {self._worker_context.boot.node})") from None
 
     def check(self, role: RoleInstance, spec: MethodSpec) -> None:
-        """Raise when a method's role isn't as awake as the method needs it, or another one that it keeps."""
+        """Raise a `SleepingError` if a method needs sleeping memory, of the role or of a sibling kept by the role."""
         if not self.asleep:
             return
         asleep = [tag for tag in self.asleep.tags(role.name) if spec.awake is None or tag in spec.awake]
@@ -442,7 +442,7 @@ class Sleeper:
             raise SleepingError(
                 f"{role.label(spec.name)} needs memory of its role that sleeps ({', '.join(asleep)}){how}"
             )
-        if spec.awake == () or role.name is None:  # functions keep nothing
+        if spec.awake == () or role.name is None:  # functions keep no sibling
             return
         for name in sorted(role.ctx._asked & self._worker_context.roles.keys()):
             asleep = list(self.asleep.tags(name))
@@ -454,7 +454,7 @@ class Sleeper:
                 )
 
     def refuse(self, role: str, tags: Collection[str] = _ALL) -> None:
-        """Raise when somebody wants a role's object while such memory of it sleeps."""
+        """Raise a `SleepingError` if role code asks for a role with sleeping memory of these tags."""
         if asleep := [tag for tag in self.asleep.tags(role) if tag in tags]:
             raise SleepingError(
                 f"memory of role {role!r} sleeps ({', '.join(asleep)}): wake it with group.wake({role!r}), or call one "
@@ -486,14 +486,14 @@ class Sleeper:
         outcome = self._all_or_none(role, members, begin, lambda: self._undo(role, new))
         if outcome.refusal is None:
             self.asleep.add(name, seen[0])
-            trim()  # who has a role sleep wants memory: also what was freed before, in pieces that `malloc` keeps
+            trim()  # returns freed memory that `malloc` has kept, too
         elif not set(new).isdisjoint(self.asleep.tags(name)):
             raised = f"wake() on {_rank(role)} has raised {self.asleep.why[name]}"
             return attrs.evolve(outcome, left=f"{raised}, and is called again when the role is woken")
         return outcome
 
     def wake(self, name: str, tags: Sequence[str], members: int) -> Outcome:
-        """Have memory of a role be there again, if it is so on all ranks."""
+        """Wake memory of a role, if all ranks can."""
         role = self._worker_context.roles.get(name)
         asleep = [tag for tag in self.asleep.tags(name) if tag in tags]
         if role is None or not asleep:
@@ -519,9 +519,10 @@ class Sleeper:
         return outcome
 
     def sleep_alone(self, name: str, tags: Sequence[str] = _ALL, only: RestorePlan | None = None) -> int:
-        """Put a role to sleep on this rank, whatever others do: it is awake again before anything uses it.
+        """Put a role to sleep on this rank, regardless of other ranks. Wake the role before any use.
 
-        Returns the bytes that sleep now, also those that a device keeps. `only`: what may go, as it had come.
+        Returns the bytes that sleep now, including bytes that the device keeps. `only`: the memory that may go, as it
+        came.
         """
         role = self._worker_context.roles[name]
         new = [tag for tag in tags if tag not in self.asleep.tags(name)]
@@ -537,7 +538,7 @@ class Sleeper:
         return going.size
 
     def wake_alone(self, role: RoleInstance, tags: Sequence[str] = _ALL) -> int:
-        """Have memory of a role be there again on this rank, whatever others do, and return the bytes of it."""
+        """Wake memory of a role on this rank, regardless of other ranks; return the bytes."""
         asleep = [tag for tag in self.asleep.tags(role.name) if tag in tags]
         if not asleep:
             return 0
@@ -549,24 +550,24 @@ class Sleeper:
         return coming.size
 
     def size(self, name: str, tags: Sequence[str]) -> int:
-        """Return the bytes of the device that a role will need when memory of such tags, which sleeps, is woken."""
+        """Return the bytes of the device that a wake of a role's tags needs."""
         asleep = [tag for tag in self.asleep.tags(name) if tag in tags]
         return self.asleep.coming(name, asleep).on_device if asleep else 0
 
     def going(
         self, name: str, tags: Sequence[str], discard: Collection[str] = (), only: RestorePlan | None = None
     ) -> EvictionPlan:
-        """Return what of a role is to sleep, and can.
+        """Return the memory of a role that goes to sleep.
 
         Args:
             name: The role.
-            tags: What of it.
-            discard: Tags of which the contents are let go of; those that sleep already, too.
-            only: What may go, as it had come; None for all.
+            tags: The tags to put to sleep.
+            discard: Tags with contents to discard, also of sleeping memory.
+            only: The memory that may go, as it came; None for all.
 
         Raises:
-            MemoryBudgetError: There is no room where it goes.
-            ColocateError: Not everything can be looked at.
+            MemoryBudgetError: The destination has no room.
+            ColocateError: The search of a role's holdings failed or is incomplete.
         """
         self.asleep.forget_gone()
         worker_context, asleep = self._worker_context, self.asleep.tags(name)
@@ -575,7 +576,7 @@ class Sleeper:
         )
         every = by_tags(found)
         by_tag = {tag: every[tag] for tag in tags}
-        # What others hold and doesn't sleep there, by who; and all that they hold.
+        # Storages in use by others and awake, by user; and all holdings of others.
         users: dict[str, Collection[Key]] = {}
         others: list[Mapping[str, Mapping[Key, int]]] = []
         for other in [each for each in named(worker_context) if each != name]:
@@ -602,7 +603,7 @@ class Sleeper:
         return going
 
     def _immovable(self, found: Collection[Objects], noted: Collection[Objects]) -> dict[Key, str]:
-        """Return what can't lose its memory, or mustn't, of what was found beside all else that roles hold; and why."""
+        """Return the storages of `found` that can't or mustn't be freed, with reasons; `noted`: all holdings."""
         worker_context, can_take = self._worker_context, self.offload.can_take
 
         def there(among: Iterable[Objects]) -> Iterable[tuple[Key, Any]]:
@@ -611,7 +612,7 @@ class Sleeper:
 
         graphs = any(each.parts.get("memory") for each in list(worker_context.roles.values()))
         why = {key: _PINNED for each in found for key in each.pinned}
-        # Another library may have memory of torch's, too, and torch have it from there once more.
+        # Another library may share a part of torch's memory, and torch may have imported that part again.
         arrays = [piece for each in noted for piece in each.arrays.items()]
         fixed = [(each.data_ptr(), each.nbytes()) for _, each in there(noted) if not can_take(each)]
         foreign = Ranges([*arrays, *fixed])
@@ -625,11 +626,11 @@ class Sleeper:
                 and not self.offload.keeps_address(storage)
                 and worker_context.device.is_private(storage.data_ptr())
             ):
-                why[key] = _OF_A_GRAPH  # which is replayed, and would write where that was
+                why[key] = _OF_A_GRAPH  # a replay would write to the former address
         return why
 
     def _free_for(self, wanted: int) -> int:
-        """How much of the host's memory is free; where that is less than is wanted, `malloc` gives back what it can."""
+        """Return the free bytes of the host; if fewer than wanted, `malloc` first returns unused memory."""
         if (free := self.free()) >= wanted:
             return free
         trim()
@@ -638,15 +639,15 @@ class Sleeper:
     def _all_or_none(
         self, role: RoleInstance, members: int, begin: Callable[[], Callable[[], int]], undo: Callable[[], object]
     ) -> Outcome:
-        """Begin, and end it when all ranks have begun, which tells the bytes that were moved; otherwise undo it."""
+        """Run `begin` on this rank, then the returned function if all ranks have begun, otherwise `undo`."""
         refusal: str | None = None
         end: Callable[[], int] | None = None
         fits, moved, trace = True, 0, None
         try:
             end = begin()
-        except Consequence as error:  # of a peer's failure, for which this rank has waited in vain
+        except Consequence as error:  # a peer failed while this rank waited
             raise PutBack(error.message) from error
-        except Exception as error:  # also of the role's own hook: it isn't done then, and that is told to all
+        except Exception as error:  # includes errors of the role's own hook
             fits = not lacks_room(error)
             why, trace = reason(error)
             refusal = f"{_rank(role)}: {why}"
@@ -663,7 +664,7 @@ class Sleeper:
         return Outcome(refusal, end is None, fits, moved, trace=trace)
 
     def _agree(self, members: int, refusal: str | None) -> str | None:
-        """Return what a rank has against the sleep; None when all are ready."""
+        """Meet the other ranks; return the first refusal, or None if all are ready."""
         call = running_call.get()
         assert call is not None
         try:
@@ -683,11 +684,11 @@ class Sleeper:
         discard: Collection[str] = (),
         only: RestorePlan | None = None,
     ) -> tuple[EvictionPlan, Mapping[Key, Any]]:
-        """Return what of a role is to sleep, and its copies where it goes."""
+        """Return the memory of a role that goes to sleep, and the copies."""
         for part in self._worker_context.parts.values():
             part.settles()
         new = [tag for tag in tags if tag not in self.asleep.tags(name)]
-        if new:  # first: where memory was that it frees, somebody else's may be afterwards
+        if new:  # first: memory that the hook frees may belong to somebody else afterwards
             role.call_hook("sleep", tuple(new))
         try:
             going = self.going(name, tags, discard, only)
@@ -697,9 +698,9 @@ class Sleeper:
             raise
 
     def _put_away(self, going: EvictionPlan, copies: Mapping[Key, Any]) -> int:
-        """Have what was copied be elsewhere only. The bytes that have gone."""
+        """Free the memory of copied storages; return the bytes that have gone."""
         left = self.offload.put_away(copies)
-        for pieces in going.by_tag.values():  # autograd may have saved what is emptied for a backward pass
+        for pieces in going.by_tag.values():  # a backward pass may have saved an emptied tensor: autograd must notice
             for reference in (each for key in going.emptied for each in pieces.tensors.get(key, ())):
                 tensor = reference()
                 if tensor is not None and not tensor.is_inference():
@@ -707,7 +708,7 @@ class Sleeper:
         return going.size - left
 
     def _undo(self, role: RoleInstance, tags: Sequence[str], error: BaseException | None = None) -> None:
-        """Have a role take back what it has put away by its own means, as it doesn't sleep. `error`: why it doesn't."""
+        """Call the role's `wake` hook after an abandoned sleep. If the hook raises, `error` gets a note."""
         try:
             self._tell_woken(role, tags)
         except Exception as second:
@@ -715,14 +716,14 @@ class Sleeper:
                 error.add_note(f"then its wake() raised {error_text(second)}")
 
     def _has_come(self, role: RoleInstance, coming: RestorePlan) -> None:
-        """Memory of a role is there for good, and its copies are of no use any more."""
+        """Record a completed wake: drop the copies, and call the role's hook."""
         assert role.name is not None
         self.offload.let_go(coming.pieces)
         self.asleep.remove(role.name, coming)
         self._tell_woken(role, coming.tags)
 
     def _tell_woken(self, role: RoleInstance, tags: Sequence[str]) -> None:
-        """Have a role take back what it has put away. One that raises is told again when that is wanted again."""
+        """Call the role's `wake` hook. If the hook raises, the tags count as asleep: the next wake calls it again."""
         try:
             if tags:
                 role.call_hook("wake", tuple(tags))
@@ -735,7 +736,11 @@ class Sleeper:
 def _held(
     worker_context: WorkerContext, name: str, storages: Callable[[], Objects] = Objects, with_declared: bool = True
 ) -> Holdings:
-    """Return what a role holds."""
+    """Return a role's holdings.
+
+    Raises:
+        ColocateError: `device_state` raised, or the role holds too many objects to search.
+    """
     role = worker_context.roles[name]
     try:
         declared = role.declared() if with_declared else ()

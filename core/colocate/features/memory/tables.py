@@ -1,4 +1,4 @@
-"""`group.memory()`: who has how much memory, as people and programs read it."""
+"""`group.memory()`: the memory of all roles, as a table for people and programs."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ _SOMETIMES = ("asleep", "activations")
 
 @attrs.frozen
 class RoleMemory:
-    """What one rank of a role holds, in bytes. Memory that several roles hold counts with one of them.
+    """The memory of one rank of a role, in bytes. Memory that several roles hold counts with one of them.
 
     Attributes:
-        role: The role's name; "" for what `group.run` has kept.
+        role: The role's name; "" for results kept by `group.run`.
         rank: The rank.
-        device: On the slot's device, by kind: "parameters", "gradients", "optimizer" (its state), "buffers", "declared"
-            (by the role's `device_state()`), "tensors" (others, in attributes), "residents".
-        host: Elsewhere, by kind: in the host's memory, where the slot's device isn't the CPU.
-        shared: What it holds besides and counts with another role.
-        asleep: What it holds that isn't in memory now (`group.sleep`).
-        activations: What its methods have allocated on a GPU at most while they ran, beyond what was there when they
-            began, by method; None where nobody knows: on the CPU, and where slots are threads.
-        complete: Whether all that it leads to was looked at.
-        kept_awake: What was to sleep with what is `asleep` and stays in memory, by why, as it was when that was put to
-            sleep: "used by role 'critic'", "used by residents", "of another library" ...
+        device: Bytes on the slot's device, by kind: "parameters", "gradients", "optimizer" (its state), "buffers",
+            "declared" (by the role's `device_state()`), "tensors" (other attributes), "residents".
+        host: Bytes elsewhere, by kind: in the host's memory, if the slot's device isn't the CPU.
+        shared: Bytes that the role holds besides and that count with another role.
+        asleep: Bytes that sleep now (`group.sleep`).
+        activations: The most that each method has allocated on a GPU while running, beyond the memory in use at the
+            start, by method; None if unknown: on the CPU, and where slots are threads.
+        complete: Whether the search visited all objects of the role.
+        kept_awake: Bytes that were to sleep and stayed in memory, by reason, as of the last sleep: "used by role
+            'critic'", "used by residents", "of another library" ...
     """
 
     role: str
@@ -51,7 +51,7 @@ class RoleMemory:
 
     @property
     def total(self) -> int:
-        """Add up all kinds, without what is shared or sleeps."""
+        """Add up all kinds, without shared or sleeping bytes."""
         return sum(self.device.values()) + sum(self.host.values())
 
 
@@ -60,19 +60,19 @@ class SlotMemory:
     """The memory of one worker, in bytes.
 
     Attributes:
-        slot: Its slot.
-        node: Where it is.
+        slot: The worker's slot.
+        node: The slot's node.
         device: The slot's device.
-        roles: What its roles hold.
-        process: The memory that is the process's own; None for threads, whose process is the driver's.
-        empty: What of that was there before the first role.
-        pinned: What of it was pinned for memory of the device that sleeps, and is kept for the next time.
-        gpu: "allocated" and "reserved" by torch, where its own allocator is used; "used" by all processes, "total";
-            "nccl", what process groups have, where torch can tell (2.12, with NCCL 2.29.7 on). None without a GPU.
-        shared_with_forks: What of `process` is in memory once for several: a worker that is a fork shares with what it
-            was forked from, and its other forks, all that neither has written to.
-        children: What the processes that roles have started (`ctx.start`) have for themselves, by role and name, with
-            all that these have started; on the host.
+        roles: The memory of the worker's roles.
+        process: The process's own memory; None for threads, which share the driver's process.
+        empty: The part of `process` from before the first role.
+        pinned: The part of `process` that is pinned for sleeping memory of the device, and reused.
+        gpu: "allocated" and "reserved" by torch, if its own allocator is in use; "used" by all processes, "total";
+            "nccl", the memory of process groups, if torch reports it (2.12, with NCCL 2.29.7 on). None without a GPU.
+        shared_with_forks: The part of `process` that exists once for several: a forked worker shares all pages with its
+            template and other forks until one of them writes.
+        children: Bytes of the processes that roles have started (`ctx.start`), with descendants, by role and name; on
+            the host.
     """
 
     slot: int
@@ -88,14 +88,14 @@ class SlotMemory:
 
     @property
     def unowned(self) -> dict[str, int]:
-        """Return what nobody owns, by what it is for.
+        """Return the bytes without an owner, by purpose.
 
-        "empty worker" (Python and torch), "pinned" (where there is some: for what sleeps, and kept) and "other" of the
-        process: objects of Python, what libraries have, what roles have imported since, and what was freed and `malloc`
-        keeps; less than 0 where roles hold what isn't in memory, or in files. On a GPU "fragmentation" (reserved, and
-        not in use), "nccl" (where torch tells it: what process groups have), "context" (CUDA's and other processes'
-        memory, NCCL's where torch doesn't tell it, and all of another allocator's in the place of torch's), and "other,
-        device" (of torch: what is computed with just now).
+        "empty worker" (Python and torch), "pinned" (if any: reused for sleeping memory) and "other" of the process:
+        Python objects, memory of libraries, imports of roles, and freed memory that `malloc` keeps; less than 0 if
+        roles hold memory that isn't resident, or lies in files. On a GPU "fragmentation" (reserved, and not in use),
+        "nccl" (process groups, if torch reports it), "context" (CUDA's and other processes' memory, NCCL's if torch
+        doesn't report it, and all of another allocator that replaces torch's), and "other, device" (torch's tensors of
+        running computations).
         """
         on_device = sum(sum(role.device.values()) for role in self.roles)
         on_host = sum(sum(role.host.values()) for role in self.roles)
@@ -120,14 +120,14 @@ class SlotMemory:
 
 @attrs.frozen
 class GroupMemory:
-    """The memory of a group: `print` shows it as a table.
+    """The memory of a group: `print` shows a table.
 
     Attributes:
         group: The group's name.
-        slots: One for each worker.
-        weights: By role that has got weights from another one (`sync_weights`) their version, and when they came, in
-            seconds of time.time(); 0.0 where that isn't known, as they were restored.
-        stale: By role why its weights aren't in sync.
+        slots: The memory of each worker.
+        weights: By role with synced weights (`sync_weights`): the version, and the time of the sync in seconds of
+            time.time(); 0.0 if unknown, as after a restore.
+        stale: The reason why a role's weights aren't in sync, by role.
     """
 
     group: str
@@ -136,7 +136,7 @@ class GroupMemory:
     stale: Mapping[str, str] = attrs.field(factory=dict)
 
     def rows(self) -> list[dict[str, Any]]:
-        """One row for each role and rank, and each child of one, with numbers: for a table of one's own, or pandas."""
+        """Return a row with numbers for each role and rank, and for each child process: for pandas, for example."""
         return [row for slot in self.slots for row in _rows(slot)]
 
     def data(self) -> dict[str, Any]:
@@ -163,7 +163,7 @@ class GroupMemory:
         )
 
     def texts(self) -> list[dict[str, str]]:
-        """As `print` shows it: a row for each role and rank and for what nobody owns, without kinds that nobody has."""
+        """Return the printed table: a row per role and rank, and per purpose of unowned memory; without empty kinds."""
         sizes = (*KINDS, "total", "shared", *_SOMETIMES)
         shown: list[dict[str, Any]] = []
         for slot in self.slots:
@@ -178,7 +178,7 @@ class GroupMemory:
         ]
 
     def notes(self) -> list[str]:
-        """Return what `print` says below the table: what each slot has in all, what of sleeping roles is awake, why."""
+        """Return the lines below the printed table: each slot's total, and the awake memory of sleeping roles."""
         roles = {**self.weights, **self.stale}
         found = [f"role {role!r} has {weights_age(self.weights.get(role), self.stale.get(role))}" for role in roles]
         for slot in self.slots:
@@ -202,7 +202,7 @@ class GroupMemory:
 
 
 def slot_memory(worker_group: WorkerGroup, worker: Worker, ledger: Ledger) -> SlotMemory:
-    """Return the memory of one worker, as it has told it."""
+    """Return the memory of one worker, from the worker's ledger."""
     slot, boot = worker.slot, worker.boot
     roles = []
     for name, held in ledger.roles.items():
@@ -214,7 +214,7 @@ def slot_memory(worker_group: WorkerGroup, worker: Worker, ledger: Ledger) -> Sl
             place[kind] = place.get(kind, 0) + size
         shared = ledger.shared.get(name, 0)
         asleep = ledger.asleep.get(name, 0)
-        if not (name or held or shared or asleep):  # functions, which have left nothing
+        if not (name or held or shared or asleep):  # functions that keep no results
             continue
         activations = None
         if ledger.peaks is not None:

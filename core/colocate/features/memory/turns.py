@@ -1,11 +1,11 @@
-"""Roles of a worker that take turns within its budget (`residency="swap"`).
+"""Roles of a worker that take turns within a budget (`residency="swap"`).
 
-Each worker decides for itself, on the lane: where a role's memory is makes no difference to what it computes, so ranks
-needn't agree. Before a call, who isn't needed makes room, and the role is woken; after it, where it has come to hold
-more, others make room again.
+Each worker decides for itself, on the lane: the place of a role's memory makes no difference to results, so ranks
+needn't agree. Before a call, idle roles make room and the called role is woken; after the call, if its role has grown,
+others make room again.
 
-Whose next turn is farthest makes room (Belady 1966), where somebody has said in which order a step calls its roles;
-else who was called longest ago.
+The role with the farthest next turn makes room (Belady 1966), if the order of calls in a step was declared; otherwise
+the least recently called role.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ from colocate.worker.serving.role_instance import RoleInstance
 
 _ALL = tuple(TAGS)
 _TOLD_BY_THEMSELVES = ("sleep", "wake")
-"""Functions that tell what has moved, and are no calls of anybody's."""
+"""Functions that report their moves themselves, and are no calls of a user."""
 
 
 class Order:
-    """The order in which roles are called: that of a step, where it was declared, and of their last calls."""
+    """The order in which roles are called: the declared step, and the order of past calls."""
 
     def __init__(self, declared: Sequence[str] = ()) -> None:
         """Args: declared: The roles of a step."""
         found = [role for before, role in zip((None, *declared), declared, strict=False) if role != before]
         self._step = found[:-1] if len(found) > 1 and found[0] == found[-1] else found
-        self._place = -1  # of the turn that is on
-        self._past: dict[str, None] = {}  # the roles that were called, the last one last
+        self._place = -1  # the index of the current turn in the step
+        self._past: dict[str, None] = {}  # the called roles, the latest last
 
     def begins(self, role: str) -> None:
-        """A role is called: its turn is on."""
+        """Record a call of a role, which starts the role's turn."""
         if next(reversed(self._past), None) != role:
             self._past.pop(role, None)
             self._past[role] = None
@@ -56,7 +56,7 @@ class Order:
                 self._place = (self._place + 1 + self._ahead().index(role)) % len(self._step)
 
     def by_need(self, roles: Iterable[str]) -> list[str]:
-        """Return roles, the one that is needed last first."""
+        """Sort roles by need, the one needed last first."""
         if ahead := self._ahead():
             places = {role: place for place, role in reversed([*enumerate(ahead)])}
             return sorted(roles, key=lambda role: (-places.get(role, len(ahead)), role))
@@ -64,17 +64,17 @@ class Order:
         return sorted(roles, key=lambda role: (last.get(role, -1), role))
 
     def _ahead(self) -> Sequence[str]:
-        """The turns of one step behind the one that is on, which is the last of them."""
+        """Return the turns after the current one, for one step; the current turn is the last."""
         return [*self._step[self._place + 1 :], *self._step[: self._place + 1]]
 
 
 @attrs.define
 class _Use:
-    """What runs, and whom it uses.
+    """A use of roles, by a call or a block.
 
     Attributes:
-        awake: The roles that are to stay awake.
-        is_call: Whether it is somebody's call.
+        awake: The roles that must stay awake.
+        is_call: Whether a user's call.
     """
 
     awake: frozenset[str] = frozenset()
@@ -82,13 +82,13 @@ class _Use:
 
 
 class TurnScheduler:
-    """Has the roles of a worker be awake when they are called, and keeps all of them within the budget.
+    """Wakes the roles of a worker for their calls, and keeps all roles within the budget.
 
     Attributes:
-        takes_turns: Whether they take turns.
+        takes_turns: Whether roles take turns.
     """
 
-    _limits: Sequence[Limit]  # what all may have together, where they do
+    _limits: Sequence[Limit]  # the limits of all roles together, if roles take turns
 
     def __init__(self, worker_context: WorkerContext, sleeper: Sleeper, accounts: Accounts) -> None:
         self._worker_context = worker_context
@@ -97,12 +97,12 @@ class TurnScheduler:
         self.takes_turns = False
         self._order = Order()
         self._declared: Sequence[str] = ()
-        self._peaks: dict[str, int] = {}  # what roles have had at most
-        self._uses: dict[object, _Use] = {}  # calls by their numbers, other uses of a role by its name
-        self._known: set[tuple[str, str]] = set()  # the methods that have run, by role
+        self._peaks: dict[str, int] = {}  # the most that a role has held, in bytes
+        self._uses: dict[object, _Use] = {}  # by call number, or by role name for other uses
+        self._known: set[tuple[str, str]] = set()  # role and name of each method that has run
 
     def begin(self) -> None:
-        """The budgets are known."""
+        """Read the budgets."""
         budgets = self._accounts.budgets
         self.takes_turns, self._declared = budgets.swap, budgets.step
         if budgets.swap:
@@ -114,14 +114,14 @@ class TurnScheduler:
 
     @contextlib.contextmanager
     def constructing(self, name: str) -> Iterator[None]:
-        """A block in which a role is constructed: how much it comes to hold nobody knows, so all others make room."""
+        """Make room for the constructor of a role, a block: the role's size is unknown, so all other roles sleep."""
         with self._holding(name):
             if self.takes_turns:
                 self._clear(name)
             yield
 
     def enter(self, seq: int, role: RoleInstance, spec: MethodSpec) -> None:
-        """A method is about to run: what it needs is awake afterwards."""
+        """Wake the memory that a method needs, before the method runs."""
         if not self.takes_turns:
             return
         use = self._uses[seq] = _Use(is_call=role.name is not None or spec.name not in _TOLD_BY_THEMSELVES)
@@ -131,12 +131,12 @@ class TurnScheduler:
         if spec.awake == ():
             return
         tags = _ALL if spec.awake is None else spec.awake
-        if self._declared:  # roles that live on other slots have no turn here
+        if self._declared:  # roles on other slots have no turn here
             self._order = Order([each for each in self._declared if each in self._worker_context.roles])
             self._declared = ()
         self._order.begins(name)
         use.awake, why = self._with_siblings(name), f"needed by {role.label(spec.name)}"
-        if (name, spec.name) not in self._known:  # it may leave gradients, and an optimizer's state
+        if (name, spec.name) not in self._known:  # a first run may add gradients and an optimizer's state
             self._known.add((name, spec.name))
             self._clear(name)
         for each in sorted(use.awake - {name}):
@@ -144,11 +144,11 @@ class TurnScheduler:
         self._awaken(name, tags, why)
 
     def leave(self, seq: int) -> None:
-        """A call has ended."""
+        """End the use of roles by a call."""
         self._uses.pop(seq, None)
 
     def have_awake(self, name: str, tags: Sequence[str]) -> None:
-        """Such memory of a role is awake until what runs is over, or that is refused."""
+        """Keep these tags of a role awake until the current call ends, or refuse without turns if one sleeps."""
         if not self.takes_turns:
             self._sleeper.refuse(name, tags)
             return
@@ -163,10 +163,10 @@ class TurnScheduler:
 
     @contextlib.contextmanager
     def awake(self, role: RoleInstance, why: str) -> Iterator[None]:
-        """A block in which all of a role is awake, on this rank as on all others; what it holds may change there.
+        """Keep all of a role awake in a block, on this rank as on all others. The role's holdings may change inside.
 
-        Where roles don't take turns, what slept sleeps again behind it: whoever has put several to sleep has no room
-        for all of them at once.
+        Without turns, sleeping memory sleeps again after the block: a caller who has put several roles to sleep has no
+        room for all of them at once.
         """
         name = role.name
         assert name is not None
@@ -192,13 +192,13 @@ class TurnScheduler:
             self._sleep_again(name, slept)
 
     def make_room(self, name: str) -> None:
-        """A role is about to be woken: have others make room, as far as they can."""
+        """Put other roles to sleep before a role is woken, as far as possible."""
         if self.takes_turns:
-            with contextlib.suppress(MemoryBudgetError):  # the wake finds that, too, and tells all ranks of it
+            with contextlib.suppress(MemoryBudgetError):  # the wake raises the same error, for all ranks
                 self._make_room(name, self._sleeper.size(name, _ALL))
 
     def check(self, role: str | None, what: str, more: Mapping[str, Any] | None = None) -> None:
-        """A role has run, or been constructed: raise when all have more than they may, and nobody can make room."""
+        """Check the budgets after a call or constructor: other roles make room first; raise if that isn't enough."""
         if not self._accounts.budgets:
             return
         self._accounts.changed(role)
@@ -209,11 +209,11 @@ class TurnScheduler:
             shares = self._have_others_go(shares, role, lambda shares: self._over(shares, role), more)
         self._accounts.judge(role, what, shares)
 
-    # -- how
+    # -- internals
 
     @contextlib.contextmanager
     def _holding(self, name: str) -> Iterator[None]:
-        """A block in which a role is used: it stays awake, and so do the siblings that it asks for."""
+        """Keep a role awake in a block, with all siblings that the role asks for."""
         self._uses[name] = _Use(frozenset({name}))
         try:
             yield
@@ -221,11 +221,11 @@ class TurnScheduler:
             del self._uses[name]
 
     def _in_use(self) -> frozenset[str]:
-        """The roles that are to stay awake."""
+        """Return the roles that must stay awake."""
         return frozenset().union(*(use.awake for use in self._uses.values()))
 
     def _with_siblings(self, name: str) -> frozenset[str]:
-        """A role, and the roles of its worker that it has asked for, and may have kept."""
+        """Return a role and all siblings asked for by role code, also by siblings' code: a role may keep these."""
         found: set[str] = set()
         todo = [name]
         while todo:
@@ -241,12 +241,12 @@ class TurnScheduler:
             self._wake(name, asleep, why)
 
     def _clear(self, name: str) -> None:
-        """Have all others of whom nothing is needed make room, as far as they can."""
-        with contextlib.suppress(MemoryBudgetError):  # it may not be needed; when it is, that is told
+        """Put all unused roles to sleep, as far as possible."""
+        with contextlib.suppress(MemoryBudgetError):  # the room may not be needed; otherwise a later check raises
             self._have_others_go(self._accounts.shares(), name, lambda shares: 1)
 
     def _make_room(self, name: str, coming: int) -> None:
-        """Have so many bytes be free, and what the role needs while it runs."""
+        """Free `coming` bytes, and room for the role's growth while running."""
 
         def excess(shares: Shares) -> int:
             return self._over(shares, name) + coming + self._growth(name, shares)
@@ -269,7 +269,7 @@ class TurnScheduler:
         excess: Callable[[Shares], int],
         more: Mapping[str, Any] | None = None,
     ) -> Shares:
-        """Put roles to sleep until there is no excess, as far as they can go; return what all have then."""
+        """Put roles to sleep until there is no excess, as far as possible; return the shares afterwards."""
         stay = self._in_use() | ({name} if name is not None else set())
         tried: set[str] = set()
         anew = False
@@ -279,7 +279,7 @@ class TurnScheduler:
             if victim is None:
                 if not anew:
                     break
-                tried, anew = set(), False  # who could not go may have it to itself now
+                tried, anew = set(), False  # an earlier victim may now be the last user of shared memory
                 continue
             tried.add(victim)
             before = self._sleeper.asleep.tags(victim)
@@ -289,10 +289,10 @@ class TurnScheduler:
         return shares
 
     def _victim(self, shares: Shares, stay: frozenset[str]) -> str | None:
-        """Return the role that makes room next: whose turn is farthest; None where nobody can go.
+        """Return the role that makes room next: the one with the farthest turn; None if no role can.
 
-        What several hold counts with one of them, and stays as long as another one is awake: it goes when all do.
-        Where nobody else helps, a role that sleeps may hold something new, or a part of another role's array.
+        Memory that several roles hold counts with one of them and stays while another holder is awake: it goes with the
+        last. If no other role helps, a sleeping role may hold something new, or a part of another role's array.
         """
         others = [each for each in named(self._worker_context) if each not in stay]
         partly = [each for each in others if len(self._sleeper.asleep.tags(each)) < len(TAGS)]
@@ -302,31 +302,31 @@ class TurnScheduler:
         return next(iter(self._order.by_need(victims)), None)
 
     def _is_told(self, name: str) -> bool:
-        """Whether a role has means of its own to sleep or to wake, which are its code."""
+        """Whether a role has a `sleep` or `wake` hook, which is role code."""
         return any(self._worker_context.roles[name].hook(each) is not None for each in ("sleep", "wake"))
 
     def _awake(self, name: str, shares: Shares) -> int:
-        """The bytes of a role that could go."""
+        """Return the bytes of a role that a sleep could move."""
         here, residents = self._worker_context.boot.device, Purpose.RESIDENTS.word
         owned = shares.owned.get(name, {})
         return sum(size for (kind, where), size in owned.items() if where == here and kind != residents)
 
     def _size(self, name: str, shares: Shares) -> int:
-        """The bytes of a role that could go, with what sleeps of it."""
+        """Return the bytes of a role that a sleep could move or has moved."""
         return self._awake(name, shares) + shares.asleep.get(name, 0)
 
     def _growth(self, name: str, shares: Shares) -> int:
-        """Return what a role has had besides what it has: gradients, say, that it has let go of."""
+        """Return the bytes by which a role was larger at the peak, such as freed gradients."""
         return max(0, self._peaks.get(name, 0) - self._size(name, shares))
 
     def _over(self, shares: Shares, name: str | None) -> int:
-        """The bytes that are too many, while a role runs."""
+        """Return the bytes over the tightest limit while a role runs; negative if there is room."""
         activations = self._accounts.budgets.activations.get(name or "", 0)
         limit = self._tightest(shares)
         return self._accounts.used(shares, limit) + activations - limit.nbytes
 
     def _tightest(self, shares: Shares) -> Limit:
-        """Return the limit of which least is left: what other groups on the slot hold counts towards some."""
+        """Return the limit with the least room: other groups on the slot count towards some limits."""
         if len(self._limits) == 1:
             return self._limits[0]
         return min(self._limits, key=lambda each: each.nbytes - self._accounts.used(shares, each))
@@ -335,7 +335,7 @@ class TurnScheduler:
         start = time.time()
         try:
             nbytes = self._sleeper.wake_alone(self._worker_context.roles[name], asleep)
-        except Exception as error:  # of its own hook, too
+        except Exception as error:  # includes errors of the role's hook
             kind = MemoryBudgetError if lacks_room(error) else SleepingError
             why_not, trace = reason(error)
             raise kind(f"role {name!r} could not be woken: {why_not}", remote_traceback=trace) from error
@@ -350,13 +350,13 @@ class TurnScheduler:
     def _put_to_sleep(
         self, name: str, why: str, failing: str, tags: Sequence[str] = _ALL, only: RestorePlan | None = None
     ) -> None:
-        """See `Sleeper.sleep_alone`. `why`: what for; `failing`: what is wrong with the role if it can't."""
+        """Put a role to sleep on this rank, and report the move; `failing`: the text of an error."""
         start, before = time.time(), self._sleeper.asleep.tags(name)
         try:
             nbytes = self._sleeper.sleep_alone(name, tags, only)
         except Consequence:  # of a peer's failure
             raise
-        except Exception as error:  # of its own hook, too: the role that is about to run isn't to blame
+        except Exception as error:  # includes errors of the role's hook: not the fault of the role that needs room
             why_not, trace = reason(error)
             raise MemoryBudgetError(f"role {name!r} {failing}: {why_not}", remote_traceback=trace) from error
         finally:

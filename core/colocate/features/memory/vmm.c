@@ -1,10 +1,10 @@
-/* Memory of NVIDIA GPUs that can be taken away from its addresses and given back to them.
+/* Memory of NVIDIA GPUs that can be freed at fixed addresses, and mapped there again.
 
    A segment is a range of addresses in chunks, each of which has memory of its own or none. Torch's caching allocator
    asks for segments and frees them (colocate_vmm_alloc, colocate_vmm_free) under its lock, so no Python runs here.
 
-   Of the driver's API it needs what is declared below, and finds it in libcuda when it is loaded: no headers of CUDA's
-   are needed, and nothing of it is linked. */
+   The driver's functions are declared below and looked up in libcuda at load time: neither CUDA's headers nor a linked
+   library are needed. */
 
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -14,8 +14,8 @@
 #include <string.h>
 #include <sys/types.h>
 
-#define SMALL_SEGMENT ((size_t)20 << 20) /* up to which chunks are as small as they can be: torch packs tensors there */
-#define CHUNK ((size_t)128 << 20)        /* of larger ones, in which there is one tensor, mostly; many take long */
+#define SMALL_SEGMENT ((size_t)20 << 20) /* up to this size chunks are minimal: torch packs small tensors there */
+#define CHUNK ((size_t)128 << 20)        /* of larger segments, mostly of one tensor; many chunks are slow */
 #define MOST_DEVICES 64
 
 enum { DEVICE = 1, PINNED = 1, READ_WRITE = 3, MINIMUM = 0, VMM_SUPPORTED = 102, RDMA_SUPPORTED = 110 };
@@ -50,9 +50,9 @@ static struct {
 
 typedef struct {
     uint64_t memory; /* the driver's handle */
-    uint64_t used;   /* the bytes of tensors that lay in it when it was taken */
+    uint64_t used;   /* the bytes of tensors in the chunk when it was freed */
     char exists, mapped;
-    char made, placed; /* by what is being done: to be undone when that fails */
+    char made, placed; /* by the present operation: undone if that fails */
 } Chunk;
 
 typedef struct {
@@ -62,19 +62,19 @@ typedef struct {
     Chunk *each;
 } Segment;
 
-static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER; /* of all below */
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER; /* guards everything below */
 static Segment *segments;
 static size_t count, room;
 static uint64_t serials;
 static struct { void *context; int device; } entered[MOST_DEVICES];
 
-/* What went wrong: the driver's code, and which of its functions has told it. */
+/* An error: the driver's code, and the function that returned it. */
 typedef struct { int code; const char *call; } Failure;
 
 #define CALL(failure, function, ...) \
     (((failure)->code = driver.function(__VA_ARGS__)) == 0 ? 1 : ((failure)->call = #function, 0))
 
-/* Find the driver; what is missing, or NULL. */
+/* Load the driver's functions. Returns the missing one, or NULL. */
 const char *colocate_vmm_load(const char *path) {
     void *library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
     if (!library) return dlerror();
@@ -103,7 +103,7 @@ const char *colocate_vmm_error(int code) {
     return driver.cuGetErrorString(code, &text) || !text ? "an unknown error" : text;
 }
 
-/* Have the thread use a device as torch does, by its primary context; what it used before goes to `before`. */
+/* Make the device's primary context current, as torch does; the previous context goes to `before`. */
 static int enter(int ordinal, int *device, void **before, Failure *failure) {
     *before = NULL;
     if (ordinal < 0 || ordinal >= MOST_DEVICES) {
@@ -121,7 +121,7 @@ static int enter(int ordinal, int *device, void **before, Failure *failure) {
 }
 
 static void leave(void *before) {
-    if (before) driver.cuCtxSetCurrent(before); /* who had none keeps this one, as with torch */
+    if (before) driver.cuCtxSetCurrent(before); /* a thread without a context keeps this one, as with torch */
 }
 
 static Properties properties(int device) {
@@ -172,7 +172,7 @@ static int place(Segment *segment, size_t i, const Properties *wanted, Failure *
     return CALL(failure, cuMemSetAccess, start(segment, i), length(segment, i), &access, 1);
 }
 
-/* Undo what has been done to a chunk just now. What the driver doesn't let go of stays as it is noted to be. */
+/* Undo the present operation on a chunk. If the driver fails to free memory, the chunk's record still says so. */
 static void undo(Segment *segment, size_t i) {
     Chunk *chunk = &segment->each[i];
     Failure ignored;
@@ -194,7 +194,7 @@ static int add(const Segment *segment) {
     return 1;
 }
 
-/* Whether a device can do it, or the driver's error. */
+/* Set whether a device supports virtual memory management. Returns the driver's error, or 0. */
 int colocate_vmm_supported(int ordinal, int *supported, const char **call) {
     Failure failure = {0, NULL};
     void *before;
@@ -208,7 +208,7 @@ int colocate_vmm_supported(int ordinal, int *supported, const char **call) {
     return failure.code;
 }
 
-/* Torch's: NULL where there is no room. */
+/* Called by torch's allocator. Returns NULL if there is no room. */
 void *colocate_vmm_alloc(ssize_t size, int ordinal, void *stream) {
     Segment segment;
     Failure failure;
@@ -246,7 +246,7 @@ void *colocate_vmm_alloc(ssize_t size, int ordinal, void *stream) {
         undo(&segment, i);
         left |= segment.each[i].mapped;
     }
-    if (!left) CALL(&failure, cuMemAddressFree, segment.address, segment.size); /* else nobody else must get them */
+    if (!left) CALL(&failure, cuMemAddressFree, segment.address, segment.size); /* a mapped range stays reserved */
 end:
     if (!found) free(segment.each);
     leave(before);
@@ -254,7 +254,7 @@ end:
     return found;
 }
 
-/* Torch's. Kernels may still use the memory: torch frees in the order of streams. */
+/* Called by torch's allocator. Kernels may still use the memory: torch frees in the order of streams. */
 void colocate_vmm_free(void *address, ssize_t size, int ordinal, void *stream) {
     Failure failure;
     void *before;
@@ -268,7 +268,7 @@ void colocate_vmm_free(void *address, ssize_t size, int ordinal, void *stream) {
         fine = enter(ordinal, &device, &before, &failure) && CALL(&failure, cuCtxSynchronize);
         if (fine)
             for (i = 0; i < segments[n].chunks; i++) fine = let_go(&segments[n], i, &failure) && fine;
-        /* What isn't let go of keeps its addresses, so that nobody else gets them. */
+        /* If a chunk stays mapped, the addresses stay reserved: they must not be reused. */
         if (fine) CALL(&failure, cuMemAddressFree, segments[n].address, segments[n].size);
         free(segments[n].each);
         segments[n] = segments[--count];
@@ -277,7 +277,7 @@ void colocate_vmm_free(void *address, ssize_t size, int ordinal, void *stream) {
     pthread_mutex_unlock(&lock);
 }
 
-/* A device's segments: address, size, size of chunks and serial of each, as far as there is room; how many there are. */
+/* Write address, size, chunk size and serial of a device's segments, at most `most`. Returns the full number. */
 size_t colocate_vmm_segments(int ordinal, uint64_t *out, size_t most) {
     size_t n, found = 0;
     pthread_mutex_lock(&lock);
@@ -296,7 +296,7 @@ size_t colocate_vmm_segments(int ordinal, uint64_t *out, size_t most) {
 }
 
 static Segment *find(uint64_t address) {
-    static size_t last; /* they come in order */
+    static size_t last; /* callers ask in order of addresses */
     size_t tried;
     for (tried = 0; tried < count; tried++, last++) {
         Segment *segment = &segments[last < count ? last : (last = 0)];
@@ -305,7 +305,7 @@ static Segment *find(uint64_t address) {
     return NULL;
 }
 
-/* Of a range in one segment, the bytes that have memory. */
+/* Return the bytes with memory in a range of one segment. */
 uint64_t colocate_vmm_present(uint64_t address, uint64_t size) {
     uint64_t present = 0, from, to, end = address + size;
     size_t i;
@@ -322,7 +322,7 @@ uint64_t colocate_vmm_present(uint64_t address, uint64_t size) {
     return present;
 }
 
-/* Of a device, the bytes of addresses that have no memory, and those of them that are tensors'. */
+/* Count a device's bytes without memory, and the bytes of tensors among these. */
 void colocate_vmm_absent(int ordinal, uint64_t *absent, uint64_t *used) {
     size_t n, i;
     *absent = *used = 0;
@@ -336,9 +336,9 @@ void colocate_vmm_absent(int ordinal, uint64_t *absent, uint64_t *used) {
     pthread_mutex_unlock(&lock);
 }
 
-/* Take the memory from chunks: of each, where it begins, its segment's serial, and the bytes of tensors in it. Those
-   of a segment that is no more are left out. What the driver doesn't let go of stays, and the rest goes all the same.
-   The first error, or 0. */
+/* Free the memory of chunks, given as address, serial of the segment, and bytes of tensors. Chunks of segments that no
+   longer exist are skipped. If the driver fails to free a chunk, the others are freed all the same. Returns the first
+   error, or 0. */
 int colocate_vmm_take(int ordinal, const uint64_t *chunks, size_t number, const char **call) {
     Failure failure = {0, NULL}, first = {0, NULL};
     void *before;
@@ -359,7 +359,7 @@ int colocate_vmm_take(int ordinal, const uint64_t *chunks, size_t number, const 
     return first.code;
 }
 
-/* The steps of colocate_vmm_give, each of which is done to all chunks of all ranges. */
+/* A step of colocate_vmm_give, applied to all chunks of all ranges before the next step. */
 typedef int (*Step)(Segment *, size_t, const Properties *, Failure *);
 
 static int each_of(const uint64_t *ranges, size_t number, Step step, const Properties *wanted, Failure *failure) {
@@ -390,7 +390,7 @@ static int settled(Segment *segment, size_t i, const Properties *wanted, Failure
     return 1;
 }
 
-/* Give memory to all chunks of some ranges, address and size of each, or to none of them. The error, or 0. */
+/* Give memory to all chunks of some ranges (address and size), or to none. Returns the error, or 0. */
 int colocate_vmm_give(int ordinal, const uint64_t *ranges, size_t number, const char **call) {
     Failure failure = {0, NULL}, ignored;
     Properties wanted;
@@ -400,7 +400,7 @@ int colocate_vmm_give(int ordinal, const uint64_t *ranges, size_t number, const 
     fine = enter(ordinal, &device, &before, &failure);
     if (fine) {
         wanted = properties(device);
-        /* All memory first: where there is no room, nothing has been mapped. */
+        /* All memory first: without room nothing gets mapped. */
         fine = each_of(ranges, number, make, &wanted, &failure) && each_of(ranges, number, place, &wanted, &failure);
         each_of(ranges, number, fine ? settled : undone, &wanted, &ignored);
     }

@@ -1,7 +1,7 @@
-"""Memory of NVIDIA GPUs whose addresses stay when it is taken away: `vmm.c`, compiled where it is first needed.
+"""Memory of NVIDIA GPUs that can be freed at fixed addresses: `vmm.c`, compiled at first use.
 
-Torch's caching allocator asks `vmm.c` for what it hands out in a block of `kept_addresses`, which is C for that reason:
-it asks under its lock, and Python in there would wait for Python that waits for the lock.
+In a block of `kept_addresses` torch's caching allocator gets its memory from `vmm.c`. That is C because torch calls it
+under a lock: Python code there would wait for the GIL, held by a thread that waits for the lock.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ _ALLOC, _FREE = "colocate_vmm_alloc", "colocate_vmm_free"
 
 
 class VmmError(RuntimeError):
-    """The driver refuses."""
+    """The driver refused a call."""
 
 
 @attrs.frozen
 class Segment:
-    """A range of addresses in chunks.
+    """A range of addresses, in chunks.
 
     Attributes:
-        address: Where it begins.
-        size: How long it is.
-        chunk: How long its chunks are; the last one may be shorter.
-        serial: Its number: a later segment may have the same address.
+        address: The start.
+        size: The length in bytes.
+        chunk: The length of a chunk in bytes; the last one may be shorter.
+        serial: A unique number: a later segment may have the same address.
     """
 
     address: int
@@ -49,12 +49,12 @@ class Segment:
 
 @attrs.frozen
 class Chunk:
-    """What memory is taken from.
+    """A piece of a segment, the unit in which memory is freed.
 
     Attributes:
-        address: Where it begins.
-        serial: Its segment's.
-        used: The bytes of tensors that lie in it.
+        address: The start.
+        serial: The serial of its segment.
+        used: The bytes of tensors in the chunk.
     """
 
     address: int
@@ -63,13 +63,13 @@ class Chunk:
 
 
 class Vmm:
-    """`vmm.c` of this process, with the driver. Devices go by torch's numbers."""
+    """The library `vmm.c` in this process, with the CUDA driver. Devices go by torch's numbers."""
 
     _made: ClassVar[tuple[Vmm, Any] | None] = None
     _lock: ClassVar[threading.Lock] = threading.Lock()
 
     def __init__(self, path: Path, driver: str = "libcuda.so.1") -> None:
-        """Load it."""
+        """Args: path: The compiled library. driver: The CUDA driver's library."""
         self._library = ctypes.CDLL(str(path))
         self._library.colocate_vmm_segments.restype = ctypes.c_size_t
         self._library.colocate_vmm_present.restype = ctypes.c_uint64
@@ -80,7 +80,7 @@ class Vmm:
             raise VmmError(f"{driver}: {missing.decode(errors='replace')}")
 
     def supported(self, device: int) -> bool:
-        """Whether a device can do it."""
+        """Whether a device supports this."""
         found = ctypes.c_int()
         self._call("supported", device, ctypes.byref(found))
         return bool(found.value)
@@ -96,22 +96,22 @@ class Vmm:
             most = count
 
     def present(self, address: int, size: int) -> int:
-        """Of a range in one segment, the bytes that have memory."""
+        """Return the bytes with memory in a range of one segment."""
         return int(self._library.colocate_vmm_present(ctypes.c_uint64(address), ctypes.c_uint64(size)))
 
     def absent(self, device: int) -> tuple[int, int]:
-        """Of a device, the bytes of addresses that have no memory, and those of them that are tensors'."""
+        """Return the bytes of a device's addresses that have no memory, and the bytes of tensors among these."""
         absent, used = ctypes.c_uint64(), ctypes.c_uint64()
         self._library.colocate_vmm_absent(ctypes.c_int(device), ctypes.byref(absent), ctypes.byref(used))
         return absent.value, used.value
 
     def take(self, device: int, chunks: Sequence[Chunk]) -> None:
-        """Take the memory from chunks, when the device is through with what it has to do."""
+        """Free the memory of chunks, after the device has finished all work."""
         flat = [number for chunk in chunks for number in (chunk.address, chunk.serial, chunk.used)]
         self._call("take", device, (ctypes.c_uint64 * len(flat))(*flat), ctypes.c_size_t(len(chunks)))
 
     def give(self, device: int, ranges: Sequence[tuple[int, int]]) -> None:
-        """Give memory to all chunks of some ranges, by address and size, or to none."""
+        """Give memory to all chunks of some ranges (address and size), or to none."""
         flat = [number for each in ranges for number in each]
         self._call("give", device, (ctypes.c_uint64 * len(flat))(*flat), ctypes.c_size_t(len(ranges)))
 
@@ -124,17 +124,17 @@ class Vmm:
 
     @classmethod
     def in_use(cls) -> Vmm | None:
-        """Return the allocator of this process, where some of its memory may be its."""
+        """Return this process's instance; None if none was made."""
         return None if cls._made is None else cls._made[0]
 
     @classmethod
     def made(cls) -> tuple[Vmm, Any]:
-        """Return the one of this process, and torch's allocator of it.
+        """Return this process's instance, and a torch allocator on top.
 
         Raises:
-            CapabilityError: It can't be had on this machine.
+            CapabilityError: This machine can't compile or load the library.
         """
-        with cls._lock:  # there must be one: it knows what it has given to torch
+        with cls._lock:  # one per process: the library records all memory given to torch
             if cls._made is None:
                 with tempfile.TemporaryDirectory(prefix="colocate-vmm-") as folder:
                     path = compiled(Path(folder))
@@ -148,7 +148,11 @@ class Vmm:
 
 
 def compiled(folder: Path) -> Path:
-    """Compile `vmm.c` with this machine's compiler."""
+    """Compile `vmm.c` with this machine's compiler, and return the library's path.
+
+    Raises:
+        CapabilityError: There is no compiler, or it failed.
+    """
     compiler, path = shutil.which("cc"), folder / "vmm.so"
     if compiler is None:
         raise CapabilityError(
@@ -165,26 +169,26 @@ def compiled(folder: Path) -> Path:
 
 
 class Mapped:
-    """Storages that keep their addresses (`vmm`): what goes is chunks of the device's memory.
+    """Storages that keep their addresses (`vmm`): chunks of the device's memory are freed.
 
-    A chunk goes as soon as nothing is in it but storages that sleep, and what torch has let go of: nobody gets that any
-    more. So of small tensors, which torch packs, the memory may stay until those beside them sleep.
+    A chunk is freed as soon as it has nothing but sleeping storages, and blocks that torch has freed: these are never
+    reused. So memory of small tensors, which torch packs, may stay until their neighbours sleep.
     """
 
     def __init__(self, device: str) -> None:
-        """Args: device: As torch calls it."""
+        """Args: device: The device's name in torch."""
         self._device = device
-        self._asleep: set[int] = set()  # where the storages begin
+        self._asleep: set[int] = set()  # addresses of sleeping storages
 
     def has(self, storage: Any) -> bool:
-        """Whether a storage lies where memory can be taken from."""
+        """Whether a storage's memory can be freed in this way."""
         vmm = Vmm.in_use()
         return vmm is not None and vmm.present(storage.data_ptr(), 1) > 0
 
     def take(self, storages: Collection[Any]) -> int:
-        """Take the memory from storages, and return how much of it the device keeps all the same, in bytes.
+        """Free the memory of storages; return the bytes that the device keeps nonetheless.
 
-        What the driver doesn't let go of stays; it tells an error to whoever uses the device next.
+        Memory that the driver fails to free stays; the next use of the device raises that error.
         """
         vmm = Vmm.in_use()
         if vmm is None or not storages:
@@ -195,7 +199,7 @@ class Mapped:
         return sum(vmm.present(storage.data_ptr(), storage.nbytes()) for storage in storages)
 
     def give(self, storages: Collection[tuple[Any, int]]) -> None:
-        """Give memory to storages, of such sizes: to all, or to none."""
+        """Give memory of the given sizes to storages: to all, or to none."""
         vmm = Vmm.in_use()
         if vmm is None or not storages:
             return
@@ -205,13 +209,13 @@ class Mapped:
         except VmmError:
             if (module := in_use(self._device)) is None:
                 raise
-            module.empty_cache()  # torch may have it, for others
+            module.empty_cache()  # torch may have cached the memory
             vmm.give(number_of(self._device), ranges)
         self._asleep.difference_update(address for address, _ in ranges)
 
     def _unused(self, vmm: Vmm) -> Iterator[Chunk]:
-        """Yield the chunks of segments with storages that sleep in which nothing is awake."""
-        # Their order: a segment that torch has let go of in between, and another one made there, has another serial.
+        """Yield the chunks with sleeping storages and nothing awake."""
+        # Segments first: if torch frees one before the snapshot and maps another there, the serial differs.
         segments = {segment.address: segment for segment in vmm.segments(number_of(self._device))}
         for found in in_use(self._device).memory_snapshot():
             if (segment := segments.get(found["address"])) is None:
@@ -227,39 +231,39 @@ class Mapped:
                         used[index] = used.get(index, 0) + min(end, start + segment.chunk) - max(begin, start)
                 elif block["state"] != "inactive":
                     stay.update(range(first, last + 1))
-            if used:  # else it is somebody else's, who may be about to make something there
+            if used:  # an unused segment may be about to get a tensor from another thread
                 for index in range(-(-segment.size // segment.chunk)):
                     if index not in stay:
                         yield Chunk(segment.address + index * segment.chunk, segment.serial, used.get(index, 0))
 
 
 def absent(device: str) -> tuple[int, int]:
-    """Return what torch counts and isn't there: of a device's memory, and of the tensors in it, in bytes."""
+    """Return the bytes in torch's counts that have no memory: of the device's reserved memory, and of tensors."""
     vmm = Vmm.in_use()
     return (0, 0) if vmm is None or device == "cpu" else vmm.absent(number_of(device))
 
 
 Elsewhere: TypeAlias = Callable[[Iterable[Any]], int]
-"""Tells how many bytes of some storages don't keep their addresses, and were made while a constructor ran.
+"""Returns the bytes of storages made during a constructor that don't keep their addresses.
 
-Other threads have made them.
+Other threads than the constructor's have made these.
 """
 
 
 @contextlib.contextmanager
 def kept_addresses(device: str) -> Iterator[Elsewhere | None]:
-    """A block in which what its thread makes on a device gets addresses that it keeps when it sleeps.
+    """Run a block in which the thread's new tensors on a device keep their addresses across a sleep.
 
     Args:
-        device: As torch calls it.
+        device: The device's name in torch.
 
     Yields:
-        What tells, when the block is over, what doesn't keep its own of what was made meanwhile; None where all does.
+        A function, for after the block, that returns the bytes without that property; None if all have it (on the CPU).
 
     Raises:
-        CapabilityError: It can't be had on this machine.
+        CapabilityError: The machine or the allocator doesn't support this.
     """
-    if device == "cpu":  # nothing remembers addresses there
+    if device == "cpu":  # addresses don't matter on the CPU
         yield None
         return
     import torch
@@ -272,11 +276,11 @@ def kept_addresses(device: str) -> Iterator[Elsewhere | None]:
     if not vmm.supported(number):
         raise CapabilityError(f'sleep="vmm": the driver says that {device} can\'t have memory taken from its addresses')
     with torch.cuda.device(number), contextlib.ExitStack() as stack:
-        torch.cuda.empty_cache()  # where a pool is used, torch doesn't give back what it has, also when it needs more
+        torch.cuda.empty_cache()  # with a pool in use, torch keeps unused memory even when more is needed
         known = {segment.serial for segment in vmm.segments(number)}
         before, usual = torch.cuda.memory_allocated(number), _usual()
         pools = [torch.cuda.MemPool(allocator.allocator())]
-        stack.callback(pools.clear)  # last: what is let go of in it goes back to the device
+        stack.callback(pools.clear)  # last: memory that was freed in the pool returns to the device
         stack.enter_context(torch.cuda.use_mem_pool(pools[0], number))
 
         def elsewhere(storages: Iterable[Any]) -> int:
@@ -293,7 +297,7 @@ def kept_addresses(device: str) -> Iterator[Elsewhere | None]:
 
 
 def blocks(segment: Mapping[str, Any]) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    """The blocks of a segment that torch's allocator tells of, and where they begin: they lie side by side."""
+    """Yield address and block for each block of a segment in the allocator's snapshot: blocks lie side by side."""
     begin = segment["address"]
     for block in segment["blocks"]:
         yield begin, block
@@ -301,11 +305,11 @@ def blocks(segment: Mapping[str, Any]) -> Iterator[tuple[int, Mapping[str, Any]]
 
 
 def _usual() -> frozenset[int]:
-    """Where what torch has handed out begins, but of memory that it has for somebody alone, as these pools have."""
+    """Return the addresses of torch's allocated blocks, except in private pools as of `kept_addresses`."""
     torch = imported("torch")
     try:
         segments = torch.cuda.memory_snapshot()
-    except RuntimeError:  # another allocator is in the place of torch's: nothing will be in a pool
+    except RuntimeError:  # another allocator has replaced torch's: no pool will be used
         return frozenset()
     usual = [each for each in segments if tuple(each["segment_pool_id"]) == (0, 0)]
     return frozenset(begin for each in usual for begin, block in blocks(each) if block["state"] == "active_allocated")

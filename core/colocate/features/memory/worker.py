@@ -1,4 +1,4 @@
-"""Memory of a worker's roles, the worker's half: what they hold and may hold, and what of it sleeps."""
+"""Memory of a worker's roles on the worker: holdings, budgets and sleep."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class MemoryOfWorker(OfWorker, calls={SLEEP: "sleep", WAKE: "wake"}):
     """The memory of a worker's roles.
 
     Attributes:
-        sleeper: What of it sleeps.
+        sleeper: The sleeping memory.
     """
 
     def __init__(self, worker_context: WorkerContext) -> None:
@@ -43,43 +43,43 @@ class MemoryOfWorker(OfWorker, calls={SLEEP: "sleep", WAKE: "wake"}):
         self.sleeper = Sleeper(worker_context)
         self._accounts = Accounts(worker_context, self.sleeper)
         self._turns = TurnScheduler(worker_context, self.sleeper, self._accounts)
-        self._elsewhere: Elsewhere | None = None  # of a constructor that has just run
-        # Neither where messages wait, nor on the lane, where a call may take long; a role's `device_state` may keep it.
+        self._elsewhere: Elsewhere | None = None  # of the constructor that has just run
+        # Neither the receiving thread nor the lane: a role's `device_state` may take long, and the lane may be busy.
         self._looks = JobThread(f"colocate-ledger-{worker_context.boot.worker}", lambda error: report_exception())
 
     # -- hooks
 
     def heard(self, message: Message, body: Any) -> None:
-        """Look at what the roles hold, on a thread of its own; or hear what those of other groups on the slot do."""
+        """Schedule a look at the roles' holdings, on a separate thread; or record other groups' holdings."""
         match message:
             case AskLedger():
                 try:
                     self._looks.soon(partial(self._tell_ledger, message.token))
-                except RuntimeError as error:  # no thread is to be had
+                except RuntimeError as error:  # no thread is available
                     self._worker_context.say(LedgerTold(message.token, None, "", error_text(error)))
             case Beside():
-                # Made anew, as the lane may be reading what was there.
+                # A new mapping: the lane may be reading the present one.
                 others = {name: roles for name, roles in self._accounts.beside.items() if name != message.group}
                 self._accounts.beside = {**others, message.group: message.roles} if message.roles else others
             case _:
                 raise AssertionError(message)
 
     def given(self, plain: tuple[Any, str | None]) -> None:
-        """Keep the budgets from now on, and have what sleeps lie where the driver says."""
+        """Set the budgets, and the folder for sleeping memory."""
         budgets, self.sleeper.spill_dir = plain
         self._accounts.budgets = Budgets.read(budgets)
         if any(not limit.device for limit in self._accounts.budgets.limits):
-            self._worker_context.store.copies_bytes = 0  # what the host may have is for what roles make of it
+            self._worker_context.store.copies_bytes = 0  # the host's budget leaves no room for cached copies
         self._turns.begin()
         self.sleeper.begin(self._accounts.budgets.swap)
 
     def constructing(self, role: str) -> AbstractContextManager[None]:
-        """Have all others make room for a role whose size nobody knows."""
+        """Make room for a role of unknown size: all other roles sleep."""
         return self._turns.constructing(role)
 
     @contextlib.contextmanager
     def making(self, role: str, plain: bool | None) -> Iterator[None]:
-        """Have what a constructor makes keep its addresses, where that was asked for."""
+        """Run a constructor in a block where new memory keeps addresses across a sleep, if configured."""
         if plain is None:
             yield
             return
@@ -87,7 +87,7 @@ class MemoryOfWorker(OfWorker, calls={SLEEP: "sleep", WAKE: "wake"}):
             yield
 
     def built(self, role: RoleInstance, plain: bool | None) -> None:
-        """Refuse a role of which not all keeps its addresses that was to."""
+        """Refuse a role with weights that wouldn't keep their addresses, if configured."""
         if plain is not None:
             role.parts["memory"] = plain
         if self._elsewhere is not None:
@@ -95,71 +95,71 @@ class MemoryOfWorker(OfWorker, calls={SLEEP: "sleep", WAKE: "wake"}):
             self._elsewhere = None
 
     def enters(self, seq: int, role: RoleInstance, spec: MethodSpec) -> None:
-        """Have what a call needs be awake where roles take turns, or refuse the call."""
+        """Wake the memory that a call needs if roles take turns; refuse the call if memory still sleeps."""
         if self._turns.takes_turns:
             self._turns.enter(seq, role, spec)
         if self.sleeper.asleep.roles:
             self.sleeper.check(role, spec)
 
     def leaves(self, seq: int) -> None:
-        """Need no longer what a call has needed."""
+        """End a call's use of roles."""
         self._turns.leave(seq)
 
     def ran(self, role: str | None, label: str, kept: Mapping[str, Any] | None) -> None:
-        """Refuse what a call has made where all have more than they may, and nobody can make room."""
+        """Check the budgets after a call, with the results that are about to be kept."""
         self._turns.check(role, label, kept)
 
     def changed(self, role: str | None) -> None:
-        """Look at a role, or at all, anew, and tell other groups on the slot what has become of it."""
+        """Look at a role again, or at all (None), and notify other groups on the slot."""
         self._accounts.changed(role)
         self._accounts.tell()
 
     def freed(self) -> None:
-        """Tell other groups on the slot."""
+        """Notify other groups on the slot of freed memory."""
         if self._accounts.count_others:
             self._worker_context.lane.do(self._accounts.tell)
 
     def awake(self, role: RoleInstance, why: str) -> AbstractContextManager[None]:
-        """Have all of a role be awake in a block."""
+        """Keep all of a role awake in a block."""
         return self._turns.awake(role, why)
 
     def have_awake(self, role: str, tags: Sequence[str]) -> None:
-        """Wake a role where roles take turns, or refuse it while it sleeps."""
+        """Wake a role if roles take turns; otherwise refuse while memory of these tags sleeps."""
         self._turns.have_awake(role, tags)
 
     def away(self) -> Collection[int]:
-        """Return the storages that sleep."""
+        """Return the keys of sleeping storages."""
         return self.sleeper.asleep.away
 
     def adopted(self) -> None:
-        """Tell the next driver what the roles hold."""
+        """Send the roles' holdings to the next driver."""
         self._worker_context.lane.do(partial(self._accounts.tell, anew=True))
 
     def close(self) -> None:
-        """End, without waiting for a look, and let go of what sleeps."""
+        """Close, without waiting for a look, and drop sleeping memory."""
         self._looks.close(0.0)
         self.sleeper.offload.close()
 
-    # -- for who looks
+    # -- for observers
 
     def words(self) -> str:
-        """Return who has how much, as a note to an error says it."""
+        """Return the memory of all roles in words, as a note for an error."""
         return self._accounts.told()
 
     def glimpse(self) -> tuple[Mapping[str, tuple[int, int]] | None, str | None]:
-        """Return the bytes that roles have in memory, and asleep; or None, and why that isn't known."""
+        """Return the bytes that each role has in memory, and asleep; or None, and the reason."""
         try:
             found = self._accounts.ledger()
         except LookError as error:
             return None, str(error)
-        except Exception as error:  # CUDA's, say, which is out of order
+        except Exception as error:  # such as a CUDA error
             return None, error_text(error)
         names = found.roles.keys() | found.asleep.keys()
         return {name: (sum(found.roles.get(name, {}).values()), found.asleep.get(name, 0)) for name in names}, None
 
     @property
     def is_looking(self) -> bool:
-        """Whether the lane has a look at gradients before it, which is no call."""
+        """Whether the lane is about to look at gradients, which is no call."""
         return self._accounts.gradients.is_due
 
     def _tell_ledger(self, token: int) -> None:
@@ -167,7 +167,7 @@ class MemoryOfWorker(OfWorker, calls={SLEEP: "sleep", WAKE: "wake"}):
             told = LedgerTold(token, self._accounts.ledger())
         except LookError as error:
             told = LedgerTold(token, None, error.role, error.trace)
-        except Exception:  # CUDA's, say, which is out of order
+        except Exception:  # such as a CUDA error
             told = LedgerTold(token, None, "", traceback.format_exc())
         self._worker_context.say(told)
 
@@ -175,17 +175,17 @@ class MemoryOfWorker(OfWorker, calls={SLEEP: "sleep", WAKE: "wake"}):
 
     @method
     def sleep(self, role: str, tags: Sequence[str], discard: Sequence[str], why: str) -> Outcome:
-        """Put memory of a role to sleep, and why."""
+        """Put memory of a role to sleep; `why`: the reason, in words."""
         start, before, had = time.time(), self.sleeper.asleep.tags(role), self._asleep(role)
         outcome = self.sleeper.sleep(role, tags, discard, context().world_size)
-        more = self._asleep(role) - had  # as a wake will tell, also where the device keeps some of them
+        more = self._asleep(role) - had  # including bytes that the device keeps, as in a wake's report
         if more or self.sleeper.asleep.tags(role) != before:
             self._tell(role, True, more, start, why, self.sleeper.asleep.kept_awake(role, tags))
         return outcome
 
     @method
     def wake(self, role: str, tags: Sequence[str], why: str) -> Outcome:
-        """Have it be there again, and why."""
+        """Wake memory of a role; `why`: the reason, in words."""
         self._turns.make_room(role)
         start, before = time.time(), self.sleeper.asleep.tags(role)
         outcome = self.sleeper.wake(role, tags, context().world_size)
@@ -194,7 +194,7 @@ class MemoryOfWorker(OfWorker, calls={SLEEP: "sleep", WAKE: "wake"}):
         return outcome
 
     def _asleep(self, role: str) -> int:
-        """The bytes of a role that sleep."""
+        """Return the sleeping bytes of a role."""
         tags = self.sleeper.asleep.tags(role)
         return self.sleeper.asleep.coming(role, tags).size if tags else 0
 
@@ -207,19 +207,19 @@ class MemoryOfWorker(OfWorker, calls={SLEEP: "sleep", WAKE: "wake"}):
         why: str,
         kept: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
-        """Tell the driver, and who counts it, what sleeps now, or is awake."""
+        """Report moved memory to the driver and to the accounts."""
         self._accounts.moved(role)
         whole = asleep and len(self.sleeper.asleep.tags(role)) == len(TAGS)
         self._worker_context.say(Moved(role, asleep, nbytes, start, time.time(), whole, why, kept_awake=dict(kept)))
 
 
 def _check_addresses(instance: object, worker_context: WorkerContext, elsewhere: Elsewhere) -> None:
-    """Raise where not all weights and buffers that were made for a constructor keep their addresses.
+    """Raise unless all weights and buffers of a constructor keep their addresses.
 
-    Of others some may not: threads of autograd's make gradients, for one.
+    Other tensors may not: autograd's threads make gradients, for one.
 
     Raises:
-        CapabilityError: They don't.
+        CapabilityError: Weights or buffers wouldn't keep their addresses.
     """
     device = worker_context.boot.device
     others = [role.instance for role in worker_context.roles.values() if role.name is not None]
