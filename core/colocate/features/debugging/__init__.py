@@ -1,1 +1,1 @@
-"""Stop in a role: `breakpoint()` in a worker process, and `connect(debug=True)`. The page: docs/look-inside.md."""
+"""Stops in a role: `breakpoint()` in a worker process, and `connect(debug=True)`. The page: docs/look-inside.md."""

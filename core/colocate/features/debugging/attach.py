@@ -1,4 +1,4 @@
-"""Another terminal of this machine comes to ranks that are stopped: `colocate debug`."""
+"""Another terminal on this machine attaches to stopped ranks: `colocate debug`."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from colocate.features.debugging.terminal import PATIENCE_S, address, send, talk
 
 
 class Attached(NamedTuple):
-    """A terminal that is attached, or is told what is stopped.
+    """A terminal attached to a rank, or refused with a list of stopped ranks.
 
     Attributes:
-        first: What has come first: what the rank shows, or what is stopped, of how many that were meant, and of how
-            many of these without a terminal.
+        first: The first message: the rank's output so far; or all stopped ranks, with the number of ranks that match
+            and the number of these without a terminal.
     """
 
     sock: socket.socket
@@ -28,36 +28,36 @@ class Attached(NamedTuple):
 
     @property
     def stops(self) -> Sequence[Mapping[str, Any]] | None:
-        """Return what is stopped, as plain data; None where this is attached."""
+        """Return the stopped ranks as plain data; None if this terminal is attached."""
         found: Sequence[Mapping[str, Any]] | None = self.first.get("stops")
         return found
 
     def serve(self) -> int:
-        """Be the terminal, on the main thread, until nobody needs it; returns the process's exit code."""
+        """Run the terminal on the main thread until the end; return the process's exit code."""
         return talk(self.sock, self.lines, self.first, own=False)
 
     def close(self) -> None:
-        """Be gone."""
+        """Close the connection."""
         with contextlib.suppress(OSError):  # the driver has ended
-            self.sock.shutdown(socket.SHUT_RDWR)  # a thread that reads holds a lock, which `close` waits for
+            self.sock.shutdown(socket.SHUT_RDWR)  # a reading thread holds a lock that `close` needs
         self.lines.close()
         self.sock.close()
 
 
 def stopped_drivers() -> list[int]:
-    """Return the processes of this machine that have ranks which are stopped, of whichever user."""
+    """Return the pids of drivers on this machine with stopped ranks, of any user."""
     return sorted({int(each[1]) for each in listening(rf"{address('')[1:]}(\d+)")})
 
 
 def attach(pid: int, which: str | None) -> Attached:
-    """Attach this process to a rank that is stopped.
+    """Attach this process to a stopped rank.
 
     Args:
-        pid: The driver.
+        pid: The driver's process.
         which: The rank, as `[[GROUP/]ROLE/]RANK`; None for the only one.
 
     Raises:
-        ConfigError: Nothing is stopped there, or it is another user's.
+        ConfigError: No rank is stopped there, or the driver is another user's.
     """
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     lines = sock.makefile("r", encoding="utf-8", newline="\n")
@@ -65,7 +65,7 @@ def attach(pid: int, which: str | None) -> Attached:
     try:
         sock.settimeout(PATIENCE_S)
         sock.connect(address(pid))
-        if user_of(sock) != os.getuid() and os.getuid():  # who isn't the driver's user gets none of what is typed
+        if user_of(sock) != os.getuid() and os.getuid():  # keystrokes must not reach another user's process
             raise ConnectionResetError
         send(sock, {"attach": which})
         first = lines.readline()

@@ -1,7 +1,7 @@
-"""Where stops of this process's groups and terminals come together: the driver's own, and those of `colocate debug`.
+"""The meeting point of this process's stopped ranks and of terminals: the driver's own, and `colocate debug`.
 
-A terminal serves one rank at a time. The driver's own, where there is one, takes whichever has stopped first; another
-one follows the rank that it was attached to. Who connects is the user of this process, as the kernel says.
+A terminal serves one rank at a time. The driver's own, if there is one, takes the rank that stopped first; another
+terminal follows the rank it was attached to. The kernel tells the user at the other end: only this process's user.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ _AGAIN_S = 0.5
 
 @attrs.define(eq=False)
 class Stop:
-    """A rank that is stopped.
+    """A stopped rank.
 
     Attributes:
-        tell: Tells its worker something.
+        tell: Sends a message to its worker.
         announce: Prints a line for the driver's user.
-        shown: What its debugger has printed for which there was no terminal.
-        asks: Whether it waits for a line.
-        until: When it was told to go on, as its terminal is gone, or was over; 0 before.
-        in_editor: Whether an editor is its terminal, and it isn't here at all.
+        shown: The debugger's output while no terminal is attached.
+        asks: Whether the debugger waits for a line.
+        until: The time of the resume, because the terminal is gone or the stop is over; 0 before.
+        in_editor: Whether the terminal is an editor; terminals don't get such a stop.
     """
 
     group: str
@@ -66,7 +66,7 @@ class Stop:
 
     @property
     def name(self) -> str:
-        """Return what `--rank` says of it."""
+        """Return the argument for `--rank`."""
         return f"{self.group}/{self.role or 'function'}/{self.rank}"
 
     def __str__(self) -> str:
@@ -75,21 +75,21 @@ class Stop:
 
     @property
     def goes_on(self) -> bool:
-        """Return whether nobody is waited for any more."""
+        """Return whether the rank has been resumed."""
         return self.until > 0.0
 
     @property
     def waits(self) -> bool:
-        """Return whether a terminal may come."""
+        """Return whether a terminal can attach."""
         return self.terminal is None and not self.goes_on
 
     def let_go(self, number: int | None = None) -> None:
-        """Have it go on, or by the number 0 all of its worker, for good."""
+        """Resume the rank; with number 0 all ranks of the worker, without further stops."""
         self.until = self.until or time.time()
         self.tell(LetGo(self.number if number is None else number))
 
     def row(self) -> dict[str, Any]:
-        """Return it as plain data."""
+        """Return the stop as plain data."""
         found = {"group": self.group, "role": self.role, "rank": self.rank, "slot": self.slot, "node": self.node}
         whose = None if self.terminal is None else self.terminal.name
         more = {"call": self.label, "where": self.where, "error": self.error, "terminal": whose}
@@ -98,11 +98,11 @@ class Stop:
 
 @attrs.define(eq=False)
 class Terminal:
-    """A terminal at the other end of a socket. Attributes: follows: The group and slot whose stops it takes."""
+    """A terminal at the other end of a socket. Attributes: follows: Group and slot of the stops for this terminal."""
 
     sock: socket.socket
     name: str
-    process: subprocess.Popen[bytes] | None = None  # of the driver's own
+    process: subprocess.Popen[bytes] | None = None  # of the driver's own terminal
     stop: Stop | None = None
     follows: tuple[str, int] | None = None
     _writer: JobThread = attrs.field(init=False)
@@ -113,7 +113,7 @@ class Terminal:
 
     @property
     def is_gone(self) -> bool:
-        """Return whether the other end is closed, of which its reader hears in a moment."""
+        """Return whether the other end is closed; the reader notices a moment later."""
         try:
             return not self.sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
         except BlockingIOError:
@@ -122,16 +122,16 @@ class Terminal:
             return True
 
     def say(self, told: Mapping[str, Any]) -> None:
-        """Have something shown there."""
+        """Queue output for the terminal."""
 
         def send() -> None:
-            with contextlib.suppress(OSError):  # it is gone, which its reader tells
+            with contextlib.suppress(OSError):  # the terminal is gone: the reader reports the end
                 client.send(self.sock, told)
 
         self._writer.soon(send)
 
     def listen(self, heard: Callable[[Mapping[str, Any] | None], None]) -> None:
-        """Have told what comes from there; None at its end."""
+        """Start a thread that calls `heard` with each message from the terminal, and with None at the end."""
 
         def read() -> None:
             with contextlib.suppress(OSError, ValueError), self.sock.makefile("r", encoding="utf-8") as lines:
@@ -142,7 +142,7 @@ class Terminal:
         Thread(target=read, name="colocate-terminal").start()
 
     def close(self, why: str = "") -> None:
-        """End it, when all is shown."""
+        """Close the terminal after all queued output."""
 
         def end() -> None:
             if self.process is not None:
@@ -152,7 +152,7 @@ class Terminal:
                     self.process.kill()
                     self.process.wait()
             with contextlib.suppress(OSError):
-                self.sock.shutdown(socket.SHUT_RDWR)  # what was sent is read nevertheless
+                self.sock.shutdown(socket.SHUT_RDWR)  # the other end can still read everything sent before
             self._writer.close()
 
         if why or self.process is not None:
@@ -161,7 +161,7 @@ class Terminal:
 
 
 class Desk:
-    """Every rank that is stopped, and all terminals. Methods may be called from any thread, and wait for nothing."""
+    """All stopped ranks and all terminals. Methods may be called from any thread, and don't block."""
 
     def __init__(self) -> None:
         self._jobs = JobThread("colocate-debug", lambda error: report_exception())
@@ -169,24 +169,24 @@ class Desk:
         self._terminals: list[Terminal] = []
         self._own: Terminal | None = None
         self._again = Timer(None)
-        self._undrawn = contextlib.ExitStack()  # what draws on the driver's terminal doesn't, meanwhile
+        self._undrawn = contextlib.ExitStack()  # silences progress bars on the driver's terminal during stops
         self._listener: socket.socket | None = None
-        self._door: threading.Thread | None = None  # who lets terminals in
+        self._door: threading.Thread | None = None  # accepts terminals
 
     def begin(self, stop: Stop) -> None:
-        """Hear that a rank has stopped."""
+        """Queue a new stop."""
         self._jobs.soon(partial(self._begin, stop))
 
     def show(self, stop: Stop, text: str, asks: bool) -> None:
-        """Hear what a debugger shows."""
+        """Queue a debugger's output."""
         self._jobs.soon(partial(self._show, stop, text, asks))
 
     def end(self, stop: Stop, why: str) -> None:
-        """Hear that a stop is over."""
+        """Queue the end of a stop."""
         self._jobs.soon(partial(self._end, stop, why))
 
     def leave(self, group: str, why: str) -> None:
-        """Hear that a group has ended: nobody follows its ranks any more."""
+        """Queue the end of a group: terminals stop following the group's ranks."""
         self._jobs.soon(partial(self._leave, group, why))
 
     def close(self) -> None:
@@ -211,7 +211,7 @@ class Desk:
         try:
             self._serve_own()
             self._open()
-        except OSError:  # no descriptor is free, say, or the name is taken in another container of this network
+        except OSError:  # no free descriptor, or the name is taken in another container of this network
             self._again.cancel()
             self._again = self._jobs.after(_AGAIN_S, self._serve)
 
@@ -256,7 +256,7 @@ class Desk:
         terminal.say({"text": head, "asks": stop.asks})
 
     def _heard(self, terminal: Terminal, told: Mapping[str, Any] | None) -> None:
-        """Take what comes from a terminal."""
+        """Handle a message from a terminal; None for a closed connection."""
         stop = terminal.stop
         if told is None:
             self._left(terminal)
@@ -273,7 +273,7 @@ class Desk:
                 stop.tell(Typed(stop.number, f"{line}\n"))
 
     def _left(self, terminal: Terminal) -> None:
-        """A terminal is gone: what it has stopped goes on."""
+        """Resume the rank of a closed terminal."""
         if (stop := terminal.stop) is not None:
             stop.terminal, terminal.stop = None, None
             stop.let_go()
@@ -287,7 +287,7 @@ class Desk:
         self._close_if_idle()
 
     def _asked(self, terminal: Terminal, which: str | None) -> None:
-        """Attach a terminal to the rank that it asks for; where none is meant, it gets a list."""
+        """Attach a terminal to the requested rank; without a unique match, send a list."""
         words = [] if which is None else which.split("/")
         stops = [each for each in self._stops if not each.goes_on]
         named = [each for each in stops if not words or each.name.split("/")[-len(words) :] == words]
@@ -318,7 +318,7 @@ class Desk:
         self._attach(stop, self._own)
 
     def _start(self, screen: int) -> Terminal:
-        """Start the driver's own terminal, which reads where this process would."""
+        """Start the driver's own terminal as a process on the same screen and keyboard."""
         for undrawn in list(drawing):
             self._undrawn.enter_context(undrawn())
         here, there = socket.socketpair()
@@ -358,7 +358,7 @@ class Desk:
             try:
                 sock, _ = listener.accept()
             except OSError:
-                if self._listener is not listener:  # it was closed
+                if self._listener is not listener:  # closed by `_close_if_idle`
                     return
                 time.sleep(_AGAIN_S)  # no descriptor is free: new terminals wait
                 continue
@@ -368,19 +368,19 @@ class Desk:
                 sock.close()
 
     def _close_if_idle(self) -> None:
-        """Keep nothing where nothing is stopped, and nobody follows a rank."""
+        """Close the listening socket if no rank is stopped and no terminal is attached."""
         if self._stops or self._terminals or self._listener is None:
             return
         listener, self._listener = self._listener, None
         with contextlib.suppress(OSError):
             listener.shutdown(socket.SHUT_RDWR)
         if self._door is not None:
-            self._door.join()  # as long as it waits there, nothing else can listen: the next stop's terminals
+            self._door.join()  # a thread in accept would keep the name taken for the next stop
         listener.close()
 
 
 def _own_screen() -> int | None:
-    """Return where the driver's terminal shows something; None where it has none, or isn't what reads from it."""
+    """Return the descriptor of the driver's screen; None without a terminal, or if another program reads there."""
     if hasattr(sys, "ps1"):  # Python's own prompt reads there
         return None
     try:
@@ -396,13 +396,13 @@ _users: dict[object, Desk] = {}
 
 
 def desk_of(user: object) -> Desk:
-    """Return this process's desk, for a group with stops."""
+    """Return this process's desk, and register a group as a user."""
     with _lock:
         return _users.setdefault(user, next(iter(_users.values()), None) or Desk())
 
 
 def let_go_of_desk(user: object, group: str, why: str) -> None:
-    """Have a group leave the desk, which ends with the last one."""
+    """Remove a group from the desk; close the desk after the last group."""
     with _lock:
         if (desk := _users.pop(user, None)) is not None:
             desk.leave(group, why)

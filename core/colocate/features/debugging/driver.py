@@ -1,4 +1,4 @@
-"""Stops, the driver's half: which ranks are stopped, and how long their group has stood still."""
+"""Stops, the driver's half: the stopped ranks, and the time that a group was stopped."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from colocate.features.debugging.messages import Printed, Stopped, WentOn
 
 
 class DebuggingOfGroup(OfGroup):
-    """The ranks of a group that are stopped."""
+    """The stopped ranks of a group."""
 
     def __init__(self, worker_group: WorkerGroup) -> None:
         self._worker_group = worker_group
-        self._stops: dict[tuple[int, int], Stop] = {}  # by slot and number; changed where messages are heard
-        self._stood: list[Interval] = []  # in which somebody has looked at those that are stopped no longer
+        self._stops: dict[tuple[int, int], Stop] = {}  # by slot and number; changed on the receiving thread
+        self._stood: list[Interval] = []  # the intervals of former stops
 
     def gives(self) -> Any:
-        """Return whether ranks stop where a role raises, and what the driver's PYTHONBREAKPOINT says."""
+        """Return the options for workers: whether errors in roles stop ranks, and the driver's PYTHONBREAKPOINT."""
         return self._worker_group.services.debugging
 
     def heard(self, worker: Worker, message: Message, body: Any) -> None:
-        """Hear of a stop."""
+        """Handle a worker's message on a stop."""
         assert isinstance(message, Stopped | Printed | WentOn)
         key = worker.slot, message.number
         stop = self._stops.get(key)
@@ -83,24 +83,24 @@ class DebuggingOfGroup(OfGroup):
             desk_of(self).end(stop, why)
 
     def gone(self, worker: Worker) -> None:
-        """Have its stops be over."""
+        """End the stops of a lost worker."""
         for key in [each for each in list(self._stops) if each[0] == worker.slot]:
             self._end(key, "has ended: its worker is gone")
 
     def failed(self, error: ColocateError) -> None:
-        """Have nobody wait for its ranks."""
+        """Remove the group from the desk."""
         let_go_of_desk(self, self._worker_group.name, error.message.partition("\n")[0])
 
     def stood(self, since: float) -> float:
-        """Return the seconds since then in which somebody could look at ranks that were stopped.
+        """Return the seconds since a time in which ranks were stopped.
 
-        What was let go has its own time from then on: it may never go on.
+        A resumed rank counts no longer: it may still hang.
         """
         spans = [*self._stood, *((each.since, each.until or time.time()) for each in list(self._stops.values()))]
         return length((max(begin, since), end) for begin, end in spans if end > since)
 
     def stopped(self) -> Mapping[int, str]:
-        """Return where ranks are stopped, by slot."""
+        """Return the places of stopped ranks, by slot."""
         return {
             slot: f"rank {stop.rank} is stopped at {stop.where}"
             for (slot, _), stop in list(self._stops.items())

@@ -1,6 +1,6 @@
-"""An editor as a stopped rank's terminal: `PYTHONBREAKPOINT=debugpy.breakpoint`.
+"""An editor as the terminal of a stopped rank: `PYTHONBREAKPOINT=debugpy.breakpoint`.
 
-debugpy lets in whoever reaches its port: it listens on loopback only.
+debugpy admits anybody who reaches its port, so it listens on loopback only.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ _LOOKS_EVERY_S = 0.1
 
 
 class Editor:
-    """What debugpy listens for in this process, once it does."""
+    """The debugpy server of this process, started by the first stop."""
 
     def __init__(
         self, ports: tuple[int, int] | None, slot: int, lanes: Collection[threading.Thread], terminal: Terminal
     ) -> None:
-        """Do nothing yet.
+        """Prepare without a port.
 
         Args:
-            ports: The first and the last that may be taken; None for any.
-            slot: Of whom: ranks of one machine begin to look at different ones, as they do so at once.
+            ports: The first and the last allowed port; None for any.
+            slot: The worker's slot: ranks on one machine start their search for a port at different ones.
             lanes: The threads that run role code.
-            terminal: What tells the driver of its stops.
+            terminal: Reports the stops to the driver.
         """
         if ports is not None:
             first, last = ports
@@ -45,7 +45,7 @@ class Editor:
         self._address = ""
 
     def stops(self, frame: FrameType) -> Callable[[], object]:
-        """Return what stops at a frame, when an editor is there: it is waited for, as long as somebody wants that.
+        """Wait for an editor, and return the function that stops at a frame.
 
         Raises:
             CapabilityError: debugpy isn't installed here.
@@ -53,7 +53,7 @@ class Editor:
         """
         terminal = self._terminal
         if not self._is_there():
-            if not terminal.number:  # first: debugpy takes its time
+            if not terminal.number:  # the report comes first: the import of debugpy takes time
                 terminal.begin(f"{frame.f_code.co_filename}:{frame.f_lineno}", in_editor=True)
                 try:
                     self._listen()
@@ -71,14 +71,14 @@ class Editor:
         return partial(pydevd.settrace, **options, stop_at_frame=frame)
 
     def _is_there(self) -> bool:
-        """Return whether an editor is."""
+        """Return whether an editor is connected."""
         return self._debugpy is not None and bool(self._debugpy.is_client_connected())
 
     def _listen(self) -> None:
-        """Have debugpy listen, if it doesn't."""
+        """Start debugpy's server on a free port, unless started before."""
         if self._debugpy is not None:
             return
-        os.environ.setdefault("PYDEVD_DISABLE_FILE_VALIDATION", "1")  # lines about frozen modules
+        os.environ.setdefault("PYDEVD_DISABLE_FILE_VALIDATION", "1")  # silences lines about frozen modules
         try:
             import debugpy
         except ImportError as error:
@@ -92,12 +92,12 @@ class Editor:
         self._debugpy, self._address = debugpy, f"{host}:{port}"
 
     def _quiet(self, thread: Any) -> Any:
-        """Have debugpy pass by a thread of the framework: it stops all others, and the worker is to hear the driver."""
+        """Exempt a thread of the framework: debugpy suspends all other threads, but the worker must hear the driver."""
         thread.pydev_do_not_trace = thread.is_pydev_daemon_thread = True
         return thread
 
     def _watch(self) -> None:
-        """Have the stop last until the editor has gone: what it does there isn't told."""
+        """End the stop once the editor has disconnected, or the driver resumes the rank; steps aren't reported."""
         terminal, was_there = self._terminal, False
         while not was_there or self._is_there():
             was_there = was_there or self._is_there()
@@ -106,11 +106,11 @@ class Editor:
             except queue.Empty:
                 continue
             try:
-                self._debugpy.wait_for_client.cancel()  # nobody waits for its call any more
-            except RuntimeError:  # it is about to wait
+                self._debugpy.wait_for_client.cancel()  # the driver has resumed the rank
+            except RuntimeError:  # not waiting yet
                 terminal.lines.put(None)
                 continue
-            if self._is_there():  # and has it stopped
+            if self._is_there():  # the editor holds the stop
                 api: Any = importlib.import_module("_pydevd_bundle.pydevd_api")
                 pydevd: Any = importlib.import_module("pydevd")
                 api.PyDevdAPI().request_disconnect(pydevd.get_global_debugger(), resume_threads=True)

@@ -1,4 +1,4 @@
-"""What driver and workers say of ranks that are stopped: the last two to workers, the others from them."""
+"""Messages of stopped ranks: the last two go to workers, the others come from workers."""
 
 from __future__ import annotations
 
@@ -7,43 +7,43 @@ from colocate._protocol.message import Message, message
 
 @message
 class Stopped(Message):
-    """A thread of role code has stopped, and waits for what somebody types."""
+    """Report a thread of role code that has stopped for input."""
 
-    number: int  # which stop of its worker it is; the same from line to line while somebody steps
-    role: str | None  # the role; None of a function
-    label: str  # what runs
-    rank: int  # the role's
-    where: str  # file and line, or what is waited for
-    error: str  # what was raised, where it stops after that; else ""
-    in_editor: bool  # whether it isn't for terminals of the driver; then `Printed` tells where an editor is waited for
+    number: int  # the stop's number within the worker; unchanged while the user steps
+    role: str | None  # None for a function
+    label: str  # the running call
+    rank: int  # of the role
+    where: str  # file and line, or the awaited event
+    error: str  # the raised error, for a stop after an error; else ""
+    in_editor: bool  # whether the stop is for an editor, not for terminals; then `Printed` carries the editor's address
 
 
 @message
 class Printed(Message):
-    """A stop has something to show."""
+    """Output of a stop's debugger."""
 
-    number: int  # the stop's
-    text: str  # that
-    asks: bool  # whether a line is wanted now, for which the last line is the prompt
+    number: int  # of the stop
+    text: str  # the output
+    asks: bool  # whether the debugger waits for a line; the last line of `text` is the prompt then
 
 
 @message
 class WentOn(Message):
-    """A stop is over."""
+    """Report the end of a stop."""
 
-    number: int  # the stop's
+    number: int  # of the stop
 
 
 @message
 class Typed(Message):
-    """Somebody has typed a line."""
+    """Send a typed line to a stop's debugger."""
 
-    number: int  # the stop's
-    line: str  # with its end
+    number: int  # of the stop
+    line: str  # with the newline
 
 
 @message
 class LetGo(Message):
-    """Nobody types any more: the call goes on."""
+    """Resume a stopped rank: no terminal is attached any more."""
 
-    number: int  # the stop's; 0: all go on, and none follow, as the job is to end
+    number: int  # of the stop; 0 to resume all, and to prevent further stops, as the job is to end

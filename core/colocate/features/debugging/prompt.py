@@ -1,4 +1,4 @@
-"""What a debugger in a worker reads from and writes to."""
+"""The input and output of a debugger in a worker."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ _SHOWN_AT_ONCE = 1 << 16  # characters
 
 
 class Teller(Protocol):
-    """What tells the driver of stops."""
+    """Reports stops to the driver."""
 
     def begin(self, terminal: Terminal, where: str, in_editor: bool) -> None:
-        """Tell that a thread stops, or has stopped anew while somebody steps."""
+        """Report a new stop, or a new position while the user steps."""
 
     def end(self, terminal: Terminal) -> None:
-        """Tell that a stop is over."""
+        """Report the end of a stop."""
 
     def show(self, terminal: Terminal, text: str, asks: bool) -> None:
-        """Have something shown."""
+        """Report output."""
 
 
 class Terminal(io.TextIOBase):
-    """What a debugger reads from and writes to.
+    """The text stream that a debugger reads from and writes to.
 
     Attributes:
-        number: That of the stop; 0 between two.
-        lines: What was typed; None where nobody types any more.
+        number: The stop's number; 0 between stops.
+        lines: Typed lines; None for the end of the input.
     """
 
     def __init__(self, part: Teller, error: str = "") -> None:
@@ -40,17 +40,17 @@ class Terminal(io.TextIOBase):
         self._length = 0
 
     def begin(self, where: str, in_editor: bool = False) -> None:
-        """Stop, with the driver's terminals or an editor's."""
+        """Report a stop, for the driver's terminals or an editor."""
         self._part.begin(self, where, in_editor)
 
     def over(self) -> None:
-        """Go on."""
+        """Report the end of the stop, and prepare for the next one."""
         self._show(asks=False)
         self._part.end(self)
         self.number, self.lines = 0, queue.SimpleQueue()
 
     def write(self, text: str) -> int:
-        """Show text, with what follows until a line is wanted."""
+        """Buffer output until a line is requested, or the buffer is full."""
         self._text.append(text)
         self._length += len(text)
         if self._length > _SHOWN_AT_ONCE:
@@ -58,15 +58,15 @@ class Terminal(io.TextIOBase):
         return len(text)
 
     def flush(self) -> None:
-        """Show whole lines: the prompt follows once a line is wanted.
+        """Send buffered output if the last line is complete: a prompt waits for the request of a line.
 
-        Before that the terminal isn't its line editor's, and Ctrl-D is read there as nothing at all.
+        Until a line is requested, the terminal has no line editor, and Ctrl-D is ignored there.
         """
         if self._text and self._text[-1].endswith("\n"):
             self._show(asks=False)
 
     def readline(self, size: int | None = -1, /) -> str:  # type: ignore[override]
-        """Return the line that is typed; "" where nobody types any more."""
+        """Return a typed line; "" at the end of the input."""
         self._show(asks=True)
         line = self.lines.get()
         if line is None:

@@ -1,6 +1,6 @@
-"""A terminal of ranks that are stopped: shows what their debuggers print, and sends what is typed.
+"""A terminal for stopped ranks: prints the debuggers' output, and sends typed lines.
 
-Standard library only: the driver has this file run by itself, which takes a twentieth of a second.
+Standard library only: the driver runs this file as a script, which starts within a twentieth of a second.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ _AGAIN_S = 0.05
 
 
 def address(pid: int | str) -> str:
-    """Return where terminals of a driver's process come, a socket without a file."""
+    """Return the address of a driver's socket for terminals, an abstract one without a file."""
     return f"\0colocate-debug/{pid}"
 
 
 def talk(sock: socket.socket, lines: IO[str], first: Mapping[str, Any] | None, own: bool) -> int:
-    """Be the terminal until nobody needs it, on the main thread; returns the process's exit code.
+    """Run the terminal on the main thread until the end; return the process's exit code.
 
     Args:
         sock: The connection to the driver.
-        lines: What comes from there.
-        first: What has come already.
-        own: Whether the terminal is the driver's, of which Ctrl-C is the driver's matter.
+        lines: The same connection, for reading lines.
+        first: The first message, if received already.
+        own: Whether the terminal is the driver's own: the driver handles Ctrl-C there.
     """
     with contextlib.suppress(ImportError):
-        import readline  # noqa: F401 - `input` has history and the arrow keys by it
+        import readline  # noqa: F401 - gives `input` a history and the arrow keys
     terminal = _Terminal(sock, lines)
     if first is not None:
         terminal.said.put(first)
@@ -61,7 +61,7 @@ def talk(sock: socket.socket, lines: IO[str], first: Mapping[str, Any] | None, o
 
 
 class _Over(Exception):
-    """Nobody needs the line that is waited for."""
+    """The awaited line isn't needed any more."""
 
 
 class _Terminal:
@@ -72,7 +72,7 @@ class _Terminal:
         signal.signal(signal.SIGUSR1, self._wake)
 
     def hear(self) -> None:
-        """Take what comes, until all is over: that ends the wait for a line, and mends the terminal."""
+        """Queue messages until the end; then interrupt the main thread's input, which restores the terminal."""
         told: Mapping[str, Any] = {}
         with contextlib.suppress(OSError, ValueError):
             for line in self._lines:
@@ -82,12 +82,12 @@ class _Terminal:
         if "over" not in told:
             self.said.put({"over": "the driver has ended"})
         self._is_over = True
-        while self._asks:  # once is too early, where it is just about to wait
+        while self._asks:  # again, in case the main thread was about to wait
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
             time.sleep(_AGAIN_S)
 
     def answers(self, prompt: str) -> bool:
-        """Send what is typed at a prompt; False when nothing is any more."""
+        """Send the line typed at a prompt; return False after Ctrl-D."""
         line: str | None = None
         detached = False
         try:
@@ -105,7 +105,7 @@ class _Terminal:
             self._asks = False
         except _Over:
             print()
-        with contextlib.suppress(OSError):  # it is over
+        with contextlib.suppress(OSError):  # the connection is closed
             send(self._sock, {"line": line})
         return not detached
 
@@ -116,7 +116,7 @@ class _Terminal:
 
 
 def send(sock: socket.socket, told: Mapping[str, Any]) -> None:
-    """Send something to the other side. Raises OSError when that is gone."""
+    """Send a message to the other side. Raises OSError if the connection is closed."""
     sock.sendall(json.dumps(told).encode() + b"\n")
 
 

@@ -1,4 +1,4 @@
-"""Stops, the worker's half: a debugger whose terminal is wherever the driver has one."""
+"""Stops, the worker's half: a debugger with a terminal on the driver's side."""
 
 from __future__ import annotations
 
@@ -31,27 +31,27 @@ _EDITOR = "debugpy.breakpoint"
 
 
 class DebuggingOfWorker(OfWorker):
-    """What `breakpoint()` does in role code of a worker process, and what is done where role code raises."""
+    """Answers `breakpoint()` in role code of a worker process, and stops at errors of role code on request."""
 
     def __init__(self, worker_context: WorkerContext) -> None:
         self._context = worker_context
         self._numbers = itertools.count(1)
-        self._own = threading.local()  # the debugger of each thread: its breakpoints are for the next stop, too
+        self._own = threading.local()  # the debugger of each thread keeps breakpoints for the next stop
         self._stops: dict[int, Terminal] = {}
         self._post_mortem = self._is_closing = False
         self._editor: Editor | None = None
-        self._hook: str | None = None  # what the driver's PYTHONBREAKPOINT says
+        self._hook: str | None = None  # the driver's PYTHONBREAKPOINT
         worker_context.scope.ends(lambda concerns, reason: self._look())
 
     def given(self, plain: Any) -> None:
-        """Take what the driver wants."""
+        """Store the driver's options."""
         self._post_mortem, self._hook = plain
 
     # -- in role code
 
     def breakpoint(self, frame: FrameType, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], object]:
-        """Return what stops in a frame, as the last thing that is done there."""
-        # Not the process's environment: there Ray has a debugger of its own, which knows nothing of workers.
+        """Return the function that stops in a frame; the caller calls this function last."""
+        # From the driver's environment only: in this process's one, Ray sets a debugger that doesn't know workers.
         hook = self._context.boot.env.get("PYTHONBREAKPOINT") or self._hook or ""
         if hook == "0" or self._goes_on():
             return _nothing
@@ -70,44 +70,44 @@ class DebuggingOfWorker(OfWorker):
         return lambda: debugger.set_trace(frame)
 
     def blamed(self, error: BaseException, role: str | None, row: RowState | None = None) -> BaseException:
-        """Stop where role code has raised, before anybody is told of that; `error` is what comes of it in any case."""
+        """Stop at an error of role code before the error is reported. Returns `error` in any case."""
         trace = error.__traceback__
         if self._post_mortem and trace is not None and frames_of_users(error) and not self._follows(error):
             _Debugger(Terminal(self, error_text(error))).look_at(trace)
         return error
 
     def _follows(self, error: BaseException) -> bool:
-        """Whether an error comes of what another rank has met, or of the end, and there is nothing to see."""
+        """Return whether an error follows from another rank's error, or from the end: nothing to debug here."""
         given_up = self._context.why_not() is not None or isinstance(error, Consequence | bdb.BdbQuit)
         return given_up or self._goes_on() or self._context.is_consequence()
 
     # -- on the receiving thread
 
     def heard(self, message: Message, body: Any) -> None:
-        """Take what somebody has typed."""
+        """Pass a typed line to the stop's debugger, or resume one or all stops."""
         assert isinstance(message, Typed | LetGo)
         if not message.number:
             self.stops()
-        elif (stop := self._stops.get(message.number)) is not None:  # else it has just gone on
+        elif (stop := self._stops.get(message.number)) is not None:  # None: the stop has just ended
             stop.lines.put(message.line if isinstance(message, Typed) else None)
 
     def stops(self) -> None:
-        """Have all go on, and nothing stop any more: the group is about to close, or its job is to end."""
+        """Resume all stops, and prevent further ones: the group is about to close, or the job is to end."""
         self._is_closing = True
         self._look()
 
     def adopted(self) -> None:
-        """Forget that an end was near: the group has another driver now."""
+        """Allow stops again: the group has another driver now."""
         self._is_closing = False
 
     def leaves(self, seq: int) -> None:
-        """Hear that a call is over: who has stepped out of it steps no further."""
+        """End stepping at the end of a call."""
         debugger: _Debugger | None = getattr(self._own, "debugger", None)
         if debugger is not None and debugger.terminal.seq == seq:
             debugger.steps_no_further()
 
     def _goes_on(self) -> bool:
-        """Whether nobody is there any more for whom something could stop."""
+        """Return whether stops are useless here: the group closes, or the call was given up."""
         scope, seq = self._context.scope, self._context.asking()
         return self._is_closing or scope.closed is not None or (seq is not None and scope.let_go(seq))
 
@@ -119,7 +119,7 @@ class DebuggingOfWorker(OfWorker):
     # -- for terminals
 
     def begin(self, terminal: Terminal, where: str, in_editor: bool) -> None:
-        """Tell that a thread stops, or has stopped anew while somebody steps."""
+        """Report a new stop, or a new position while the user steps."""
         state, ctx = running_call.get(), current()
         work = state.of if isinstance(state, RowState) else state or self._context.lane.last()
         terminal.seq = 0 if work is None else work.seq
@@ -131,34 +131,34 @@ class DebuggingOfWorker(OfWorker):
         role = None if ctx is None else ctx.role
         told = terminal.number, role, terminal.label, terminal.rank, where, terminal.error, in_editor
         self._context.say(Stopped(*told))
-        if self._goes_on():  # since just now
+        if self._goes_on():  # since the check before the stop
             terminal.lines.put(None)
 
     def end(self, terminal: Terminal) -> None:
-        """Tell that a stop is over."""
+        """Report the end of a stop."""
         self._stops.pop(terminal.number, None)
         self._context.say(WentOn(terminal.number))
 
     def show(self, terminal: Terminal, text: str, asks: bool) -> None:
-        """Have something shown."""
+        """Report output."""
         self._context.lane.waits()
         self._context.say(Printed(terminal.number, text, asks))
 
 
 class _Debugger(pdb.Pdb):
-    """Python's debugger, of one thread of a worker."""
+    """Python's debugger for one thread of a worker."""
 
     def __init__(self, terminal: Terminal) -> None:
         super().__init__(stdin=terminal, stdout=terminal, nosigint=True)  # type: ignore[arg-type]
         self.terminal = terminal
 
     def look_at(self, trace: TracebackType) -> None:
-        """Show where an exception was raised, until somebody has seen enough."""
+        """Stop at the place of an exception until the user resumes."""
         self.reset()
         self.interaction(None, trace)
 
     def interaction(self, frame: FrameType | None, *args: Any) -> None:  # pyright: ignore[reportIncompatibleMethodOverride] - its name is another one since 3.13
-        """Stop at a frame, or where an exception was raised, until it is to go on."""
+        """Stop at a frame, or at the place of an exception, until the user resumes or steps."""
         at, line = (frame, frame.f_lineno) if frame is not None else [*traceback.walk_tb(args[0])][-1]
         self.terminal.begin(f"{at.f_code.co_filename}:{line}")
         self.prompt = f"({self.terminal.label} rank {self.terminal.rank}) "
@@ -167,54 +167,55 @@ class _Debugger(pdb.Pdb):
         try:
             super().interaction(frame, *args)
         finally:
-            # It steps unless it was told to go on, with no line to stop at (`bdb`).
+            # The user steps, unless `bdb` has no line to stop at.
             if frame is None or self.quitting or self.stoplineno == -1:
                 self.terminal.over()
 
     def get_stack(self, f: FrameType | None, t: TracebackType | None) -> tuple[list[tuple[FrameType, int]], int]:
-        """Return the frames that are shown, and which of them is current: from role code on, where there is some."""
+        """Return the visible frames and the index of the current one: from the first frame of role code on, if any."""
         stack, current = super().get_stack(f, t)
         are_roles = [is_role_code(frame) for frame, _ in stack]
         first = next((k for k in range(1, current + 1) if are_roles[k] and not are_roles[k - 1]), 0)
         return stack[first:], current - first
 
     def forget(self) -> None:
-        """Forget the frames that were shown, with their variables, which `pdb` keeps until the next stop."""
+        """Drop the frames of the last stop, with all variables: `pdb` keeps the variables until the next stop."""
         super().forget()
         vars(self).pop("curframe_locals", None)
 
     def stop_here(self, frame: FrameType) -> bool:
-        """Return whether a step ends in a frame: not in what colocate does beside role code."""
+        """Return whether a step ends in a frame: only in role code."""
         return is_role_code(frame) and super().stop_here(frame)
 
     def dispatch_return(self, frame: FrameType, arg: Any) -> Any:
-        """Take note that a frame is left. Who steps out of role code steps no further, though some of it may follow."""
+        """Handle a return. Stepping ends with a step out of role code, though more role code may follow."""
         found = super().dispatch_return(frame, arg)
         outer = frame.f_back
-        awaits = frame.f_code.co_flags & inspect.CO_COROUTINE  # it goes on: its call's end tells when it doesn't
+        # A coroutine continues later: `leaves` notes the end of the call.
+        awaits = frame.f_code.co_flags & inspect.CO_COROUTINE
         if not awaits and (outer is None or not is_role_code(outer)) and is_role_code(frame):
             self.steps_no_further()
         return found
 
     def dispatch_exception(self, frame: FrameType, arg: Any) -> Any:
-        """Take note of an exception; of none in what colocate does beside role code."""
+        """Handle an exception, unless raised in code of colocate's own."""
         return super().dispatch_exception(frame, arg) if is_role_code(frame) else self.trace_dispatch
 
     def steps_no_further(self) -> None:
-        """End a stop that is only a step on its way."""
+        """End the stop if the user was stepping."""
         if self.terminal.number:
             self.set_continue()
             self.terminal.over()
 
     def do_EOF(self, arg: str) -> bool:
-        """Go on, without the breakpoints that were set here: nobody types any more."""
+        """Resume without the breakpoints set here: the input has ended."""
         self.message("")
         self.clear_all_breaks()
         self.set_continue()
         return True
 
     def do_run(self, arg: str) -> None:
-        """Refuse."""
+        """Refuse the command."""
         self.error("a role's call isn't run anew from here, and a prompt within this one has no terminal")
 
     do_restart = do_interact = do_run
