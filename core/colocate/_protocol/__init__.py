@@ -1,1 +1,1 @@
-"""What driver and worker both know."""
+"""Messages between driver, workers and keepers, and definitions that both sides share."""

@@ -1,4 +1,4 @@
-"""The bodies of several calls as one, in which what they share is there once."""
+"""The bodies of several calls packed as one body; shared buffers are included once."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from colocate.wire import Packed
 
 
 def together(bodies: Sequence[Any]) -> tuple[list[Where], Any]:
-    """Return one body that holds all of them, and where in it each lies."""
+    """Pack several bodies into one; return the place of each within the packed body."""
     given = [body for body in bodies if body is not None]
     if not given:
         return [None] * len(bodies), None
-    if not all(isinstance(body, Packed) for body in given):  # handed over as they are
+    if not all(isinstance(body, Packed) for body in given):  # Bodies that aren't pickled pass through unchanged.
         return [None if body is None else index for index, body in enumerate(bodies)], tuple(bodies)
     data: list[Any] = []
     buffers: dict[int, tuple[int, memoryview]] = {}
@@ -33,7 +33,7 @@ def together(bodies: Sequence[Any]) -> tuple[list[Where], Any]:
 
 
 def take_apart(calls: Sequence[tuple[Call, Where]], body: Any) -> Iterator[tuple[Call, Any]]:
-    """Return each call with its body, in order."""
+    """Yield each call with its own body, in order."""
     for call, where in calls:
         if where is None:
             yield call, None

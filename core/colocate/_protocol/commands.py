@@ -1,4 +1,4 @@
-"""What a driver and a keeper say to each other, and what keepers of a detached pool and newcomers do."""
+"""Messages between drivers and keepers, and between keepers of a detached pool and newcomers."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from typing import Any
 from colocate._protocol.message import Message, message
 from colocate.executor import Lease
 
-# What a connection to a keeper says first, what it is: the token of a worker's lane, or one of these.
+# A connection to a keeper begins with one of these tokens: a worker's lane token, or one of the two below.
 TOKEN_BYTES = 16
-COMMANDS = bytes(TOKEN_BYTES)  # it carries the commands
-NEWCOMER = b"\1" * TOKEN_BYTES  # it would like to, or only asks
+COMMANDS = bytes(TOKEN_BYTES)  # a connection that carries commands
+NEWCOMER = b"\1" * TOKEN_BYTES  # a connection that asks for the command, or only for information
 
 # -- to the keeper
 
 
 @message
 class Start(Message):
-    """Start a worker, whose lane comes by that token."""
+    """Start a worker; the worker's lane connects with this token."""
 
     token: bytes  # the worker's
-    env: Mapping[str, str]  # what is different in its environment
-    name: str  # its id
-    imports: tuple[str, ...] | None = ()  # what its roles need (`Boot.imports`)
+    env: Mapping[str, str]  # changes to the worker's environment
+    name: str  # the worker's id
+    imports: tuple[str, ...] | None = ()  # modules to import for the worker's roles (`Boot.imports`)
 
 
 @message
@@ -31,12 +31,12 @@ class Kill(Message):
     """End a worker."""
 
     token: bytes  # the worker's
-    astray: bool = False  # it has closed its lane, and ought to end by itself
+    astray: bool = False  # whether the worker has closed its lane and should exit without help
 
 
 @message
 class Inspect(Message):
-    """Look at a worker from outside; answered by `Inspected`."""
+    """Look at a worker's process from outside; answered by `Inspected`."""
 
     token: bytes  # the worker's
     number: int  # the question's
@@ -44,64 +44,64 @@ class Inspect(Message):
 
 @message
 class List(Message):
-    """Say which processes there are; answered by `Listed`."""
+    """List the running processes; answered by `Listed`."""
 
     token: int  # the question's number
 
 
 @message
 class Adopt(Message):
-    """Give a lane to a worker that an earlier driver has started."""
+    """Connect a lane to a worker that an earlier driver has started."""
 
-    ticket: bytes  # by which the lane comes
+    ticket: bytes  # the token with which the lane connects
     token: bytes  # the worker's
-    name: str  # its id now
+    name: str  # the worker's new id
 
 
 @message
 class Detach(Message):
-    """Go on without this driver, when that lets go; answered by `Confirmed`."""
+    """Keep the pool alive after this driver leaves; answered by `Confirmed`."""
 
     token: int  # the question's number
-    lease: Lease  # the one on which it goes on
+    lease: Lease  # the lease under which the pool lives on
 
 
 @message
 class Renew(Message):
-    """The lease has changed."""
+    """Replace the lease."""
 
     lease: Lease  # the new one
 
 
 @message
 class Retain(Message):
-    """Don't go on without this driver; answered by `Confirmed`."""
+    """Undo `Detach`: close the pool with this driver; answered by `Confirmed`."""
 
-    token: int | None  # the question's number; None to be told nothing
+    token: int | None  # the question's number; None for no answer
 
 
 @message
 class GiveUp(Message):
-    """Tell a keeper that the driver lets go."""
+    """Announce that the driver leaves the pool."""
 
 
 @message
 class Look(Message):
-    """Somebody asks who has the pool; answered by `Seen`."""
+    """Ask for the pool's state and owner; answered by `Seen`."""
 
 
 @message
 class LookInside(Message):
-    """Somebody asks what the workers here do; answered by `SeenInside`."""
+    """Ask for the state of this keeper's workers; answered by `SeenInside`."""
 
 
 @message
 class Attach(Message):
-    """Somebody wants to command; answered by `Granted` or `Refused`."""
+    """Ask for the command of the pool; answered by `Granted` or `Refused`."""
 
-    epoch: int  # what the lead has granted; 0 to the lead itself
-    who: str  # who it is, in words
-    own: bool  # whether it takes the pool from whoever has it
+    epoch: int  # the epoch that the lead keeper has granted; 0 when asking the lead
+    who: str  # a description of the newcomer
+    own: bool  # whether to take the pool over from its current driver
 
 
 # -- from the keeper
@@ -117,71 +117,71 @@ class Said(Message):
 
 @message
 class Ended(Message):
-    """A worker is gone."""
+    """The exit of a worker."""
 
     token: bytes  # the worker's
-    exitcode: int | None  # its exit code, if it had one
-    signal: str | None  # the signal that ended it
-    detail: str | None  # what else is known
+    exitcode: int | None  # the exit code, if there was one
+    signal: str | None  # the signal that ended the process
+    detail: str | None  # more details, if known
 
 
 @message
 class Inspected(Message):
-    """What a worker does, as it is seen from outside."""
+    """A view of a worker from outside its process."""
 
     token: bytes  # the worker's
     number: int  # the question's
-    what: str | None  # in words; None when nothing is seen
+    what: str | None  # a description; None if there is nothing to see
 
 
 @message
 class Listed(Message):
-    """The processes that there are."""
+    """The list of running processes."""
 
     token: int  # the question's number
-    found: Sequence[Any]  # the fields of a `Running` for each
+    found: Sequence[Any]  # the fields of a `Running` for each process
 
 
 @message
 class Confirmed(Message):
-    """Tell that a keeper has done what it was told."""
+    """Confirm that the keeper has carried out a command."""
 
     token: int  # the question's number
 
 
 @message
 class Seen(Message):
-    """What there is to be seen: of a pool, who has it; through a job's window, what its groups do."""
+    """The visible state: the owner of a pool, or the state of groups (through a job's window)."""
 
-    facts: Mapping[str, Any] | None  # as listings show it; None of a pool that isn't detached
+    facts: Mapping[str, Any] | None  # the facts for listings; None for a pool that isn't detached
 
 
 @message
 class SeenInside(Message):
-    """What the workers do that have answered."""
+    """The state of all workers that have answered."""
 
-    workers: Sequence[bytes]  # as each says it, in JSON
-    silent: Sequence[str]  # the ids of the others
+    workers: Sequence[bytes]  # the answer of each worker, in JSON
+    silent: Sequence[str]  # the ids of workers without an answer
 
 
 @message
 class Granted(Message):
-    """The newcomer commands now."""
+    """Grant the command to a newcomer."""
 
-    epoch: int  # which driver it is, counted
-    record: bytes  # what it needs to take the pool up
+    epoch: int  # the epoch of the new driver
+    record: bytes  # the record from which the newcomer adopts the pool
 
 
 @message
 class Refused(Message):
-    """The newcomer doesn't command."""
+    """Refuse the command to a newcomer."""
 
-    kind: str  # "borrowed" while another driver does; another word when it comes too late
-    words: str  # why
+    kind: str  # "borrowed" while another driver commands; another word for a late request
+    words: str  # the reason
 
 
 @message
 class Fenced(Message):
-    """Another driver commands now."""
+    """Fence a driver off: another driver commands now."""
 
-    who: str  # which, in words
+    who: str  # a description of the new driver

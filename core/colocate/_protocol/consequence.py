@@ -1,4 +1,4 @@
-"""Errors that only follow from something else: what their caller is told is that, not these."""
+"""Errors that only follow from another failure: callers get the cause instead."""
 
 from __future__ import annotations
 
@@ -26,28 +26,28 @@ OWN_WORDS = (
     StaleWeightsError,
     WeightsDifferError,
 )
-"""Errors that are colocate's words wherever role code hasn't raised them: the caller is told them as they are."""
+"""Errors that colocate raises for the caller: these reach the caller unchanged, unless role code has raised them."""
 
 
 class Consequence(ColocateError):
-    """Another rank's failure, or the end of the group, has broken what this rank waited for."""
+    """A failure of another rank, or the end of the group, has broken this rank's wait."""
 
 
 class Poisoned(Consequence):
-    """A part that can't be used: the failure of the call that should have made it, or wrote into it, is the cause.
+    """An unusable part of a resident: the call that should have made the part, or wrote into it, has failed.
 
     That call may still be running, on a rank that is alive and well.
     """
 
 
 class Unmade(Consequence):
-    """A process group that another rank doesn't make: why not, that one tells, perhaps after this."""
+    """A process group that another rank doesn't create. That rank reports the reason, perhaps later."""
 
 
 class PutBack(Consequence):
-    """What a call of colocate's own waited for was broken before it had changed anything: it begins anew after that."""
+    """An internal call that was interrupted before any change; the call is sent again."""
 
 
-# As a worker tells them: the cause may come after them, from a rank that is alive and well.
+# Workers report these types by name: the cause may arrive later, from a rank that is alive and well.
 CAUSE_MAY_COME_LATE = frozenset(f"{kind.__module__}.{kind.__qualname__}" for kind in (Poisoned, Unmade))
 LET_GO = "the driver that asked for it has let go of the group"

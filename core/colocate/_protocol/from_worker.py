@@ -1,4 +1,4 @@
-"""What a worker says to its driver."""
+"""Messages from a worker to its driver."""
 
 from __future__ import annotations
 
@@ -11,14 +11,23 @@ from colocate._protocol.taken import Taken
 
 @message
 class Hello(Message):
-    """Tell that the worker runs, and hears."""
+    """Report that the worker runs and reads messages."""
 
-    facts: Mapping[str, Any]  # its process and versions
+    facts: Mapping[str, Any]  # process id and versions of the worker
 
 
 @message
 class Done(Message):
-    """A call has gone well. Body: its result; none for None and for a kept one.
+    """The result of a successful call. Body: the result; none for None and for a kept result.
+
+    Attributes:
+        seq: The call; 0 for the construction of the roles.
+        rows: Number of rows that aren't padding; None for a call without rows.
+        start: Begin of the call, in seconds of `time.time()`.
+        end: End of the call, likewise.
+        size: Bytes and rows of a kept result; None for other results.
+        parts: Reports of features, by feature name (`OfWorker.finished`); None for no reports.
+        taken: Residents that the call has received, if an observer asked for these notes.
 
     Attributes:
         seq: The call; 0 for the construction of the roles.
@@ -41,147 +50,141 @@ class Done(Message):
 
 @message
 class Failure(Message):
-    """What an exception in a worker was, as a part of other messages."""
+    """An exception in a worker, as a part of other messages."""
 
     type: str  # qualified name of the exception's type
-    text: str  # its message
-    traceback: str  # the traceback in the worker, from the role's own code on
-    host: bool  # whether colocate raised it (arguments that don't fit, a result that can't be sent), not the role
-    secondary: bool  # whether a peer's connection had been lost before: then another rank's failure is the cause
+    text: str  # the exception's message
+    traceback: str  # the traceback in the worker, from role code on
+    host: bool  # whether colocate raised it, not the role: unsuitable arguments, or a result that can't be sent
+    secondary: bool  # whether a peer's connection was lost before: then another rank's failure is the cause
     role: str | None  # name of the role
-    unmade: str | None  # what had come and couldn't be rebuilt, if the exception is from there
+    unmade: str | None  # the value that couldn't be unpickled, for such an exception
 
 
 @message
 class Failed(Message):
-    """A call has raised, and the rank has stopped itself. Body: the exception, if it can be sent."""
+    """The failure of a call; the rank has stopped. Body: the exception, if picklable."""
 
     seq: int  # the call; 0 for the construction of the roles
-    failure: Failure  # what it raised
-    parts: Mapping[str, Any]  # what features say, by their names (`OfWorker.halts`)
-    start: float  # when it began, in seconds of `time.time()`
-    end: float  # when it was over
+    failure: Failure  # the exception
+    parts: Mapping[str, Any]  # reports of features, by feature name (`OfWorker.halts`)
+    start: float  # begin of the call, in seconds of `time.time()`
+    end: float  # end of the call, likewise
     taken: Sequence[Taken] = ()  # see `Done`
-    lane: str = ""  # the background role whose lane it is of; "" for the main one
+    lane: str = ""  # the background role of the lane; "" for the main lane
 
     def head(self) -> Head:
-        """Return what travels of it."""
         seq, failure, *others = values(self)
         return "Failed", seq, values(failure), *others
 
     @classmethod
     def of(cls, *values: Any) -> Failed:
-        """As `Message.of`."""
         seq, failure, *others = values
         return cls(seq, Failure(*failure), *others)
 
 
 @message
 class Alive(Message):
-    """Tell that the worker has heard of a hold."""
+    """Acknowledge that the worker has received a hold."""
 
-    number: int  # the hold's
+    number: int  # the hold's number
     lane: str = ""  # see `Failed`
 
 
 @message
 class Held(Message):
-    """Tell that the worker is back for a hold."""
+    """Report that the lane has stopped for a hold."""
 
-    number: int  # the hold's
-    begun: int  # the highest call that it has begun
-    parts: Mapping[str, Any]  # what features say, by their names (`OfWorker.back`)
+    number: int  # the hold's number
+    begun: int  # the highest call that has begun
+    parts: Mapping[str, Any]  # reports of features, by feature name (`OfWorker.back`)
     lane: str = ""  # see `Failed`
-    unfinished: Sequence[tuple[int, str]] = ()  # number and label of calls that a driver has left, and this rank too
+    unfinished: Sequence[tuple[int, str]] = ()  # number and label of calls that an earlier driver has left running here
 
 
 @message
 class CanWithdraw(Message):
-    """Whether it can do without a call."""
+    """The vote of a rank on the withdrawal of a call."""
 
     token: int  # the question's number
-    can: bool  # it hadn't begun it
+    can: bool  # whether the call hasn't begun here
 
 
 @message
 class Stack(Message):
-    """What its lanes do."""
+    """The current work of the worker's lanes."""
 
     token: int  # the question's number
-    text: str  # in words, with the stack
-    running: tuple[int, ...]  # the calls that run
+    text: str  # a description with the stack
+    running: tuple[int, ...]  # the running calls
 
 
 @message
 class Fetched(Message):
-    """The part of a resident. Body: it; or the exception that kept it from being sent."""
+    """The part of a resident. Body: the part, or the exception that prevented sending."""
 
     token: int  # the question's number
-    rows: int | None  # how many rows the call that made it worked on
-    failure: Failure | None  # what kept it from being sent
+    rows: int | None  # number of rows of the call that made the part
+    failure: Failure | None  # the failure that prevented sending
 
     def head(self) -> Head:
-        """Return what travels of it."""
         return "Fetched", self.token, self.rows, None if self.failure is None else values(self.failure)
 
     @classmethod
     def of(cls, *values: Any) -> Fetched:
-        """As `Message.of`."""
         token, rows, failure = values
         return cls(token, rows, None if failure is None else Failure(*failure))
 
 
 @message
 class Address(Message):
-    """Where other workers reach it."""
+    """The address at which other workers reach this one."""
 
-    address: str | None  # None when they needn't ask, or can't
-    trouble: str = ""  # why they can't; "" otherwise
+    address: str | None  # None if other workers need no address, or can't connect
+    trouble: str = ""  # why other workers can't connect; ""  otherwise
 
 
 @message
 class Progress(Message):
-    """How far a role has come."""
+    """The progress of a role's method."""
 
-    role: str | None  # its name
-    done: int | float  # how much is done
-    total: int | float | None  # of how much
+    role: str | None  # the role's name
+    done: int | float  # finished amount
+    total: int | float | None  # total amount
 
 
 @message
 class Broken(Message):
-    """Tell that the worker lacks what roles need, such as a thread of its own or its device, and leaves."""
+    """Report that the worker lacks a resource that roles need, such as a thread or a device; the worker exits."""
 
-    reason: str  # why
-    log_tail: str = ""  # the last lines of a role's child whose end that is
+    reason: str  # the reason
+    log_tail: str = ""  # the last output lines of a role's child, if the child's end is the reason
 
 
 @message
 class Closed(Message):
-    """Tell that the worker runs role code no longer, and is about to leave."""
+    """Report that the worker runs no more role code and is about to exit."""
 
 
 @message
 class Undefined(Message):
-    """A bundle that the driver had sent couldn't be rebuilt; nothing of it is there."""
+    """Report that a bundle of definitions couldn't be rebuilt; none of the definitions is usable."""
 
-    ids: Sequence[int]  # those of the definitions in it
-    names: Sequence[str]  # the globals of the script in it
+    ids: Sequence[int]  # ids of the bundle's definitions
+    names: Sequence[str]  # the script's globals in the bundle
 
 
 @message
 class Ask(Message):
-    """A question; answered by `Answer`."""
+    """A question to the driver; answered by `Answer`."""
 
-    token: int  # its number
-    question: Message  # what it wants to know
+    token: int  # the question's number
+    question: Message  # the question
 
     def head(self) -> Head:
-        """Return what travels of it."""
         return "Ask", self.token, self.question.head()
 
     @classmethod
     def of(cls, *values: Any) -> Ask:
-        """As `Message.of`."""
         token, question = values
         return cls(token, read(question))

@@ -1,4 +1,4 @@
-"""What memory of roles is for, and the words for it."""
+"""Purposes of a role's memory, and the tags for these purposes."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from colocate.errors import ConfigError
 
 
 class Purpose(Enum):
-    """What memory is for. What is of several kinds counts as the first of them."""
+    """The purpose of a piece of memory. Memory with several purposes counts for the first."""
 
-    __hash__ = object.__hash__  # an enum's own runs Python code, and each tensor is noted by one of these
+    __hash__ = object.__hash__  # Enum's own hash runs Python code, and every tensor is recorded under a purpose.
 
     PARAMETERS = auto()
     GRADIENTS = auto()
@@ -23,7 +23,6 @@ class Purpose(Enum):
 
     @property
     def word(self) -> str:
-        """Return what it is called."""
         return self.name.lower()
 
 
@@ -33,14 +32,14 @@ TAGS: Mapping[str, tuple[Purpose, ...]] = {
     "optimizer": (Purpose.OPTIMIZER,),
     "cache": (Purpose.DECLARED, Purpose.TENSORS),
 }
-"""What of a role's memory can sleep, by the words for it (`method.TAGS`)."""
+"""The purposes of a role's memory that can sleep, by tag (`method.TAGS`)."""
 
 
 def counts_as(role: str, told: object, by: str) -> dict[Purpose, int]:
-    """Return what a role tells of its memory, which is bytes by tag, as the ledger counts it.
+    """Convert a role's report of bytes by tag into bytes by purpose for the ledger.
 
     Raises:
-        ConfigError: It tells something else; `by` says what has told it.
+        ConfigError: The report is malformed; `by` names the method that returned the report.
     """
     if not isinstance(told, Mapping) or not all(
         tag in TAGS and isinstance(size, int) and size >= 0 for tag, size in told.items()

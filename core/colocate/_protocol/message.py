@@ -1,7 +1,6 @@
-"""What a message is: one class for each, of which a tuple of plain builtins travels, its head.
+"""Base class of all messages: one class per message, and a tuple of plain builtins as wire format, the head.
 
-Beside it there is often a body, which has been packed by itself. Only in this package a head's items are known by their
-places.
+A message often has a body, which is packed separately. Only this package reads a head's items by position.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from colocate import features
 
 Head: TypeAlias = tuple[Any, ...]
 
-_kinds: dict[str, Callable[..., Message]] = {}  # what makes one of the values that travel
+_kinds: dict[str, Callable[..., Message]] = {}  # constructors from wire values
 _values: dict[type[Message], Callable[[Message], Head]] = {}
 
 _M = TypeVar("_M", bound="type[Message]")
@@ -28,10 +27,10 @@ class Message:
     __slots__ = ()
 
     def head(self) -> Head:
-        """Return what travels of it."""
+        """Return the wire format of the message."""
         return type(self).__name__, *_values[type(self)](self)
 
-    # For all of them: to write these anew for each class takes a tenth of all that a driver imports.
+    # Defined once for all messages: generating these methods per class takes a tenth of a driver's import time.
 
     def __eq__(self, other: object) -> bool:
         return type(self) is type(other) and isinstance(other, Message) and values(self) == values(other)
@@ -43,26 +42,26 @@ class Message:
 
     @classmethod
     def of(cls, *values: Any) -> Message:
-        """Return the message of such values, in the order in which they travel; where they aren't the very fields."""
+        """Build a message from wire values. Override for messages whose wire values differ from the fields."""
         return cls(*values)
 
 
 def values(message: Message) -> Head:
-    """Return what it says, in the order of its fields."""
+    """Return the field values in order."""
     return _values[type(message)](message)
 
 
 def kind_of(head: Head) -> object:
-    """Return what a head says that it is, whatever version has made it."""
+    """Return the message name in a head, of any protocol version."""
     return head[0]
 
 
 def read(head: Head | Message) -> Message:
-    """Return the message of a head; within one process it is handed over as it is."""
+    """Build the message from a head; within one process messages are passed unchanged."""
     if isinstance(head, Message):
         return head
     made = _kinds.get(head[0])
-    if made is None:  # one of a feature's that wasn't here yet
+    if made is None:  # The message belongs to a feature that isn't imported yet.
         features.of_message(head[0])
         made = _kinds[head[0]]
     return made(*head[1:])
@@ -70,15 +69,15 @@ def read(head: Head | Message) -> Message:
 
 @dataclass_transform(frozen_default=True)
 def message(cls: _M) -> _M:
-    """Make a class of fields one of messages; its name is what its heads begin with."""
-    # Not frozen but for type checkers: that takes a microsecond more for each.
+    """Register a class of fields as a message; heads begin with the class name."""
+    # Frozen for type checkers only: a frozen class takes a microsecond more per message.
     made: Any = attrs.define(cls, eq=False, repr=False)
     names = [field.name for field in attrs.fields(made)]
     if len(names) > 1:
         _values[made] = operator.attrgetter(*names)
     else:
         _values[made] = lambda message: tuple(getattr(message, name) for name in names)
-    # Of one module again where its first import was interrupted, by a signal's handler say.
+    # A module is imported again if a signal handler has interrupted the first import.
     known = _kinds.get(made.__name__, made)
     assert known.__module__ == made.__module__, f"two messages are called {made.__name__}"
     _kinds[made.__name__] = made.of if "of" in vars(made) else made

@@ -1,4 +1,4 @@
-"""What workers ask each other: parts of residents."""
+"""Messages between workers: requests for parts of residents."""
 
 from __future__ import annotations
 
@@ -9,105 +9,105 @@ from colocate._protocol.message import Message, message
 
 @message
 class Part(Message):
-    """The whole part; answered by `Value`, or `Elsewhere` where one of the same machine has asked before."""
+    """Request a whole part; answered by `Value`, or `Elsewhere` if a worker of the same machine has asked before."""
 
     key: int  # the resident
-    place: str = ""  # where whoever asks computes, when memory of a device may be lent there; otherwise ""
-    over: tuple[int, bool] | None = None  # what whoever asks has taken before, and whether it keeps that; see `Took`
-    here: tuple[str, str] | None = None  # machine and address of whoever asks from another one, and may pass it on
-    lacking: int = 0  # of an `Elsewhere` where it wasn't to be had, its `times`
+    place: str = ""  # device place of the requester, if device memory may be lent there; otherwise ""
+    over: tuple[int, bool] | None = None  # the previous part, and whether the requester keeps that part; see `Took`
+    here: tuple[str, str] | None = None  # machine and address of a remote requester that may forward the part
+    lacking: int = 0  # for a retry after a failed `Elsewhere`: the message's `times`
 
 
 @message
 class Slice(Message):
-    """Ask for some rows of a value; answered by `Value`."""
+    """Request some rows of a value; answered by `Value`."""
 
     key: int  # the resident
     start: int  # the first row
-    stop: int  # the one after the last
+    stop: int  # the row after the last
     place: str = ""  # see `Part`
 
 
 @message
 class Rows(Message):
-    """How many rows it has; answered by `Number`."""
+    """Request the number of a part's rows; answered by `Number`."""
 
     key: int  # the resident
 
 
 @message
 class Still(Message):
-    """Whether it is still what it was, having been lent; answered by `Number`, with None when it isn't."""
+    """Ask whether a lent value is unchanged; answered by `Number`, with None if the value has changed."""
 
     key: int  # the resident
 
 
 @message
 class Weight(Message):
-    """How many rows the call that made it worked on; answered by `Number`."""
+    """Ask for the number of rows of the call that made a part; answered by `Number`."""
 
     key: int  # the resident
 
 
 @message
 class Took(Message):
-    """Whoever asks has taken it; answered by `Number`. When all have who are to, it is forgotten."""
+    """Report that the requester has taken a part; answered by `Number`. The offer ends with the last requester."""
 
     key: int  # the resident
-    keeps: bool = False  # whether it is kept there
+    keeps: bool = False  # whether the requester keeps the part
 
 
 @message
 class Passed(Message):
-    """The body of a message of the driver's, which whoever is asked passes on; answered by `Value`."""
+    """Request a message body of the driver's that this worker forwards; answered by `Value`."""
 
     key: int  # the body
 
 
 @message
 class Shared(Message):
-    """A part of a resident of another machine; answered by `Value`, or by `Number` where it isn't here (any more)."""
+    """Request a part that lives on another machine; answered by `Value`, or `Number` if this worker has no copy."""
 
-    who: tuple[str, int, int, int]  # who has it, as `WhereIs` says it
+    who: tuple[str, int, int, int]  # the part's home worker, in the form of `WhereIs`
     key: int  # the resident
 
 
 @message
 class Elsewhere(Message):
-    """Ask that one, by `Shared`: it has it, or is just getting it."""
+    """Redirect the requester: that worker has, or is fetching, the part (`Shared`)."""
 
-    address: str  # where it is reached
-    times: int  # how often whoever has asked from there was given it to share
+    address: str  # that worker's address
+    times: int  # how often this worker has redirected to that address
 
 
 @message
 class Value(Message):
-    """Here it is. Body: it."""
+    """The answer with a value. Body: the value."""
 
-    waited: float  # how many seconds the question has waited for it to be made
-    lent: int = 0  # how many bytes are to be copied from where they are, and asked for then with `Still`
-    refusal: str = ""  # why no more is lent, though it might be; "" where nothing was in the way
-    shared: bool = False  # whether others of the machine will be told to ask there
+    waited: float  # seconds that the request waited for the value to be made
+    lent: int = 0  # bytes to copy from lent memory, followed by a `Still`
+    refusal: str = ""  # why no more memory is lent; "" if nothing prevented lending
+    shared: bool = False  # whether other requesters of the machine will be redirected there
 
 
 @message
 class Number(Message):
-    """So many."""
+    """The answer with a count."""
 
-    number: int | None  # how many; None when it isn't counted
+    number: int | None  # the count; None if unknown
 
 
 @message
 class Poison(Message):
-    """Tell that a value can't be used."""
+    """Report that a value is unusable."""
 
-    why: str  # what kept it from being made, or wrote into it
+    why: str  # the failure that prevented the value, or wrote into the value
 
 
 @message
 class Unsendable(Message):
-    """Tell that a value can't be packed."""
+    """Report that a value can't be packed."""
 
-    text: str  # what the `SerializationError` says
-    argument: Any  # its `argument`
-    path: Any  # its `path`
+    text: str  # the text of the `SerializationError`
+    argument: Any  # the error's `argument`
+    path: Any  # the error's `path`

@@ -1,4 +1,4 @@
-"""What a worker asks its driver, within `from_worker.Ask`."""
+"""Questions of a worker to its driver, inside `from_worker.Ask`."""
 
 from __future__ import annotations
 
@@ -10,54 +10,54 @@ from colocate._protocol.message import Message, message
 
 @message
 class WhereIs(Message):
-    """Where another worker is reached."""
+    """Ask for the address of another worker."""
 
-    group: str  # its group's name
-    slot: int  # its slot in that
-    generation: int  # that of the group
-    number: int  # that of the group: one that comes later may have its name
+    group: str  # the group's name
+    slot: int  # the worker's slot in the group
+    generation: int  # the group's generation
+    number: int  # the group's number: a later group may have the same name
 
 
 @message
 class Aligned(Message):
-    """Which residents that a call uses have the partition of the first, once all of them are made."""
+    """Ask which residents of a call have the partition of the first resident, once all are made."""
 
     seq: int  # the call
-    key: int  # the first
-    others: Sequence[int]  # the others
+    key: int  # the first resident
+    others: Sequence[int]  # the other residents
 
 
 @message
 class Missing(Message):
-    """Send a definition that came here by name from another worker."""
+    """Request a definition that another worker has sent by name only."""
 
-    id: int  # the definition's
+    id: int  # the definition's id
 
 
 @message
 class Source(Message):
-    """The source of a module that lies beside the script, and of what that imports."""
+    """Request the source of a module beside the script, and the sources of the module's imports."""
 
-    module: str  # its name
+    module: str  # the module's name
 
 
 @message
 class Compare(Message):
-    """Whether the driver has the modules that were imported here early, with other content."""
+    """Ask whether the driver's versions of early imported modules have other content."""
 
     modules: Mapping[str, tuple[str, str]]  # file and digest, by name
 
 
 @message
 class HeardAll(Message):
-    """Whether all that was said before has been heard: the answer comes after that."""
+    """Barrier: answered after all earlier messages were handled."""
 
 
 @message
 class Meet(Message):
-    """Wait for the other ranks, and have what one of them has brought."""
+    """Wait for the other ranks, and receive the value that one rank has brought."""
 
-    rendezvous_key: str  # what they meet for
-    members: int  # how many they are
-    value: Any  # what this one brings; None for nothing
-    refusal: str | None  # why this one can't come, which all of them are told
+    rendezvous_key: str  # key of the rendezvous
+    members: int  # number of ranks
+    value: Any  # this rank's value; None for no value
+    refusal: str | None  # why this rank refuses, for all ranks

@@ -1,7 +1,7 @@
-"""`Requests`: questions that messages carry, and their answers. Whoever asks another process waits here.
+"""`Requests`: numbered questions to other processes, and waiting for the answers.
 
-A question has a number, and parties that owe an answer to it. It is over when all have answered, or when it has failed:
-because a party can't answer any more, or because nobody can.
+A question has a number, and parties that owe an answer. The question ends when all parties have answered, or when it
+has failed: because a party, or nobody, can answer any more.
 """
 
 from __future__ import annotations
@@ -21,7 +21,14 @@ Answer = TypeVar("Answer")
 
 
 class Request(Generic[Party, Answer]):
-    """One question.
+    """One open question.
+
+    Attributes:
+        token: The question's number.
+        about: The subject (a call, say), for `fail_those`.
+        parties: The parties asked, in order.
+        answers: The answers so far.
+        error: The failure, if there will be no more answers.
 
     Attributes:
         token: Its number.
@@ -42,71 +49,68 @@ class Request(Generic[Party, Answer]):
 
     @property
     def owing(self) -> list[Party]:
-        """Return who hasn't answered."""
+        """The parties that haven't answered."""
         return [party for party in self.parties if party not in self.answers]
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until it is over, at most so many seconds; whether it is."""
+        """Wait until the question ends, for at most `timeout` seconds; return whether it has."""
         return self._over.wait(timeout)
 
     def result(self, deadline: Deadline = NEVER) -> list[Answer]:
-        """All answers, in the order of the parties.
+        """Wait for all answers, in the order of the parties.
 
         Args:
-            deadline: Until when to wait for them.
+            deadline: Until when to wait.
 
         Raises:
-            TimeoutError: They haven't come in time.
-            BaseException: It has failed, by this.
+            TimeoutError: Some answers are late.
+            BaseException: The question's own error.
         """
         if not self.wait(deadline.left):
             raise TimeoutError(f"no answer in time from {', '.join(map(str, self.owing))}")
         if self.error is not None:
-            # Others may fail of the same, on other threads.
+            # Other threads may raise the same error.
             raise copy.copy(self.error) if isinstance(self.error, ColocateError) else self.error.with_traceback(None)
         return [self.answers[party] for party in self.parties]
 
     @property
     def over(self) -> bool:
-        """Whether nothing more is waited for."""
         return self._over.is_set
 
     def then(self, call: Callable[[], object]) -> None:
-        """Have something called when it is over, once, by whoever ends it; here and now if it is over already."""
+        """Run a callback once when the question ends, on the thread that ends it; at once if it has ended already."""
         self._then.append(call)
         if self.over:
             self._tell()
 
     def end(self) -> None:
-        """Note that the request is over."""
         self._over.set()
         self._tell()
 
     def _tell(self) -> None:
         while self._then:
-            with contextlib.suppress(IndexError):  # another thread tells
+            with contextlib.suppress(IndexError):  # Another thread runs the callback.
                 self._then.pop()()
 
 
 class Requests(Generic[Party, Answer]):
-    """The questions that somebody has asked. All methods may be called from any thread, and none waits.
+    """All open questions of a process. Any thread may call any method; none blocks.
 
-    Numbers are taken and entries made and taken away by single steps, so no lock is needed: who takes a question out
-    ends it.
+    Each step on the table of questions is atomic, so no lock is needed: the thread that removes a question ends it.
     """
 
     def __init__(self, base: int = 0) -> None:
-        """Args: base: Numbers are above this; those up to it were an earlier driver's."""
+        """Args: base: Numbers start above this; an earlier driver has used the numbers up to it."""
         self._tokens = itertools.count(base + 1)
         self._open: dict[int, Request[Party, Answer]] = {}
         self._failed: BaseException | None = None
 
     def open(self, parties: Iterable[Party], about: int = 0) -> Request[Party, Answer]:
-        """A question that is about to be sent.
+        """Register a question that is about to be sent.
 
         Args:
-            parties: Who owes an answer.
-            about: What it is asked for.
+            parties: The parties that owe an answer.
+            about: The subject.
         """
         request = Request[Party, Answer](next(self._tokens), parties, about)
         self._open[request.token] = request
@@ -123,20 +127,20 @@ class Requests(Generic[Party, Answer]):
         deadline: Deadline,
         late: Callable[[str], str],
     ) -> list[Answer]:
-        """Ask, and wait for all answers.
+        """Send a question to all parties, and wait for all answers.
 
         Args:
-            parties: Who owes an answer.
-            send: Sends the question of that number to one of them.
+            parties: The parties that owe an answer.
+            send: Sends the question of this number to one party.
             deadline: Until when to wait.
-            late: What the error says when it is too late, given those who haven't answered.
+            late: Returns the error text for the parties without an answer.
 
         Returns:
             The answers, in the order of the parties.
 
         Raises:
-            TimeoutError: They haven't come in time.
-            BaseException: It has failed, by this.
+            TimeoutError: Some answers are late.
+            BaseException: The question's own error.
         """
         request = self.open(parties)
         try:
@@ -149,7 +153,7 @@ class Requests(Generic[Party, Answer]):
             self.drop(request)
 
     def answered(self, token: int, party: Party, answer: Answer) -> Request[Party, Answer] | None:
-        """Somebody has answered; the question, if it isn't over. The last answer ends it."""
+        """Record a party's answer; return the question if still open. The last answer ends the question."""
         request = self._open.get(token)
         if request is not None:
             request.answers[party] = answer
@@ -158,40 +162,40 @@ class Requests(Generic[Party, Answer]):
         return request
 
     def refused(self, token: int, error: BaseException) -> None:
-        """Somebody has answered that there is no answer."""
+        """Fail a question: a party has refused to answer."""
         if (request := self._open.get(token)) is not None:
             self.fail(request, error)
 
     def drop(self, request: Request[Party, Answer]) -> None:
-        """Nobody waits for more answers."""
+        """End a question without waiting for more answers."""
         if self._take(request):
             request.end()
 
     def fail(self, request: Request[Party, Answer], error: BaseException) -> None:
-        """No answer will come to a question."""
+        """End a question with an error."""
         if self._take(request):
             request.error = error
             request.end()
 
     def _take(self, request: Request[Party, Answer]) -> bool:
-        if self._open.get(request.token) is not request:  # it is over, or these are the questions of other workers
+        if self._open.get(request.token) is not request:  # The question has ended, or belongs to another table.
             return False
         return self._open.pop(request.token, None) is not None
 
     def gone(self, party: Party, error: BaseException) -> None:
-        """Somebody will answer nothing more."""
+        """Fail all questions that a lost party hasn't answered."""
         for request in list(self._open.values()):
             if party in request.owing:
                 self.fail(request, error)
 
     def fail_those(self, concerns: Callable[[int], bool], error: Callable[[], BaseException]) -> None:
-        """No answer will come to what is asked for some."""
+        """Fail all questions on some subjects."""
         for request in list(self._open.values()):
             if concerns(request.about):
                 self.fail(request, error())
 
     def fail_all(self, error: BaseException) -> None:
-        """No answer will come to any question, nor to those still to be asked."""
+        """Fail all questions, open and future."""
         self._failed = error
         for request in list(self._open.values()):
             self.fail(request, error)

@@ -1,4 +1,4 @@
-"""What a call was given of residents, as its worker tells it."""
+"""Notes on the residents that a call has received, as the worker reports them."""
 
 from __future__ import annotations
 
@@ -7,18 +7,20 @@ from collections.abc import Sequence
 from typing import TypeAlias
 
 Taken: TypeAlias = tuple[int, int, int, float, float, int, str]
-"""A resident's key, the rank whose part that is of, its bytes, and from when to when it was on its way, in seconds of
-`time.time()`. Both are 0 where it lay in the very worker; bytes are those of tensors and arrays then. At last, how many
-of the bytes went from device to device (`_devices/lending.py`), and why others didn't that might have."""
+"""A resident's key, the rank of the part, the bytes, and start and end of the transfer, in seconds of `time.time()`.
+
+Start and end are 0 for a part of the same worker; bytes then count tensors and arrays. The last two items are the
+bytes that went from device to device (`_devices/lending.py`), and the reason for bytes that didn't but might have.
+"""
 
 MANY = -1
-"""In place of a rank: it came from many."""
+"""Stands for the rank in a summary of many transfers."""
 
 _MOST = 8
 
 
 def summed(taken: Sequence[Taken]) -> Sequence[Taken]:
-    """Return what a call was told to have been given, where no resident has many notes: of N ranks each may get N."""
+    """Merge the notes of residents with many transfers into one note each: each of N ranks may receive N parts."""
     counts = Counter(each[0] for each in taken if each[4])
     if all(count <= _MOST for count in counts.values()):
         return taken

@@ -1,4 +1,4 @@
-"""What a driver says to its workers."""
+"""Messages from a driver to its workers."""
 
 from __future__ import annotations
 
@@ -7,39 +7,39 @@ from typing import Any, TypeAlias
 
 from colocate._protocol.message import Head, Message, message
 
-# Where in a message's body the one of a call lies: the index, where bodies are handed over as they are, or the range
-# of bytes of its pickle and the buffers that it refers to.
+# The place of a call's body within a message's body: an index for bodies that aren't pickled, or the byte range of its
+# pickle and the indices of the buffers.
 Where: TypeAlias = "int | tuple[int, int, tuple[int, ...]] | None"
 
-# How a large body gets to several workers of other machines: its key, how many workers take it from who gets this, and
-# where this one takes it from; "" where it comes with the message.
+# How a large body reaches several workers of other machines: the body's key, the number of workers that fetch the body
+# from this one, and the address from which this worker fetches; "" for a body that comes with the message.
 Passed: TypeAlias = "tuple[int, int, str]"
-PASSED_BYTES = 1 << 20  # from here on it is passed on
+PASSED_BYTES = 1 << 20  # larger bodies are forwarded from worker to worker
 
 
 @message
 class Boot(Message):
-    """Who it is; a detached pool's worker is told again by each driver. Body: a `Boot` of the executor's.
+    """Identify the worker; each driver of a detached pool sends this again. Body: a `Boot` of the executor's.
 
-    A worker of another version answers `Hello`, and nothing else: it doesn't read the body, nor what follows.
+    A worker of another version answers `Hello` only, and doesn't read the body or any later message.
     """
 
-    protocol: int  # of who says it (`versions.PROTOCOL`)
-    version: str  # its colocate's version
+    protocol: int  # the sender's (`versions.PROTOCOL`)
+    version: str  # version of the sender's colocate
 
     @classmethod
     def of(cls, *values: Any) -> Boot:
-        """As `Message.of`, of any version."""
+        """Build the message from the values of any protocol version."""
         protocol, version, *_ = values if len(values) >= 2 else (0, "")
         return cls(protocol, version)
 
 
 @message
 class Define(Message):
-    """Definitions, before the first message that names them; the worker, too, says this of its own. Body: a bundle."""
+    """Definitions, sent before the first message that names them, by drivers and workers. Body: a bundle."""
 
-    ids: Sequence[int]  # those of the classes and functions
-    names: Sequence[str]  # the globals of the script that it sets
+    ids: Sequence[int]  # ids of the classes and functions
+    names: Sequence[str]  # the script's globals in the bundle
 
 
 @message
@@ -48,15 +48,26 @@ class Build(Message):
 
     generation: int  # how often the group has been restarted
     slots: int  # how many slots the group has
-    collective_timeout: float  # how long an operation of a process group may take, in seconds
-    given: Mapping[str, Any]  # what features say before there are roles, by feature (`OfGroup.gives`)
-    parts: Mapping[str, Any]  # what features say of how they begin, by feature (`OfGroup.starts`)
-    background: Sequence[str] = ()  # the roles that have a lane of their own
+    collective_timeout: float  # timeout of a process group's operations, in seconds
+    given: Mapping[str, Any]  # settings of features before roles exist, by feature (`OfGroup.gives`)
+    parts: Mapping[str, Any]  # initial state of features, by feature (`OfGroup.starts`)
+    background: Sequence[str] = ()  # the roles with a lane of their own
 
 
 @message
 class Call(Message):
-    """Call a method. Body: its arguments by name; none without any.
+    """Call a method. Body: the arguments by name; none without arguments.
+
+    Attributes:
+        seq: Position in the group's order.
+        role: The role's name; two numbers for a function, slots and seed.
+        method: The method's name.
+        keep: The key of the resident for the result; None for a result that is sent.
+        valid: Number of rows that aren't padding; None if nothing was scattered, or only the rank knows.
+        uses: Whether there are residents among the arguments.
+        frees: Residents that are no longer needed.
+        observed: Whether to note received residents (`Done.taken`).
+        passed: How the body arrives, for a body that workers forward.
 
     Attributes:
         seq: Its place in the group's order.
@@ -82,75 +93,72 @@ class Call(Message):
 
     @property
     def numbered(self) -> Sequence[Call]:
-        """The calls in it."""
+        """The calls of the message."""
         return (self,)
 
 
 @message
 class Batch(Message):
-    """Several calls. Body: theirs, as one (`_protocol.bundle`)."""
+    """Several calls. Body: the bodies of the calls as one (`_protocol.bundle`)."""
 
-    frees: Sequence[int]  # residents that nobody needs any more
-    calls: Sequence[tuple[Call, Where]]  # the calls, and where in the body each has its own
+    frees: Sequence[int]  # residents that are no longer needed
+    calls: Sequence[tuple[Call, Where]]  # the calls, and the place of each call's body
     passed: Passed | None = None  # see `Call`
 
     @property
     def numbered(self) -> Sequence[Call]:
-        """The calls in it."""
         return [call for call, _ in self.calls]
 
     def head(self) -> Head:
-        """Return what travels of it."""
         return "Batch", self.frees, [(call.head(), where) for call, where in self.calls], self.passed
 
     @classmethod
     def of(cls, *values: Any) -> Batch:
-        """As `Message.of`."""
         frees, calls, passed = values
         return cls(frees, [(Call(*head[1:]), where) for head, where in calls], passed)
 
 
 @message
 class Free(Message):
-    """Nobody needs some residents any more."""
+    """Free residents that are no longer needed."""
 
-    keys: Sequence[int]  # theirs
+    keys: Sequence[int]  # the residents
 
 
 @message
 class Hold(Message):
-    """A call has failed somewhere: begin no call of its lane from it on, and say when nothing before it runs there."""
+    """Stop a lane after a failed call: begin no call from that one on, and report when all earlier calls have ended."""
 
-    number: int  # the hold's number; the highest one of the lane counts
-    failed: int  # the call; 0 for the construction of the roles
-    cut: bool  # whether to free those that wait for other ranks, too
-    lane: str = ""  # the background role whose lane that is; "" for the main one
+    number: int  # the hold's number; the lane's highest number counts
+    failed: int  # the failed call; 0 for the construction of the roles
+    cut: bool  # whether to interrupt calls that wait for other ranks, too
+    lane: str = ""  # the background role of the lane; "" for the main lane
 
 
 @message
 class Resume(Message):
-    """All ranks are back: go on, but for some calls."""
+    """Continue after a hold, without the withdrawn calls: all ranks are back."""
 
-    number: int  # the hold that is over
-    withdrawn: Sequence[int]  # calls that are dropped
+    number: int  # the finished hold
+    withdrawn: Sequence[int]  # calls to drop
     lane: str = ""  # see `Hold`
 
 
 @message
 class Unwanted(Message):
-    """Nobody waits for a call any more: it ends as soon as it can (`ctx.cancelled`; what it awaits is cancelled)."""
+    """Cancel a call that nobody waits for: `ctx.cancelled` becomes true, and awaits are cancelled."""
 
     seq: int  # the call
 
 
 @message
 class Stop(Message):
-    """The group is about to close: begin nothing any more."""
+    """Begin no more calls: the group is about to close."""
 
 
 @message
 class Withdraw(Message):
-    """Hold a call up, if it hasn't begun, until it is `Decided`; answered by `CanWithdraw`."""
+    """Pause a call that hasn't begun until `Decided`; answered by `CanWithdraw`."""
 
     token: int  # the question's number
     seq: int  # the call
@@ -159,46 +167,46 @@ class Withdraw(Message):
 
 @message
 class Decided(Message):
-    """What becomes of a call that was held up."""
+    """Decide on a paused call."""
 
     token: int  # the question's number
     seq: int  # the call
-    drop: bool  # whether it is dropped; it goes on otherwise, and nobody waits for it
+    drop: bool  # whether to drop the call; otherwise the call runs, and nobody waits for the result
     lane: str = ""  # see `Hold`
 
 
 @message
 class AskStack(Message):
-    """Say what the lane does; answered by `Stack`."""
+    """Request a description of the lanes' work; answered by `Stack`."""
 
     token: int  # the question's number
 
 
 @message
 class Fetch(Message):
-    """Send the part of a resident; answered by `Fetched`."""
+    """Request the part of a resident; answered by `Fetched`."""
 
     token: int  # the question's number
     key: int  # the resident
-    contents: bool  # whether the part itself is wanted, or only its structure
+    contents: bool  # whether to send the part itself, or only its structure
 
 
 @message
 class Listen(Message):
-    """Other workers want to reach this one; answered by `Address`."""
+    """Listen for other workers; answered by `Address`."""
 
 
 @message
 class Answer(Message):
-    """What the driver says to an `Ask`."""
+    """The driver's answer to an `Ask`."""
 
     token: int  # the question's number
     answer: Any  # the answer
-    error: str | None  # why there is none
+    error: str | None  # the error, if there is no answer
 
 
 @message
 class Close(Message):
-    """End after what runs now."""
+    """Exit after the running calls."""
 
-    reason: str  # what waits for other workers is told
+    reason: str  # the reason, for calls that wait for other workers

@@ -1,4 +1,7 @@
-"""Residents as arguments: the placeholders that travel, and what they become on the rank that uses them.
+"""Residents as arguments: placeholders in messages, and their values on the rank that uses them.
+
+A resident argument equals its collected value, but the whole value needn't exist anywhere: a rank takes the rows
+that it needs from the parts that hold them, its own part first.
 
 Using a resident gives what using its collected value gives. The value never has to exist: a rank takes the rows that it
 needs from the parts that hold them, its own first.
@@ -37,12 +40,21 @@ if TYPE_CHECKING:
     from colocate.worker.residents.peers import Peers
 
 Written: TypeAlias = tuple[int, str, str | None]
-"""A resident's key, the method that returned it, and the call that wrote into it, where that is known."""
+"""A resident's key, the method that returned the resident, and the call that wrote into it, if known."""
 
 
 @attrs.frozen(eq=False)
 class Origin:
-    """What made a resident, which is the same for all that a method makes. Small in groups of any size.
+    """The origin of a resident: shared by all residents of one method, and small for groups of any size.
+
+    Attributes:
+        group: The group that keeps the resident.
+        slots: The slots of the role, in order of rank.
+        ranks: The ranks of the call that made the resident.
+        collect: How the parts become the value.
+        label: The resident's name in errors.
+        generation: The group's generation; workers of another generation never had the resident.
+        number: The group's number: a later group may have the same name.
 
     Attributes:
         group: The group that keeps it.
@@ -68,7 +80,7 @@ class Origin:
         return packed
 
     def __reduce__(self) -> Any:
-        # It goes with every call that uses what it made: packed once, and unpacked once in each worker.
+        # Calls that use residents carry their origin: packed once, and unpacked once per worker.
         return _origin, (self._packed,)
 
 
@@ -79,7 +91,12 @@ def _origin(packed: bytes) -> Origin:
 
 @attrs.frozen(eq=False)
 class Source:
-    """A resident as others know it: where its parts lie and how they make up the value.
+    """A resident as other workers see it: the places of the parts, and how the parts make up the value.
+
+    Attributes:
+        key: The resident's id, unique in the runtime.
+        origin: How the resident was made.
+        partition: The rows of the value that each rank has, for rows chosen by cost.
 
     Attributes:
         key: Its id, unique in the runtime.
@@ -93,42 +110,35 @@ class Source:
 
     @property
     def group(self) -> str:
-        """See `Origin`."""
         return self.origin.group
 
     @property
     def slots(self) -> tuple[int, ...] | range:
-        """See `Origin`."""
         return self.origin.slots
 
     @property
     def ranks(self) -> Ranks:
-        """See `Origin`."""
         ranks = self.origin.ranks
         return ranks if self.partition is None else attrs.evolve(ranks, partition=self.partition)
 
     @property
     def collect(self) -> Collect:
-        """See `Origin`."""
         return self.origin.collect
 
     @property
     def label(self) -> str:
-        """See `Origin`."""
         return self.origin.label
 
     @property
     def generation(self) -> int:
-        """See `Origin`."""
         return self.origin.generation
 
     def slot(self, rank: int) -> int:
-        """The slot of a rank."""
         return self.slots[rank]
 
     @property
     def holders(self) -> Sequence[int]:
-        """The ranks that have a part, in the order in which results are joined."""
+        """The ranks that have a part, in the order of joining."""
         return range(self.ranks.world_size) if self.ranks.targets is None else self.ranks.targets
 
     def __reduce__(self) -> Any:
@@ -137,39 +147,39 @@ class Source:
 
 @attrs.frozen(eq=False)
 class Use(Plain):
-    """Stands for a resident's value, or some of its rows, in the arguments of a call."""
+    """Placeholder for a resident's value, or some rows of it, among a call's arguments."""
 
     source: Source
 
 
 @attrs.frozen(eq=False)
 class Part(Use):
-    """Part `index` of `count` even ones along an axis."""
+    """Part `index` of `count` even parts along an axis."""
 
     index: int
     count: int
     padding: bool
     beside: Beside | None = None
-    """Plain rows that it is scattered together with, by a driver that didn't know how many rows there are."""
+    """Plain rows scattered beside this part; the driver didn't know the number of rows."""
     of: int = 1
-    """How many rows stay together."""
+    """Number of rows that stay together."""
 
 
 @attrs.frozen(eq=False)
 class Own(Use):
-    """Of `count` parts along an axis the one that lies in the very worker: the producer's partition is the consumer's.
+    """The worker's own part, of `count` along an axis: producer and consumer have the same partition.
 
-    It is the same for all ranks, so a call's message is too.
+    The placeholder is equal for all ranks, so the call's message is, too.
     """
 
     count: int
     of: int = 1
-    """How many rows stay together."""
+    """Number of rows that stay together."""
 
 
 @attrs.frozen(eq=False)
 class Item(Use):
-    """Item `index` of a list of `count`, which is given to `parameter`."""
+    """Item `index` of a list of `count`, for the argument `parameter`."""
 
     index: int
     count: int
@@ -186,23 +196,23 @@ class Rows(Use):
 
 @attrs.frozen(eq=False)
 class Pick(Use):
-    """Rows by their numbers, in ascending order; `beside` says how many the value has."""
+    """Rows by number, in ascending order; `beside` knows the number of rows of the value."""
 
     rows: Sequence[int]
     beside: Beside
 
 
 Over: TypeAlias = tuple[int, bool]
-"""The key of what was offered, and whether it is kept where it was taken, so that it mustn't be written over."""
+"""The key of a part that was offered, and whether the requester keeps the part: kept memory mustn't be overwritten."""
 
 
 @attrs.define(eq=False)
 class Taking:
-    """How a worker takes what another one offers, one part after the other.
+    """State of a worker that takes offered parts one after the other.
 
     Attributes:
-        areas: What came last in memory that is written again: as long as it is here this isn't mapped anew.
-        over: What was taken before, as it is told with the next question; None where nothing is.
+        areas: The last parts in reusable memory: the mapping stays as long as they are here.
+        over: The previous part, reported with the next request; None for nothing to report.
     """
 
     areas: deque[Any]
@@ -223,32 +233,31 @@ Aligned: TypeAlias = Callable[[int, Sequence[int]], Collection[int]]
 
 
 class Resolver:
-    """Replaces the placeholders in one call's arguments, on the rank that runs it."""
+    """Replaces the placeholders in a call's arguments, on the rank that runs the call."""
 
     def __init__(self, peers: Peers, own_group: str, own_slot: int, aligned: Aligned, notes: bool = False) -> None:
-        """Resolve the arguments of one call."""
         self._peers = peers
         self._group = own_group
         self._slot = own_slot
         self._ask_aligned = aligned
         self.taken: list[Taken] | None = [] if notes else None
-        self.keys: list[int] = []  # the residents used, to be checked for writes afterwards
-        self.valid: int | None = None  # real rows of the first part taken
-        self.total: int | None = None  # rows of all parts together, where they had to be counted
+        self.keys: list[int] = []  # used residents, checked for writes after the call
+        self.valid: int | None = None  # number of real rows in the first part taken
+        self.total: int | None = None  # number of rows of all parts together, if counted
         self._first: tuple[Part | Own, int] | None = None
         self._arguments: Mapping[str, Any] = {}
         self._aligned: Collection[int] | None = None
         self._memo = Memo()
-        self._cut: dict[int, Any] = {}  # the whole values of which this rank takes rows, by resident
+        self._cut: dict[int, Any] = {}  # whole values of which this rank takes rows, by resident
         self._values: list[tuple[Source, Any]] = []
         self._watches: list[tuple[Source, Watch]] = []
 
     def resolve(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """The arguments with values in place of placeholders."""
+        """Return the arguments with values in place of placeholders."""
         self._arguments = arguments
         placed = dict(arguments)
         within = {name: value for name, value in placed.items() if type(value) not in PLAIN}
-        walked = {name: value for name, value in within.items() if type(value) is not Own}  # as most are
+        walked = {name: value for name, value in within.items() if type(value) is not Own}  # the common kind
         for value in walked.values():
             map_leaves(value, self._begin_with, _is_cut)
         for name, value in within.items():
@@ -256,7 +265,7 @@ class Resolver:
         return placed
 
     def _begin_with(self, cut: Cut) -> Cut:
-        """The part beside which plain values lie decides which rows are this rank's."""
+        """Resolve the part beside plain rows first: this part decides which rows belong to the rank."""
         if self._first is None:
             self._first_part(cut.by)
         return cut
@@ -272,7 +281,7 @@ class Resolver:
             value = self._range(source, item.start, item.stop)
         elif isinstance(item, Pick):
             value = self._picked(item)
-        elif isinstance(item, Item) and type(source.collect) is Gather:  # the very result of a rank
+        elif isinstance(item, Item) and type(source.collect) is Gather:  # The item is the unchanged result of one rank.
             value = self._peers.part(source, source.holders[item.index], self.taken)
         elif isinstance(item, Item):
             value = check_items(item.parameter, self._whole(source), item.count)[item.index]
@@ -282,11 +291,11 @@ class Resolver:
         return value
 
     def watch(self) -> None:
-        """Have `written` see from now on who writes into what was taken; also where that is a copy from elsewhere."""
+        """Start watching the received values for writes, copies from other workers included."""
         self._watches = [(source, Watch(value, contents=True)) for source, value in self._values]
 
     def written(self) -> list[Source]:
-        """Return the residents whose values somebody has written into."""
+        """Return the residents whose received values were written into."""
         return [source for source, watch in self._watches if watch.written()]
 
     def _whole(self, source: Source) -> Any:
@@ -299,7 +308,7 @@ class Resolver:
         return source.collect.join(parts, ranks)
 
     def _beside(self, cut: Cut) -> Any:
-        """The rows that lie beside this worker's own part of a resident."""
+        """Return the rows beside this worker's own part of a resident."""
         assert self.valid is not None
         start, total = self._place(cut.by)
         cut.beside.check(total)
@@ -310,7 +319,7 @@ class Resolver:
             return self._padded(part)
         if self._first is None:
             return self._first_part(part)
-        # The first one decides which rows are this rank's.
+        # The first part decides which rows belong to this rank.
         first, rows = self._first
         if isinstance(part, Own) and isinstance(first, Own) and self._is_aligned(first, part):
             return self._own_part(part.source)[1]
@@ -339,7 +348,7 @@ class Resolver:
         return self._range(part.source, start, start + self.valid)
 
     def _own_part(self, source: Source) -> tuple[int, Any]:
-        """The part that lies here, or the one that counts in its place where the method has returned nothing here."""
+        """Return this worker's part, or the part that counts for this worker if the method returned nothing here."""
         rank = source.slots.index(self._slot)
         if (value := self._peers.part(source, rank, self.taken)) is None:
             rank = source.collect.sources(source.ranks)[self._index_here(source)]
@@ -350,7 +359,7 @@ class Resolver:
         return rank, value
 
     def _place(self, part: Part | Own) -> tuple[int, int]:
-        """Where the rows of a part begin in the whole, and how many that has."""
+        """Return the first row of a part, and the number of rows of the whole."""
         if isinstance(part, Part):
             index, sizes = part.index, even_sizes(self._total(part.source), part.count, part.of)
         else:
@@ -358,13 +367,13 @@ class Resolver:
         return sum(sizes[:index]), sum(sizes)
 
     def _is_aligned(self, first: Own, part: Own) -> bool:
-        """Whether two residents lie in the same partition: on all ranks, as many rows on this one isn't enough."""
+        """Check whether two residents have the same partition on all ranks; equal sizes on this rank aren't enough."""
         key = first.source.key
-        # One whose rows were chosen is taken so only where the first one's are the same.
+        # Chosen rows are taken from the own part only for equal choices.
         if part.count == 1 or part.source.key == key or part.source.partition is not None:
             return True
         if self._aligned is None:
-            owned: dict[int, None] = {}  # those of which each rank has a part of its own, in order
+            owned: dict[int, None] = {}  # residents with a part on each rank, in order
 
             def note(item: Any) -> Any:
                 if isinstance(item, Own):
@@ -376,7 +385,7 @@ class Resolver:
         return part.source.key in self._aligned
 
     def _padded(self, part: Part) -> Any:
-        """As `share` of the whole value, which needn't be put together for it."""
+        """Return the padded part, equal to `share` of the whole value, without joining the whole value."""
         total = self.total = self._total(part.source)
         if part.beside is not None:
             part.beside.check(total)
@@ -397,7 +406,7 @@ class Resolver:
         return batch.rows(self._put_together(source), source.label)
 
     def _put_together(self, source: Source) -> Any:
-        """The whole value, whose parts aren't its rows: it is counted, and then rows are taken from it."""
+        """Return the joined value, for a value whose parts aren't its rows; rows are then cut from the joined value."""
         if source.key not in self._cut:
             self._cut[source.key] = self._whole(source)
         return self._cut[source.key]
@@ -411,7 +420,7 @@ class Resolver:
         pieces: list[Any] = []
         offset = 0
         holders, sizes = source.collect.sources(source.ranks), self._sizes(source)
-        # No rows are taken from a part that has some, if there is one: others may be of another shape.
+        # Empty parts are skipped unless all are empty: an empty part may have another shape.
         fullest = sizes.index(max(sizes))
         for index, (rank, size) in enumerate(zip(holders, sizes, strict=True)):
             low, high = (max(start, offset), min(stop, offset + size)) if start < stop else (offset, offset)
@@ -426,7 +435,7 @@ class Resolver:
         return pieces[0] if len(pieces) == 1 else batch.concat(pieces, source.label)
 
     def _picked(self, pick: Pick) -> Any:
-        """Rows from all parts, of each of which what lies between the first and the last is taken."""
+        """Collect rows from all parts: fetch each part's range from first to last picked row, then pick."""
         source, rows = pick.source, pick.rows
         pick.beside.check(self._total(source))
         if not isinstance(source.collect, Concat) or source.partition is not None:
@@ -445,6 +454,6 @@ class Resolver:
         return pieces[0] if len(pieces) == 1 else batch.concat(pieces, source.label)
 
     def _index_here(self, source: Source) -> int:
-        """Where along the axis of its parts the one of this worker is."""
+        """Return this worker's index along the axis of the parts."""
         assert isinstance(source.collect, Concat)
         return source.ranks.mesh(source.collect.mesh).coordinate(source.slots.index(self._slot), source.collect.axis)
