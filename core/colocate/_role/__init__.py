@@ -1,1 +1,1 @@
-"""What users declare, and what a role object answers by itself."""
+"""Declarations of users (roles, methods, budgets), and role objects that run without a worker."""

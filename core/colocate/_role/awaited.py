@@ -1,4 +1,4 @@
-"""What a coroutine returns, for code that isn't one."""
+"""Results of coroutines, for synchronous code."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 
 
 def awaited(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    """Return the result of a coroutine; also where a loop runs already, as in a notebook, which then waits."""
-    import asyncio  # takes a tenth of a driver's start, and most have none
+    """Return the result of a coroutine. A running event loop, as in a notebook, blocks meanwhile."""
+    import asyncio  # Imported late: this takes a tenth of a driver's start, and most drivers have no coroutines.
 
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        # Not `asyncio.run`, after which this thread would have no current loop: that is role code's.
+        # Not `asyncio.run`: that leaves the thread without a current loop, and the loop may belong to role code.
         with asyncio.Runner(loop_factory=asyncio.new_event_loop) as runner:
             return runner.run(coroutine)
     with ThreadPoolExecutor(1, "colocate-standalone") as thread:

@@ -1,4 +1,4 @@
-"""Memory budgets: of a pool's slots, a group and its roles, as they are declared and as workers are told."""
+"""Memory budgets of a pool's slots, a group and the group's roles: as declared, and as sent to workers."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from colocate._system.numbers import parse_bytes
 
 @attrs.frozen
 class Limit:
-    """How much somebody may have on one slot.
+    """A limit on the memory of one slot.
 
     Attributes:
-        owner: Who that is, as errors say it.
+        owner: Owner of the limit, as errors name it.
         role: The role; None for all roles of the slot together.
-        device: Whether it is memory of the slot's device; otherwise the host's, with what sleeps.
-        nbytes: How many bytes.
-        is_shared: Whether it is of roles of other groups on the slot, too.
+        device: Whether the limit is on the slot's device; otherwise on the host, sleeping memory included.
+        nbytes: The limit in bytes.
+        is_shared: Whether roles of other groups on the slot count, too.
     """
 
     owner: str
@@ -31,7 +31,7 @@ class Limit:
 
     @property
     def word(self) -> str:
-        """Return what it is called where it is set."""
+        """The option's name."""
         return "device_memory" if self.device else "host_memory"
 
 
@@ -40,10 +40,10 @@ class Budgets:
     """The budgets of a group.
 
     Attributes:
-        limits: What mustn't be exceeded.
-        activations: By role, the bytes of the device that stay free for what its methods compute with.
-        swap: Whether roles take turns, so that what is set for all of them together is kept.
-        step: The roles in the order in which they are called again and again, where that was declared.
+        limits: The limits on memory.
+        activations: By role, the device bytes reserved for computation in methods.
+        swap: Whether roles take turns to keep the common limits.
+        step: The roles in the order of calls in one step, if declared.
     """
 
     limits: tuple[Limit, ...] = ()
@@ -55,12 +55,12 @@ class Budgets:
         return bool(self.limits)
 
     def plain(self) -> tuple[Any, ...]:
-        """Return the budgets as they travel."""
+        """Return the wire format of the budgets."""
         return [attrs.astuple(limit) for limit in self.limits], dict(self.activations), self.swap, self.step
 
     @classmethod
     def read(cls, plain: Sequence[Any]) -> Budgets:
-        """Return what has travelled."""
+        """Rebuild budgets from their wire format (the inverse of `plain`)."""
         limits, *more = plain
         return cls(tuple(Limit(*limit) for limit in limits), *more)
 
@@ -70,11 +70,11 @@ NO_BUDGETS = Budgets()
 
 @attrs.frozen
 class Budget:
-    """How many bytes of a slot's memory somebody may have; None for no limit.
+    """A limit on a slot's memory, in bytes; None for no limit.
 
     Attributes:
-        device: On the slot's device.
-        host: In the host's memory, with what sleeps.
+        device: Limit on the slot's device.
+        host: Limit on the host, sleeping memory included.
     """
 
     device: int | None = None
@@ -82,15 +82,15 @@ class Budget:
 
     @classmethod
     def of(cls, device_memory: str | int | None, host_memory: str | int | None, what: str = "") -> Budget:
-        """The budget of such sizes.
+        """Parse the sizes of a budget.
 
         Args:
             device_memory: "20GiB", or bytes.
             host_memory: Likewise.
-            what: What they are given to, as errors say it before their names.
+            what: Prefix of the options' names in errors.
 
         Raises:
-            ConfigError: One of them is no size.
+            ConfigError: A size is malformed.
         """
         device = None if device_memory is None else parse_bytes(device_memory, f"{what}device_memory")
         return cls(device, None if host_memory is None else parse_bytes(host_memory, f"{what}host_memory"))
@@ -107,11 +107,11 @@ def budgets(
     step: Sequence[str] | None = None,
     is_shared: bool = False,
 ) -> Budgets:
-    """Return the budgets of a group, by the feature "memory"; see its `budgets.budgets`.
+    """Compute the budgets of a group by the feature "memory"; see `budgets.budgets` there.
 
     Raises:
-        ConfigError: They contradict each other.
-        CapabilityError: There are some, and not that feature.
+        ConfigError: The budgets contradict each other.
+        CapabilityError: Budgets are declared, and the feature isn't installed.
     """
     declared = any((residency, step, *(spec.activations for spec in roles.values())))
     if not declared and {slot, group, *(spec.budget for spec in roles.values())} == {NO_BUDGET}:

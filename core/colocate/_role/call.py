@@ -1,4 +1,4 @@
-"""`Call` and `Resident`: what users hold on the driver of one method call, which means something there only."""
+"""`Call` and `Resident`: the driver's handles of method calls and kept results."""
 
 from __future__ import annotations
 
@@ -36,26 +36,26 @@ _Outcome: TypeAlias = tuple[Any, BaseException | None, TracebackType | None]
 
 
 class OnDriver:
-    """Base of what users hold on the driver: runtimes, pools, groups, views, calls, residents."""
+    """Base of all objects that users hold on the driver: runtimes, pools, groups, views, calls, residents."""
 
     __slots__ = ()
 
     _instead: ClassVar[str] = "A role finds the others of its worker by ctx.sibling(name, cls)"
-    """What to do where it was given to a role."""
+    """Advice for a user who gives such an object to a role."""
     _unsent: ClassVar[str] = "; in a worker use ctx.sibling(name, cls)"
-    """Says so of whoever pickles it."""
+    """Advice for a user who pickles such an object."""
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(f"{self!r} lives on the driver and can't be sent{self._unsent}")
 
 
 def lives_on_driver(kind: type) -> bool:
-    """Whether values of this type mean something on the driver only; of these, residents can be arguments."""
+    """Whether values of this type only work on the driver; of these, only residents can be arguments."""
     return issubclass(kind, OnDriver)
 
 
 def refuse_in_constructor(arguments: Mapping[str, Any], what: str) -> None:
-    """Refuse what has no end, or lives on the driver, among the arguments of a role's constructor."""
+    """Refuse endless values and driver objects among the arguments of a role's constructor."""
     for name, value in arguments.items():
 
         def refuse(item: Any, name: str = name) -> NoReturn:
@@ -72,9 +72,9 @@ def refuse_in_constructor(arguments: Mapping[str, Any], what: str) -> None:
 
 
 class Underway(Flag):
-    """A call that has been made: it is settled once, by its results or an error.
+    """A call in progress: settled once, by results or an error.
 
-    The value is collected by whoever asks first, never on a worker's or an I/O thread.
+    The first thread that asks collects the value, never a worker's or an I/O thread.
     """
 
     __slots__ = ("_callbacks", "_collecting", "_error", "_outcomes", "_raised", "_raw", "_trace", "handle", "label")
@@ -85,19 +85,19 @@ class Underway(Flag):
         self.label = label
         self._collecting = _thread.RLock()
         self._raw: Any = None
-        self._outcomes: list[_Outcome] = []  # the first one counts
+        self._outcomes: list[_Outcome] = []  # only the first outcome counts
         self._error: BaseException | None = None
-        self._raised: dict[int, ColocateError] | None = None  # by thread, as a traceback belongs to one
-        self._trace: TracebackType | None = None  # of a collect that failed
-        self._callbacks: list[tuple[Callable[[Any], object], bool]] = []  # and whether it is the framework's
-        self.handle: weakref.ref[Call[Any]] | None = None  # whose owner hasn't asked about it
+        self._raised: dict[int, ColocateError] | None = None  # by thread: a traceback belongs to one thread
+        self._trace: TracebackType | None = None  # the traceback of a failed collect
+        self._callbacks: list[tuple[Callable[[Any], object], bool]] = []  # the flag marks the framework's own callbacks
+        self.handle: weakref.ref[Call[Any]] | None = None  # the user's handle, until the outcome is asked for
 
     def cancel(self) -> bool:
         """See `Call.cancel`."""
         return False
 
     def done(self) -> bool:
-        """True once it has a result or an error."""
+        """Whether the call has a result or an error."""
         return self.is_set
 
     def result(self, timeout: float | None = None) -> Any:
@@ -107,10 +107,10 @@ class Underway(Flag):
         if error is None:
             return self._outcomes[0][0]
         try:
-            # Otherwise each raise would add to the traceback of the one before, and keep all of their frames.
+            # A fresh traceback: otherwise each raise would extend the previous traceback, and keep all frames alive.
             raise error.with_traceback(self._trace)
         finally:
-            del self, error  # a cycle of error, frame and call would keep what role code held until it is collected
+            del self, error  # a cycle of error, frame and call would keep values alive until garbage collection
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """See `Call.exception`."""
@@ -118,13 +118,13 @@ class Underway(Flag):
         return self._failure()
 
     def peek_error(self) -> BaseException | None:
-        """Return the error of a finished call, and don't mark the error as reported: for the framework's callbacks.
+        """Return the error of a finished call without marking the error as reported, for the framework's callbacks.
 
         The value is collected first, which may fail.
         """
         if self._error is None:
             if not self._outcomes:
-                with self._collecting:  # reentrant: a signal's handler may ask for the same value amid users' code
+                with self._collecting:  # reentrant: a signal handler may ask for the same value while users' code runs
                     self._collect()
             _, self._error, self._trace = self._outcomes[0]
         return self._error
@@ -134,7 +134,7 @@ class Underway(Flag):
         cause = error = self.peek_error()
         if error is None:
             return None
-        while cause is not None:  # looked at now: what prints it may not be Python code
+        while cause is not None:  # Causes are built here, in Python: the printer of a traceback may not be Python code.
             cause = cause.__cause__
         if not isinstance(error, ColocateError):
             return error
@@ -142,17 +142,18 @@ class Underway(Flag):
         if self._raised is None:
             self._raised = {}
         raised = self._raised.get(here := _thread.get_ident())
-        if raised is None:  # other calls may end with the same
+        if raised is None:  # other calls may end with the same error
             raised = self._raised[here] = copy.copy(error)
         return raised
 
     def _given(self, handle: Call[Any]) -> None:
-        """Somebody has it now, who may ask about it."""
+        """Note that a user holds a handle of the call."""
 
     def _then(self, callback: Callable[[Any], object], own: bool = True) -> None:
-        """Run `callback(self)`, which mustn't block, once it is done; the framework's own never runs behind users'."""
+        """Run a callback, which mustn't block, once the call is done; `own` callbacks never run behind users'."""
         self._callbacks.append((callback, own))
-        # Settling takes the list after it set the flag: one of the two sees the callback, and `_pop` gives it out once.
+        # Settling takes the callbacks after setting the flag: one of the two threads sees the callback, and `pop`
+        # returns each once.
         if self.done():
             self._run_callbacks()
 
@@ -163,32 +164,32 @@ class Underway(Flag):
             raise TimeoutError(f"{self.label} isn't done after {timeout} s; the call goes on")
 
     def _check_unsent(self, *, awaits: bool = False) -> None:
-        """Raise when waiting for it would wait for the very code that waits: only a pipeline's calls do."""
+        """Raise if waiting would deadlock: the current code must first send the call, as in a pipeline."""
 
     def _check_wait(self, *, awaits: bool = False) -> None:
-        """As `_check_unsent`; also when it waits behind what the very thread, or task, has to do first."""
+        """Check as `_check_unsent`, and raise if the call waits for work of the current thread or task."""
         self._check_unsent(awaits=awaits)
 
     def _collect(self) -> None:
         raw = self._raw
-        if self._outcomes:  # looked for afterwards: what there is is dropped once it has been collected
+        if self._outcomes:  # Checked after reading: the raw results are dropped once collected.
             return
         outcome: _Outcome
         try:
             outcome = self._joined(raw), None, None
         except Exception as error:
-            if is_of_handler(error):  # who asks next has the value
+            if is_of_handler(error):  # a signal handler's error: the next caller gets the value
                 raise
             outcome = None, error, error.__traceback__
         self._outcomes.append(outcome)
         self._raw = None
 
     def _joined(self, raw: Any) -> Any:
-        """Make the value of what has come."""
+        """Join the ranks' results into the value."""
         return raw
 
     def _settle(self, raw: Any) -> bool:
-        """Give it its results; False when it was settled already. The caller holds the lock that orders settling."""
+        """Settle the call with results; return False if settled before. Called under the lock that orders settling."""
         if self.is_set:
             return False
         self._raw = raw
@@ -198,7 +199,7 @@ class Underway(Flag):
         return True
 
     def _fail(self, error: BaseException) -> bool:
-        """Give it its error; False when it was settled already. The caller holds the lock that orders settling."""
+        """Settle the call with an error; return False if settled before. Called under the lock that orders settling."""
         if self.is_set:
             return False
         self._error = error
@@ -221,7 +222,7 @@ class Underway(Flag):
 
 
 class Call(OnDriver, Generic[C_co]):
-    """A submitted call. The value is collected by whoever asks first, never on a worker's or an I/O thread."""
+    """A submitted call. The first thread that asks collects the value, never a worker's or an I/O thread."""
 
     _instead = "Give its result() instead"
     _unsent = "; pass its result(), or keep it and pass .ref"
@@ -242,7 +243,7 @@ class Call(OnDriver, Generic[C_co]):
         return self._underway.label
 
     def cancel(self) -> bool:
-        """Withdraw the call from all ranks, if none has begun it.
+        """Withdraw the call from all ranks, unless a rank has begun.
 
         One that has been begun goes on; its method finds `ctx.cancelled` true and may return early.
 
@@ -253,7 +254,7 @@ class Call(OnDriver, Generic[C_co]):
         return self._underway.cancel()
 
     def done(self) -> bool:
-        """True once it has a result or an error."""
+        """Whether the call has a result or an error."""
         return self._underway.done()
 
     def result(self, timeout: float | None = None) -> C_co:
@@ -263,18 +264,18 @@ class Call(OnDriver, Generic[C_co]):
             timeout: Seconds to wait at most; None and `math.inf` wait for ever.
 
         Raises:
-            TimeoutError: It isn't done yet; the call goes on.
-            ColocateError: What went wrong with the call.
+            TimeoutError: The call isn't done yet, and goes on.
+            ColocateError: The call has failed.
         """
         self._wait(None if timeout is None else limit(timeout, "result(timeout)"))
         try:
             value: C_co = self._underway.result()
         finally:
-            del self  # as there
+            del self  # as in `Underway.result`
         return value
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Wait, and return the error instead of raising it; None when there is none."""
+        """Wait for the call's end, and return the error instead of raising; None if the call succeeded."""
         self._wait(limit(timeout, "exception(timeout)"))
         return self._underway.exception()
 
@@ -285,14 +286,15 @@ class Call(OnDriver, Generic[C_co]):
             self._underway._wait(timeout)
 
     def add_done_callback(self, callback: Callable[[Call[C_co]], object]) -> None:
-        """Run `callback(call)` once it is done, on the runtime's dispatcher thread.
+        """Run `callback(call)` when the call is done, on the runtime's dispatcher thread.
 
         Raises:
-            TypeError: It can't be called, or is that of `asyncio.wait`, which takes futures of its loop only.
+            TypeError: The callback isn't callable, or belongs to `asyncio.wait`, which takes futures of its loop
+                only.
         """
         if not callable(callback):
             raise TypeError(f"add_done_callback() takes a function of the call, not {callback!r}")
-        if getattr(callback, "__module__", None) == "asyncio.tasks":  # on another thread it would wake up nobody
+        if getattr(callback, "__module__", None) == "asyncio.tasks":  # can't wake the loop from another thread
             raise TypeError(
                 f"asyncio.wait() takes futures and tasks, and {self!r} is neither: give it "
                 "asyncio.ensure_future(call), or wait by asyncio.gather(*calls) or colocate.wait(calls)"
@@ -310,11 +312,11 @@ class Call(OnDriver, Generic[C_co]):
         try:
             return self.result()
         finally:
-            del self, underway  # as there
+            del self, underway  # as in `Underway.result`
 
 
 class _OutcomeWait:
-    """A block that waits for calls. A call that isn't done at its end counts as unasked: its failure is logged."""
+    """A block that waits for calls. Calls that aren't done at the end count as unasked: failures are logged."""
 
     __slots__ = ("_calls",)
 
@@ -329,14 +331,14 @@ class _OutcomeWait:
         self.mark_unasked({call for call in self._calls if kind is not None or not call.done()})
 
     def mark_unasked(self, unasked: Collection[Call[Any]]) -> None:
-        """Mark the block's calls that are `unasked`: nobody has received their outcomes."""
+        """Mark calls of the block as unasked: no user has received the outcome."""
         for call in self._calls:
             if call in unasked:
                 call._underway._given(call)
 
 
 def ended(label: str, value: Any = None, error: BaseException | None = None) -> Call[Any]:
-    """Return a call that is done, or has failed."""
+    """Return a finished call with a value or an error."""
     underway = Underway(label)
     if error is None:
         underway._settle(value)
@@ -374,7 +376,7 @@ def wait(calls: Iterable[Call[C]], timeout: float | None = None) -> tuple[set[Ca
 
 
 def as_completed(calls: Iterable[Call[C]], timeout: float | None = None) -> Iterator[Call[C]]:
-    """The calls in the order in which they are done.
+    """Yield calls in order of completion.
 
     Args:
         calls: The calls; each is given once.
@@ -395,7 +397,7 @@ def _only_calls(calls: Iterable[Call[C]], what: str) -> list[Call[C]]:
 
 
 class _Completed(Iterator[Call[C]]):
-    """See `as_completed`. It goes on after an interruption, as a generator wouldn't."""
+    """Iterator of `as_completed`. Unlike a generator, it survives an interruption."""
 
     def __init__(self, calls: Iterable[Call[C]], timeout: float | None) -> None:
         self._pending = set(calls)
@@ -420,7 +422,7 @@ class _Completed(Iterator[Call[C]]):
             self._pending.discard(mine[0])
             return mine[0]
         except BaseException:
-            self._arrivals.come.extendleft(mine)  # first; see `Arrivals`
+            self._arrivals.come.extendleft(mine)  # Put back at the front; see `Arrivals`.
             raise
 
     def __del__(self) -> None:
@@ -433,12 +435,12 @@ def _arrived(arrivals: Arrivals[Call[C]], call: Call[C], underway: Underway) -> 
 
 @attrs.frozen
 class ResidentSpec:
-    """What a resident holds, without its contents.
+    """Description of a resident, contents excluded.
 
     Attributes:
         structure: The value of the first rank whose result counts, with shapes and dtypes in place of tensors.
         bytes_per_rank: Bytes of tensors and arrays on each rank.
-        rows_per_rank: Rows that the call worked on, on each rank; None where nothing was scattered.
+        rows_per_rank: Number of rows of the call on each rank; None if nothing was scattered.
     """
 
     structure: Any
@@ -447,7 +449,7 @@ class ResidentSpec:
 
 
 class Resident(OnDriver, abc.ABC, Generic[T_co]):
-    """A kept result. Pass `.ref` (or the resident) as an argument; a context manager that frees it at the end."""
+    """A kept result. Pass `.ref` (or the resident) as an argument; the end of a `with` block frees the value."""
 
     _instead = INSTEAD_OF_RESIDENT
     _unsent = "; pass it (or its .ref) as a call's argument"
@@ -455,39 +457,39 @@ class Resident(OnDriver, abc.ABC, Generic[T_co]):
     @property
     @abc.abstractmethod
     def ref(self) -> T_co:
-        """Stands for the value as an argument of any role's method."""
+        """Placeholder for the value as an argument of any role's method."""
 
     @property
     @abc.abstractmethod
     def spec(self) -> ResidentSpec:
-        """Return the structure, shapes, dtypes and bytes of the value; wait until it is there."""
+        """Wait for the value; return its structure, shapes, dtypes and bytes."""
 
     @abc.abstractmethod
     def wait(self, timeout: float | None = None) -> None:
-        """Wait until it is there, in the workers.
+        """Wait until the value is in the workers.
 
         Args:
             timeout: Seconds to wait at most; None for the runtime's `call_timeout`.
 
         Raises:
-            TimeoutError: It isn't there yet; the resident stays.
-            RoleError: The call that was to make it has failed; so do other errors that calls raise.
+            TimeoutError: The value isn't there yet; the resident stays.
+            RoleError: The call that makes the value has failed; other errors of calls are raised, too.
         """
 
     @abc.abstractmethod
     def fetch(self, timeout: float | None = None) -> T_co:
-        """The collected value, on the driver.
+        """Return the collected value, on the driver.
 
         Args:
             timeout: Seconds to wait at most; None for the runtime's `call_timeout`.
 
         Raises:
-            TimeoutError: It isn't there yet; the resident stays.
+            TimeoutError: The value isn't there yet; the resident stays.
         """
 
     @abc.abstractmethod
     def free(self) -> None:
-        """Let go of it. Idempotent; using it afterwards raises ClosedError."""
+        """Free the value. Idempotent; later uses raise ClosedError."""
 
     def __enter__(self) -> Self:
         return self

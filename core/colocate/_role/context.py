@@ -1,4 +1,4 @@
-"""What role code knows of its place: `self.ctx`, `colocate.context()`."""
+"""The context of role code: `self.ctx`, `colocate.context()`."""
 
 from __future__ import annotations
 
@@ -31,26 +31,26 @@ R = TypeVar("R")
 
 @attrs.define(eq=False)
 class CallState:
-    """What one running call knows of itself."""
+    """State of one running call."""
 
     seq: int
     valid_rows: int | None = attrs.field(default=None, kw_only=True)
     cancelled: bool = attrs.field(default=False, kw_only=True)
-    # Its method, and how many calls of that came before it, before the checkpoint, too, that the role goes on from
+    # The call's method, and the number of earlier calls, also from before a restored checkpoint.
     place: tuple[str, int] | None = attrs.field(default=None, init=False)
 
 
 @attrs.define(eq=False)
 class RowState(CallState):
-    """What one row of a running call knows of itself (`@method(rows=...)`).
+    """State of one row of a running call (`@method(rows=...)`).
 
     Attributes:
-        row: Its index in what the driver has given.
+        row: The row's index in the driver's argument.
         of: The call.
-        at_end: Functions that end what it has begun: called when it is over, the last first, before its value is sent.
-            What they return is awaited, if it can be.
-        raised: What it fails of, as what it awaited was cancelled.
-        turn: Its place among the call's rows in the order in which the driver takes them; None for as they end.
+        at_end: Cleanup functions of the row, called last first before the value is sent. Awaitable results are
+            awaited.
+        raised: The row's error, if the row was cancelled because of it.
+        turn: The row's position in the order in which the driver takes rows; None for no order.
     """
 
     row: int
@@ -63,7 +63,7 @@ class RowState(CallState):
 
 @attrs.define(eq=False)
 class MeshPlace:
-    """Where this rank lies in one mesh of its role."""
+    """This rank's place in one mesh of the role."""
 
     mesh: Mesh
     _rank: int
@@ -74,21 +74,21 @@ class MeshPlace:
         return self.mesh.shape
 
     def size(self, axis: str) -> int:
-        """Size of an axis; 1 for an axis that the mesh lacks."""
+        """Return the size of an axis; 1 for an axis that the mesh lacks."""
         return self.mesh.size(axis)
 
     def rank(self, axis: str) -> int:
-        """This rank's index along an axis; 0 for an axis that the mesh lacks."""
+        """Return this rank's index along an axis; 0 for an axis that the mesh lacks."""
         return self.mesh.coordinate(self._rank, axis)
 
 
 @attrs.frozen
 class Rendezvous:
-    """Where ranks meet.
+    """The address of a store where ranks meet.
 
     Attributes:
         host: Address of slot 0's machine, as the other slots reach it.
-        port: That of a store which listens there already: nobody else can have it.
+        port: Port of a listening store, so no other process can take it.
     """
 
     host: str
@@ -97,7 +97,7 @@ class Rendezvous:
 
 @attrs.define(eq=False)
 class Context:
-    """One role on one rank: who and where it is, and what the worker offers it.
+    """One role on one rank: the role's identity and place, and the services of the worker.
 
     Attributes:
         rank: Index within the role.
@@ -134,10 +134,10 @@ class Context:
     # Returns the worker's half of a feature; None outside any worker.
     _part: Callable[[str], Any] | None = attrs.field(default=None, alias="part")
     _report: Callable[[Context, int, int | None], None] | None = attrs.field(default=None, alias="report")
-    # The lanes of background roles, by role, as the worker's `Background` has them.
+    # Lanes of background roles, by role (the worker's `Background`).
     _background: Mapping[str, Any] = attrs.field(factory=dict, alias="background")
     _generator: torch.Generator | None = attrs.field(default=None, init=False)
-    _calls: dict[str, int] = attrs.field(factory=dict, init=False)  # of each method, withdrawn ones too
+    _calls: dict[str, int] = attrs.field(factory=dict, init=False)  # calls of each method, withdrawn calls included
     _asked: set[str] = attrs.field(factory=set, init=False)
     _borrowed: tuple[str, ...] = attrs.field(default=(), init=False)
     last_call: CallState = attrs.field(factory=lambda: CallState(0), init=False)
@@ -158,14 +158,14 @@ class Context:
 
     @property
     def generator(self) -> torch.Generator:
-        """A random generator of this role and rank, equal on every executor for the same seed. Needs torch.
+        """Random generator of this role and rank, equal on every executor for the same seed. Needs torch.
 
-        After a call that has failed on any rank it is where it was before, unless the role has begun another one since:
-        the call that is made again draws the same numbers.
+        A failed call on any rank resets the generator to its state before the call, unless the role has begun
+        another call since: a repeated call draws the same numbers.
 
-        A row of a method with `rows=` has one of its own, seeded by seed, group, role, method, how many calls of that
-        came before, and row: equal on whatever rank it runs, and beside whatever others. After a restart or a restore
-        it draws what it had drawn.
+        A row of a method with `rows=` has a generator of its own, seeded by seed, group, role, method, number of
+        earlier calls of the method, and row: equal on every rank, and beside any other rows. After a restart or a
+        restore, a row draws the same numbers again.
         """
         call = running_call.get()
         if isinstance(call, RowState):
@@ -182,36 +182,37 @@ class Context:
 
     @property
     def valid_rows(self) -> int | None:
-        """How many rows of this call's batch are real; None when nothing was scattered."""
+        """Number of real rows in this call's batch; None when nothing was scattered."""
         return self._call.valid_rows
 
     @property
     def row(self) -> int | None:
-        """In a method with `rows=`: the index of this row in what the driver has given; None in others."""
+        """Index of this row in the driver's argument, in a method with `rows=`; None in other methods."""
         call = self._call
         return call.row if isinstance(call, RowState) else None
 
     @property
     def cancelled(self) -> bool:
-        """True once nobody waits for this call any more: a long method looks here and returns early."""
+        """Whether nobody waits for this call any more. A long method checks this, and returns early."""
         call = self._call
         return call.cancelled or (isinstance(call, RowState) and call.of.cancelled)
 
     @property
     def pausing(self) -> bool:
-        """True while the role, a background one, is paused with `how="keep"`: `pause_point` would stop here."""
+        """Whether the background role is paused with `how="keep"`: `pause_point` would stop here."""
         own = self._background.get(self.role or "")
         return own is not None and bool(own.keeps())
 
     def pause_point(self) -> bool:
-        """Stop here while the role is paused with `group.pause(role, how="keep")`; elsewhere this does nothing.
+        """Stop here while the role is paused with `group.pause(role, how="keep")`; otherwise do nothing.
 
-        A method of a background role calls it between two of its steps, on its own thread. Meanwhile the role's
-        `load_weights` may be called, its memory may sleep and be woken, it may be saved and restored. An async method
-        awaits `async_pause_point` instead. It ends, too, when nobody waits for the call any more (`cancelled`).
+        A method of a background role calls this between two steps, on the method's own thread. During the stop, the
+        role's `load_weights` may be called, its memory may sleep and wake, and the role may be saved and restored.
+        An async method awaits `async_pause_point` instead. The stop also ends when nobody waits for the call any
+        more (`cancelled`).
 
         Returns:
-            Whether the role has got other weights meanwhile: `weights_version` is another one.
+            Whether the role has new weights: `weights_version` has changed.
         """
         before, own = self.weights_version, self._background.get(self.role or "")
         if own is not None:
@@ -219,7 +220,7 @@ class Context:
         return self.weights_version != before
 
     async def async_pause_point(self) -> bool:
-        """As `pause_point`, in an async method: other calls of the role go on to their own pause points."""
+        """Stop as `pause_point`, in an async method; other calls of the role run on to their own pause points."""
         before, own = self.weights_version, self._background.get(self.role or "")
         if own is not None:
             await own.async_pause_point(self._call)
@@ -227,9 +228,9 @@ class Context:
 
     @contextlib.asynccontextmanager
     async def resting(self) -> AsyncIterator[None]:
-        """A block of an async method that counts as a pause point: it only waits, for a tool's answer, say.
+        """Mark a block of an async method as a pause point: the block only waits, for a tool's answer, say.
 
-        A role that is paused with `how="keep"` isn't waited for in it; at its end the method stops, as at
+        A pause with `how="keep"` doesn't wait for the block; at the block's end the method stops, as at
         `async_pause_point`.
         """
         own = self._background.get(self.role or "")
@@ -238,7 +239,7 @@ class Context:
 
     @property
     def _call(self) -> CallState:
-        # A thread that role code started has no call of its own: it belongs to the one that ran last.
+        # A thread that role code started has no current call: the last call counts.
         return running_call.get() or self.last_call
 
     @property
@@ -248,10 +249,11 @@ class Context:
 
     @property
     def call_seed(self) -> int:
-        """A number derived from seed, group, role, method and how often that was called: another one in each call.
+        """Number derived from seed, group, role, method and the count of the method's calls: different in each call.
 
-        It is the same on all ranks, if all of them get each of these calls; and after a restart or a restore it is as
-        if there had been none. A row's is its call's, also where ranks have had some of these calls only.
+        The number is equal on all ranks if each of these calls ran on all ranks. A restart or a restore starts the
+        sequence again at the same point. A row has the number of its call, also where ranks have run only some of
+        these calls.
         """
         call = self._call
         number = self.calls_before + call.seq
@@ -261,14 +263,14 @@ class Context:
         return derive_seed(self._seed_of_rows, str(number), None, -1)
 
     def count(self, call: CallState, method: str) -> None:
-        """Give a call its place among those of its method, unless it has one."""
+        """Assign a call its number among the calls of the method, once."""
         if call.place is None:
             number = self._calls.get(method, 0)
             self._calls[method], call.place = number + 1, (method, number)
 
     @contextlib.contextmanager
     def borrow(self, name: str, cls: type[R] | None = None, *, awake: Sequence[str] | None = None) -> Iterator[R]:
-        """A block with the other role's instance in this worker, of whose memory not all has to be awake.
+        """Lend the other role's instance in this worker for a block, with part of the role's memory awake.
 
         Unlike `sibling` it isn't remembered: where roles take turns, the other one may be asleep in later calls. And a
         background role has one in its constructor, while nothing is called.
@@ -296,18 +298,18 @@ class Context:
             self._borrowed = before
 
     def sibling(self, name: str, cls: type[R] | None = None) -> R:
-        """The other role's instance in this worker.
+        """Return the other role's instance in this worker.
 
         Args:
             name: The role's name in the group.
             cls: Its class, or one of its bases.
 
         Raises:
-            ColocateError: No such role on this slot (yet: roles are constructed in the order of their declaration), or
-                it is of another class.
+            ColocateError: The slot has no such role (yet: roles are constructed in the order of their declaration),
+                or the role is of another class.
             SleepingError: Memory of that role sleeps.
-            StaleWeightsError: Its weights are stale.
-            ChildDied: What that role had started has ended by itself.
+            StaleWeightsError: The role's weights are stale.
+            ChildDied: A child of that role has ended by itself.
         """
         found = self._sibling(name, cls)
         if self._reach is not None:
@@ -331,9 +333,9 @@ class Context:
         found = self._siblings[name]
         try:
             is_of = cls is None or isinstance(found, cls)
-        except TypeError:  # a protocol, which nothing can be compared with
+        except TypeError:  # the class is a protocol that isn't runtime-checkable
             is_of = True
-        # That of a script may have come anew since the instance was made, under the same name.
+        # A script's class may have been defined again since the instance was made, under the same name.
         names = {(each.__module__, each.__qualname__) for each in type(found).__mro__}
         if cls is not None and not is_of and (cls.__module__, cls.__qualname__) not in names:
             raise ColocateError(
@@ -400,7 +402,7 @@ class Context:
         return cast("Child", self._part("children").start(self, *given))
 
     def process_group(self, axis: str | None = None) -> ProcessGroup:
-        """A torch.distributed group of this role's ranks, or of those that share all other coordinates with this rank.
+        """Return a torch.distributed group of this role's ranks, or of the ranks along one axis of the mesh.
 
         Every rank of the role calls it at the same place. It lies in torch's default group, whose ranks are the slots
         of the colocated group. After a failed call in which ranks have waited for each other in vain the next one is a
@@ -415,7 +417,7 @@ class Context:
         return cast("ProcessGroup", self._groups().get(self, axis))
 
     def device_mesh(self, mesh: str | None = None) -> DeviceMesh:
-        """The role's mesh as torch has them, with its named axes: for FSDP2, tensor parallelism, DTensor.
+        """Return the role's mesh as a torch `DeviceMesh` with named axes: for FSDP2, tensor parallelism, DTensor.
 
         Its groups are those of `process_group(axis)`, and what holds for them holds for it. Every rank of the role
         calls it at the same place. Needs torch.
@@ -437,16 +439,16 @@ class Context:
 
     @property
     def rendezvous(self) -> Rendezvous:
-        """Where the slots of the group meet: a store of torch's (`TCPStore`), which slot 0 serves. Needs torch."""
+        """Address where the group's slots meet: a store of torch's (`TCPStore`) on slot 0. Needs torch."""
         need_torch("ctx.rendezvous")
         return Rendezvous(*self._groups().rendezvous())
 
     def _groups(self) -> Any:
-        """Return what makes its process groups, by the feature "process_groups"."""
+        """Return the maker of process groups, from the feature "process_groups"."""
         return features.module("process_groups.alone") if self._part is None else self._part("process_groups").groups
 
     def progress(self, done: int, total: int | None = None) -> None:
-        """Say how far a long method is; shown in hang reports and in the timeline."""
+        """Report the progress of a long method, for hang reports and the timeline."""
         if self._report is not None:
             self._report(self, done, total)
 
@@ -454,14 +456,14 @@ class Context:
 _current: ContextVar[Context | None] = ContextVar("colocate_context", default=None)
 running_call: ContextVar[CallState | None] = ContextVar("colocate_call", default=None)
 second_halves: ContextVar[list[Generator[Any, Any, Any]] | None] = ContextVar("colocate_save", default=None)
-"""What is to go on when the role's `save` has returned that runs; None where none does."""
+"""Generators to resume after the running `save` has returned; None outside `save`."""
 set_current = _current.set
 reset_current = _current.reset
 current = _current.get
 
 
 def context() -> Context:
-    """The context of the role code that is running.
+    """Return the context of the running role code.
 
     Raises:
         ColocateError: No role code is running on this thread.
@@ -475,13 +477,13 @@ def context() -> Context:
 
 
 def derive_seed(seed: int, group: str, role: str | None, rank: int) -> int:
-    """Return a 63-bit number that depends on all four, the same on every machine and Python."""
+    """Return a 63-bit number derived from all four arguments, equal on every machine and Python."""
     text = f"{seed}\0{group}\0{role}\0{rank}".encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
 
 
 def standalone_context(role: str) -> Context:
-    """Return the context of a role object made outside any worker: rank 0 of 1, on the CPU."""
+    """Return the context of a role object outside any worker: rank 0 of 1, on the CPU."""
     seed = derive_seed(0, "standalone", role, 0)
     place = {"": MeshPlace(one_axis(1)[""], 0)}
     rows = derive_seed(0, "standalone", role, -1)
@@ -499,7 +501,7 @@ def need_torch(what: str) -> Any:
 
 
 def attach(instance: Any, ctx: Context) -> None:
-    """Have an object find its context, also in threads that it starts itself."""
-    # A plain class with __slots__ can't: in a worker it has colocate.context() on the lane, outside one for each call.
+    """Attach a context to an object, for threads that the object starts itself, too."""
+    # A plain class with `__slots__` has no room: there, only `colocate.context()` works.
     with contextlib.suppress(AttributeError):
         instance._colocate_ctx = ctx

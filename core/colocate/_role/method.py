@@ -1,4 +1,4 @@
-"""`@method`: what makes a function of a class a role's method, typed for the driver that calls it."""
+"""`@method`: turns a function of a class into a role's method, typed for calls on the driver."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ if TYPE_CHECKING:
     from colocate.features.rows.row_stream import RowStream
 
 Tag: TypeAlias = Literal["weights", "grads", "optimizer", "cache"]
-"""What of a role's memory can sleep: parameters and buffers; gradients; the state of optimizers; other tensors."""
+"""A kind of memory that can sleep: parameters and buffers; gradients; the state of optimizers; other tensors."""
 TAGS: tuple[Tag, ...] = ("weights", "grads", "optimizer", "cache")
 Discardable: TypeAlias = Literal["grads", "cache"]
-"""Of what the contents may be let go of. Weights and an optimizer's state are what a role has learned."""
+"""Kinds of memory whose contents may be discarded. Weights and optimizer state are the role's learned state."""
 DISCARDABLE: tuple[Discardable, ...] = ("grads", "cache")
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -47,35 +47,36 @@ C_co = TypeVar("C_co", covariant=True)
 
 
 class RoleCall(Protocol[P, C_co]):
-    """A role's method as the driver sees it: call it, submit it, or keep its result in the workers."""
+    """A role's method on the driver: to call, to submit, or to keep the result in the workers."""
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> C_co:
         """Run on the ranks, wait, and return the collected value."""
         ...
 
     def submit(self, *args: P.args, **kwargs: P.kwargs) -> Call[C_co]:
-        """Send it and return at once; the `Call` stands for the collected value."""
+        """Submit the call and return at once; the `Call` stands for the collected value."""
         ...
 
     def keep(self, *args: P.args, **kwargs: P.kwargs) -> Resident[C_co]:
-        """Send it and return at once; the results stay in the workers."""
+        """Submit the call and return at once; the results stay in the workers."""
         ...
 
     def options(self, *, timeout: float | None = None, ranks: Sequence[int] | None = None) -> RoleCall[P, C_co]:
-        """The same method with a deadline, or on some ranks only.
+        """Return the same method with a timeout, or for some ranks only.
 
         Args:
-            timeout: Seconds until the call is given up with `CallTimeout`; None leaves what was said before.
-            ranks: The ranks it runs on (with Broadcast, PerRank and OnRank only); None leaves what was said before.
+            timeout: Seconds until the call is given up with `CallTimeout`; None keeps the previous setting.
+            ranks: The ranks that run the call (with Broadcast, PerRank and OnRank only); None keeps the previous
+                setting.
         """
         ...
 
 
 class RowCall(RoleCall[P, list[V]], Protocol[P, V]):
-    """A method whose rows end one by one: called it waits for all, and returns their values in order."""
+    """A method with rows that finish one by one: a plain call waits for all rows, and returns their values in order."""
 
     def stream(self, *args: P.args, **kwargs: P.kwargs) -> RowStream[V]:
-        """Send it and return at once: the rows come from the stream as they end."""
+        """Submit the call and return at once: the stream yields rows as they finish."""
         ...
 
     @overload
@@ -99,22 +100,22 @@ class RowCall(RoleCall[P, list[V]], Protocol[P, V]):
         sticky: Callable[[Any], object] | None = None,
     ) -> RowCall[P, V]: ...
     def options(self, **options: Any) -> Any:  # noqa: D417 - that of the overloads
-        """The same method with other options; None leaves what was said before.
+        """Return the same method with other options; None keeps the previous setting.
 
         Args:
             timeout: Seconds until the call is given up with `CallTimeout`.
-            ranks: The ranks that rows are given to.
-            on_error: What an error of one row does. "raise": the rows that run are cancelled, no others begin, and it
-                is raised when the call has ended. "return": it stands in the place of the row's value.
-            retry: How often a row begins anew that has raised, or whose worker has died where the group restarts
+            ranks: The ranks that run rows.
+            on_error: The consequence of a row's error. "raise": running rows are cancelled, no others begin, and the
+                error is raised when the call has ended. "return": the error takes the place of the row's value.
+            retry: Number of retries of a row that has raised, or whose worker has died where the group restarts
                 (`on_failure="restart"`): on another rank, if there is one.
-            sticky: A function of a row that makes a key. Rows with one key go to one rank (for prefix caches).
+            sticky: A function from a row to a key. Rows with equal keys go to one rank (for prefix caches).
         """
         ...
 
 
 class RoleMethod(Generic[P, R_co, C_co]):
-    """What `@method` leaves in the class: of parameters `P`, with results `R_co` on a rank and `C_co` for the driver.
+    """A class attribute made by `@method`: parameters `P`, result `R_co` on a rank, and `C_co` for the driver.
 
     On an instance it is the plain bound method inside role code, and a `RoleCall` of one rank outside any worker.
     Called on the class, as in `Actor.step(self, loss)`, it is the function itself, typed as it is written.
@@ -139,7 +140,7 @@ class RoleMethod(Generic[P, R_co, C_co]):
         return features.of_object(self.spec.feature or "standalone")(instance, self.spec)
 
     def __call__(self, instance: Any, /, *args: P.args, **kwargs: P.kwargs) -> R_co:
-        """The function itself, on this rank alone.
+        """Call the plain function, on this rank alone.
 
         Args:
             instance: The role object, `self`.
@@ -147,7 +148,7 @@ class RoleMethod(Generic[P, R_co, C_co]):
             kwargs: The method's arguments by name.
 
         Raises:
-            TypeError: This isn't role code, where a method is called on a view or an object.
+            TypeError: The caller isn't role code; there, call the method on a view or an object.
         """
         if not _in_role_code(instance):
             name = self.spec.function.__qualname__
@@ -165,7 +166,7 @@ class RoleMethod(Generic[P, R_co, C_co]):
 if TYPE_CHECKING:
 
     class RowMethod(RoleMethod[P, R_co, list[V]], Generic[P, R_co, V]):
-        """What `@method` leaves of one whose rows end one by one. At run time it is a `RoleMethod`."""
+        """A method with rows that finish one by one. At run time, this is a `RoleMethod`."""
 
         @overload
         def __get__(self, instance: None, owner: type, /) -> RowMethod[P, R_co, V]: ...
@@ -175,13 +176,13 @@ if TYPE_CHECKING:
 
 
 def _in_role_code(instance: object) -> bool:
-    """Whether this is the code of a role in a worker, or of one that stands alone."""
+    """Whether the caller is role code in a worker, or code of a standalone role."""
     ctx = getattr(instance, "_colocate_ctx", None)
     return current() is not None or (ctx is not None and ctx.hosted)
 
 
-# Of an async method the function's own result is Any: with two results the overloads would leave a checker no way to
-# choose for a function that returns Any, and its parameters would be lost with it.
+# An async function's own result is typed Any: with two result types the overloads are ambiguous for a function that
+# returns Any, and type checkers would lose the parameters, too.
 class _Same(Protocol):
     """A decorator whose collected value has the type that the method returns."""
 
@@ -200,9 +201,9 @@ class _List(Protocol):
     def __call__(self, f: Callable[Concatenate[Any, P], T], /) -> RoleMethod[P, T, list[T]]: ...
 
 
-# Of a function that returns Any, which may be of either kind, the parameters are lost here.
+# For a function that returns Any, which fits several overloads, type checkers lose the parameters here.
 class _ListOrRows(Protocol):
-    """As `_List`; of a function that yields rows the list has an item per row."""
+    """A decorator as `_List`; for a function that yields rows the list has an item per row."""
 
     @overload
     def __call__(
@@ -215,7 +216,7 @@ class _ListOrRows(Protocol):
 
 
 class _Rows(Protocol):
-    """A decorator of a function of one row, for which the driver gives a list, or another value with such rows."""
+    """A decorator of a function of one row; the driver gives a list, or another value with such rows."""
 
     def __call__(
         self, f: Callable[Concatenate[Any, X, P], Coroutine[Any, Any, T]], /
@@ -223,7 +224,7 @@ class _Rows(Protocol):
 
 
 class _Custom(Protocol[J_co]):
-    """A decorator whose collected value is what a user's `Collect` makes of it."""
+    """A decorator whose collected value has the type of a user's `Collect`."""
 
     @overload
     def __call__(self, f: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]], /) -> RoleMethod[P, Any, J_co]: ...
@@ -232,7 +233,7 @@ class _Custom(Protocol[J_co]):
 
 
 class _Options(TypedDict, total=False):
-    """What any method may be declared with."""
+    """Options of any method."""
 
     concurrency: int
     host: Sequence[str]
@@ -247,8 +248,8 @@ def method(f: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]], /) -> RoleM
 def method(f: Callable[Concatenate[Any, P], T], /) -> RoleMethod[P, T, list[T]]: ...
 @overload
 def method(*, rows: str, **options: Unpack[_Options]) -> _Rows: ...
-# An OnRank is a Dispatch: one behind a variable that is typed as any Dispatch is taken for the usual kind, whose result
-# is a list. The alternative would be Any for every dispatch of the user's own.
+# An OnRank is a Dispatch: a variable typed as Dispatch counts as the usual kind, with a list as result. The alternative
+# would be Any for every custom dispatch.
 @overload
 def method(  # type: ignore[overload-overlap]  # pyright: ignore[reportOverlappingOverload]
     *, dispatch: OnRank, collect: None = ..., **options: Unpack[_Options]
@@ -278,29 +279,30 @@ def method(
 ) -> Any:
     """Make a function of a class a method of the role.
 
-    One with `Scatter` may yield `(index, value)` once for each row that its rank has got, in any order: then its rows
-    end one by one, as those of one with `rows=` do, and `view.m.stream(...)` gives them as they end.
+    A method with `Scatter` may yield `(index, value)` once for each row of its rank, in any order: its rows then
+    finish one by one, as those of a method with `rows=` do, and `view.m.stream(...)` yields them.
 
     Args:
-        f: The function, when used without parentheses. For mypy one with `**kwargs` is written
-            `def name(self, /, **kwargs)`.
+        f: The function, when used without parentheses. For mypy, write a function with `**kwargs` as `def name(self,
+            /, **kwargs)`.
         dispatch: How the arguments reach the ranks (default: `Broadcast()`).
         collect: How the ranks' results become one value (default: `Gather()`, a list; with `OnRank`, that rank's).
-        rows: The first parameter, of an `async def` method that takes one row there. The driver gives all rows, and the
-            method is run once for each: on whatever rank has a place, `concurrency` at a time. Other arguments go to
-            every row. It has neither `dispatch` nor `collect`: its value is a list with that of each row.
-        concurrency: How many calls of an `async def` method may overlap, or rows of one with `rows=` on each rank.
-        host: Parameters whose tensors arrive on the host. All others' arrive on `ctx.device`.
-        awake: What of the role's memory it uses: of "weights", "grads", "optimizer", "cache". A call wakes that, if it
-            sleeps (`group.sleep`), and leaves the rest; () for none of it. None for all. Without "weights" it runs
-            also where these are stale (`colocate.sync_weights`).
-        shares: For `load_weights` (`colocate.sync_weights`): the role is to have the very tensors of its source, and
-            only reads them.
-        revives: It runs also where a child of the role has ended by itself (`ctx.start`), of which all others fail,
-            and where weights are stale: to start that again.
+        rows: The first parameter, of an `async def` method that takes one row. The driver gives all rows, and the
+            method runs once per row: on any rank with a free place, `concurrency` at a time. Other arguments go to
+            every row. Such a method has neither `dispatch` nor `collect`: its value is a list with the value of each
+            row.
+        concurrency: Number of calls of an `async def` method that may overlap, or of rows with `rows=` on each rank.
+        host: Parameters whose tensors arrive on the host. Tensors of all others arrive on `ctx.device`.
+        awake: Kinds of the role's memory that the method uses: "weights", "grads", "optimizer", "cache". A call
+            wakes these, if asleep (`group.sleep`), and leaves the rest; () for none. None for all. Without "weights"
+            the method also runs with stale weights (`colocate.sync_weights`).
+        shares: For `load_weights` (`colocate.sync_weights`): the role gets the very tensors of the source, and only
+            reads them.
+        revives: Whether the method also runs with stale weights, and after a child of the role has ended by itself
+            (`ctx.start`): to start the child again. Other methods fail then.
 
     Raises:
-        DispatchError: An unknown parameter name, or a dispatch and a collect that don't go together.
+        DispatchError: A parameter name is unknown, or dispatch and collect don't go together.
     """
     if f is None:
         return partial(_declared, dispatch, collect, rows, concurrency, host, awake, shares, revives)
@@ -378,7 +380,7 @@ def _declared(
 def _check_rows(
     rows: object, function: Callable[..., Any], dispatch: Dispatch | None, collect: Collect | None, where: str
 ) -> None:
-    """Raise unless a function can be given one row at a time."""
+    """Raise unless the function can take one row at a time."""
     if not inspect.iscoroutinefunction(function):
         raise DispatchError(
             f"{where}: rows={rows!r} is for an `async def` that takes one row and returns its value, many of which "
@@ -396,7 +398,7 @@ def _check_rows(
 
 
 def _collect_yields(dispatch: Dispatch | None, collect: Collect | None, where: str) -> Collect:
-    """Return which ranks' rows count of a method that yields them; raises where it can't."""
+    """Return the collect of a method that yields rows; raise if the dispatch doesn't fit."""
     if not isinstance(dispatch, Scatter) or dispatch.pad:
         given = "no dispatch" if dispatch is None else repr(dispatch)
         raise DispatchError(

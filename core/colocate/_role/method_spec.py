@@ -1,4 +1,4 @@
-"""`MethodSpec`: a role's method as it was declared."""
+"""`MethodSpec`: the declaration of a role's method."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from colocate._values.dispatch import Dispatch, Scatter
 
 @attrs.frozen(eq=False)
 class MethodSpec:
-    """A role method as declared."""
+    """The declaration of a role method."""
 
     name: str
     function: Callable[..., Any]
@@ -29,20 +29,20 @@ class MethodSpec:
     shares: bool = False
     revives: bool = False
     rows: str | None = None
-    """The parameter that takes one row, of a method that the driver gives a list of them."""
+    """The parameter that takes one row, for a method with `rows=`."""
     yields: bool = False
-    """Whether it yields `(index, value)` of the rows that it has got."""
+    """Whether the method yields `(index, value)` of its rows."""
     feature: str | None = attrs.field(init=False)
-    """The feature that runs its calls, where these aren't plain ones."""
+    """The feature that runs the method's calls; None for plain calls."""
     simple: tuple[str, ...] | None = attrs.field(init=False)
-    """The names of the parameters when all can be given by position and by name, otherwise None."""
+    """Names of the parameters if all can be given by position and by name; otherwise None."""
     required: frozenset[str] = attrs.field(init=False)
-    """The names of the parameters without a default."""
+    """Names of the parameters without a default."""
     padded: str | None = attrs.field(init=False)
-    """The parameter that decides how many rows the result has to have, where some of them may be padding."""
+    """The parameter that decides the number of result rows, if rows may be padding."""
 
     def __attrs_post_init__(self) -> None:
-        # Binding by hand is several times faster than Signature.bind and serves nearly every method.
+        # Binding by hand is several times faster than Signature.bind, and serves nearly every method.
         parameters = self.signature.parameters.values()
         is_simple = all(each.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD for each in parameters)
         scatter = self.dispatch
@@ -53,10 +53,10 @@ class MethodSpec:
             "padded": scatter.parameters[0] if isinstance(scatter, Scatter) and scatter.pad is True else None,
         }
         for name, value in decided.items():
-            object.__setattr__(self, name, value)  # it is frozen
+            object.__setattr__(self, name, value)  # The class is frozen.
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Return the arguments by name; TypeError as Python raises it when they don't fit."""
+        """Return the arguments by name; raise Python's TypeError for arguments that don't fit."""
         names = self.simple
         if names is not None and len(args) <= len(names):
             bound = dict(zip(names, args, strict=False))
@@ -71,7 +71,7 @@ class MethodSpec:
         return dict(found.arguments)
 
     def call(self, instance: object, arguments: dict[str, Any]) -> Any:
-        """Run the function itself on an instance, with what `bind` made of the arguments."""
+        """Call the function on an instance, with the arguments from `bind`."""
         if self.simple is not None:
             return self.function(instance, **arguments)
         bound = inspect.BoundArguments(self.signature, OrderedDict(arguments))
@@ -79,7 +79,7 @@ class MethodSpec:
 
 
 def no_such_attribute(label: str, name: str) -> AttributeError:
-    """The error of what a method of a view hasn't, such as the stream of one that has none."""
+    """Return the error for an attribute that a view's method lacks, such as `stream`."""
     if name != "stream":
         return AttributeError(f"{label} has no attribute {name!r}: call it, or use .submit, .keep or .options")
     return AttributeError(

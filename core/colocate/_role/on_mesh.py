@@ -1,4 +1,4 @@
-"""Whether tensors and modules are sharded, without an import of what torch has for that."""
+"""Checks for sharded tensors and modules, without importing torch's distributed packages."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-# To import what torch has for sharded models takes as long as torch itself. A model that is sharded has it imported.
+# Importing torch's packages for sharded models takes as long as torch itself; a sharded model implies these imports.
 
 
 def is_on_mesh(tensor: object) -> TypeGuard[DTensor]:
@@ -18,6 +18,6 @@ def is_on_mesh(tensor: object) -> TypeGuard[DTensor]:
 
 
 def of_fsdp(module: nn.Module, kind: str) -> list[nn.Module]:
-    """Return those parts of a model, itself included, that are of a class of torch's FSDP."""
+    """Return the modules of a model, the root included, that are of a class of torch's FSDP."""
     sharding: Any = getattr(sys.modules.get("torch.distributed.fsdp"), kind, ())
     return [each for each in module.modules() if isinstance(each, sharding)]

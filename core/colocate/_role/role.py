@@ -35,10 +35,10 @@ class Role:
 
     @property
     def ctx(self) -> Context:
-        """This role's context, there in the constructor already."""
+        """The role's context, available in the constructor already."""
         found: Context | None = self.__dict__.get("_colocate_ctx")
         if found is None:
-            # Made inside role code: it belongs to that role. Made outside any worker: it is rank 0 of 1.
+            # An object made in role code belongs to that role; an object outside any worker is rank 0 of 1.
             found = current() or standalone_context(type(self).__name__)
             self.__dict__["_colocate_ctx"] = found
         return found
@@ -50,23 +50,23 @@ def methods_of(cls: type) -> Mapping[str, MethodSpec]:
     for base in reversed(cls.__mro__):
         for name, attribute in vars(base).items():
             if isinstance(attribute, RoleMethod):
-                # Its function may be called otherwise: another decorator's, a lambda, or one with a second name.
+                # The attribute's name may differ from the function's: another decorator, a lambda, or an alias.
                 spec = attribute.spec
                 found[name] = spec if spec.name == name else attrs.evolve(spec, name=name)
             else:
-                found.pop(name, None)  # overridden by something that is no role method
+                found.pop(name, None)  # The attribute is overridden by a plain one.
     return found
 
 
 def own_method(instance: object, name: str, *, takes_nothing: bool = False) -> Any:
-    """Return a method that a role object has for a purpose of colocate's; None where it has none.
+    """Return a method that a role object offers to colocate (`save`, say); None if there is none.
 
-    An attribute or property of that name, whatever it holds, and what `__getattr__` makes up, is the role's own.
+    Attributes and properties of that name, and names made up by `__getattr__`, belong to the role and don't count.
 
     Args:
         instance: The role object.
-        name: The method's.
-        takes_nothing: Whether it is one only if it needs no argument: what needs some is for another purpose.
+        name: The method's name.
+        takes_nothing: Whether only a method without required arguments counts: others serve another purpose.
     """
     found = inspect.getattr_static(instance, name, None)
     if not (inspect.isroutine(found) or isinstance(found, functools.partial)):
@@ -83,7 +83,24 @@ def own_method(instance: object, name: str, *, takes_nothing: bool = False) -> A
 
 @attrs.frozen(eq=False)
 class RoleSpec(Generic[R]):
-    """A role to be spawned: its class (or a plugin's name), constructor arguments and place.
+    """A role to spawn: the class (or a plugin's name), constructor arguments and place.
+
+    Attributes:
+        target: The class, a plugin's name ("acme.reward"), or "module:Class".
+        args: Positional constructor arguments.
+        kwargs: Keyword constructor arguments.
+        slots: Indices of the role's slots; None for all.
+        mesh: Axes over the ranks, or several meshes by name; None for one axis, dp.
+        default_group: Whether torch's default process group, whose ranks are the group's slots, exists before the
+            role.
+        env: "torchrun": the environment variables of torchrun are set, too.
+        budget: Limit of the role's memory on each slot.
+        activations: Bytes of the budget reserved for computation in methods.
+        sleep: "vmm": GPU memory from the constructor keeps its addresses across sleeps.
+        weights: "from sync": the role refuses calls until it has received weights from another role.
+        background: Whether the role's calls run on a thread of their own in each worker, beside the other roles.
+        replay: The recording that answers the role's calls (`colocate.Replay`); None for the role itself.
+        compare: The recording with which the role's results are compared (`colocate.Compare`); None for none.
 
     Attributes:
         target: The class, a plugin's name ("acme.reward"), or "module:Class".
@@ -133,33 +150,34 @@ class RoleSpec(Generic[R]):
         replay: str | PathLike[str] | Replay | None = None,
         compare: str | PathLike[str] | Compare | None = None,
     ) -> RoleSpec[R]:
-        """Return the same role, placed, and how much memory it may have on each of its slots.
+        """Return the same role with a place, and limits of the role's memory on each slot.
 
-        When it holds more than that as it is constructed or after one of its methods, that fails with a
-        `MemoryBudgetError`. What is counted is what `group.memory()` says: the role's state and its residents.
+        A role that exceeds a limit after its construction or one of its methods fails with a `MemoryBudgetError`.
+        The numbers are those of `group.memory()`: the role's state and residents.
 
         Args:
-            slots: Indices of the slots it lives on (default: all of the group's).
-            mesh: Axes over its ranks, row-major, the last axis fastest; or several such by name.
-            default_group: Whether torch's default process group is there before the role is constructed, for a
-                library that asks for it. Its ranks are the slots of the group.
-            env: "torchrun": the environment variables that torchrun sets are there too (`MASTER_ADDR`, `MASTER_PORT`,
-                `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `LOCAL_WORLD_SIZE`), for a library that reads them. They are the
-                worker's, and as the default group has them.
-            device_memory: The memory of the slot's device that it may have, as "20GiB" or in bytes.
-            host_memory: The host's, with what sleeps.
-            reserve_activations: How much of `device_memory`, and of the group's, stays free while its methods run: for
-                activations, which nobody can know beforehand.
-            sleep: "vmm": what its constructor makes on a GPU of NVIDIA's keeps its addresses when it sleeps
-                (`group.sleep`), for CUDA graphs that were captured before. Workers compile what they need for it with
-                `cc`. What is made later has other addresses afterwards, as everything has without.
-            weights: "from sync": the weights that its constructor makes are of no use. Until `colocate.sync_weights`
-                has brought it those of another role, its calls are refused (`StaleWeightsError`).
-            background: Whether its calls run on a second thread of the worker, in order among themselves, while the
-                group's other roles compute (see "Background roles").
-            replay: The folder of a run, or of a recording, that answers its calls: the role isn't constructed. A
-                `colocate.Replay` says more than the folder.
-            compare: The folder of one with which is compared what it gives; likewise a `colocate.Compare`.
+            slots: Indices of the role's slots (default: all of the group's).
+            mesh: Axes over the ranks, row-major, the last axis fastest; or several meshes by name.
+            default_group: Whether torch's default process group exists before the role is constructed, for a library
+                that asks for it. The ranks are the slots of the group.
+            env: "torchrun": set the environment variables of torchrun, too (`MASTER_ADDR`, `MASTER_PORT`, `RANK`,
+                `WORLD_SIZE`, `LOCAL_RANK`, `LOCAL_WORLD_SIZE`), for a library that reads them. They belong to the
+                worker, with the values of the default group.
+            device_memory: Limit on the slot's device, as "20GiB" or in bytes.
+            host_memory: Limit on the host, sleeping memory included.
+            reserve_activations: The amount of `device_memory`, and of the group's, to keep free while methods run:
+                for activations, whose size is unknown beforehand.
+            sleep: "vmm": memory that the constructor makes on a GPU of NVIDIA's keeps its addresses across sleeps
+                (`group.sleep`), for CUDA graphs captured before. Workers compile a helper with `cc`. Later memory
+                gets other addresses after a sleep, as all memory does without this option.
+            weights: "from sync": the weights of the constructor are unusable. The role refuses calls until
+                `colocate.sync_weights` has brought those of another role (`StaleWeightsError`).
+            background: Whether the role's calls run on a second thread of the worker, in order among themselves,
+                while the group's other roles compute (see "Background roles").
+            replay: The folder of a run, or of a recording, that answers the role's calls: the role isn't
+                constructed. A `colocate.Replay` has more options.
+            compare: The folder of a run, or of a recording, with which the role's results are compared; or a
+                `colocate.Compare`.
         """
         changes: dict[str, Any] = {}
         if slots is not None:
@@ -203,15 +221,16 @@ class RoleSpec(Generic[R]):
 
     @property
     def label(self) -> str:
-        """Return what errors and the graph call it."""
+        """The role's name in errors and in the graph."""
         return self.target if isinstance(self.target, str) else self.target.__qualname__
 
 
 @attrs.define(eq=False)
 class RoleInfo:
-    """One role of a group, as the driver knows it: its slots in order of rank, and where its class comes from.
+    """One role of a group on the driver: the slots in order of rank, and the origin of the class.
 
-    `slots`, `meshes` and `ranks` become others when the group goes on with another number of slots; views look.
+    `slots`, `meshes` and `ranks` change when the group continues with another number of slots; views read them on
+    each use.
     """
 
     name: str
@@ -221,20 +240,19 @@ class RoleInfo:
     meshes: Mapping[str, Mesh]
     origin: str
     key: Any = attrs.field(default=attrs.Factory(lambda self: self.name, takes_self=True), kw_only=True)
-    """What workers know it by."""
+    """The key under which workers know the role."""
     stands_in: bool = attrs.field(default=False, kw_only=True)
-    """Whether something stands in for its objects, which aren't constructed."""
+    """Whether a substitute answers for the role, which isn't constructed."""
     ranks: Ranks = attrs.field(
         init=False, default=attrs.Factory(lambda self: Ranks(len(self.slots), self.meshes), takes_self=True)
     )
 
     def resize(self, slots: range, meshes: Mapping[str, Mesh]) -> None:
-        """Have other slots from now on."""
         self.slots, self.meshes, self.ranks = slots, meshes, Ranks(len(slots), meshes)
 
 
 def torchrun_problem(ranks: int, slots: int) -> str | None:
-    """Return why a role of so many ranks can't have torchrun's environment among so many slots; None where it can."""
+    """Return why torchrun's environment is impossible for a role on some of the group's slots; None if possible."""
     if ranks == slots:
         return None
     return (
@@ -244,12 +262,12 @@ def torchrun_problem(ranks: int, slots: int) -> str | None:
 
 
 def fixed_problem(slots: Sequence[int] | None, mesh: Any, least: int) -> tuple[str, str] | None:
-    """Return why a role can't go on with fewer slots: of which key, and in words; None where it can.
+    """Return why a role can't continue with fewer slots, as an option's name and a reason; None if possible.
 
     Args:
-        slots: Those that it names; None for all.
-        mesh: Its own or its group's.
-        least: How many there may be.
+        slots: The slots that the role names; None for all.
+        mesh: The role's own mesh, or the group's.
+        least: The least number of slots.
     """
     if slots is not None:
         lost = max(slots) >= least
@@ -264,7 +282,7 @@ def role(target: str, /, **kwargs: Any) -> RoleSpec[Any]: ...
 @overload
 def role(target: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> RoleSpec[R]: ...
 def role(target: Any, /, *args: Any, **kwargs: Any) -> RoleSpec[Any]:
-    """Declare a role: its class, or the name of a plugin's, with constructor arguments (type-checked).
+    """Declare a role: the class, or the name of a plugin's role, with constructor arguments (type-checked).
 
     Args:
         target: A class, "plugin.role", or "module:Class".
@@ -280,13 +298,13 @@ def role(target: Any, /, *args: Any, **kwargs: Any) -> RoleSpec[Any]:
 
 
 def written_class(cls: Any) -> Any:
-    """Return the class as it was written, of one with type arguments: those are for type checkers."""
+    """Return the class without type arguments, which are for type checkers only."""
     origin = get_origin(cls)
-    return origin if isinstance(origin, type) and origin is not UnionType else cls  # a union is no class
+    return origin if isinstance(origin, type) and origin is not UnionType else cls  # A union isn't a class.
 
 
 def check_role(name: str, cls: type) -> Mapping[str, MethodSpec]:
-    """Return the role's methods, or raise an error if it has none."""
+    """Return the role's methods, or raise an error if there are none."""
     methods = methods_of(cls)
     if not methods:
         raise ConfigError(
@@ -297,7 +315,7 @@ def check_role(name: str, cls: type) -> Mapping[str, MethodSpec]:
 
 
 def no_such_method(role: str, name: str, methods: Mapping[str, MethodSpec]) -> AttributeError:
-    """Return the error for a method that a role doesn't have, with those it has."""
+    """Return the error for an unknown method of a role, with the known methods."""
     hint = did_you_mean(name, methods) or "; only methods decorated with @method can be called on a view"
-    # With an `obj` of ours Python adds no hint of its own.
+    # An `obj` of our own keeps Python from adding a hint.
     return AttributeError(f"role {role!r} has no method {name!r}: it has {', '.join(sorted(methods))}{hint}", obj=role)
