@@ -1,1 +1,1 @@
-"""Entry points: plugins by name."""
+"""Plugins by name, from entry points."""

@@ -1,4 +1,4 @@
-"""One entry-point group: its plugins are found by metadata, imported one by one, and errors say whose fault it is."""
+"""One entry-point group: plugins are found by metadata and imported one by one; errors name the faulty distribution."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ hookimpl = pluggy.HookimplMarker("colocate")
 
 ENTRY_GROUPS = ("colocate.executors", "colocate.roles", "colocate.observers", "colocate.engines")
 RAISED = (Exception, SystemExit)
-"""What plugin code may raise while it is imported or asked: a module that ends the interpreter is broken, too."""
+"""Exceptions of plugin code during import or a hook; a module that ends the interpreter is broken, too."""
 _ALLOWED: ContextVar[Collection[str] | None] = ContextVar("_ALLOWED", default=None)
 
 
 @contextlib.contextmanager
 def only_plugins(names: Collection[str] | None) -> Iterator[None]:
-    """A block in which no other plugin can be found than those of these names, and colocate's own; None for any."""
+    """Restrict a block to plugins of these names, and colocate's own; None for all plugins."""
     token = _ALLOWED.set(names)
     try:
         yield
@@ -46,7 +46,12 @@ def only_plugins(names: Collection[str] | None) -> Iterator[None]:
 
 @attrs.define(eq=False)
 class PluginGroup:
-    """One entry-point group with the manager of its imported plugins.
+    """One entry-point group, and the manager of the group's imported plugins.
+
+    Attributes:
+        entry_group: The group's name in metadata.
+        noun: The word for one of the group's plugins in messages.
+        hooks: The class that specifies the group's hooks.
 
     Attributes:
         entry_group: The group's name in metadata.
@@ -65,9 +70,9 @@ class PluginGroup:
         self.manager.add_hookspecs(self.hooks)
 
     def entries(self) -> list[EntryPoint]:
-        """Return the entry points there are now, imported or not, by name."""
-        # Reading them takes long where much is installed. A distribution that comes or goes writes to a folder of the
-        # path, as a listing of it knows.
+        """Return the current entry points, imported or not, sorted by name."""
+        # Reading metadata is slow in large environments. Installing or removing a distribution changes the timestamp of
+        # a folder of the path.
         folders: list[object] = [(*sys.path,), [id(finder) for finder in sys.meta_path]]
         for path in sys.path:
             with contextlib.suppress(OSError):
@@ -79,12 +84,12 @@ class PluginGroup:
         return list(self._read[1])
 
     def find(self, name: str) -> EntryPoint:
-        """Return the one entry of this name, or raise PluginError."""
+        """Return the only entry of this name, or raise PluginError."""
         entries = self.entries()
         matching = [entry for entry in entries if entry.name == name]
         if not matching:
             for entry in entry_points(name=name):
-                if entry.group.startswith("colocate") and entry.group not in ENTRY_GROUPS:  # it only looks like ours
+                if entry.group.startswith("colocate") and entry.group not in ENTRY_GROUPS:  # a misspelt group
                     where = f"in the group {entry.group!r}, which isn't read; it belongs in {self.entry_group!r}"
                     raise entry_error(entry, f"no {self.noun} is called {name!r}: {origin(entry)} has it {where}")
             raise unknown_plugin(self.noun, name, sorted({entry.name for entry in entries}))
@@ -101,7 +106,7 @@ class PluginGroup:
         return entry
 
     def call(self, entry: EntryPoint, hook: str, without: Any = None) -> Any:
-        """Import a plugin, and return what its implementation of a hook returns, `without` when it has none."""
+        """Import a plugin and return the hook's result; `without` if the plugin lacks the hook."""
         plugin = self._load(entry)
         found = [each for each in getattr(self.manager.hook, hook).get_hookimpls() if each.plugin is plugin]
         if not found:
@@ -120,7 +125,7 @@ class PluginGroup:
             plugin: object = entry.load()
         except RAISED as error:
             what = self._plugin(entry)
-            if not _place(error):  # it is the entry point itself that leads nowhere
+            if not _place(error):  # the entry point itself leads nowhere
                 what += f", entry point {entry.name} = {entry.value},"
             raise_broken(what, "can't be imported", error, entry)
         if self.manager.get_plugin(entry.name) is plugin:
@@ -131,7 +136,7 @@ class PluginGroup:
             self.manager.register(plugin, entry.name)
             self.manager.check_pending()
         except (pluggy.PluginValidationError, ValueError) as error:
-            # What isn't valid must not stay: the next plugin's check would trip over it.
+            # An invalid plugin is unregistered: otherwise the next plugin's check would fail.
             if self.manager.is_registered(plugin):
                 self.manager.unregister(plugin)
             raise self._invalid(entry, plugin, error) from error
@@ -160,7 +165,7 @@ class PluginGroup:
 
 
 def origin(entry: EntryPoint) -> str:
-    """The distribution of an entry with its version."""
+    """Return the name and version of an entry's distribution."""
     if entry.dist is None:
         return "no distribution"
     known = name_and_version(entry.dist)
@@ -168,13 +173,13 @@ def origin(entry: EntryPoint) -> str:
 
 
 def distribution_of(entry: EntryPoint | None) -> tuple[str | None, str | None]:
-    """Return the distribution's name and version, if there is one that tells."""
+    """Return the distribution's name and version, if known."""
     known = name_and_version(entry.dist) if entry is not None and entry.dist is not None else None
     return known or (None, None)
 
 
 def unknown_plugin(noun: str, name: str, known: Collection[str]) -> PluginError:
-    """The error for a name that no plugin has; of those that are `known` the nearest is suggested."""
+    """Return the error for an unknown name, with the nearest of the `known` names."""
     there = f"installed: {listed(known)}" if known else "none is installed"
     message = f"no {noun} is called {name!r} ({there}){did_you_mean(name, known)}"
     hint = None
@@ -187,12 +192,15 @@ def unknown_plugin(noun: str, name: str, known: Collection[str]) -> PluginError:
 
 
 def entry_error(entry: EntryPoint, message: str, hint: str | None = None) -> PluginError:
-    """The error about one plugin."""
+    """Return an error about one plugin."""
     return PluginError(message, name=entry.name, distribution=distribution_of(entry)[0], hint=hint)
 
 
 def raise_broken(what: str, how: str, error: BaseException, entry: EntryPoint | None) -> NoReturn:
     """Raise a PluginError for plugin code that raised, with plugin, cause, place and the packages to install.
+
+    For a missing module the message is complete, so the traceback is dropped. A signal handler's error that
+    interrupted the plugin's code is raised unchanged.
 
     A module that isn't installed has no useful traceback: the message is complete. The error of a signal's handler that
     has interrupted the plugin's code is raised again.
@@ -210,7 +218,7 @@ def raise_broken(what: str, how: str, error: BaseException, entry: EntryPoint | 
 
 @calls_users_code
 def import_reference(reference: str, what: str, entry: EntryPoint | None) -> Any:
-    """Return the object that "module:name" stands for, or raise PluginError."""
+    """Import the object named "module:name", or raise PluginError."""
     module_name, _, path = reference.partition(":")
     if "/" in module_name or module_name.endswith(".py"):
         dotted = ".".join(part for part in module_name.removesuffix(".py").split("/") if part.strip("."))
@@ -232,9 +240,9 @@ def import_reference(reference: str, what: str, entry: EntryPoint | None) -> Any
 
 
 def _cure(entry: EntryPoint, error: BaseException) -> str | None:
-    """Return what installs what an import error of this plugin misses; None when metadata doesn't tell.
+    """Return the install command for the module that an import error misses; None if metadata doesn't tell.
 
-    By convention an extra is named like the entry point; otherwise the requirement that fits the module is looked for.
+    By convention an extra has the entry point's name; otherwise the requirement that fits the module counts.
     """
     missing: str | None = None
     seen: BaseException | None = error
@@ -252,16 +260,16 @@ def _cure(entry: EntryPoint, error: BaseException) -> str | None:
     if not extras:
         return None
     sizes = Counter(extra for _, extra in required)
-    return distribution_line(owner, min(extras, key=lambda extra: sizes[extra]))  # the one that brings least
+    return distribution_line(owner, min(extras, key=lambda extra: sizes[extra]))  # the smallest extra
 
 
 def needed_by_extra(owner: str, extra: str) -> Mapping[str, str | None]:
-    """Return what an extra of a distribution names, with the version that is installed; None where it isn't."""
+    """Return the distributions of an extra, with installed versions; None for a missing one."""
     return versions_of(project for project, of in _requirements(distribution(owner)) if of == extra)
 
 
 def _requirements(owner: Distribution) -> Iterator[tuple[str, str | None]]:
-    """Yield the projects that a distribution requires, each with the extra that does."""
+    """Yield the projects that a distribution requires, and the extra of each."""
     for requirement in owner.requires or ():
         project = re.match(r"[A-Za-z0-9._-]+", requirement)
         extra = re.search(r"extra\s*==\s*['\"]([^'\"]+)['\"]", requirement)
@@ -273,12 +281,12 @@ def _normalized(name: str) -> str:
 
 
 def versions_of(names: Iterable[str]) -> Mapping[str, str | None]:
-    """The versions of some distributions; None for one that isn't installed."""
+    """Return the installed versions of distributions; None for a missing one."""
     return {name: version_of(name) for name in names}
 
 
 def extras_of(owner: Distribution | str) -> Collection[str]:
-    """The extras that a distribution declares."""
+    """Return the extras that a distribution declares."""
     if isinstance(owner, str):
         try:
             owner = distribution(owner)
@@ -288,17 +296,17 @@ def extras_of(owner: Distribution | str) -> Collection[str]:
 
 
 def listed(names: Collection[str], last: str = "and") -> str:
-    """The names as a sentence lists them."""
+    """Join names as in a sentence."""
     words = list(names)
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} {last} {words[-1]}"
 
 
-# Folders of what imports entry points; with the backport installed, that serves them instead of Python's own.
+# Folders of import code: Python's own, and the backport that serves entry points if installed.
 _IMPORTING = ("importlib", "metadata", "importlib_metadata")
 
 
 def _place(error: BaseException) -> str:
-    """Where it was raised, when that is a file of somebody's and not the import system itself."""
+    """Return the file and line that raised, unless these belong to the import system."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith("<")]
     frames = [f for f in frames if Path(f.filename).parent.name not in _IMPORTING and not is_own_code(f.filename)]
     return f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""

@@ -1,4 +1,4 @@
-"""What a role class says that it needs, so that a group which can't run is refused before anything starts."""
+"""Requirements of role classes, checked before a group starts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ C = TypeVar("C", bound=type[Any])
 F = TypeVar("F", bound=Callable[..., Any])
 
 Said: TypeAlias = Iterable[tuple[str | Sequence[str | int], str | PluginError]]
-"""What is wrong with options: the name of each, or the keys to a value inside it, and what is to be said of that."""
+"""Problems of options: the name of each option, or the keys to a nested value, and a text or an error."""
 
 NEEDS = "__colocate_needs__"
 _CHECK = "__colocate_check__"
@@ -30,7 +30,15 @@ _KNOWN = ("process_group", "process")
 
 
 def needs(*what: Literal["process_group", "process"]) -> Callable[[C], C]:
-    """Declare what a role class needs; its subclasses need it too.
+    """Declare requirements of a role class; subclasses inherit the declaration.
+
+    `colocate check`, `colocate doctor` and `pool.spawn` refuse a group on an executor without these.
+
+    Args:
+        *what: "process_group": if the role has several ranks, these make process groups (`ctx.process_group()`), for
+            which each rank needs a process. "process": the role changes state of the whole process (the environment,
+            patched modules, an engine of which a process has one), so each rank needs a process of its own, and a
+            slot holds at most one such role of a group.
 
     `colocate check`, `colocate doctor` and `pool.spawn` refuse a group whose executor lacks it.
 
@@ -52,25 +60,25 @@ def needs(*what: Literal["process_group", "process"]) -> Callable[[C], C]:
 
 
 def needed_by(cls: type) -> frozenset[str]:
-    """Return what a role class says that it needs."""
+    """Return the declared requirements of a role class."""
     found: frozenset[str] = getattr(cls, NEEDS, frozenset())
     return found
 
 
 def checks(function: Callable[..., Said]) -> Callable[[F], F]:
-    """Declare what a signature doesn't say of options: a decorator of role classes, and of jobs.
+    """Declare checks of options beyond a signature: a decorator of role classes and jobs.
 
-    `colocate check`, and whatever else reads a config, calls the function when the options fit the signature, and
-    tells what it yields with the option's line. `pool.spawn` doesn't: a constructor refuses what it can't take.
-    Subclasses inherit the check together with the constructor: those that have another one have other options.
+    `colocate check`, and other readers of a config, call the function on options that fit the signature, and report
+    each problem with the option's line. `pool.spawn` doesn't: a constructor refuses unsuitable arguments itself.
+    Subclasses inherit the check together with the constructor; a subclass with its own constructor has other
+    options.
 
     Args:
-        function: Yields `(option, what is wrong with it)`; for an option's name may stand the keys to a value inside,
-            and a `PluginError` for what is wrong, where the option names a plugin that can't be had.
-            For a role it is called with a mapping of the constructor's arguments, the role's own `RoleSpec`, and a
-            mapping of those that are declared before it in its group; for a job with a mapping of its arguments, and
-            one of groups, each a mapping of `RoleSpec`s with their classes as targets, where these can be had.
-            Arguments that the config doesn't give have their defaults.
+        function: Yields `(option, problem)`; the option may be a sequence of keys to a nested value, and the problem
+            a `PluginError`, if the option names an unavailable plugin. For a role, the arguments are a mapping of
+            the constructor's arguments, the role's own `RoleSpec`, and a mapping of the roles declared before in the
+            same group; for a job, a mapping of its arguments, and a mapping of groups, each a mapping of `RoleSpec`s
+            with classes as targets, if available. Arguments that the config doesn't give have their defaults.
     """
 
     def declare(target: F) -> F:
@@ -81,7 +89,7 @@ def checks(function: Callable[..., Said]) -> Callable[[F], F]:
 
 
 def check_of(target: Callable[..., Any]) -> Callable[..., Said] | None:
-    """Return the function that says what is wrong with the options of a role class or a job, if there is one."""
+    """Return the check of a role class's or job's options, if there is one."""
     found: Callable[..., Said] | None = getattr(target, _CHECK, None)
     if found is None or not isinstance(target, type):
         return found
@@ -90,13 +98,13 @@ def check_of(target: Callable[..., Any]) -> Callable[..., Said] | None:
 
 
 def require(executor: type[Executor], capability: type, what: str) -> None:
-    """Raise `CapabilityError` if an executor can't do something: who can is named."""
+    """Raise `CapabilityError`, with the executors that would do, if an executor lacks a capability."""
     if not issubclass(executor, capability):
-        having = tuple(  # as the installed executors say; none of them is imported
+        having = tuple(  # read from the installed executors' `About`, without importing any
             about.capabilities[capability.__name__]
             for info, about in abouts()
             if capability.__name__ in about.capabilities
-            and None not in info.engine().values()  # one whose engine isn't installed can't be recommended
+            and None not in info.engine().values()  # without an installed engine an executor is no help
         )
         raise CapabilityError(
             f"executor {executor.name!r} can't {what}: it lacks {capability.__name__}; "
@@ -109,7 +117,7 @@ def require(executor: type[Executor], capability: type, what: str) -> None:
 def lacks_processes(
     role: str, cls: type, default_group: bool, env: str | None, ranks: int, executor: type[Executor]
 ) -> str | None:
-    """Why a role's process groups can't be made on an executor, or its environment not be set, if they can't."""
+    """Return why an executor can't give a role process groups or an environment; None if possible."""
     if env is not None and executor.in_process:
         return (
             f"role {role!r} wants the environment of {env}, which is its whole process's, but slots of "
@@ -131,7 +139,7 @@ def lacks_processes(
 
 
 def check_needs(role: str, cls: type, spec: RoleSpec[Any], ranks: int, gpus: int, executor: type[Executor]) -> None:
-    """Raise CapabilityError unless an executor and its slots have what a role needs."""
+    """Raise CapabilityError if the executor or its slots lack a role's requirements."""
     if (why := lacks_processes(role, cls, spec.default_group, spec.env, ranks, executor)) is not None:
         raise CapabilityError(why, capability="OwnProcess", executors=("local with processes=True",), role=role)
     if (why := lacks_vmm(role, spec.sleep, gpus, executor)) is not None:
@@ -139,7 +147,7 @@ def check_needs(role: str, cls: type, spec: RoleSpec[Any], ranks: int, gpus: int
 
 
 def check_alone(roles: Mapping[str, RoleInfo]) -> None:
-    """Raise ConfigError where two roles that each need a process have the same slot."""
+    """Raise ConfigError if two roles that each need a process share a slot."""
     alone = {name: info for name, info in roles.items() if "process" in needed_by(info.cls)}
     for (one, its), (other, others) in itertools.combinations(alone.items(), 2):
         if both := sorted(set(its.slots) & set(others.slots)):
@@ -150,7 +158,7 @@ def check_alone(roles: Mapping[str, RoleInfo]) -> None:
 
 
 def lacks_vmm(role: str, sleep: str | None, gpus: int, executor: type[Executor] | None) -> str | None:
-    """Why a role's memory can't keep its addresses on slots with so many GPUs, if it can't."""
+    """Return why a role's memory can't keep its addresses on slots with GPUs; None if possible."""
     if sleep != "vmm" or not gpus:
         return None
     if not KIND.vmm:
@@ -169,7 +177,7 @@ def lacks_vmm(role: str, sleep: str | None, gpus: int, executor: type[Executor] 
 
 
 def imports_of(classes: Iterable[type]) -> tuple[str, ...] | None:
-    """Return what role classes need that takes long to import (`Boot.imports`), as they and their modules tell."""
+    """Return the slow imports of role classes (`Boot.imports`), derived from the classes' modules."""
     if shadowing():
         return None
     classes = list(classes)
@@ -190,7 +198,7 @@ def imports_of(classes: Iterable[type]) -> tuple[str, ...] | None:
 
 
 def _used_by(module: ModuleType) -> Iterator[str]:
-    """The modules whose own, classes or functions a module has under some name."""
+    """Yield the modules that a module's attributes come from: modules, functions and classes."""
     for value in list(vars(module).values()):
         if isinstance(value, ModuleType):
             yield value.__name__

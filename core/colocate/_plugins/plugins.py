@@ -1,4 +1,4 @@
-"""Plugins by name: listed from metadata alone, and imported only when a name needs them.
+"""Plugins by name: listed from metadata alone, and imported only on use.
 
 A plugin is an entry point of the group `colocate.executors`, `colocate.roles`, `colocate.observers` or
 `colocate.engines`; its object (mostly a module) implements hooks marked with `@colocate.hookimpl`.
@@ -36,16 +36,16 @@ if TYPE_CHECKING:
 
 
 class ExecutorHooks:
-    """Hooks of entry points in the group `colocate.executors`; the entry's name is the executor's."""
+    """Hooks of entry points in the group `colocate.executors`; the entry has the executor's name."""
 
     @hookspec
     def colocate_executor(self) -> type[Executor]:
-        """The executor's class."""
+        """Return the executor's class."""
         raise NotImplementedError
 
     @hookspec
     def colocate_about(self) -> About:
-        """Return what there is to say of it as long as it isn't imported; may be left out."""
+        """Return a description of the executor for use before the import. Optional."""
         raise NotImplementedError
 
 
@@ -54,30 +54,30 @@ class RoleHooks:
 
     @hookspec
     def colocate_roles(self) -> Mapping[str, type | str]:
-        """Roles by name: classes, or "module:Class" so that listing them imports nothing."""
+        """Return roles by name: classes, or "module:Class" to import nothing for a list."""
         raise NotImplementedError
 
     @hookspec
     def colocate_jobs(self) -> Mapping[str, Callable[..., Any] | str]:
-        """Jobs by name: functions `job(run, **options)`, or "module:function"."""
+        """Return jobs by name: functions `job(run, **options)`, or "module:function"."""
         raise NotImplementedError
 
 
 class ObserverHooks:
-    """Hooks of entry points in the group `colocate.observers`; the entry's name is the observer's."""
+    """Hooks of entry points in the group `colocate.observers`; the entry has the observer's name."""
 
     @hookspec
     def colocate_observer(self) -> Callable[..., object]:
-        """Return what makes the observer: its class. The options of the config are its arguments."""
+        """Return the observer's class, or a factory. The options of the config are the arguments."""
         raise NotImplementedError
 
 
 class EngineHooks:
-    """Hooks of entry points in the group `colocate.engines`; the entry's name is the engine's."""
+    """Hooks of entry points in the group `colocate.engines`; the entry has the engine's name."""
 
     @hookspec
     def colocate_engine(self) -> type | str:
-        """The engine's class, or "module:Class"; see `colocate_rollout.Engine`."""
+        """Return the engine's class, or "module:Class"; see `colocate_rollout.Engine`."""
         raise NotImplementedError
 
 
@@ -89,7 +89,16 @@ _ENGINES = PluginGroup("colocate.engines", "engine", EngineHooks)
 
 @attrs.frozen
 class PluginInfo:
-    """A plugin as its metadata says, unimported.
+    """A plugin described by metadata, unimported.
+
+    Attributes:
+        kind: "executor", "roles", "observer" or "engine".
+        name: The plugin's name.
+        distribution: The plugin's distribution.
+        version: The distribution's version.
+        value: The object that the entry point names.
+        origin: The distribution with its version, or why these are unknown.
+        rivals: Other distributions that claim the same name; using a claimed name is an error.
 
     Attributes:
         kind: "executor", "roles", "observer" or "engine".
@@ -111,20 +120,20 @@ class PluginInfo:
 
     @property
     def brings(self) -> str:
-        """Return what it brings, in words."""
+        """The plugin's offer, in words."""
         return "roles, jobs" if self.kind == "roles" else self.kind
 
     def needed(self) -> Mapping[str, str | None]:
-        """The distributions of the extra that is named like it, with the installed version; None where it isn't."""
+        """Return the distributions of the extra with the plugin's name, and their versions; None for a missing one."""
         return needed_by_extra(self.distribution, self.name) if self.distribution else {}
 
     def engine(self) -> Mapping[str, str | None]:
-        """The distributions of an executor's engine, as far as it says, with their versions; None where one lacks."""
+        """Return the distributions of an executor's engine, if declared, and their versions; None for a missing one."""
         about = about_executor(self.name)
         return versions_of(about.distributions) if about is not None and about.distributions else self.needed()
 
     def fault(self) -> PluginError | None:
-        """Import it with all that it brings, and say what is wrong first; None when it works."""
+        """Import the plugin with all roles and jobs; return the first error, or None."""
         try:
             if self.kind == "executor":
                 find_executor(self.name)
@@ -144,7 +153,13 @@ class PluginInfo:
 
 @attrs.frozen
 class _Found:
-    """What a name stands for, not yet imported.
+    """The target of a name, not yet imported.
+
+    Attributes:
+        name: The name.
+        target: The object, or "module:name".
+        distribution: The distribution; None for a user's own module.
+        version: The distribution's version.
 
     Attributes:
         name: The name it was found by.
@@ -162,7 +177,7 @@ class _Found:
 
     @property
     def origin(self) -> str:
-        """Where it comes from: a distribution with its version, or a module."""
+        """The origin of the target: a distribution with its version, or a module."""
         if self._entry is None:
             return f"module {str(self.target).partition(':')[0]}"
         return origin(self._entry)
@@ -175,7 +190,9 @@ class _Found:
         return PluginError(f"{self._what}{message}", name=self.name, distribution=self.distribution)
 
     def load(self) -> Callable[..., Any]:
-        """Import it, or raise PluginError where it can't be called (a role: is no class, or has no method)."""
+        """Import the target, or raise PluginError for an unusable one: not callable (a role: no class, or no
+        methods).
+        """
         is_name = isinstance(self.target, str)
         found = import_reference(self.target, self._what, self._entry) if is_name else self.target
         if not callable(found):
@@ -186,12 +203,12 @@ class _Found:
 
 @attrs.frozen
 class FoundRole(_Found):
-    """The role that a name stands for."""
+    """A role found by name."""
 
     _noun = "role"
 
     def load(self) -> type:
-        """Import the class; see the base."""
+        """Import the role's class; see the base class."""
         from colocate._role.role import methods_of
 
         is_name = isinstance(self.target, str)
@@ -206,12 +223,12 @@ class FoundRole(_Found):
 
 @attrs.frozen
 class FoundJob(_Found):
-    """The job that a name stands for."""
+    """A job found by name."""
 
     _noun = "job"
 
     def load(self) -> Callable[..., Any]:
-        """Import it; see the base."""
+        """Import the job's function; see the base class."""
         function = super().load()
         if inspect.iscoroutinefunction(function):
             raise self._error(" is an async function, and a job is a plain one: have it call asyncio.run(...) on that")
@@ -219,7 +236,7 @@ class FoundJob(_Found):
             raise self._error(" has a `yield`, so calling it runs nothing of it: a job is a plain function")
         try:
             parameters = inspect.signature(function).parameters.values()
-        except (TypeError, ValueError):  # some written in C have no signature
+        except (TypeError, ValueError):  # some functions written in C have no signature
             return function
         takes = (
             inspect.Parameter.POSITIONAL_ONLY,
@@ -233,12 +250,12 @@ class FoundJob(_Found):
 
 @attrs.frozen
 class FoundObserver(_Found):
-    """The observer that a name stands for."""
+    """An observer found by name."""
 
     _noun = "observer"
 
     def make(self, options: Mapping[str, Any]) -> object:
-        """Make one, or raise PluginError."""
+        """Make an observer, or raise PluginError."""
         factory = self.load()
         try:
             return factory(**options)
@@ -248,7 +265,7 @@ class FoundObserver(_Found):
 
 @attrs.frozen
 class FoundEngine(_Found):
-    """The engine that a name stands for."""
+    """An engine found by name."""
 
     _noun = "engine"
 
@@ -257,7 +274,7 @@ _F = TypeVar("_F", FoundRole, FoundJob)
 
 
 def find_executor(name: str) -> type[Executor]:
-    """Return the executor class of this name, or raise PluginError; imports the plugin that has it only."""
+    """Return the executor class of this name, or raise PluginError. Imports only the plugin of this name."""
     from colocate.executor import Executor
 
     entry = _EXECUTORS.find(name)
@@ -271,15 +288,15 @@ def find_executor(name: str) -> type[Executor]:
         raise entry_error(entry, f"{what} doesn't say what it is called: write name = {name!r} in it")
     lacking = [f"{duty}()" for duty in sorted(found.__abstractmethods__)]
     makes_itself = found.connect.__func__ is Executor.connect.__func__  # type: ignore[attr-defined]
-    if lacking and makes_itself:  # one that picks a variant needn't be whole
+    if lacking and makes_itself:  # an executor that picks a variant may be incomplete
         raise entry_error(entry, f"{what} lacks {listed(lacking)}, which are duties of an executor")
     return found
 
 
 def about_executor(name: str) -> About | None:
-    """Return what the executor of this name says of itself without being imported; None when it says nothing.
+    """Return the description of an executor without importing the class; None if there is none.
 
-    Nor is anything said by one that is claimed twice, or whose plugin doesn't work: whoever uses it is told why.
+    A plugin that is broken, or claimed twice, has no description: users of the executor get the error.
     """
     from colocate.executor import About
 
@@ -291,7 +308,7 @@ def about_executor(name: str) -> About | None:
 
 
 def abouts() -> Iterator[tuple[PluginInfo, About]]:
-    """The executors that say something of themselves without being imported."""
+    """Yield the installed executors that have a description."""
     for plugin in plugins():
         if plugin.kind == "executor" and (about := about_executor(plugin.name)) is not None:
             yield plugin, about
@@ -308,7 +325,7 @@ def find_job(name: str) -> FoundJob:
 
 
 def find_observer(name: str) -> FoundObserver:
-    """Return the observer of this name, or of `module:Class`. Imports the plugin that has it, and no other."""
+    """Return the observer of this name, or of `module:Class`. Imports only the plugin of this name."""
     if ":" in name:
         return FoundObserver(name, name)
     entry = _OBSERVERS.find(name)
@@ -319,7 +336,7 @@ def find_observer(name: str) -> FoundObserver:
 
 
 def find_engine(name: str) -> FoundEngine:
-    """Return the engine of this name, or of `module:Class`. Imports the plugin that has it, and no other."""
+    """Return the engine of this name, or of `module:Class`. Imports only the plugin of this name."""
     if ":" in name:
         return FoundEngine(name, name)
     entry = _ENGINES.find(name)
@@ -330,7 +347,7 @@ def find_engine(name: str) -> FoundEngine:
 
 
 def plugins() -> list[PluginInfo]:
-    """Return all plugins there are, by metadata: nothing is imported."""
+    """Return all installed plugins by metadata; imports nothing."""
     found = []
     groups = ((_EXECUTORS, "executor"), (_ROLES, "roles"), (_OBSERVERS, "observer"), (_ENGINES, "engine"))
     for group, kind in groups:
@@ -344,7 +361,7 @@ def plugins() -> list[PluginInfo]:
 
 
 def plugins_named(name: str) -> list[PluginInfo]:
-    """Return the plugins of a name: an executor, one that brings roles and jobs, an observer, an engine, or several."""
+    """Return the plugins of a name: an executor, a plugin of roles and jobs, an observer, an engine, or several."""
     found = plugins()
     named = [plugin for plugin in found if plugin.name == name]
     if not named:
@@ -357,12 +374,12 @@ def plugins_named(name: str) -> list[PluginInfo]:
 
 
 def roles_of(namespace: str) -> list[FoundRole]:
-    """Return the roles of a plugin. Imports the plugin, but not yet their modules."""
+    """Return the roles of a plugin. Imports the plugin, but not the roles' modules."""
     return _all_of(namespace, "colocate_roles", FoundRole)
 
 
 def jobs_of(namespace: str) -> list[FoundJob]:
-    """Return the jobs of a plugin. Imports the plugin, but not yet their modules."""
+    """Return the jobs of a plugin. Imports the plugin, but not the jobs' modules."""
     return _all_of(namespace, "colocate_jobs", FoundJob)
 
 
@@ -373,7 +390,7 @@ def _all_of(namespace: str, hook: str, kind: type[_F]) -> list[_F]:
 
 
 def _offered(entry: EntryPoint, hook: str) -> Mapping[str, Any] | None:
-    """Return what a plugin has by name; None when it has no such hook."""
+    """Return a plugin's roles or jobs by name; None without that hook."""
     if (known := _ROLES.call(entry, hook, _ROLES)) is _ROLES:
         return None
     if not isinstance(known, Mapping) or not all(isinstance(key, str) for key in known):
@@ -408,7 +425,7 @@ def _find(name: str, noun: str, hook: str, kind: type[_F]) -> _F:
 
 
 def _colon(name: str) -> str:
-    """Return what to write where a class of a module was named with a dot; nothing where it doesn't look like one."""
+    """Return a hint for a class named with a dot instead of a colon; "" for other names."""
     module, _, attribute = name.rpartition(".")
     return f"; a class of a module is named with a colon: {module}:{attribute}" if attribute[:1].isupper() else ""
 

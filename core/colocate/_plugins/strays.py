@@ -1,4 +1,4 @@
-"""What is left of colocate on this machine although its driver is gone: processes, shared memory, executors' own."""
+"""Leftovers of lost drivers on this machine: processes, shared memory, and the executors' own."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _MEMORY = Path("/dev/shm")
 
 
 def of_this_machine() -> list[Running]:
-    """List all that is left on this machine, by every installed executor; none is imported (`About.left_here`)."""
+    """List all leftovers on this machine, also of installed executors (`About.left_here`). Imports no executor."""
     return [*_workers(), *(left.running() for left in processes.left_by()), *_memory(), *_of_executors()]
 
 
@@ -25,7 +25,7 @@ def _workers() -> Iterator[Running]:
 
 
 def _memory() -> Iterator[Running]:
-    """Named shared memory. The core makes none: what has its name is a role's, or that of a vLLM's ranks on CPUs."""
+    """Yield named shared memory. Core makes none: such a name is a role's, or that of a vLLM's ranks on CPUs."""
     for entry in sorted(_MEMORY.glob("*colocate*")) if _MEMORY.is_dir() else ():
         try:
             yield Running("shared memory", str(entry), since=entry.stat().st_mtime)
