@@ -1,4 +1,4 @@
-"""The runtime's dispatcher: the thread of users' callbacks and observers. The framework depends on it in nothing."""
+"""The runtime's dispatcher: a thread for users' callbacks and observers. The framework never waits for this thread."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from colocate.worker.serving.failure import stack_of_role_code
 
 
 class Dispatcher(JobThread):
-    """Runs users' callbacks and observers, one after the other, in the order in which they were given.
+    """Runs users' callbacks and observers, one after the other, in order.
 
     Attributes:
-        is_given_up: Tells whether it is kept by one that somebody has waited for in vain, and has said so.
+        is_given_up: Whether a hanging observer blocks the thread, and its wait was given up with a message.
     """
 
     def __init__(self, name: str) -> None:
         """Args: name: Name of the thread."""
         super().__init__(name, _report)
         self._gathered: deque[Callable[[], object]] = deque()
-        self._comes = False  # to what is gathered, soon
+        self._comes = False  # whether a catch-up is scheduled
         self.is_given_up: Callable[[], bool] = lambda: False
         self.start()
 
     def soon(self, job: Callable[[], object]) -> None:
-        """Run a job as soon as the earlier ones are done; here and now once the thread has ended."""
+        """Queue a job behind the earlier ones; run the job at once if the thread has ended."""
         self._gathered.append(job)
         super().soon(self._catch_up)
 
     def gather(self, job: Callable[[], object]) -> None:
-        """Run a job within a moment, together with others: waking the thread costs more than most of them."""
+        """Queue a job for the next batch, within a moment: waking the thread costs more than most jobs."""
         self._gathered.append(job)
-        if not self._comes:  # after it was added: see `_catch_up`
+        if not self._comes:  # Checked after the append: see `_catch_up`.
             self._comes = True
             self.after(TOLD_TOGETHER_S, self._catch_up)
         if self._ended:
@@ -42,7 +42,7 @@ class Dispatcher(JobThread):
 
     @property
     def stack(self) -> str:
-        """Return what its thread is doing."""
+        """The stack of the thread."""
         return "".join(stack_of_role_code(self._thread))
 
     def _finish(self) -> None:
@@ -50,15 +50,15 @@ class Dispatcher(JobThread):
         self._catch_up()
 
     def _catch_up(self) -> None:
-        self._comes = False  # before looking: whoever adds a job after that has this come once more
+        self._comes = False  # Reset before looking: a job added later schedules another catch-up.
         while self._gathered:
             try:
                 job = self._gathered.popleft()
-            except IndexError:  # once the thread has ended, others do this too
+            except IndexError:  # several threads do this once the dispatcher's thread has ended
                 return
             self._run(job)
 
 
 def _report(error: BaseException) -> None:
-    """A callback's error, as Python reports what nobody can catch. It can't end the process, nor the thread."""
+    """Report a callback's error as Python reports uncaught exceptions; neither the process nor the thread ends."""
     sys.excepthook(type(error), error, error.__traceback__)

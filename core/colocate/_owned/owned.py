@@ -1,11 +1,11 @@
-"""The ownership law: everything that lives has one owner, is closed in order, and says what closed it.
+"""The ownership law: each object has one owner, is closed in order, and names the closer.
 
-`Owned` is the base of runtime, pool and group. Who may close what is decided here, and `Lifecycle` has what each is
-doing, why it can't be used, and the only ways from state to state:
+`Owned` is the base class of runtime, pool and group, and decides who may close what. `Lifecycle` holds the state of
+each, the reason why a node is unusable, and the only transitions between states:
 
     starting -> ready -> failed -> restarting -> ready, or failed for good
 
-From each of these it can be closed: closing -> closed. A closing that comes to nothing leads back to where it began.
+Each of these states can lead to closing -> closed. A close that fails returns to the state before.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ os.register_at_fork(after_in_child=_count_fork)
 
 
 def forks() -> int:
-    """How many forks lie between this process and the one that imported colocate first."""
+    """Return the number of forks between this process and the process that first imported colocate."""
     return _forks
 
 
 def raise_together(what: str, errors: Sequence[BaseException]) -> None:
-    """Raise what has gone wrong, if anything has; an interrupt as itself, so that it isn't taken for an error."""
+    """Raise all errors as one group, if any; an interrupt is raised as itself, with the errors as notes."""
     for error in errors:
         if not isinstance(error, Exception):
             for other in errors:
@@ -59,7 +59,7 @@ def raise_together(what: str, errors: Sequence[BaseException]) -> None:
 
 
 class State(enum.StrEnum):
-    """What a node is doing."""
+    """State of a node."""
 
     STARTING = "starting"
     READY = "ready"
@@ -73,11 +73,11 @@ class Lifecycle:
     """The life of one node. All methods may be called from any thread.
 
     Attributes:
-        state: What it is doing.
-        closed_by: What closes it or has closed it, and where.
-        failure: What keeps it from going on.
-        recovers: Whether it is rebuilt after that failure.
-        overcome: A failure that it was rebuilt after, as long as nobody has taken note of that.
+        state: The current state.
+        closed_by: The closer, and the place of the close.
+        failure: The reason why the node is unusable.
+        recovers: Whether the node is rebuilt after the failure.
+        overcome: A failure before the last rebuild, until a user has been notified.
     """
 
     def __init__(self, state: State) -> None:
@@ -86,15 +86,15 @@ class Lifecycle:
         self.failure: ColocateError | None = None
         self.recovers = False
         self.overcome: ColocateError | None = None
-        self._is_told = True  # the failure, to whoever uses it
+        self._is_told = True  # whether a user has been told of the failure
         self._before = state
         self._closer: int | None = None
-        self._closing = Flag()  # this closing: set when it has ended, or come to nothing
+        self._closing = Flag()  # this close attempt: set when it has ended or failed
         self._changed = Flag()  # set with the next change of the state
         self._lock = threading.RLock()
 
     def _enter(self, state: State, *before: State) -> bool:
-        """Be in another state, from one of these; whether that was so. The lock is held."""
+        """Change the state if the current one is among `before`; return whether it was. The lock is held."""
         if self.state not in before:
             return False
         self.state = state
@@ -105,7 +105,7 @@ class Lifecycle:
     # -- use
 
     def ready(self) -> bool:
-        """Have the node be usable, with no failure left; False when it is closed."""
+        """Mark the node as usable, without a failure; return False if closed."""
         with self._lock:
             if not self._enter(State.READY, State.STARTING, State.RESTARTING):
                 return False
@@ -113,7 +113,7 @@ class Lifecycle:
             return True
 
     def fail(self, failure: ColocateError, is_told: bool, recovers: bool) -> None:
-        """Note why the node can't go on; `is_told`: somebody is about to be told; `recovers`: it will be rebuilt."""
+        """Record why the node is unusable; `is_told`: a user is about to be told; `recovers`: a rebuild follows."""
         with self._lock:
             self.failure, self._is_told, self.recovers = failure, is_told, recovers
             if recovers:
@@ -121,31 +121,31 @@ class Lifecycle:
             self._enter(State.FAILED, State.READY, State.FAILED, State.RESTARTING)
 
     def restart(self) -> bool:
-        """Note that the node is being rebuilt; False when it is closed."""
+        """Mark the node as being rebuilt; return False if closed."""
         with self._lock:
             return self._enter(State.RESTARTING, State.FAILED, State.RESTARTING)
 
     def told(self) -> ColocateError | None:
-        """The failure, which somebody is told now."""
+        """Return the failure, and mark the failure as reported."""
         self._is_told = True
         return self.failure
 
     def unreported_failure(self) -> ColocateError | None:
-        """The failure, if nobody has been told it."""
+        """Return the failure if no user has been told."""
         return None if self._is_told or (self.failure is not None and self.failure._told) else self.failure
 
     @property
     def is_starting(self) -> bool:
-        """Whether it is being built, for the first time or anew."""
+        """Whether the node is being built, for the first time or again."""
         return self.state in (State.STARTING, State.RESTARTING)
 
     @property
     def is_settled(self) -> bool:
-        """Whether it won't come to be usable, or unusable, by itself."""
+        """Whether the node stays usable, or unusable, until somebody acts."""
         return self.state != State.STARTING and not (self.recovers and self.state in (State.FAILED, State.RESTARTING))
 
     def wait_settled(self, timeout: float | None) -> bool:
-        """Wait for that, at most so many seconds; whether it is so."""
+        """Wait until the node is settled, for at most `timeout` seconds; return whether it is."""
         deadline = Deadline(timeout)
         while True:
             with self._lock:
@@ -157,18 +157,18 @@ class Lifecycle:
 
     @property
     def is_plain(self) -> bool:
-        """Whether it can be used, and there is nothing that whoever does so is to be told."""
+        """Whether the node is usable, with no failure to report."""
         return self.state is State.READY and self.failure is None and self.overcome is None
 
     def noted(self) -> None:
-        """Somebody has taken note that it was rebuilt."""
+        """Mark the rebuild as reported."""
         with self._lock:
             self.overcome = None
 
     # -- closing
 
     def close(self, by: str) -> bool:
-        """Note what closes it; False when something has done so before."""
+        """Record the closer; return False if there was one before."""
         with self._lock:
             if self.closed_by is not None:
                 return False
@@ -179,7 +179,7 @@ class Lifecycle:
             return True
 
     def reopen(self) -> None:
-        """Be as before: what was to close the node came to nothing, and whoever waits for its closing may try."""
+        """Return to the state before the close, which failed; waiting threads may try again."""
         with self._lock:
             self.closed_by = self._closer = None
             self._enter(self._before, State.CLOSING)
@@ -187,13 +187,13 @@ class Lifecycle:
         came_to_nothing.set()
 
     def end(self) -> None:
-        """Note that the node is closed."""
+        """Mark the node as closed."""
         with self._lock:
             self._enter(State.CLOSED, State.CLOSING)
         self._closing.set()
 
     def wait_closed(self) -> bool:
-        """Wait until who closes it has done so, unless that is this thread; False when it came to nothing."""
+        """Wait until the closing thread is done, unless that is this thread; return False if the close failed."""
         with self._lock:
             closing = self._closing
             if self.closed_by is None:
@@ -205,16 +205,16 @@ class Lifecycle:
 
 
 class Making(Generic[N]):
-    """Makes a node off the main thread. If the wait for that is interrupted, the node is closed, at whatever stage."""
+    """Makes a node off the main thread. If the waiting thread is interrupted, the node is closed, at any stage."""
 
     def __init__(self, what: str) -> None:
-        """Args: what: What is being made, in words."""
+        """Args: what: Description of the node in the making."""
         self._what = what
         self._node: N | None = None
         self._given_up = False
 
     def made(self, node: N) -> N:
-        """There is a node now, if only a beginning; if nobody waits for it any more, it is closed, and this raises."""
+        """Register the node once there is one; if the wait was given up, close the node and raise."""
         self._node = node
         if self._given_up:
             self.give_up()
@@ -222,19 +222,19 @@ class Making(Generic[N]):
         return node
 
     def give_up(self) -> None:
-        """Nobody waits any more."""
-        self._given_up = True  # before looking: one of the two threads sees what the other has noted
+        """Give up the wait, and close the node if there is one."""
+        self._given_up = True  # Set before looking: one of the two threads sees the other's mark.
         if self._node is not None:
             self._node.give_up(f"an interruption of {self._what}")
 
     def run(self, work: Callable[[], N], name: Callable[[N], H]) -> H:
-        """Do the work, which says `made`, and wait for it; what users hold of the node is made there, too."""
+        """Run `work`, which calls `made`, wait for the node, and return the user's handle, which is made there, too."""
         refuse_to_wait(self._what)
         guard.start()
         try:
             return run_deferred(lambda: name(work()), self.give_up, GIVEN_UP_WITHIN_S)
         finally:
-            guard.stop()  # unless something is connected now
+            guard.stop()  # stays installed if something is connected
 
 
 class Owned(OnDriver):
@@ -242,16 +242,16 @@ class Owned(OnDriver):
 
     Attributes:
         kind: runtime, pool or group.
-        name: Its name.
-        owner: The node that closes it at the latest; None for a runtime.
-        life: What it is doing.
-        children: The nodes it owns, in the order in which they were made.
-        where: Where its slots have to lie, in words; empty where that doesn't matter.
-        line: File and line that made it; for what a command-line option has made, the option and 0.
-        created: When, in seconds of time.time().
-        names: What users hold of it, by type; there is one.
-        hurried: Whether nobody waits any more for what still runs in it: its close was interrupted.
-        closed_as: What its user closes by closing it: itself, or the runtime that was made for it alone.
+        name: The node's name.
+        owner: The node that closes this one at the latest; None for a runtime.
+        life: The node's state.
+        children: The owned nodes, in the order of their creation.
+        where: Constraints on the places of slots, in words; "" for none.
+        line: File and line of the creation; for a command-line option, the option and 0.
+        created: Time of the creation, in seconds of time.time().
+        names: The users' handles, by type; one of each.
+        hurried: Whether running work gets no more grace: the close was interrupted.
+        closed_as: The node to close in place of this one: itself, or the runtime made for this node alone.
     """
 
     where = ""
@@ -270,7 +270,7 @@ class Owned(OnDriver):
         self._born_after = _forks
 
     def join(self) -> None:
-        """Become a part of the graph. A constructor's last act: another thread may close the owner at any line."""
+        """Add the node to the graph, as a constructor's last step: another thread may close the owner at any line."""
         if self.owner is not None:
             self.owner.children[id(self)] = self
 
@@ -279,21 +279,21 @@ class Owned(OnDriver):
 
     @property
     def state(self) -> str:
-        """Return what it is doing, in a word."""
+        """The current state, in a word."""
         return self.life.state.value
 
     @property
     def closed_by(self) -> str | None:
-        """Return what closed it, and where."""
+        """The closer, and the place of the close."""
         return self.life.closed_by
 
     @property
     def alive(self) -> bool:
-        """Whether it can be used."""
+        """Whether the node is usable."""
         return self.closed_by is None and self._born_after == _forks
 
     def check(self) -> None:
-        """Raise ForkedError in a forked child, which owns nothing, and ClosedError once it has been closed."""
+        """Raise ForkedError in a forked child, which owns nothing, and ClosedError after a close."""
         if self._born_after != _forks:
             raise ForkedError(
                 f"{self.kind} {self.name!r} belongs to the process that made it; a forked child can't use it. "
@@ -304,15 +304,15 @@ class Owned(OnDriver):
 
     @property
     def forked(self) -> bool:
-        """Whether this is a forked child of the process that made it."""
+        """Whether this process is a forked child of the node's process."""
         return self._born_after != _forks
 
     def take_closing(self, by: str, force: bool = True) -> bool:
-        """Note what closes it, or wait until what has done so before is through: then there is nothing left to do.
+        """Record the closer and return True, or wait for an earlier close and return False.
 
         Raises:
             ForkedError: This is a forked child, which owns nothing.
-            BorrowedError: Somebody's use of it would break (without `force`).
+            BorrowedError: A borrow would break (without `force`).
         """
         if self.forked:
             self.check()
@@ -327,31 +327,31 @@ class Owned(OnDriver):
         return True
 
     def disown(self) -> None:
-        """Take it out of the graph."""
+        """Remove the node from the graph."""
         if self.owner is not None:
             self.owner.children.pop(id(self), None)
 
     def lies_in(self, node: Owned) -> bool:
-        """Whether it is a node or something below that."""
+        """Whether the node is `node`, or lies below."""
         return self is node or (self.owner is not None and self.owner.lies_in(node))
 
     def borrowers(self, closing: Owned) -> list[str]:
-        """Return who uses it, would be broken by closing `closing`, and doesn't lie in that itself."""
+        """Return the borrowers outside `closing` that would break by its close."""
         return [name for child in list(self.children.values()) for name in child.borrowers(closing)]
 
     def wind_down(self, grace: float, deadline: Deadline) -> None:
-        """Begin nothing any more in it or below it, and tell the calls that run that nobody waits for them.
+        """Begin no more work in or below the node, and cancel the running calls.
 
-        Its owner is being closed, with a grace period of `grace` seconds that is over at `deadline`.
+        The owner is being closed, with a grace period of `grace` seconds that ends at `deadline`.
         """
         for child in list(self.children.values()):
             child.wind_down(grace, deadline)
 
     def close_children(self, grace: float) -> list[BaseException]:
-        """Close what it owns, the newest first; what went wrong.
+        """Close the children, the newest first; return the errors.
 
-        The grace period is one for all: whatever runs there is told at once that nobody waits for it any more, and what
-        waits behind that doesn't begin in its place. What still runs when it is over has had it, whoever's turn it is.
+        The grace period is common: all running work is cancelled at once, and queued work doesn't begin. Work that
+        still runs at the end of the period gets no more time.
         """
         errors: list[BaseException] = []
         children = list(self.children.values())
@@ -359,9 +359,9 @@ class Owned(OnDriver):
         for child in children:
             child.wind_down(grace, deadline)
         for child in reversed(children):
-            if self.hurried:  # Ctrl-C: the others are closed too, but nobody waits any more
+            if self.hurried:  # after Ctrl-C: the other children are closed, too, without waiting
                 grace, deadline = 0.0, Deadline(0.0)
-            # What is idle needs a moment to end, also when others have used the grace up.
+            # An idle child needs a moment to end, even after others have used up the grace period.
             left = grace if child is children[-1] else max(deadline.left or 0.0, min(grace, LEAST_GRACE_S))
             try:
                 child.close_for(f"closing {self.kind} {self.name!r} ({self.closed_by})", left, force=True)
@@ -372,20 +372,20 @@ class Owned(OnDriver):
         return errors
 
     def close_for(self, by: str, grace: float, force: bool) -> None:
-        """Close it on behalf of `by`; each kind says how."""
+        """Close the node on behalf of `by`; implemented by each kind."""
         raise TypeError(f"a {self.kind} is closed by its owner")
 
     def hurry(self) -> None:
-        """Nobody waits any more for what still runs in it: its grace period is over."""
+        """End the grace period of running work, in and below the node."""
         self.hurried = True
         for child in list(self.children.values()):
             child.hurry()
 
     def close_here(self, by: str, grace: float, force: bool) -> None:
-        """Close it from a user's line, on whatever thread. An interruption of the wait hurries it, a second one leaves.
+        """Close the node from a user's line, on any thread. An interruption hurries the close, a second one leaves.
 
         Raises:
-            BaseException: What has gone wrong; or the interruption, once it is closed, with that as its notes.
+            BaseException: The errors of the close; or the interruption, after the close, with these as notes.
         """
         wrong: list[BaseException] = []
 
@@ -403,22 +403,22 @@ class Owned(OnDriver):
                     interruption.add_note(f"and then, closing {self.kind} {self.name!r}: {type(each).__name__}: {each}")
             raise
         finally:
-            guard.stop()  # unless something else is connected
+            guard.stop()  # stays installed if something else is connected
         if wrong:
             try:
                 raise wrong.pop()
             finally:
-                del wrong  # its traceback has this frame
+                del wrong  # the traceback holds this frame
 
     def close_by_caller(self, grace: float, force: bool) -> None:
-        """Close it from the line of the user's code that called `close`; see `close_here`."""
+        """Close the node from the user's line that called `close`; see `close_here`."""
         refuse_to_wait(f"closing {self.kind} {self.name!r}")
         file, number = caller()
         grace = seconds(grace, "close(grace)")
         self.closed_as.close_here(f"{self.kind}.close() at {file}:{number}", grace, force)
 
     def close_after(self, error: BaseException | None, by: str, grace: float) -> None:
-        """Close it by force; when an error is in flight already, what goes wrong becomes a note of that one."""
+        """Close the node by force; errors of the close become notes of `error`, if given."""
         try:
             self.close_here(by, grace, force=True)
         except BaseExceptionGroup as group:
@@ -429,7 +429,7 @@ class Owned(OnDriver):
                     error.add_note(f"and then, closing {self.kind} {self.name!r}: {type(each).__name__}: {each}")
 
     def give_up(self, by: str) -> None:
-        """Close it at once: who was making it has been interrupted, and hears of that."""
+        """Close the node at once: an interruption of its maker, who receives the error."""
         self.hurried = True
         with contextlib.suppress(BaseExceptionGroup):
             self.close_for(by, 0.0, True)
