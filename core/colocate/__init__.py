@@ -1,5 +1,7 @@
 """Several role classes fused into one process per GPU, behind one API for Ray, Dask and your own machine.
 
+Names are imported on first use: a worker needs only a part of them, and starts sooner.
+
 Names are imported when they are first used: a worker needs a part of them only, and starts that much sooner.
 """
 
@@ -120,7 +122,7 @@ _HOMES = {
     ),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
-_BESIDE = {  # what packages beside core have, which core imports for whoever uses one of these names, and else never
+_BESIDE = {  # names of other packages, imported on first use only
     "Leaving": "colocate_report.record",
     "LogRecord": "colocate_report.record",
     "RunInfo": "colocate_report.record",

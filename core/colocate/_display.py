@@ -1,7 +1,7 @@
-"""Things as text in columns, and as a notebook shows them.
+"""Objects as text in columns, and as HTML for notebooks.
 
-The html needs nothing from elsewhere and is read in light and in dark. It has no colours of its own but for the dot of
-a state: text, and the lines around it, are as those of the page.
+The HTML is self-contained, and readable in light and dark themes. Only the dot of a state has a colour of its own:
+text and lines take the page's colours.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-# The class is said twice, so that it counts more than what notebooks say of tables in outputs.
+# The class is repeated for a higher specificity than a notebook's own rules for tables.
 _STYLE = """
 <style>
 .colocate.colocate{font:13px/1.5 system-ui,sans-serif;color:inherit;max-width:100%;overflow-x:auto}
@@ -42,20 +42,20 @@ _LOOKS = {
     "over": ("closed", "exited", "freed"),
 }
 _LOOK_OF = {state: look for look, states in _LOOKS.items() for state in states}
-MOST = 64  # rows, or children: more than that nobody reads
+MOST = 64  # limit of rows, or children: nobody reads more
 
 
-# Not `html.escape`: it takes little, and a user's own html.py would stand in its place.
+# Not `html.escape`: this takes little code, and a user's own html.py would shadow the module.
 _ESCAPES = str.maketrans({"&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&quot;", "'": "&#x27;"})
 
 
 def page(*parts: str) -> str:
-    """Return some parts as one thing that can be shown."""
+    """Join parts into one HTML page."""
     return f'{_STYLE}<div class="colocate">{"".join(parts)}</div>'
 
 
 def heading(kind: str, name: object, state: str, more: str = "") -> str:
-    """Return what something is, and what it is doing."""
+    """Format an object's kind, name and state."""
     look = _LOOK_OF.get(state)
     dot = f'<i class="{look}"></i>' if look else " "
     rest = f" <small>{_text(more)}</small>" if more else ""
@@ -63,12 +63,12 @@ def heading(kind: str, name: object, state: str, more: str = "") -> str:
 
 
 def reason(text: str, look: str = "") -> str:
-    """Why it can't be used; "bad" if that is an error."""
+    """Format the reason why an object is unusable; `look` is "bad" for an error."""
     return f'<pre class="{look}">{_text(text)}</pre>'
 
 
 def table(rows: Sequence[Mapping[str, object]]) -> str:
-    """Return rows as a table, whose columns are the keys of the first; no rows are no table."""
+    """Format rows as a table, with the keys of the first as columns; "" without rows."""
     if not rows:
         return ""
     head = _row("th", rows[0])
@@ -77,7 +77,7 @@ def table(rows: Sequence[Mapping[str, object]]) -> str:
 
 
 def tree(children: Sequence[Mapping[str, Any]], known: Callable[[Mapping[str, Any]], str]) -> str:
-    """Return nodes of the graph with what is below them, which folds; below workers it is folded at first."""
+    """Format nodes of the graph as a foldable tree; nodes below workers are folded at first."""
     if not children:
         return ""
     return f"<ul>{''.join(_item(each, known) for each in children[:MOST])}</ul>{_left_out(children)}"
@@ -104,7 +104,7 @@ def _text(value: object) -> str:
 
 
 def columns(lines: Sequence[Sequence[str]], right: Sequence[bool]) -> list[str]:
-    """Return lines of cells as text, each column as wide as its widest cell."""
+    """Format lines of cells as text, each column as wide as its widest cell."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return [
         "  ".join(
@@ -116,7 +116,7 @@ def columns(lines: Sequence[Sequence[str]], right: Sequence[bool]) -> list[str]:
 
 
 def weights_age(came: tuple[int, float] | None, stale: str | None) -> str:
-    """Return which weights a role has got from another one, how old they are, and why they aren't in sync if so."""
+    """Describe a role's weights: the version, the age, and why they are out of sync, if so."""
     found = "no weights yet" if came is None else f"weights version {came[0]}"
     if came is not None and came[1]:
         found += f", {time.time() - came[1]:.0f} s old"

@@ -1,4 +1,4 @@
-"""Plain values for a signature: whether they fit it, and what they are made for it."""
+"""Checks and conversions of a config's plain values for a signature."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from colocate._system.numbers import amount_problem, duration_problem, gpus_prob
 from colocate._system.room import spill_problem
 
 Place: TypeAlias = tuple[str | int, ...]
-"""Where in a config something is: keys and indices from its top."""
+"""A place in a config: keys and indices from the top."""
 
 _SCALARS: dict[Any, tuple[tuple[type, ...], str]] = {
     int: ((int,), "an integer"),
@@ -52,7 +52,7 @@ _SCALARS: dict[Any, tuple[tuple[type, ...], str]] = {
     types.NoneType: ((types.NoneType,), "null"),
 }
 _ABC = collections.abc
-# What a list of a config is made where one of these is asked for, and a mapping.
+# Conversions of a config's list for annotations, and the annotations that take a mapping.
 _LISTS: dict[Any, Callable[[list[Any]], Any]] = {
     **dict.fromkeys((list, _ABC.Sequence, _ABC.MutableSequence, _ABC.Collection, _ABC.Iterable), list),
     **dict.fromkeys((set, _ABC.Set, _ABC.MutableSet), set),
@@ -60,7 +60,7 @@ _LISTS: dict[Any, Callable[[list[Any]], Any]] = {
     collections.deque: collections.deque,
 }
 _MAPPINGS = (dict, _ABC.Mapping, _ABC.MutableMapping)
-_PLAIN = (str, bool, int, float, types.NoneType, list, dict)  # what a config has
+_PLAIN = (str, bool, int, float, types.NoneType, list, dict)  # the types in a config
 _DATES = {
     datetime.datetime: "a date and time, as in '2026-11-29T10:00'",
     datetime.date: "a date, as in '2026-11-29'",
@@ -70,7 +70,7 @@ _DATES = {
 
 @attrs.frozen
 class Problem:
-    """What is wrong with a value, and where inside it."""
+    """A problem of a value, and the place inside the value."""
 
     place: Place
     message: str
@@ -79,10 +79,10 @@ class Problem:
 
 @attrs.frozen
 class Checked:
-    """A note of an `Annotated` kind: values have to be more than of that kind.
+    """A check in an `Annotated` kind, beyond the kind itself.
 
     Attributes:
-        problem: What is wrong with a value, in words; None when nothing is. Isn't asked of None.
+        problem: Returns a value's problem in words; None for a good value. Not called for None.
     """
 
     problem: Callable[[Any], str | None]
@@ -93,11 +93,11 @@ class Arguments:
     """Parameters that can be given by name.
 
     Attributes:
-        owner: What messages call the thing they belong to.
-        parameters: By name, without `self` and whatever the caller gives itself.
+        owner: Name of the parameters' owner in messages.
+        parameters: By name, without `self` and the caller's own arguments.
         hints: The annotations that could be evaluated.
         open: Whether any other name is accepted too.
-        others: The annotation of these.
+        others: The annotation of other names.
     """
 
     owner: str
@@ -107,17 +107,17 @@ class Arguments:
     others: Any = Any
 
     def problems(self, given: Mapping[str, Any]) -> Iterator[Problem]:
-        """Yield what doesn't fit: unknown, missing, of a wrong kind."""
+        """Yield problems: names that are unknown or missing, and values of a wrong kind."""
         yield from self._made(given, ())[1]
 
     def built(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the same, each as its annotation wants it: see `built`."""
+        """Return the arguments converted for their annotations: see `built`."""
         return self._made(given, ())[0]
 
     def _made(self, given: Mapping[str, Any], place: Place) -> tuple[dict[str, Any], list[Problem]]:
         made: dict[str, Any] = {}
         wrong: list[Problem] = []
-        meant = set()  # by names that are misspelt: they aren't missing besides
+        meant = set()  # Names meant by misspelt ones don't count as missing.
         for name, value in given.items():
             hint = self.hints.get(name, Any if name in self.parameters else self.others)
             made[name] = _made(value, hint, (*place, name), wrong)
@@ -136,10 +136,10 @@ class Arguments:
 
 
 def arguments_of(target: Callable[..., Any], owner: str, skip: int = 0) -> Arguments:
-    """Return what a class or function takes by name."""
+    """Return the parameters of a class or function that can be given by name."""
     try:
         parameters = list(inspect.signature(target).parameters.values())[skip:]
-    except (TypeError, ValueError):  # some written in C have no signature: nothing is known
+    except (TypeError, ValueError):  # Some functions written in C have no signature.
         return Arguments(owner, {}, {}, open=True)
     by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     named = {parameter.name: parameter for parameter in parameters if parameter.kind in by_name}
@@ -150,25 +150,25 @@ def arguments_of(target: Callable[..., Any], owner: str, skip: int = 0) -> Argum
 
 
 def path_text(place: Place) -> str:
-    """Return a place as people write it: `groups.policy.roles.actor.slots[0]`."""
+    """Format a place: `groups.policy.roles.actor.slots[0]`."""
     text = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in place)
     return text.removeprefix(".")
 
 
 def problems(value: Any, annotation: Any, place: Place = ()) -> Iterator[Problem]:
-    """Yield everything about a value that doesn't fit an annotation; nothing for annotations that can't be judged."""
+    """Yield all problems of a value for an annotation; nothing for an annotation that can't be checked."""
     wrong: list[Problem] = []
     _made(value, annotation, place, wrong)
     yield from wrong
 
 
 def built(value: Any, annotation: Any) -> Any:
-    """Return a value that fits its annotation as that wants it: a `Path` of a text, a set of a list."""
+    """Convert a value for its annotation: a text to a `Path`, a list to a set."""
     return _made(value, annotation, (), [])
 
 
 def _made(value: Any, annotation: Any, place: Place, wrong: list[Problem]) -> Any:
-    """Return what a value is made for an annotation; what is wrong with it is added to a list."""
+    """Convert a value for an annotation; append problems to a list."""
     if get_origin(annotation) is Annotated:
         return _checked(value, annotation, place, wrong)
     annotation = _bare(annotation)
@@ -183,7 +183,7 @@ def _made(value: Any, annotation: Any, place: Place, wrong: list[Problem]) -> An
         return _of_some_arm(value, annotation, place, wrong)
     if origin is Any or not isinstance(origin, type):
         return value
-    if type(value) not in _PLAIN:  # made by somebody in Python
+    if type(value) not in _PLAIN:  # a value from Python code
         return value
     if issubclass(origin, enum.Enum):
         return _one_of(value, tuple(origin), place, wrong)
@@ -208,7 +208,7 @@ def _checked(value: Any, annotation: Any, place: Place, wrong: list[Problem]) ->
     kind, *notes = get_args(annotation)
     found: list[Problem] = []
     made = _made(value, kind, place, found)
-    # What a check says of a number goes first, also where its kind is wrong: it knows why.
+    # A check of a number comes first, also for a wrong kind: its text has the reason.
     number = isinstance(value, numbers.Real) and not isinstance(value, bool)
     if value is not None and (number or not found):
         checks = [note.problem for note in notes if isinstance(note, Checked)]
@@ -225,21 +225,21 @@ def _scalar_problem(value: Any, annotation: Any) -> str | None:
     if annotation is str and isinstance(value, int | float):
         hint = "; put it in quotes"
     elif isinstance(value, str) and annotation in (int, float):
-        with suppress(ValueError):  # it is none
+        with suppress(ValueError):  # no number
             float(value)
             hint = "; remove the quotes"
     return f"must be {wanted}, not {shown(value)}{hint}"
 
 
 def _plain(choice: Any) -> Any:
-    """Return how a config says one of some choices: that itself, or the value of a member of an enumeration."""
+    """Return the form of a choice in a config: the choice itself, or the value of an enumeration's member."""
     if not isinstance(choice, enum.Enum):
         return choice
     return choice.value if type(choice.value) in _PLAIN else choice.name
 
 
 def _one_of(value: Any, choices: Sequence[Any], place: Place, wrong: list[Problem]) -> Any:
-    """Return the choice that a value stands for: a member of an enumeration is said by its value, or by its name."""
+    """Return the choice for a value: members of an enumeration are given by value or by name."""
     said = [_plain(choice) for choice in choices]
     for choice, each in zip(choices, said, strict=True):
         if value is choice or (value == each and type(value) is type(each)):
@@ -260,7 +260,7 @@ def _of_some_arm(value: Any, annotation: Any, place: Place, wrong: list[Problem]
         if not found:
             return made
         of_arms.append(found)
-    # An arm of the value's own kind (a list, a mapping) knows best what is wrong inside it.
+    # The union member of the value's own kind (a list, a mapping) has the best message about nested values.
     deeper = [each for each in of_arms if all(problem.place != place for problem in each)]
     real = [each for arm, each in zip(arms, of_arms, strict=True) if arm is not types.NoneType]
     if deeper:
@@ -274,7 +274,6 @@ def _of_some_arm(value: Any, annotation: Any, place: Place, wrong: list[Problem]
 
 
 def _several(value: Any, kind: Any, args: tuple[Any, ...], place: Place, wrong: list[Problem]) -> Any:
-    """Return what is made of a list."""
     if not isinstance(value, list):
         wrong.append(Problem(place, f"must be a list, not {shown(value)}"))
         return value
@@ -287,13 +286,13 @@ def _several(value: Any, kind: Any, args: tuple[Any, ...], place: Place, wrong: 
     made = [_made(each, of, (*place, i), wrong) for i, (each, of) in enumerate(zip(value, kinds, strict=True))]
     try:
         return made if len(wrong) > before else tuple(made) if kind is tuple else _LISTS[kind](made)
-    except TypeError as error:  # a set of what can't be in one
+    except TypeError as error:  # for unhashable items of a set
         wrong.append(Problem(place, f"must be a list of what can be in a set: {error}"))
         return value
 
 
 def _key(key: str, annotation: Any, place: Place, wrong: list[Problem]) -> Any:
-    """Return a key of a mapping, which is text in a config, also where it is a number."""
+    """Convert a mapping's key; numbers are text in a config's keys, too."""
     kind = _bare(annotation)
     if kind in (int, float):
         try:
@@ -308,7 +307,7 @@ def _typed_dict(value: Any, kind: Any, place: Place, wrong: list[Problem]) -> An
     hints = _evaluated(kind.__annotations__, vars(sys.modules.get(kind.__module__, builtins)))
     parameters = {}
     for name in kind.__annotations__:
-        needed = name in kind.__required_keys__ and get_origin(hints.get(name)) is not NotRequired  # which may be text
+        needed = name in kind.__required_keys__ and get_origin(hints.get(name)) is not NotRequired  # also inside text
         default = inspect.Parameter.empty if needed else None
         parameters[name] = inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default)
     return _mapped(value, Arguments(kind.__name__, parameters, hints, open=False), place, wrong)
@@ -330,17 +329,17 @@ def _record(value: Any, kind: Any, place: Place, wrong: list[Problem]) -> Any:
         return value
     try:
         return kind(**made)
-    except Exception as error:  # what the class itself has against it
+    except Exception as error:  # the class itself refuses the arguments
         wrong.append(Problem(place, f"{kind.__name__} refuses it: {type(error).__name__}: {error}"))
         return value
 
 
 def _of_kind(value: Any, kind: type, place: Place, wrong: list[Problem]) -> Any:
-    """Return what a text is made where a class is asked for; else the value, which has to be of that class."""
+    """Convert a text for a class; return other values, which must be of that class."""
     try:
         if isinstance(value, kind):
             return value
-    except TypeError:  # a protocol may be no question that can be asked
+    except TypeError:  # a protocol may not be runtime-checkable
         return value
     if describe(kind) == kind.__name__:
         text = f"must be of the class {kind.__name__}, which a config can't say, not {shown(value)}: "
@@ -371,12 +370,12 @@ def _of_text(text: str, kind: Any) -> Any:
 
 
 def _is_torchs(kind: Any, name: str) -> bool:
-    """Return whether that is a class of torch's, which needn't be imported to know it."""
+    """Whether a class is torch's, checked without importing torch."""
     return (kind.__module__, kind.__name__) == ("torch", name)
 
 
 def describe(annotation: Any) -> str:
-    """Return what an annotation wants, in words."""
+    """Describe the values that an annotation accepts."""
     annotation = _bare(annotation)
     origin = get_origin(annotation) or annotation
     if annotation in _SCALARS:
@@ -400,12 +399,12 @@ def describe(annotation: Any) -> str:
 
 
 def brief(text: str, limit: int = 100) -> str:
-    """Return a text that somebody has given, as a message shows it: not more of it than one reads."""
+    """Shorten a user's text for a message."""
     return text if len(text) <= limit else f"{text[:limit]}… ({len(text):,} characters)"
 
 
 def shown(value: Any) -> str:
-    """Return a value as a message shows it, with its kind."""
+    """Format a value with its kind for a message."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -418,14 +417,14 @@ def shown(value: Any) -> str:
 
 
 def _is_record(kind: Any) -> bool:
-    """Return whether a class is a dataclass, one of attrs, or a named tuple."""
+    """Return whether a class is a dataclass, an attrs class, or a named tuple."""
     return isinstance(kind, type) and (
         dataclasses.is_dataclass(kind) or attrs.has(kind) or (issubclass(kind, tuple) and hasattr(kind, "_fields"))
     )
 
 
 def _bare(annotation: Any) -> Any:
-    """Return what an annotation says without notes and new names; Any for what can't be judged."""
+    """Return an annotation without notes and aliases; Any if it can't be checked."""
     while True:
         if get_origin(annotation) in (Annotated, Required, NotRequired):
             annotation = get_args(annotation)[0]
@@ -447,21 +446,21 @@ def _bare(annotation: Any) -> Any:
 
 
 def _value_of(alias: Any) -> Any:
-    """Return what a name of a type stands for, with the arguments that it is given; Any when that can't be told."""
+    """Return the type behind an alias, with the alias's arguments; Any if unknown."""
     try:
         origin = get_origin(alias) or alias
         given = dict(zip(origin.__type_params__, get_args(alias), strict=bool(get_args(alias))))
         value = origin.__value__
         return value[tuple(given[each] for each in value.__parameters__)] if given else value
-    except Exception:  # annotations are code: they may raise anything
+    except Exception:  # annotations are code, and may raise anything
         return Any
 
 
 def _hints(target: Callable[..., Any], parameters: Mapping[str, inspect.Parameter]) -> dict[str, Any]:
-    """Return the annotations as types; one that can't be evaluated (imported for type checkers only) is left out."""
+    """Return the annotations as types, without those that can't be evaluated (imports for type checkers only)."""
     function = inspect.unwrap(cast(Any, target).__init__ if isinstance(target, type) else target)
     names = getattr(function, "__globals__", {})
-    if _is_record(target):  # attrs makes such a function in a place of its own
+    if _is_record(target):  # attrs defines `__init__` in a namespace of its own
         names = vars(sys.modules.get(target.__module__, builtins))
     given = {name: parameter.annotation for name, parameter in parameters.items()}
     return _evaluated({name: each for name, each in given.items() if each is not inspect.Parameter.empty}, names)
@@ -471,12 +470,12 @@ def _evaluated(annotations: Mapping[str, Any], names: dict[str, Any]) -> dict[st
     found = {}
     for name, annotation in annotations.items():
         holder = types.SimpleNamespace(__annotations__={name: annotation})
-        with suppress(Exception):  # annotations are code: they may raise anything
+        with suppress(Exception):  # annotations are code, and may raise anything
             found[name] = get_type_hints(holder, globalns=names, include_extras=True)[name]
     return found
 
 
-# Of every executor that has options of these names.
+# Checks of options with these names, for every executor.
 _CHECKED: Mapping[str, Callable[[Any], str | None]] = {
     "cpus": amount_problem,
     "gpus": gpus_problem,
@@ -489,7 +488,7 @@ _CHECKED: Mapping[str, Callable[[Any], str | None]] = {
 
 
 def options_of(executor: type) -> Arguments:
-    """Return the options of an executor's own: the parameters of its `connect`, or else of its constructor."""
+    """Return an executor's own options: the parameters of `connect`, or else of the constructor."""
     from colocate.executor import Executor
 
     assert issubclass(executor, Executor)

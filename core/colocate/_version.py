@@ -1,3 +1,3 @@
-"""The version, apart from the names that `colocate` offers: what needs the one imports none of the others."""
+"""The version, in a module without imports of the package's names."""
 
 __version__ = "0.3.0.dev0"

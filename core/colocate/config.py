@@ -1,4 +1,4 @@
-"""What a config says: `load_config`, and the classes of its parts, which `colocate_run` has."""
+"""Configs: `load_config`, and the classes of a config's parts, implemented by `colocate_run`."""
 
 from typing import TYPE_CHECKING, Any
 

@@ -1,4 +1,4 @@
-"""`connect` and `spawn`: the executor hears of it first, for importing the rest takes as long as a worker's start."""
+"""`connect` and `spawn`: the executor begins its preparations before the slow imports."""
 
 from __future__ import annotations
 
@@ -43,6 +43,34 @@ def connect(
     **options: Any,
 ) -> Runtime:
     """Connect to an executor.
+
+    Args:
+        executor: The executor's name: "local", or that of another installed executor plugin.
+        seed: The seed of every `ctx.generator`.
+        strict: Check more: values go through the wire format even between threads, and contents of residents and
+            arguments are checked for writes.
+        call_timeout: Seconds after which a call without `options(timeout=...)` is given up; None for never.
+        collective_timeout: Seconds after which torch gives up an operation of a process group that colocate makes.
+        spill_dir: A folder on a disk of the workers' machines, for memory of sleeping roles (`group.sleep`); None
+            for the folder of temporary files, or `/var/tmp`. Refused on threads, where no role sleeps.
+        ports: The first and the last of colocate's TCP ports, as "20000-20100", on every machine; None for any free
+            ones. Ray, Dask, gloo and NCCL have ports of their own.
+        cut_s: Seconds of silence after which everything on another machine is given up; None for 15, or the
+            executor's own value. Shorter cuts of a network are waited out.
+        debug: Stop at an error of a role before the error is reported: in a debugger in this process's terminal, if
+            there is one, else in that of `colocate debug`. `collective_timeout` is then at least a day. Refused on
+            threads.
+        replace: First close this process's earlier runtimes on this executor, with everything in them: for a
+            notebook's cell that is run again. Errors of these runtimes are logged.
+        **options: The executor's own options.
+
+    Returns:
+        The runtime; a context manager that closes everything in it.
+
+    Raises:
+        PluginError: There is no such executor, or its import fails.
+        ConfigError: The executor has no such option, or the option's value is wrong.
+        CapabilityError: The executor lacks a requested capability.
 
     Args:
         executor: Its name: "local", or that of another installed executor plugin.
@@ -119,7 +147,46 @@ def spawn(
     step: Sequence[str] | None = None,
     **options: Any,
 ) -> ColocatedGroup:
-    """Connect, reserve slots and start a group on them: the way to a group of a script's own.
+    """Connect, reserve slots and start a group on them, for a script with one group.
+
+    The runtime exists for the group alone: closing the group, or leaving its `with` block, closes the pool and the
+    runtime too. They are `group.owner` and `group.owner.owner`. For several groups or pools, use `connect`,
+    `Runtime.reserve` and `Pool.spawn`.
+
+    Args:
+        roles: The roles by name, as `colocate.role(...)` declares them; constructed in this order.
+        slots: Number of workers, each with every role.
+        executor: The executor's name, as in `connect`.
+        gpus: GPUs of each slot.
+        cpus: CPUs of each slot.
+        host_memory: The host memory of each slot, as in `Runtime.reserve`.
+        device_memory: The budget of the roles' memory on each slot's device.
+        strategy: "pack" on as few nodes as possible, or "spread" over as many; "strict_pack" all on one node, or
+            "strict_spread" each on a node of its own.
+        env: Environment variables, set in the workers before torch or a role is imported.
+        reserve_timeout: Seconds to wait for slots that could fit but don't now.
+        name: Name of the group.
+        mesh: Mesh of the roles on all slots without a mesh of their own.
+        on_failure: "fail", or "restart": see `Pool.spawn`.
+        timeout: Seconds for the start, and for each restart; None for no limit.
+        restarts: Number of restarts without a new checkpoint in between.
+        restore: Folder of a checkpoint to start from.
+        residency: "swap": roles take turns within `device_memory`.
+        step: The roles in the order of calls in one step.
+        **options: Other arguments of `connect`: `seed`, `strict`, `replace` ..., and the executor's own options,
+            such as `processes` of "local". The executor's `cpus`, `gpus` and `timeout` have another meaning here;
+            for these, use `connect`.
+
+    Returns:
+        The group; a context manager that closes everything.
+
+    Raises:
+        PluginError: There is no such executor, or its import fails.
+        ConfigError: The declaration or an option is wrong.
+        PlacementError: The slots can never fit; has a table of the nodes.
+        PlacementTimeout: The slots don't fit now.
+        CapabilityError: The executor lacks a requested capability.
+        RoleStartError: A role could not be constructed. After any error, nothing is left running.
 
     The group is all that its runtime is for: closing the group, or leaving its `with` block, closes the pool and the
     runtime too. They are `group.owner` and `group.owner.owner`. Several groups, or pools, take the long way: `connect`,
@@ -188,13 +255,13 @@ def spawn(
 
     try:
         return making.run(begin, fill)
-    except ColocateError as error:  # which says itself what is wrong: not one of these frames does
+    except ColocateError as error:  # The error is complete without these frames.
         raise without_own_frames(error)  # noqa: B904 - it is the same one
 
 
 @contextmanager
 def _suggesting(function: Callable[..., Any], cls: type[Executor]) -> Iterator[None]:
-    """Have what an error says of options that an executor doesn't take suggest those that a function takes itself."""
+    """Add suggestions of a function's own parameters to errors about unknown executor options."""
     try:
         yield
     except ConfigError as error:
@@ -209,12 +276,12 @@ def _suggesting(function: Callable[..., Any], cls: type[Executor]) -> Iterator[N
 
 
 def _refuse_while_importing(what: str) -> None:
-    """See that no module connects when a worker imports it: each of its workers would, in turn, without an end.
+    """Refuse a connection from a module that a worker imports: the workers would connect in turn, without end.
 
     Raises:
-        ColocateError: A module that is being imported in this worker wants to.
+        ColocateError: A module under import in this worker connects.
     """
-    frame = sys._getframe() if ids.find_missing is not None else None  # this process has a driver
+    frame = sys._getframe() if ids.find_missing is not None else None  # Only in a worker: this process has a driver.
     while frame is not None:
         if is_importing(frame):
             raise ColocateError(

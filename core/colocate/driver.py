@@ -1,4 +1,6 @@
-"""A driver from inside: its runtimes, threads, files and clocks, for packages that run jobs or watch them.
+"""A driver's internals: runtimes, threads, files and clocks, for packages that run or watch jobs.
+
+This module's contents may change with any version; programs only need a `Runtime` and its groups.
 
 What this module offers may change with any version; programs need a `Runtime` and its groups alone.
 """
@@ -88,11 +90,11 @@ _OF_FEATURES = {
 }
 __getattr__ = features.offered(__name__, _OF_FEATURES)
 running_context = current
-"""Returns the context of the role code that runs on this thread; None where none does."""
+"""Returns the context of the role code on this thread; None without role code."""
 
 
 class Place(NamedTuple):
-    """Where a worker runs."""
+    """The place of a worker."""
 
     slot: int
     node: str
@@ -100,11 +102,11 @@ class Place(NamedTuple):
 
 
 class Driver:
-    """A runtime, as what runs a job on it or watches it sees it.
+    """A runtime's services for packages that run or watch jobs.
 
     Attributes:
-        executor: What runs its workers.
-        ports: The first and the last TCP port that it may listen on; None for any.
+        executor: The executor of the runtime's workers.
+        ports: The first and the last TCP port to listen on; None for any.
     """
 
     def __init__(self, runtime: Held[Connection]) -> None:
@@ -114,22 +116,22 @@ class Driver:
         self.ports = self._services.ports
 
     def require(self, capability: type, what: str) -> None:
-        """Raise `CapabilityError` if its executor can't do something: who can is named."""
+        """Raise `CapabilityError`, with the executors that would do, if the executor lacks a capability."""
         self._node.require(capability, what)
 
     @property
     def observers(self) -> Sequence[object]:
-        """Return who is told what happens, by `runtime.observe`."""
+        """The observers added by `runtime.observe`."""
         return tuple(self._services.observers)
 
     def forget(self, observer: object) -> None:
-        """Tell an observer nothing more."""
+        """Remove an observer."""
         self._services.observers.remove(observer)
 
     def take_weights_behind(self) -> dict[str, int]:
-        """Return by how many source updates rows were behind since the last call of this method.
+        """Return how many source updates rows were behind since the last call of this method.
 
-        As a metric: "weights_behind", or "weights_behind/<group>.<role>" where several roles have such rows.
+        The keys are metrics: "weights_behind", or "weights_behind/<group>.<role>" with several such roles.
         """
         parts: dict[str, Any] = {
             name: part
@@ -137,28 +139,29 @@ class Driver:
             if (part := group.parts.get("weights")) is not None
         }
         counts = {f"{name}.{role}": count for name, part in parts.items() for role, count in part.take_behind().items()}
-        # By all targets, not by those with rows since the last call: a metric keeps its name from step to step.
+        # All targets count, not only those with rows since the last call: the metric's name stays the same from step to
+        # step.
         if sum(len(part.updates) for part in parts.values()) == 1:
             return {"weights_behind": max(counts.values())} if counts else {}
         return {f"weights_behind/{name}": count for name, count in counts.items()}
 
     def watch_devices(self) -> Callable[[], None]:
-        """Have observers told of the GPUs of all groups, each second; returns what ends that."""
+        """Start reporting the groups' GPUs to observers, each second; return a function that stops this."""
         if "devices" not in features.FEATURES:
             return lambda: None
         stop: Callable[[], None] = features.module("devices.driver").DeviceWatch(self._node).stop
         return stop
 
     def hear(self, hears: Callable[[Boot, str | None, str], bool] | None) -> bool:
-        """Have something told what workers' processes print, on the thread that hears of them; None: nothing any more.
+        """Set the callback for the output of workers' processes, on the receiving thread; None removes the callback.
 
         Args:
-            hears: Given whose line it is, the role and rank that have printed it where that is known, and the line,
-                which a carriage return at its end says is written over. Of workers that are there the last lines come
-                at once. It mustn't wait. A line for which it returns True isn't shown.
+            hears: Called with the worker's boot, the role and rank that printed, if known, and the line; a carriage
+                return at its end marks a line to be overwritten. The last lines of present workers come at once.
+                Must not block. True hides the line.
 
         Returns:
-            Whether it is told: there is one at a time.
+            Whether the callback was set: there is one at a time.
         """
         if hears is not None and self._services.hears is not None:
             return False
@@ -171,54 +174,57 @@ class Driver:
         return True
 
     def soon(self, job: Callable[[], object]) -> None:
-        """Have something done in the order of all that observers are told, on their thread."""
+        """Run a job on the observers' thread, in order with the events."""
         self._services.dispatcher.soon(job)
 
     def settle(self) -> bool:
-        """Wait until observers have been told of all that has happened; False when one of them doesn't return."""
+        """Wait until observers have received all events; return False if an observer hangs."""
         return self._services.settle()
 
     def give_up_while(self, hangs: Callable[[], bool]) -> None:
-        """Don't wait for the observers' thread at the end as long as something hangs there."""
+        """Skip the wait for the observers' thread at the end as long as `hangs` is true."""
         self._services.dispatcher.is_given_up = hangs
 
     @property
     def stack(self) -> str:
-        """Return what the observers' thread does."""
+        """The stack of the observers' thread."""
         return self._services.dispatcher.stack
 
     def slot_of(self, group: str, role: str, rank: int) -> int:
-        """Return the slot of a rank of a role, as far as it is known: of a group that is long gone, the rank."""
+        """Return the slot of a rank of a role; for a group that is long gone, return the rank."""
         return self._node.slot_of(group, role, rank)
 
     def places_of(self, group: str) -> list[Place]:
-        """Return where the workers of a group run; nothing of one that is long gone."""
+        """Return the places of a group's workers; an empty list for a group that is long gone."""
         worker_group = self._node.worker_group_of(group)
         workers = () if worker_group is None else worker_group.workforce.workers
         return [Place(each.slot, each.boot.node, each.boot.device) for each in workers]
 
     @property
     def foresees(self) -> bool:
-        """Whether its executor can say of nodes that they are to go."""
+        """Whether the executor can announce nodes about to leave."""
         from colocate.executor import Executor
 
         return type(self.executor).leaving is not Executor.leaving
 
     def leaving(self) -> dict[str, float | None]:
-        """Return which nodes of its groups' workers are to go, and until when; see `Executor.leaving`."""
+        """Return the nodes of the groups that are about to leave, and the deadlines; see `Executor.leaving`."""
         used = {place.node for group in list(self._node.worker_groups) for place in self.places_of(group)}
         return {node: until for node, until in self.executor.leaving().items() if node in used}
 
     def glance(self, recent: Recent) -> list[dict[str, Any]]:
-        """Return what its groups do just now, as plain data."""
+        """Return the current state of the groups, as plain data."""
         return list(features.module("looking.glance").glance(self._node, recent))
 
     def stacks(self) -> list[dict[str, Any]]:
-        """Return what the workers of its groups do, as plain data: `group`, `slot`, `node`, and `stack` as a text."""
+        """Return the stacks of the groups' workers, as plain data: `group`, `slot`, `node`, and `stack` as text."""
         return list(features.module("looking.glance").stacks(self._node))
 
     def let_go(self) -> None:
         """Resume the ranks that are stopped in a debugger, and prevent further stops while this runtime lives.
+
+        This covers all groups of this process, later ones too: a job waits for each of these. Safe in a signal
+        handler.
 
         This covers all groups of this process, later ones too: a job waits for each of these. A signal's handler may
         call this.
@@ -228,7 +234,7 @@ class Driver:
 
     @property
     def resumed(self) -> Mapping[str, Path]:
-        """Where a run that goes on has checkpoints of groups, by their names: a group's first memory is that."""
+        """Checkpoints of a resumed run, by group name: each group starts from the checkpoint of its name."""
         return self._services.resumed
 
     @resumed.setter
@@ -236,13 +242,13 @@ class Driver:
         self._services.resumed = folders
 
     def profile(self, groups: Sequence[ColocatedGroup], title: str = "", **options: Any) -> Any:
-        """Return the block of `colocate.profile` of groups; without a title only look whether it could be."""
+        """Return the `colocate.profile` block of groups; without a title, only check whether profiling is possible."""
         found = features.module("profiling.driver")
         return found.profile(groups, title=title, **options) if title else found.check_profile(groups, **options)
 
     @property
     def run(self) -> Any:
-        """The run that leaves what remains of its calls (`Run`), as features know it; None for none."""
+        """The run that records calls (`Run`), for features; None for none."""
         return self._services.run
 
     @run.setter
@@ -250,14 +256,14 @@ class Driver:
         self._services.run = run
 
     def mark(self, step: int) -> None:
-        """Note that a step is over, where roles are recorded."""
+        """Mark the end of a step in recordings."""
         for worker_group in list(self._node.worker_groups.values()):
             part: Any = worker_group.parts.get("recordings")
             if part is not None:
                 part.mark(step)
 
     def close_detached(self, name: str, force: bool) -> None:
-        """End a detached pool of its cluster, whoever made it.
+        """End a detached pool of the cluster, from any driver.
 
         Raises:
             BorrowedError: A driver is attached (without `force`).
@@ -277,17 +283,17 @@ def _let_all_go() -> None:
 
 
 def is_runtime(thing: object) -> bool:
-    """Return whether something is a runtime."""
+    """Return whether an object is a runtime."""
     return isinstance(thing, Held) and isinstance(thing._node, Connection)
 
 
 def checkpoints_of(group: ColocatedGroup) -> CheckpointsOfGroup:
-    """Return what is known of a group's checkpoints, from which its restarts go on."""
+    """Return the state of a group's checkpoints, from which restarts begin."""
     return cast("CheckpointsOfGroup", features.module("checkpoints.driver").checkpoints_of(group._node))
 
 
 def regrow(group: ColocatedGroup) -> ColocateError | None:
-    """Begin to restart a group that has fewer slots than it may, if there are more for it; return what it is told."""
+    """Begin to restart a smaller group if more slots are available; return the error that the group's users get."""
     found = features.module("checkpoints.driver")
     node = group._node
 
@@ -299,5 +305,5 @@ def regrow(group: ColocatedGroup) -> ColocateError | None:
 
 
 def fail(group: ColocatedGroup, error: ColocateError) -> None:
-    """Have a group fail, as if it had met an error: it is restarted, if it may be."""
+    """Fail a group with an error; the group restarts, if allowed."""
     group._node.fail(error)

@@ -19,12 +19,15 @@ import attrs
 class ColocateError(Exception):
     """The root of all errors of colocate.
 
+    Unknown attributes are None (never a guess). Each call that ends with a common failure raises an exception of its
+    own, as a traceback belongs to one thread; these exceptions are equal.
+
     Attributes that the cause doesn't know are None (never a guess). A failure that several calls end with is raised by
     each as an exception of its own, for a traceback belongs to one thread; these are equal.
     """
 
-    _follows = False  # whether it only says what has kept a rank from going on, of which another rank's is the cause
-    _told = False  # whether somebody has been given it; it may be the error of several calls
+    _follows = False  # whether the error only follows from another rank's failure
+    _told = False  # whether a user has received the error, which may belong to several calls
 
     group: str | None = None
     role: str | None = None
@@ -39,7 +42,7 @@ class ColocateError(Exception):
     called_at: str | None = None
     row: int | None = None
 
-    _first: ColocateError | None = None  # that this is a copy of
+    _first: ColocateError | None = None  # the original of a copy
 
     def __init__(self, message: str, **facts: Any) -> None:
         super().__init__(message)
@@ -50,18 +53,18 @@ class ColocateError(Exception):
 
     @property
     def message(self) -> str:
-        """The text without anything a subclass adds to it."""
+        """The text without additions of subclasses."""
         return str(self.args[0])
 
     def __reduce__(self) -> tuple[Any, ...]:
-        cause = self.__cause__  # first: it may be made now
+        cause = self.__cause__  # read first: a lazy cause is built here
         if cause is not None and not isinstance(cause, ColocateError):
             cause = _carried(cause)
         state = {name: value for name, value in self.__dict__.items() if name != "_first"}
         return _restore, (type(self), self.args, state, cause)
 
     def __copy__(self) -> ColocateError:
-        cause = self.__cause__  # likewise
+        cause = self.__cause__  # read first, as above
         return _restore(type(self), self.args, {**self.__dict__, "_first": self._first or self}, cause)
 
     def __eq__(self, other: object) -> bool:
@@ -72,8 +75,8 @@ class ColocateError(Exception):
 
 
 def _carried(cause: BaseException) -> BaseException:
-    """A cause that survives pickling: itself, or its words."""
-    with contextlib.suppress(Exception, SystemExit):  # its class says how, and may want other arguments
+    """Return a picklable form of a cause: the exception itself, or a RuntimeError with the same text."""
+    with contextlib.suppress(Exception, SystemExit):  # The user's class may need other arguments to unpickle.
         if type(pickle.loads(pickle.dumps(cause))) is type(cause):
             return cause
     words = "".join(traceback.format_exception_only(cause)).strip()
@@ -96,8 +99,8 @@ _CAUSE: Any = vars(BaseException)["__cause__"]
 class RoleError(ColocateError, RuntimeError):
     """A role's method or constructor raised; `__cause__` is the original exception.
 
-    It is unpickled by whoever looks at it first: its class is the user's, and may take its time.
-    `called_at` is the driver's line that made the call.
+    The first access unpickles the cause, whose class is the user's and may be slow to import. `called_at` is the
+    driver's line that made the call.
     """
 
     _unpickle: Callable[[], BaseException] | None = None
@@ -106,7 +109,7 @@ class RoleError(ColocateError, RuntimeError):
     def __cause__(self) -> BaseException | None:
         if (unpickle := self._unpickle) is not None:
             cause = unpickle()
-            if self.__dict__.pop("_unpickle", None) is not None:  # no other thread has been faster
+            if self.__dict__.pop("_unpickle", None) is not None:  # no other thread was faster
                 _CAUSE.__set__(self, cause)
         found: BaseException | None = _CAUSE.__get__(self)
         return found
@@ -121,10 +124,10 @@ class RoleError(ColocateError, RuntimeError):
 
 
 class RenewalError(RoleError):
-    """After a failed call a group could not go on as it was.
+    """A group could not continue after a failed call.
 
-    A role's `renew` raised, a role still holds a process group that had to be cut, or the ranks of one model had gone
-    different numbers of updates. A group of `on_failure="restart"` goes on from its checkpoint.
+    A role's `renew` raised, a role still holds a process group that had to be cut, or the ranks of one model had
+    made different numbers of updates. A group with `on_failure="restart"` restarts from its checkpoint.
     """
 
 
@@ -138,7 +141,7 @@ class RoleStartError(ColocateError, RuntimeError):
 
 
 class WorkerDied(ColocateError, RuntimeError):
-    """A worker process ended by itself; `detail` holds the cluster's own words, `running` what it was doing."""
+    """A worker process ended by itself; `detail` holds the cluster's own text, `running` the worker's last work."""
 
     detail: str | None = None
     running: str | None = None
@@ -151,10 +154,10 @@ class WorkerDied(ColocateError, RuntimeError):
 
 
 class ChildDied(ColocateError, RuntimeError):
-    """A process that a role had started (`ctx.start`) has ended by itself, or was ended as it hung or never got ready.
+    """A process started by a role (`ctx.start`) ended by itself, or was ended because of a hang or a late start.
 
     Attributes:
-        name: What the child is called.
+        name: The child's name.
     """
 
     name: str | None = None
@@ -167,11 +170,11 @@ class ChildDied(ColocateError, RuntimeError):
 
 
 class GroupRestarted(WorkerDied):
-    """The group was rebuilt; what was pending belonged to its previous generation."""
+    """The group was rebuilt; pending calls belonged to the previous generation."""
 
 
 class CallTimeout(ColocateError, TimeoutError):
-    """A call outlived its timeout; `stacks` maps each late rank to its Python stack."""
+    """A call exceeded its timeout; `stacks` maps each late rank to its Python stack."""
 
     stacks: Mapping[int, str] = {}
 
@@ -182,7 +185,7 @@ class CallTimeout(ColocateError, TimeoutError):
 
 
 class CallCancelled(ColocateError, CancelledError, RuntimeError):
-    """The call was cancelled before any rank had begun it."""
+    """The call was cancelled before any rank had begun."""
 
 
 class PlacementError(ColocateError, RuntimeError):
@@ -195,7 +198,11 @@ class PlacementError(ColocateError, RuntimeError):
 
 
 class ClusterError(ColocateError, ConnectionError):
-    """The cluster can't be reached, doesn't let this driver in, or has been lost.
+    """The cluster is unreachable, refuses this driver, or has been lost.
+
+    Attributes:
+        logs: The last log lines of the cluster's own processes, by file, if the cluster could not be started, or the
+            driver's process in the cluster has ended by itself. A run saves these in its folder, as engine-NAME.
 
     Attributes:
         logs: What the cluster's own processes have logged last, by file, where it could not be started, or the
@@ -242,33 +249,33 @@ class ConfigError(ColocateError, ValueError):
 
 
 class DispatchError(ColocateError, ValueError):
-    """Arguments don't fit how they should reach the ranks, or results how they should be joined."""
+    """Arguments don't fit their dispatch to the ranks, or results don't fit the collect."""
 
     parameter: str | None = None
 
 
 class CapabilityError(ColocateError, NotImplementedError):
-    """An executor lacks what was asked; `executors` names those that have it."""
+    """An executor lacks a requested capability; `executors` names those that have it."""
 
     capability: str | None = None
     executors: Sequence[str] = ()
 
 
 class SerializationError(ColocateError, TypeError):
-    """Something can't be sent: `argument` names it, `path` says where inside it the fault is."""
+    """A value can't be sent: `argument` names the value, `path` the faulty place inside."""
 
     argument: str | None = None
     path: str | None = None
 
 
 class BorrowedError(ColocateError, RuntimeError):
-    """Something can't be closed: `borrowers` still use it. `close(force=True)` breaks the borrows."""
+    """An object can't be closed: `borrowers` still use it. `close(force=True)` breaks the borrows."""
 
     borrowers: Sequence[str] = ()
 
 
 class ClosedError(ColocateError, RuntimeError):
-    """Something is used that is closed; `closed_by` says what closed it and where."""
+    """A closed object was used; `closed_by` names the closer and the place of the close."""
 
     closed_by: str | None = None
 
@@ -278,9 +285,9 @@ class ForkedError(ColocateError, RuntimeError):
 
 
 class MemoryBudgetError(ColocateError, MemoryError):
-    """Memory doesn't suffice: there is no room for what was asked for, or roles hold more than they may (a budget).
+    """Memory doesn't suffice: there is no room for a request, or roles exceed a budget.
 
-    It says who has how much. A sleep or a wake that fails so has changed nothing.
+    The text says which role holds how much. A sleep or a wake that fails with this error has changed nothing.
     """
 
     def __str__(self) -> str:
@@ -288,15 +295,15 @@ class MemoryBudgetError(ColocateError, MemoryError):
 
 
 class SleepingError(ColocateError, RuntimeError):
-    """What was asked for is memory of a role that sleeps: `group.wake` brings it back."""
+    """The call needs memory of a role that sleeps: `group.wake` restores the memory."""
 
 
 class StaleWeightsError(ColocateError, RuntimeError):
-    """A role's weights aren't those of its source any more, or only some of them: `sync_weights` brings them."""
+    """A role's weights differ from the source's, entirely or in part: `sync_weights` copies the source's again."""
 
 
 class WeightsDifferError(ColocateError, RuntimeError):
-    """After a sync a role's weights aren't what was to arrive, as `sync_weights(check=True)` has found.
+    """A role's weights after a sync differ from the source's, as `sync_weights(check=True)` has found.
 
     Attributes:
         names: The weights that differ, all of them, by the target's names.
@@ -306,11 +313,11 @@ class WeightsDifferError(ColocateError, RuntimeError):
 
 
 class ReplayError(ColocateError, RuntimeError):
-    """A role that is replayed can't answer a call as it was recorded; says where the call differs, and how."""
+    """A replayed role can't answer a call from the recording; the text names the first difference."""
 
 
 class PipelineError(ColocateError, RuntimeError):
-    """A call inside `group.pipeline()` that needs an answer before the pipeline has been sent."""
+    """A call inside `group.pipeline()` needs an answer before the pipeline is sent."""
 
 
 def _called(error: ColocateError) -> str:
@@ -323,7 +330,7 @@ def _in_the_worker(error: ColocateError) -> str:
 
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The rows as aligned text columns, with a header."""
+    """Format rows as aligned text columns, with a header."""
     if not rows:
         return []
     columns = list(rows[0])

@@ -1,8 +1,8 @@
-"""The seam to a cluster: transport and placement, nothing else. Read this page to write an executor.
+"""The interface to a cluster: transport and placement, nothing else. Read this page to write an executor.
 
-Core decides what a call means, who owns what and what an error is. An executor says what its nodes offer, reserves
-slots, starts a *host* (the worker side, `colocate.worker`) in each, carries ordered messages to and from it, and
-reports when it is gone. `colocate.testing.executors` is the suite that an executor passes.
+Core decides the meaning of calls, ownership and errors. An executor lists its nodes, reserves slots, starts a *host*
+(the worker side, `colocate.worker`) in each, carries ordered messages to and from the host, and reports the host's
+exit. `colocate.testing.executors` is the suite that an executor passes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from colocate._values.codec import BY_REFERENCE as BY_REFERENCE, BY_VALUE as BY_
 
 @attrs.frozen
 class Node:
-    """A machine that an executor can place workers on. `cpus` None: not counted.
+    """A machine for workers. `cpus` None: not counted.
+
+    `labels` and `resources` belong to an executor that is `Labelled`.
 
     `labels` and `resources` are those of an executor that is `Labelled`.
     """
@@ -34,7 +36,32 @@ class Node:
 
 @attrs.frozen
 class Request:
-    """Slots wanted together, all or none.
+    """A request for slots, granted together or not at all.
+
+    Attributes:
+        slots: Number of slots.
+        gpus: Whole GPUs of each slot.
+        cpus: CPUs of each slot.
+        host_memory_bytes: Memory of each slot, if the executor counts memory; None for any.
+        strategy: "pack" (as few nodes as possible), "spread" (as many), "strict_pack" (one node) or "strict_spread"
+            (a node for each slot).
+        timeout: Seconds to wait for slots that could fit but don't now.
+        owner: Name of the pool, for messages.
+        env: Environment variables of the workers (`Boot.env` again), for an executor that starts processes early.
+        id: Id of the future reservation, unique among all drivers: the runtime's id, a slash, the pool's name. The
+            cluster's own listings should show this id for all objects of the reservation.
+        detachable: Whether the pool may be given to the cluster later; only for an executor that is `Detachable`.
+        ports: The first and the last TCP port to listen on (`Keeper(ports=...)`); None for any.
+        groups: Number of groups that may have a worker on each slot at a time; more than one only for an executor
+            with `SharedSlots`. The groups share the slot's resources: no group has a reservation of its own.
+        labels: Labels of each slot's node; see `placement.matches` for values. `labels`, `resources` and `together`
+            are only for an executor that is `Labelled`.
+        resources: Amounts of the node's other resources for each slot, by name.
+        together: A label with one value on all nodes of the request; empty for none.
+        grow: Whether to wait for new nodes if the present nodes can never fit the request. None: if the cluster
+            reports that it grows. True only for an executor that is `Growing`.
+        cut_s: Seconds of silence after which connections to a machine count as cut (`Keeper(cut_s=...)`); None for
+            the default.
 
     Attributes:
         slots: How many.
@@ -83,14 +110,14 @@ class Request:
 
 @attrs.frozen
 class Place:
-    """Where one slot lies.
+    """The place of one slot.
 
     Attributes:
         node: Name of the machine.
-        devices: Indices of its GPUs, among those that the executor has there.
-        device: What torch calls the slot's device inside the worker.
-        host: Address under which workers on other machines reach this one; loopback when there are none.
-        handle: Whatever the executor needs to find it again.
+        devices: Indices of the slot's GPUs, among the executor's GPUs on the machine.
+        device: Torch's name for the slot's device inside the worker.
+        host: Address under which workers on other machines reach this one; loopback without other machines.
+        handle: The executor's own key to the slot.
     """
 
     node: str
@@ -102,7 +129,7 @@ class Place:
 
 @attrs.frozen(eq=False)
 class Reservation:
-    """Slots that are held, sorted by node and device. `handle` is the executor's own."""
+    """Reserved slots, sorted by node and device. `handle` is the executor's own."""
 
     places: tuple[Place, ...]
     handle: Any = None
@@ -110,7 +137,26 @@ class Reservation:
 
 @attrs.frozen
 class Boot:
-    """What a host must know before any role is imported; plain data that pickles without colocate's help.
+    """Settings for a host before any role is imported; plain data that pickles without colocate's help.
+
+    Attributes:
+        worker: Id of the worker, unique in its runtime.
+        group: Name of the group.
+        slot: Index of the slot in its group.
+        node: Name of the machine.
+        device: Torch's name for the slot's device in the worker.
+        cpus: The worker's part of the slot's CPUs, for torch's thread count; None leaves torch alone.
+        env: Environment variables, set before torch or a role is imported.
+        secret: The runtime's key, which authenticates worker-to-worker channels.
+        path: Entries of the driver's `sys.path`, appended if the worker lacks them.
+        host: Address under which other workers reach this one's machine.
+        strict: Whether contents of residents are checked for writes.
+        generation: How often the group has been restarted.
+        imports: Slow imports that the roles need, users' modules excluded: a forked worker has them imported. None:
+            no fork, as the driver has modules of its own in place of Python's.
+        log_levels: The levels set on the driver's loggers, by name, if the driver shows logs.
+        ports: The first and the last TCP port to listen on; None for any.
+        cut_s: As `Request.cut_s`.
 
     Attributes:
         worker: Id of the worker, unique in its runtime.
@@ -152,9 +198,9 @@ class Boot:
 
 @attrs.frozen
 class Exit:
-    """How a worker ended, as far as the cluster tells; None where it doesn't (never a guess).
+    """The exit of a worker, as far as the cluster knows; unknown attributes are None (never a guess).
 
-    The last lines of its output are filled in by core, from what was `logged`.
+    Core adds the last lines of output, from `logged`.
     """
 
     exitcode: int | None = None
@@ -165,15 +211,15 @@ class Exit:
 
 @attrs.frozen
 class About:
-    """What commands and errors say of an executor that nobody has connected to: it is told without being imported.
+    """Description of an executor for commands and errors, available without importing the executor.
 
     Attributes:
-        capabilities: The names of its capabilities, each with what to connect to for it ("ray with address=…").
-        distributions: Those of the cluster, whose versions matter when something is reported ("ray").
-        joins: The option that names a cluster to join, which `--address` gives; empty when there is none to join.
-        packages: Packages or modules of the executor's own, whose frames tracebacks only count.
-        left_here: Says what drivers that are gone have left on this machine, without connecting. It imports what it
-            needs when it is called, and needs no cluster.
+        capabilities: The names of the executor's capabilities, each with the way to connect ("ray with address=…").
+        distributions: Distributions of the cluster, whose versions matter in bug reports ("ray").
+        joins: The option that names a cluster to join, which `--address` sets; empty if there is none to join.
+        packages: The executor's own packages or modules, whose frames tracebacks only count.
+        left_here: Returns leftovers of lost drivers on this machine, without connecting. Imports happen in the call,
+            and no cluster is needed.
     """
 
     capabilities: Mapping[str, str] = attrs.field(factory=dict)
@@ -185,17 +231,17 @@ class About:
 
 @attrs.frozen
 class Running:
-    """Something that a cluster runs or holds under our name, as its far side tells it.
+    """An object that a cluster runs or holds under colocate's name, as the cluster reports it.
 
     Attributes:
-        kind: "worker", "reservation", or the executor's own word for what else it keeps ("Ray actor").
-        id: That of the worker (`Boot.worker`) or of the reservation (`Request.id`); else what tells it apart.
-        owner: Id of the reservation, or of the runtime, to which it belongs, for what is neither.
-        node: Name of the machine, where it lies on one.
-        pid: Its process, where it has one.
-        since: When it began, in seconds of time.time(), where that is known.
-        detail: What else the cluster tells of it.
-        doubt: Why the cluster can't be taken to have it (nobody answers, a slot of it is lost); empty when it does.
+        kind: "worker", "reservation", or the executor's own word for another object ("Ray actor").
+        id: Id of the worker (`Boot.worker`) or of the reservation (`Request.id`); for others, any unique id.
+        owner: For other objects, id of the reservation or the runtime that owns the object.
+        node: Name of the machine, if on one machine.
+        pid: The process, if there is one.
+        since: Time of the start, in seconds of time.time(), if known.
+        detail: More text from the cluster.
+        doubt: Why the report is doubtful (nobody answers, a slot is lost); empty for a certain one.
     """
 
     kind: str
@@ -209,28 +255,28 @@ class Running:
 
 
 class HostEvents(Protocol):
-    """What core wants to hear of one host. Any thread may call; calls for one host come in order."""
+    """Core's callbacks for one host. Any thread may call; calls for one host come in order."""
 
     def received(self, head: tuple[Any, ...], body: Any) -> None:
-        """A message from the worker, in the order in which it was sent."""
+        """Handle a message from the worker; messages come in the order of sending."""
 
     def logged(self, line: str) -> None:
-        """A line of the worker's output; core shows it, and keeps the last ones.
+        """Handle a line of the worker's output; core shows the line, and keeps the last lines.
 
-        With a carriage return at its end the line goes on, and will be written over, as those of progress bars.
+        A carriage return at the end marks a line that will be overwritten, as those of progress bars.
         """
 
     def exited(self, exit: Exit) -> None:
-        """Hear that the host is gone. Said exactly once, also after `kill`; nothing is received afterwards."""
+        """Handle the host's exit. Called exactly once, also after `kill`; no message follows."""
 
 
 class Host(abc.ABC):
     """The driver's end of one worker.
 
     Attributes:
-        pid: Its process id, where the executor knows it first.
-        lane: The connection by which messages go to the worker, once there is one.
-        token: What another driver can take it up by (`Detachable.take`).
+        pid: The process id, if the executor knows it first.
+        lane: The connection for messages to the worker, once there is one.
+        token: The token by which another driver can take the worker over (`Detachable.take`).
     """
 
     pid: int | None = None
@@ -239,171 +285,171 @@ class Host(abc.ABC):
 
     @abc.abstractmethod
     def send(self, frame: Any) -> None:
-        """Send what `Executor.frame` made: ordered, from any thread, never blocking. A dead host swallows it."""
+        """Send a frame of `Executor.frame`: in order, from any thread, never blocking. Dead hosts discard frames."""
 
     @abc.abstractmethod
     def kill(self) -> None:
-        """End it now, whatever it does; `exited` follows. Returns at once; harmless when it is gone."""
+        """Kill the worker now, in any state; `exited` follows. Returns at once; harmless for a dead worker."""
 
     def look(self, then: Callable[[str | None], None]) -> None:
-        """Have said what it does and where, as it is seen from outside: it doesn't answer by itself.
+        """Look at an unresponsive worker from outside, and report the activity to a callback.
 
         Args:
-            then: Called on any thread, soon, with None where nothing can be seen; perhaps never, if it is just ending.
+            then: Called on any thread, soon, with None if nothing can be seen; perhaps never, for a worker that is
+                just ending.
         """
         then(None)
 
 
 class Executor(abc.ABC):
-    """Runs workers on a cluster. Core makes one per runtime, with the options given to `connect`.
+    """Runs workers on a cluster. Core makes one executor per runtime, with the options given to `connect`.
 
-    The constructor connects and raises what a user can act on; after a failure nothing is left behind. Its keyword
-    parameters (or those of `connect`, where that is overridden) are the options that a config may give. `name` is that
-    of the entry point, which users write.
+    The constructor connects and raises errors that a user can act on; a failure leaves nothing behind. The keyword
+    parameters (or those of an overridden `connect`) are the options for a config. `name` is the entry point's name,
+    for users.
 
-    Core calls its methods on any thread, several at once; on the driver's main thread only `frame`, `numbered`,
-    `discard` and `Host.send`, and the others at interpreter exit, when no thread can be started any more. No signal's
-    handler interrupts any of them.
+    Core calls the methods on any thread, several at once; on the driver's main thread only `frame`, `numbered`,
+    `discard` and `Host.send`, and the others at interpreter exit, when new threads are impossible. No signal handler
+    interrupts a method.
     """
 
     name: ClassVar[str]
 
     @classmethod
     def connect(cls, **options: Any) -> Executor:
-        """Make one with the user's options. An executor with several variants picks one here."""
+        """Make an executor with the user's options. An executor with several variants picks one here."""
         return cls(**options)
 
     @classmethod  # noqa: B027  # it may do nothing
     def foresee(cls, options: Mapping[str, Any]) -> None:
-        """Begin what takes time before it is connected with these options, which nobody has checked; don't wait.
+        """Start slow preparations for a connection with these unchecked options; don't wait.
 
-        Core is imported meanwhile. It may not be connected after all: nobody ends what this has begun.
+        Core is imported meanwhile. The connection may never happen: nobody undoes these preparations.
         """
 
     @classmethod
     def objection(cls, option: str, value: Any) -> str | None:
-        """Why a config that somebody else has written may not give an option; None when the option can do no harm.
+        """Return why a config from another author may not give an option; None for a harmless option.
 
-        `load_config(..., allow_import=False)` asks. An option does harm when it can have code run: when it names
-        something to install, import or load, or a cluster, whose messages are unpickled.
+        `load_config(..., allow_import=False)` asks. An option does harm if it can run code: by naming an object to
+        install, import or load, or a cluster, whose messages are unpickled.
         """
         return f"executor {cls.name!r} doesn't say that this option can't have code run"
 
     @classmethod
     def variant(cls, options: Mapping[str, Any]) -> type[Executor]:
-        """The class that `connect` would make with these options, which a config is checked against."""
+        """Return the class of `connect`'s result for these options; configs are checked against this class."""
         return cls
 
     @abc.abstractmethod
     def nodes(self) -> Sequence[Node]:
-        """Return what there is, whether free or not."""
+        """Return all nodes, free or not."""
 
     @abc.abstractmethod
     def reserve(self, request: Request) -> Reservation:
-        """Hold all slots, or none.
+        """Reserve all slots, or none.
 
         Raises:
-            PlacementError: It can never fit (at once).
-            PlacementTimeout: It doesn't fit now; nothing stays pending.
+            PlacementError: The request can never fit (at once).
+            PlacementTimeout: The request doesn't fit now; nothing stays pending.
             ClusterError: The cluster doesn't answer, or is gone.
-            ConfigError: The cluster has no word for what is wanted.
+            ConfigError: The cluster can't express the request.
         """
 
     def bear(self, cut_s: float) -> None:  # noqa: B027  # it may do nothing
-        """Take connections for cut after so many seconds in which nothing is heard of a machine (`Keepers.bear`).
+        """Set the seconds of silence after which a machine's connections count as cut (`Keepers.bear`).
 
-        Called before anything else, if the user has said so. `Request.cut_s` and `Boot.cut_s` are the same.
+        Called first, if the user has given a value. `Request.cut_s` and `Boot.cut_s` are the same.
         """
 
     def withdraw(self, request: Request) -> None:  # noqa: B027  # it may do nothing
-        """Have `reserve(request)` end soon, by any error or with a reservation: nobody waits for it any more (Ctrl-C).
+        """End a `reserve(request)` soon, by any error or with a reservation: the caller has left (Ctrl-C).
 
-        From another thread, perhaps before it has begun or after it has ended.
+        Called on another thread, perhaps before `reserve` has begun or after its end.
         """
 
     @abc.abstractmethod
     def launch(self, place: Place, boot: Boot, events: HostEvents) -> Host:
-        """Start `colocate.worker` in a slot and return at once; its first message is `hello`.
+        """Start `colocate.worker` in a slot and return at once; the worker's first message is `hello`.
 
-        Others run there already only where the executor has `SharedSlots`.
-
-        What goes wrong later is said by `events.exited`.
+        Other workers run in the slot only if the executor has `SharedSlots`. Later failures are reported by
+        `events.exited`.
         """
 
     @abc.abstractmethod
     def release(self, reservation: Reservation) -> None:
-        """Give slots back; when it returns they can be reserved again. All their hosts have exited or been killed."""
+        """Release slots; after the return these can be reserved again. All their hosts have exited or been killed."""
 
     def lost(self, place: Place) -> bool:
-        """Whether nothing can be launched there any more: its node, or the cluster's process in the slot, is gone."""
+        """Whether no worker can be launched there any more: the node, or the cluster's process in the slot, is gone."""
         return False
 
     def replace(self, reservation: Reservation, lost: Sequence[Place], request: Request) -> Reservation | None:
-        """Hold others in the place of slots that are lost. The rest stays held meanwhile, and runs what it runs.
+        """Reserve replacements for lost slots. The other slots stay reserved meanwhile, and their workers run on.
 
         Args:
-            reservation: As `reserve` has returned it, or this since.
-            lost: Which; all their hosts have exited.
-            request: What was asked for, with as many slots as are lost. Perhaps it fits when a machine has come.
+            reservation: The result of `reserve`, or of an earlier `replace`.
+            lost: The lost slots; all their hosts have exited.
+            request: The original request, for as many slots as are lost. It may fit once a new machine has come.
 
         Returns:
-            The reservation as it is from now on, with the others where the lost ones were. None where that can't be
-            done: then all of it is released, and reserved anew.
+            The new reservation, with replacements at the places of the lost slots. None if unsupported: then all
+                slots are released, and reserved again.
 
         Raises:
-            PlacementError: They can't be had now; nothing has changed.
+            PlacementError: There are no replacements now; nothing has changed.
             ClusterError: The cluster doesn't answer, or is gone.
         """
         return None
 
     def leaving(self) -> Mapping[str, float | None]:
-        """Return the nodes that are to go, by name: until when, in seconds of `time.time()`; None: nobody has said.
+        """Return the nodes about to leave, by name: the deadline, in seconds of `time.time()`; None if unknown.
 
-        It is asked every few seconds while a run goes on, if the executor has this at all.
+        Called every few seconds during a run, if overridden.
         """
         return {}
 
     @abc.abstractmethod
     def running(self) -> Sequence[Running]:
-        """Return what the cluster has for this runtime: workers, reservations, and what else it keeps for these.
+        """Return the cluster's objects for this runtime: workers, reservations, and other objects for these.
 
-        The audit compares this with the ownership graph, so ask the far side. Takes a bounded time; what doesn't answer
-        is listed with its `doubt`.
+        The audit compares these with the ownership graph, so ask the cluster itself, in bounded time; list an object
+        that doesn't answer with its `doubt`.
         """
 
     def strays(self) -> Sequence[Running]:
-        """Return what the cluster has under colocate's name, from any driver, although that driver is gone."""
+        """Return the cluster's objects of lost drivers, under colocate's name."""
         return ()
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Disconnect. Ends what this executor started itself, and nothing else."""
+        """Disconnect. Ends only processes that this executor has started itself."""
 
-    codec: Codec = BY_VALUE  # how values travel: an executor in the driver's own process may hand them over as they are
+    codec: Codec = BY_VALUE  # how values travel: an executor in the driver's own process may pass objects unchanged
 
-    in_process: ClassVar[bool] = False  # whether workers are threads of the driver, which share its classes
+    in_process: ClassVar[bool] = False  # whether workers are threads of the driver, and share its classes
 
     def frame(self, head: tuple[Any, ...], body: Any = None) -> Any:
-        """A message for `Host.send`, encoded once for any number of hosts. Later changes to the value don't show."""
+        """Encode a message for `Host.send`, once for any number of hosts. Later changes of the value don't show."""
         return wire.encode(head, body)
 
     def numbered(self, message: Any, body: Any) -> tuple[Any, Sequence[Callable[[int], object]]]:
-        """A message with calls, encoded as by `frame`, and functions that put the calls' numbers into the frame.
+        """Encode a message with calls; return the frame, and functions that write the calls' numbers into the frame.
 
         Args:
-            message: Of one or of several calls (`message.numbered`), whose numbers are `wire.HOLE` and those after it.
-            body: Its body.
+            message: A message of one or several calls (`message.numbered`), with numbers from `wire.HOLE` on.
+            body: The message's body.
         """
         found = wire.numbered(message.head(), len(message.numbered), body)
         return found, found.puts
 
     def discard(self, frame: Any) -> None:
-        """The frame has been given to all its hosts: what it holds may go once they have it."""
+        """Close a frame after the last send: the memory may be freed once the hosts have received the frame."""
         frame.close()
 
 
 class OwnProcess:
-    """Capability: each worker is a process of its own, which can be killed and has an environment."""
+    """Capability: each worker is a process of its own, with an environment, and can be killed."""
 
 
 class MultiNode:
@@ -411,23 +457,29 @@ class MultiNode:
 
 
 class Labelled:
-    """Capability: nodes have labels, and resources beyond CPUs, GPUs and memory, by which slots can be placed."""
+    """Capability: nodes have labels, and resources beyond CPUs, GPUs and memory; placement can use both."""
 
 
 class Growing:
-    """Capability: the cluster may get nodes while slots are waited for, and is told of these (`Request.grow`)."""
+    """Capability: the cluster may grow while a request waits, and is told of the request (`Request.grow`)."""
 
 
 class SharedSlots:
     """Capability: several groups may have a worker each on a slot, which sees the slot's devices (`Request.groups`).
 
-    `launch` is called for a place on which others run, and the end of one of these ends no other.
+    `launch` is called for a place with running workers, and the end of a worker ends no other.
     """
 
 
 @attrs.frozen
 class Window:
-    """Where a job of a cluster can be looked at (`colocate top`). Whoever knows the key may look, and do nothing else.
+    """The place where a cluster's job can be inspected (`colocate top`). The key permits looking, and nothing else.
+
+    Attributes:
+        name: The job's name.
+        id: Unique in the cluster: the driver's machine, its process, and a number within the process.
+        address: Address of the window.
+        key: The secret that both sides of a connection prove to know.
 
     Attributes:
         name: The job's.
@@ -444,11 +496,11 @@ class Window:
 
 @attrs.frozen
 class Reach:
-    """How a driver is reached by others of its cluster.
+    """How other processes of the cluster reach a driver.
 
     Attributes:
-        host: Address of its machine under which others reach it; None when there are no others.
-        tls: What connections between machines are encrypted with; None leaves them in clear text.
+        host: Address of the driver's machine for other machines; None without other machines.
+        tls: Encryption of connections between machines; None for clear text.
     """
 
     host: str | None = None
@@ -456,15 +508,15 @@ class Reach:
 
 
 class Watchable(abc.ABC):
-    """Capability: a job is found by its name by others of its cluster, who look at it. The cluster has the names."""
+    """Capability: other processes of the cluster find a job by name, and inspect it. The cluster keeps the names."""
 
     @abc.abstractmethod
     def reach(self) -> Reach:
-        """How this driver is reached, and what it reaches others with."""
+        """Return how this driver is reached, and the encryption for reaching others."""
 
     @abc.abstractmethod
     def announce(self, window: Window) -> None:
-        """Have it found, until it is retracted, or this driver is gone in whatever way.
+        """Publish a window, until its retraction or the end of this driver, of whatever kind.
 
         Raises:
             ClusterError: The cluster doesn't confirm it.
@@ -472,23 +524,23 @@ class Watchable(abc.ABC):
 
     @abc.abstractmethod
     def retract(self, window: Window) -> None:
-        """Have it found no longer. Harmless when the cluster is gone."""
+        """Retract a window. Harmless if the cluster is gone."""
 
     @abc.abstractmethod
     def windows(self) -> Sequence[Window]:
-        """List the windows of all drivers that the cluster has."""
+        """List the windows of all drivers of the cluster."""
 
 
 @attrs.frozen
 class Lease:
-    """The lease on which a pool was given to the cluster.
+    """The lease under which a pool was given to the cluster.
 
     Attributes:
-        name: What it is called there.
-        ttl: Seconds that it lives without a driver.
-        workers: The tokens of the workers that belong to it; others end with the driver that started them.
-        record: What a driver needs to take it up; empty but for the lead.
-        about: What listings show of it.
+        name: The pool's name there.
+        ttl: Seconds that the pool lives without a driver.
+        workers: The tokens of the pool's workers; other workers end with the driver that started them.
+        record: The data from which a driver takes the pool over; empty except for the lead.
+        about: Facts for listings.
     """
 
     name: str
@@ -499,7 +551,7 @@ class Lease:
 
     @property
     def lead(self) -> bool:
-        """Whether it is the lead's."""
+        """Whether this is the lead keeper's lease."""
         return bool(self.record)
 
 
@@ -508,9 +560,9 @@ class Adopted:
     """A detached pool that this driver commands from now on.
 
     Attributes:
-        reservation: Its slots.
-        epoch: The driver's, higher than that of any before.
-        record: What the driver that detached it has left for those after it.
+        reservation: The pool's slots.
+        epoch: The driver's number, higher than that of any driver before.
+        record: The data that the detaching driver has left for its successors.
     """
 
     reservation: Reservation
@@ -519,74 +571,75 @@ class Adopted:
 
 
 class Detachable(abc.ABC):
-    """Capability: a pool can outlive its driver, and be commanded by others after it, one at a time.
+    """Capability: a pool can outlive its driver, and be commanded by later drivers, one at a time.
 
-    What `colocate.keeper` has for it (`DetachableByKeepers`) does all of this but for two things, which are the
-    cluster's: a registry of names, and that what a pool holds is freed when its lead keeper ends by itself.
+    `DetachableByKeepers` in `colocate.keeper` implements all but two things, which belong to the cluster: a registry
+    of names, and freeing a pool's resources when the lead keeper ends by itself.
     """
 
     @abc.abstractmethod
     def publish(self, reservation: Reservation, lease: Lease) -> None:
-        """Give a reservation that was made `detachable` to the cluster. Nothing has changed when it raises.
+        """Give a reservation that was made `detachable` to the cluster. Nothing has changed if this raises.
 
         Raises:
             ConfigError: Another pool has that name.
-            ClusterError: The cluster doesn't confirm it.
+            ClusterError: The cluster doesn't confirm.
         """
 
     @abc.abstractmethod
     def published(self) -> Sequence[Mapping[str, Any]]:
-        """The detached pools of the cluster, as `colocate.keeper.listed` describes each."""
+        """Return the detached pools of the cluster, each as described by `colocate.keeper.listed`."""
 
     @abc.abstractmethod
     def look(self, name: str) -> Mapping[str, Any]:
-        """Return what a detached pool does, as `colocate.keeper.look_inside` describes it, and change nothing of it.
+        """Return the state of a detached pool, in the form of `colocate.keeper.look_inside`. Changes nothing.
 
         Raises:
             ConfigError: There is no such pool.
-            ClusterError: It is gone.
+            ClusterError: The pool is gone.
         """
 
     @abc.abstractmethod
     def adopt(self, name: str, who: str, own: bool, fenced: Callable[[str], None]) -> Adopted:
-        """Command a detached pool from now on.
+        """Take the command of a detached pool.
 
         Args:
-            name: Its name.
-            who: Who wants it, in words.
-            own: Whether it is taken from whoever has it; it then ends with this driver.
-            fenced: Told, on any thread and without waiting there, when another driver takes it: who, in words.
+            name: The pool's name.
+            who: Description of the new driver.
+            own: Whether to take the pool from its present driver; the pool then ends with this driver.
+            fenced: Called, on any thread, with a description of another driver that has taken the pool. Must not
+                wait.
 
         Raises:
             ConfigError: There is no such pool.
-            BorrowedError: Another driver has it.
-            ClusterError: It is gone.
+            BorrowedError: Another driver has the pool.
+            ClusterError: The pool is gone.
         """
 
     @abc.abstractmethod
     def end(self, name: str) -> None:
-        """End a detached pool by the cluster's own means: its keepers don't answer.
+        """End a detached pool by the cluster's own means: the pool's keepers don't answer.
 
         Raises:
             ConfigError: There is no such pool.
-            ClusterError: The cluster can't either.
+            ClusterError: The cluster can't end the pool either.
         """
 
     @abc.abstractmethod
     def take(self, place: Place, boot: Boot, events: HostEvents, token: bytes) -> Host:
-        """Take up a worker that runs in an adopted reservation; its first message is `hello`, as after `launch`."""
+        """Take over a running worker of an adopted reservation; its first message is `hello`, as after `launch`."""
 
     @abc.abstractmethod
     def renew(self, reservation: Reservation, lease: Lease) -> None:
-        """The record, or the workers that belong to the pool, have changed."""
+        """Update a pool's lease: the record, or the pool's workers, have changed."""
 
     @abc.abstractmethod
     def retain(self, reservation: Reservation) -> bool:
-        """Have a reservation to oneself, until it is published again; False when another driver has taken it."""
+        """Take a published reservation back, until published again; return False if another driver has taken it."""
 
     @abc.abstractmethod
     def let_go(self, reservation: Reservation) -> None:
-        """Let go of a reservation that goes on: it was published, adopted without `own`, or taken by another driver.
+        """Leave a reservation that lives on: published, adopted without `own`, or taken by another driver.
 
-        When it returns, another driver can adopt it.
+        After the return, another driver can adopt the reservation.
         """

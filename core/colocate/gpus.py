@@ -1,8 +1,8 @@
-"""The GPUs that a process may use: counted without initialising CUDA, and named for the workers that get some of them.
+"""The GPUs of a process: counted without initialising CUDA, and named for workers.
 
-A scheduler gives a job its GPUs by a variable, `CUDA_VISIBLE_DEVICES` where they are NVIDIA's: by number, by UUID, or
-as parts of one (MIG). What the job's workers see are some of these, so an executor deals in indices into that list, and
-`shown` says what they stand for. `KINDS` has what is called otherwise for GPUs of other makers; a cluster has one kind.
+A scheduler gives a job GPUs by a variable, `CUDA_VISIBLE_DEVICES` for NVIDIA's: by number, by UUID, or as parts of
+one (MIG). A job's workers see a subset, so executors use indices into that list, and `shown` returns the variable
+for some indices. `KINDS` has the names for other makers' GPUs; a cluster has one kind.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from colocate.errors import ConfigError
 
 @attrs.frozen
 class Kind:
-    """GPUs of one maker, by what others call them.
+    """GPUs of one maker, with the names in torch and the environment.
 
     Attributes:
         device: Torch's name for the type of device.
-        variable: The environment variable that shows a process some of them.
-        backend: What torch.distributed has their collectives done by.
-        vmm: Whether memory can be taken from its addresses and given back to them (`.on(sleep="vmm")`).
+        variable: The environment variable that selects visible GPUs.
+        backend: The backend of torch.distributed for collectives.
+        vmm: Whether memory can be unmapped from its addresses and mapped again (`.on(sleep="vmm")`).
     """
 
     device: str
@@ -39,15 +39,15 @@ class Kind:
 
 KINDS = {
     "NVIDIA": Kind("cuda", "CUDA_VISIBLE_DEVICES", "nccl", vmm=True),
-    "AMD": Kind("cuda", "HIP_VISIBLE_DEVICES", "nccl"),  # in ROCm's torch they have CUDA's names, and RCCL has NCCL's
+    "AMD": Kind("cuda", "HIP_VISIBLE_DEVICES", "nccl"),  # ROCm's torch says cuda, and nccl for RCCL
     "Intel": Kind("xpu", "ZE_AFFINITY_MASK", "xccl"),
 }
 SHOWING = frozenset({"ROCR_VISIBLE_DEVICES", *(kind.variable for kind in KINDS.values())})
-"""The variables that show a process some GPUs: each kind's, and that of ROCm's runtime, below HIP."""
+"""Variables that select visible GPUs: each kind's, and that of ROCm's runtime, below HIP."""
 
 
 def kind_in(devices: Path, classes: Path) -> Kind:
-    """The kind of a machine's GPUs, by the kernel's folders for devices and their classes; NVIDIA's where unknown."""
+    """Return the kind of a machine's GPUs, by the kernel's device and class folders; NVIDIA's if unknown."""
     if any(devices.glob("nvidia[0-9]*")):
         return KINDS["NVIDIA"]
     if (devices / "kfd").exists():
@@ -58,21 +58,22 @@ def kind_in(devices: Path, classes: Path) -> Kind:
 
 _INTEL = "0x8086"
 KIND = kind_in(Path("/dev"), Path("/sys/class"))
-"""That of this machine."""
+"""The kind of this machine's GPUs."""
 VARIABLE = KIND.variable
 _PREFIXES = ("GPU-", "MIG-")
 _UUID_BYTES = 96  # NVML_DEVICE_UUID_V2_BUFFER_SIZE
 
 
 def listed(environ: Mapping[str, str] | None = None, machine: Sequence[str] = ()) -> tuple[str, ...] | None:
-    """The GPUs that an environment names, as CUDA reads it; None when it leaves them all visible.
+    """Return the GPUs that an environment names, as CUDA reads the variable; None if all are visible.
 
-    CUDA takes the list up to its first entry that names no GPU, and nothing of one that names a GPU twice.
+    CUDA reads the list up to the first entry that names no GPU, and ignores a list that names a GPU twice.
 
     Args:
-        environ: The environment; None for this process's. (As a default it would be shown, secrets too, by `help`.)
-        machine: The UUIDs of the machine's GPUs, in order ("" where unknown); empty when they aren't known, and entries
-            are taken at their word.
+        environ: The environment; None for this process's. (A default value would appear in `help`, with its
+            secrets.)
+        machine: The UUIDs of the machine's GPUs, in order ("" if unknown); empty if none is known: entries are then
+            not verified.
     """
     text = (os.environ if environ is None else environ).get(VARIABLE)
     if text is None:
@@ -80,14 +81,14 @@ def listed(environ: Mapping[str, str] | None = None, machine: Sequence[str] = ()
     prefix = next((prefix for prefix in _PREFIXES if text.strip().startswith(prefix)), None)
     found: list[str] = []
     for entry in map(str.strip, text.split(",")):
-        if prefix is None:  # CUDA reads it as strtoul does: what follows the digits doesn't count
+        if prefix is None:  # CUDA parses entries like strtoul: text after the digits doesn't count.
             digits = re.match(r"\+?([0-9]+)", entry, re.ASCII)
             if digits is None or (machine and int(digits[1]) >= len(machine)):
                 break
             name = str(int(digits[1]))
         else:
             name = entry
-            known = prefix == "GPU-" and machine and all(machine)  # then the beginning of one is enough
+            known = prefix == "GPU-" and machine and all(machine)  # a prefix of a UUID is then enough
             if not entry.startswith(prefix) or entry == prefix:
                 break
             if known and not any(uuid.startswith(entry) for uuid in machine):
@@ -99,7 +100,14 @@ def listed(environ: Mapping[str, str] | None = None, machine: Sequence[str] = ()
 
 
 def names(count: int, environ: Mapping[str, str] | None = None) -> tuple[str, ...]:
-    """Return what the first so many GPUs of this process are called: indices are of this list.
+    """Return the names of the first `count` GPUs of this process; GPU indices refer to this list.
+
+    Args:
+        count: Number of GPUs.
+        environ: The environment; None for this process's.
+
+    Raises:
+        ConfigError: The environment shows this process fewer.
 
     Args:
         count: How many.
@@ -124,28 +132,28 @@ def names(count: int, environ: Mapping[str, str] | None = None) -> tuple[str, ..
 
 
 def shown(gpus: Sequence[str], indices: Sequence[int]) -> dict[str, str]:
-    """The environment in which a worker sees these of some GPUs, numbered from 0; empty for none of them."""
+    """Return the environment in which a worker sees the GPUs at some indices, numbered from 0; empty for no indices."""
     return {VARIABLE: ",".join(gpus[index] for index in indices)} if indices else {}
 
 
 def torch_device(index: int | None) -> str:
-    """Return what torch calls the slot's device: a GPU that its process sees, by number, or the CPU for none."""
+    """Return torch's name for a slot's device: a visible GPU by number, or the CPU for None."""
     return "cpu" if index is None else f"{KIND.device}:{index}"
 
 
 def backend_for(device: str) -> str | None:
-    """Return what does the collectives of a device's tensors, as torch.distributed names it; None for the host's."""
+    """Return torch.distributed's backend for a device, in the form "device:backend"; None for the host."""
     return next((f"{kind.device}:{kind.backend}" for kind in KINDS.values() if device.startswith(kind.device)), None)
 
 
 def indices(some: Iterable[str], gpus: Sequence[str] = ()) -> tuple[int, ...]:
-    """Indices of some GPUs in a list of them; those that it doesn't have go by their numbers, or else are counted."""
+    """Return the indices of GPUs in a list; an unknown name counts by number, or else by position."""
     known = {name: index for index, name in enumerate(gpus)}
     return tuple(known.get(name, int(name) if name.isdigit() else index) for index, name in enumerate(some))
 
 
 def count_gpus(environ: Mapping[str, str] | None = None) -> int:
-    """How many GPUs this process may hand out to workers: those of the machine that its environment shows it."""
+    """Return how many GPUs this process may give to workers: the machine's GPUs that the environment shows."""
     if listed(environ) == ():
         return 0
     machine = machine_gpus()
@@ -154,17 +162,17 @@ def count_gpus(environ: Mapping[str, str] | None = None) -> int:
 
 
 def machine_gpus() -> tuple[str, ...]:
-    """Return the UUIDs of this machine's NVIDIA GPUs ("" where one can't be had), without initialising CUDA.
+    """Return the UUIDs of this machine's NVIDIA GPUs ("" for an unknown one), without initialising CUDA.
 
-    NVIDIA's management library knows best. Where there is none (a container may lack it) the device files tell. AMD's
-    are counted by the kernel's list of what computes; how many others there are an executor has to be told.
+    NVIDIA's management library is the first source. Without it, as in some containers, the device files are counted.
+    AMD's GPUs are counted in the kernel's list of compute nodes; an executor must be told the number of other GPUs.
     """
     found = _by_nvml()
     return ("",) * (_by_device_files() or _by_amd_topology()) if found is None else found
 
 
 def _by_nvml(load: Callable[[str], Any] = ctypes.CDLL) -> tuple[str, ...] | None:
-    """Ask NVML; None when it isn't there, or can't reach a driver."""
+    """Ask NVML; return None without the library or a driver."""
     try:
         nvml = load("libnvidia-ml.so.1")
     except OSError:
@@ -191,22 +199,22 @@ def _by_device_files(folder: Path = Path("/dev")) -> int:
 
 
 def _by_amd_topology(folder: Path = Path("/sys/class/kfd/kfd/topology/nodes")) -> int:
-    # CPUs are nodes as well; what has no SIMD units is one.
+    # CPUs are nodes, too: those without SIMD units.
     found = (re.search(r"^simd_count (\d+)$", path.read_text(), re.MULTILINE) for path in folder.glob("*/properties"))
     return sum(1 for count in found if count is not None and int(count[1]))
 
 
 def gpu_names(torch: Any) -> list[str]:
-    """Return what the GPUs are called that torch can use."""
+    """Return the names of the GPUs that torch can use."""
     module = getattr(torch, KIND.device)
     return [str(module.get_device_name(number)) for number in range(module.device_count())]
 
 
 def in_use(device: str) -> Any:
-    """Torch's module for a kind of device, such as `torch.cuda`; None until this process has used it, and for the host.
+    """Return torch's module for a kind of device, such as `torch.cuda`; None for an unused kind, and for the host.
 
     Args:
-        device: As torch calls it, such as "cuda:0".
+        device: Torch's name for the device, such as "cuda:0".
     """
     if device == "cpu" or (torch := imported("torch")) is None:
         return None
@@ -215,5 +223,5 @@ def in_use(device: str) -> Any:
 
 
 def number_of(device: str) -> int:
-    """A device's number, as torch counts them; that of "cuda" is 0."""
+    """Return a device's number in torch; 0 for "cuda"."""
     return int(device.partition(":")[2] or 0)

@@ -1,6 +1,6 @@
-"""What hosts role objects elsewhere than in a worker, and what these hold: for packages beside core.
+"""Helpers for packages that host role objects outside of workers.
 
-What this module offers may change with any version.
+This module's contents may change with any version.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from colocate.worker.holdings import Storages as Storages, held_by as held_by, o
 
 @contextlib.contextmanager
 def hosted(ctx: Context) -> Iterator[None]:
-    """Have the block's code run as that of a role: `colocate.context()` is its context."""
+    """Run the block as code of a role: `colocate.context()` returns the role's context."""
     token = set_current(ctx)
     try:
         yield

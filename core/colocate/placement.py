@@ -1,4 +1,4 @@
-"""A ledger of nodes, for executors whose cluster keeps none: all or nothing, at once or within a time, never half."""
+"""A ledger of nodes, for executors without one in the cluster. Requests get all slots or none, perhaps after a wait."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class _Account:
 
     @property
     def free(self) -> Node:
-        """Return what of the node is free."""
+        """The free part of the node."""
         cpus = None if self.node.cpus is None else self.cpus
         memory = None if self.node.host_memory_bytes is None else int(self.memory)
         return attrs.evolve(
@@ -39,7 +39,7 @@ class _Account:
         )
 
     def fits(self, request: Request) -> int:
-        """How many slots of a request fit here now."""
+        """Return how many slots of a request fit now."""
         if not matches(self.node.labels, request.labels):
             return 0
         counts = [
@@ -48,7 +48,7 @@ class _Account:
             self.memory / request.host_memory_bytes if request.host_memory_bytes else float("inf"),
             *(self.resources.get(name, 0.0) / amount for name, amount in request.resources.items()),
         ]
-        # A shade more than the quotient: 0.3 CPUs have room for three slots of 0.1, which 0.3 / 0.1 falls short of.
+        # Slightly more than the quotient: 0.3 CPUs have room for three slots of 0.1, although 0.3 / 0.1 is below 3.
         return int(min(min(counts) + 1e-6, request.slots))
 
     def take(self, request: Request, device: Callable[[tuple[int, ...]], str]) -> Place:
@@ -69,28 +69,28 @@ class _Account:
 
 
 class Ledger:
-    """What some nodes offer and who holds it. Thread-safe."""
+    """A record of the nodes' resources and the reservations. Thread-safe."""
 
     def __init__(self, nodes: Sequence[Node], device: Callable[[tuple[int, ...]], str]) -> None:
         """Make a ledger.
 
         Args:
             nodes: The nodes.
-            device: What torch calls the device of a slot with these device indices, in the worker.
+            device: Returns torch's name, in the worker, for the device of a slot with these device indices.
         """
         self._accounts = [_Account.of(node) for node in nodes]
         self._nodes = list(nodes)
         self._device = device
         self._news = threading.Condition()
         self._held: dict[int, tuple[Reservation, float]] = {}
-        self._withdrawn: set[str] = set()  # ids, which come once
+        self._withdrawn: set[str] = set()  # ids of requests; each id is used once
 
     def reserve(self, request: Request) -> Reservation:
-        """Take all slots of a request, waiting up to its timeout.
+        """Reserve all slots of a request, waiting up to the timeout.
 
         Raises:
-            PlacementError: It could never fit.
-            PlacementTimeout: It didn't fit in time.
+            PlacementError: The request can never fit.
+            PlacementTimeout: The request didn't fit in time.
         """
         deadline = Deadline(request.timeout)
         with self._news:
@@ -113,33 +113,33 @@ class Ledger:
                     )
 
     def withdraw(self, request: Request) -> None:
-        """Nobody waits for a request any more (for `Executor.withdraw`)."""
+        """Stop a waiting request (for `Executor.withdraw`)."""
         with self._news:
             self._withdrawn.add(request.id)
             self._news.notify_all()
 
     def release(self, reservation: Reservation) -> None:
-        """Give slots back."""
+        """Return a reservation's slots to the ledger."""
         request: Request = reservation.handle
         with self._news:
             by_name = {account.node.name: account for account in self._accounts}
             for place in reservation.places:
-                if place.node in by_name:  # otherwise the node is gone
+                if place.node in by_name:  # other nodes were removed
                     by_name[place.node].give(place, request)
             self._held.pop(id(reservation), None)
             self._news.notify_all()
 
     def without(self, node: str) -> list[Reservation]:
-        """A node is gone: nothing more is placed there, and nothing of it is given back.
+        """Remove a lost node: no more slots are placed there, and the node's slots aren't returned.
 
-        What waits for slots that can't be had without it is told so at once.
+        Waiting requests that can't fit without the node fail at once.
 
         Args:
-            node: Its name. One that isn't known, or not any more, changes nothing.
+            node: The node's name. An unknown name changes nothing.
 
         Returns:
-            The reservations with slots on it. They are still to be released, as their pools are closed or reserved
-            anew; `Executor.lost` is to say of these slots that they are lost.
+            The reservations with slots on the node. These are still to be released, when their pools are closed or
+                reserved again; `Executor.lost` must report their slots as lost.
         """
         with self._news:
             self._accounts = [account for account in self._accounts if account.node.name != node]
@@ -149,7 +149,7 @@ class Ledger:
         return [each for each in held if any(place.node == node for place in each.places)]
 
     def running(self) -> list[Running]:
-        """The reservations that are held (for `Executor.running`)."""
+        """Return the current reservations (for `Executor.running`)."""
         with self._news:
             held = list(self._held.values())
         return [
@@ -168,12 +168,16 @@ class Ledger:
 
 
 def can_ever_fit(nodes: Sequence[Node], request: Request) -> bool:
-    """Whether some nodes, all of them free, have room for a request."""
+    """Whether the nodes, if all are free, have room for a request."""
     return _assign([_Account.of(node) for node in nodes], request) is not None
 
 
 def matches(labels: Mapping[str, str], wanted: Mapping[str, str]) -> bool:
-    """Whether a node has the labels that are wanted of it.
+    """Whether a node has the requested labels.
+
+    Args:
+        labels: The node's labels.
+        wanted: A value by name, or several as in "in(A100,H100)"; a leading "!" means any other value, or none.
 
     Args:
         labels: The node's.
@@ -189,7 +193,7 @@ def _is_one_of(value: str | None, wanted: str) -> bool:
 
 
 class Placed(Protocol):
-    """What says where slots have to lie: a request, or a pool of a config. All of it is as `Request` has it."""
+    """Constraints on the places of slots: a request, or a pool of a config. The attributes are those of `Request`."""
 
     @property
     def strategy(self) -> str: ...  # noqa: D102
@@ -205,7 +209,7 @@ class Placed(Protocol):
 
 
 def words(request: Request, how: str) -> str:
-    """A request in words, before a table: "pool of 2 slots with 1 CPU each can never fit:"."""
+    """Describe a request, as the line above a table: "pool of 2 slots with 1 CPU each can never fit:"."""
     each = [f"{request.cpus:g} CPU"] + ([f"{request.gpus} GPU"] if request.gpus else [])
     if request.host_memory_bytes:
         each.append(f"{request.host_memory_bytes / 2**30:.1f} GiB")
@@ -216,7 +220,7 @@ def words(request: Request, how: str) -> str:
 
 
 def where(placed: Placed) -> str:
-    """Where slots have to lie, in words; empty where anywhere will do."""
+    """Describe the constraints on the places of slots; "" for none."""
     return ", ".join([*(f"{each} each" for each in _named(placed.resources)), *_places(placed)])
 
 
@@ -232,7 +236,7 @@ def _labels(labels: Mapping[str, str | None]) -> str:
 
 
 def _assign(accounts: Sequence[_Account], request: Request) -> list[_Account] | None:
-    """An account for each slot, or None."""
+    """Return an account for each slot, or None."""
     domains: dict[str | None, list[_Account]] = {}
     for account in accounts:
         if (found := account.node.labels.get(request.together)) is not None or not request.together:
@@ -242,7 +246,7 @@ def _assign(accounts: Sequence[_Account], request: Request) -> list[_Account] | 
 
 
 def _assign_among(accounts: Sequence[_Account], request: Request) -> list[_Account] | None:
-    """An account for each slot, or None, of such as may be had together."""
+    """Return an account for each slot within one domain, or None."""
     room = {id(account): account.fits(request) for account in accounts}
     if request.strategy == "strict_pack":
         whole = next((account for account in accounts if room[id(account)] >= request.slots), None)
@@ -254,7 +258,7 @@ def _assign_among(accounts: Sequence[_Account], request: Request) -> list[_Accou
         return None
     chosen: list[_Account] = []
     if request.strategy == "pack":
-        # As few nodes as possible: those with most room first.
+        # Use as few nodes as possible: those with the most room first.
         for account in sorted(accounts, key=lambda account: -room[id(account)]):
             chosen += [account] * min(room[id(account)], request.slots - len(chosen))
         return chosen
@@ -267,11 +271,11 @@ def _assign_among(accounts: Sequence[_Account], request: Request) -> list[_Accou
 
 
 def table(request: Request, nodes: Sequence[tuple[Node, Node]]) -> tuple[dict[str, str], ...]:
-    """A row for each node: what is wanted in all, what the node has, and what of it is free.
+    """Return a row for each node: the whole request, the node's resources, and the free part.
 
     Args:
-        request: What is wanted.
-        nodes: Each with what it has, and with what is free.
+        request: The request.
+        nodes: Pairs of a node's resources and the free part.
     """
     slots, memory = request.slots, (request.host_memory_bytes or 0) * request.slots
     in_all = {name: amount * slots for name, amount in request.resources.items()}
@@ -289,13 +293,13 @@ def table(request: Request, nodes: Sequence[tuple[Node, Node]]) -> tuple[dict[st
 
 
 def labels_column(labels: Mapping[str, str], request: Request) -> dict[str, str]:
-    """The column of a table with those labels of a node that a request looks at; empty where it looks at none."""
+    """Return a table column with a node's values of the labels in a request; empty without such labels."""
     asked = dict.fromkeys([*request.labels, *filter(None, [request.together])])
     return {"labels": _labels({name: labels.get(name) for name in asked})} if asked else {}
 
 
 def _amounts(node: Node, request: Request) -> str:
-    """Return what there is of each kind that a request wants, in words."""
+    """Format a node's amounts of the kinds in a request."""
     words = [f"{'any' if node.cpus is None else f'{node.cpus:g}'} CPU", f"{node.gpus} GPU"]
     if request.host_memory_bytes and node.host_memory_bytes is not None:
         words.append(f"{node.host_memory_bytes / 2**30:.1f} GiB")

@@ -1,7 +1,7 @@
-"""The installed plugins, and what they bring: for packages beside core.
+"""The installed plugins and their roles, jobs and executors, for packages beside core.
 
-What this module offers may change with any version; plugins themselves need `colocate.hookimpl`,
-`colocate.needs` and `colocate.checks`.
+This module's contents may change with any version; plugins themselves use `colocate.hookimpl`, `colocate.needs` and
+`colocate.checks`.
 """
 
 from colocate._plugins.entry_points import (

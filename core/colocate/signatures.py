@@ -1,6 +1,6 @@
-"""Whether values fit what takes them, before anything is started: for packages beside core.
+"""Checks of values against signatures before a start, for packages beside core.
 
-Signatures, and what isn't in one: amounts, variables, meshes and budgets. What this module offers may change with any
+Also checks beyond signatures: amounts, variables, meshes and budgets. This module's contents may change with any
 version.
 """
 

@@ -1,6 +1,6 @@
-"""Numbers, sizes, names and errors as messages have them: for packages beside core.
+"""Formats of numbers, sizes, names and errors in messages, for packages beside core.
 
-What this module offers may change with any version.
+This module's contents may change with any version.
 """
 
 from colocate._display import columns as columns

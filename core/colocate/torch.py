@@ -1,4 +1,4 @@
-"""What roles with torch ask for: models that go on after a failed call, weights of modules, states that are saved."""
+"""Helpers for roles with torch: models that survive a failed call, weights of modules, states to save."""
 
 from __future__ import annotations
 

@@ -190,9 +190,7 @@ class _Found:
         return PluginError(f"{self._what}{message}", name=self.name, distribution=self.distribution)
 
     def load(self) -> Callable[..., Any]:
-        """Import the target, or raise PluginError for an unusable one: not callable (a role: no class, or no
-        methods).
-        """
+        """Import the target, or raise PluginError if not callable (a role: no class, or a class without methods)."""
         is_name = isinstance(self.target, str)
         found = import_reference(self.target, self._what, self._entry) if is_name else self.target
         if not callable(found):
