@@ -1,6 +1,7 @@
-"""Classes and functions that no other process can import: they travel once, under an id, and are named from then on.
+"""Send classes and functions that other processes can't import: each travels once; later messages refer to an id.
 
-`ids` has what this process knows by id, `pickler` names definitions in bodies and puts them into bundles, `making`
-makes what comes by value, `bundles` has what each receiver knows and is sent; `names` decides what an import finds, and
-`sources` has the modules that travel as text. `codec` makes bytes of values, and says what can't be.
+`ids` maps ids to the definitions of this process. `pickler` refers to definitions in bodies, and packs them into
+bundles. `making` rebuilds definitions that come by value. `bundles` records the definitions that each receiver has, and
+packs missing ones. `names` decides which objects an import finds. `sources` ships modules as text. `codec` converts
+values to bytes, and explains failures.
 """

@@ -1,8 +1,8 @@
-"""Bundles: definitions that travel together, and the table of what the other end of each connection knows.
+"""Pack definitions into bundles, and record the definitions that the other end of each connection has.
 
-A body only names definitions. Before it goes, its receiver is sent those that the table lacks, in one pickle, with all
-that they lead to and the globals of the script that their code names, as these are then. What was sent is named from
-then on: a global that is bound anew later goes only with a definition that is new itself.
+A body only refers to definitions. Before a body is sent, its receiver gets the missing ones in one pickle, with all
+definitions that they refer to, and the globals of the script that their code names, with their present values. Later
+bodies refer to sent definitions by id: a global that is rebound goes out again only with a new definition.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from colocate.errors import SerializationError
 if TYPE_CHECKING:
     import torch
 
-# What the receiver of definitions is to the script: a worker, whose `__main__` is the script's; the driver that runs
-# it, whose names nobody but the script sets; a driver that has one of its own; a worker that has another driver's.
+# The receiver's relation to this process's script: a worker whose `__main__` is the script; the driver that runs the
+# script, where only the script sets names; a driver with another script; a worker with another driver's script.
 Script: TypeAlias = Literal["is given it", "runs it", "another", "has another's"]
 
 
 class Table:
-    """What the other end of a connection knows.
+    """The state of the other end of a connection.
 
     Attributes:
-        script: What that end is to the script.
-        knows: The ids.
-        names: The globals of the script that it was sent, as they were then.
+        script: The receiver's relation to the script.
+        knows: The ids of sent definitions.
+        names: The sent globals of the script, with their values at that time.
     """
 
     def __init__(self, script: Script) -> None:
@@ -49,10 +49,10 @@ class Table:
         self.names: dict[str, Any] = {}
 
     def lacks(self, needs: Iterable[Need]) -> list[Need]:
-        """Return what has to be sent before a message that needs this.
+        """Return the definitions and globals to send before a message with these needs.
 
         Raises:
-            SerializationError: It names a global of this process's script, and its receiver has another one.
+            SerializationError: A need is a global of this process's script, and the receiver has another script.
         """
         found: list[Need] = []
         for need in needs:
@@ -66,54 +66,54 @@ class Table:
         return found
 
     def lacks_value(self, name: str) -> bool:
-        """Return whether a global of the script is something else than what was sent, or wasn't sent."""
+        """Return whether a global of the script exists here and was never sent, or was rebound since."""
         value = script_names().get(name, MISSING)
         return value is not MISSING and self.names.get(name, MISSING) is not value
 
     def bundle(self, lacking: Sequence[Need]) -> Bundle:
-        """Return what it lacks, to be sent to it."""
+        """Pack the missing definitions and globals for this receiver."""
         bundle = Bundle(self)
         bundle.pack(lacking)
         return bundle
 
     def takes(self, bundle: Bundle) -> bool:
-        """Return whether a bundle that was made for another table, which lacked the same, suits this one too."""
+        """Return whether a bundle made for another table suits this one, too. Both lacked the same."""
         return (
             self.knows.issuperset(bundle.others)
             and self.knows.isdisjoint(bundle.definitions)
             and all(self.names.get(name, MISSING) is value for name, value in bundle.had.items())
-            # Bound once more, a value that the role has changed in place would be as it was.
+            # A value that a role has changed in place would be reset if bound again.
             and not any(self.names.get(name, MISSING) is value for name, value in bundle.names.items())
         )
 
     def has_got(self, bundle: Bundle) -> None:
-        """Note that the bundle has been sent to it."""
+        """Record a bundle as sent."""
         self.knows.update(bundle.definitions)
         self.names.update(bundle.names)
 
     def lost(self, ids: Iterable[int], names: Iterable[str]) -> None:
-        """Note that a bundle couldn't be rebuilt there: what needs something of it has it sent again."""
+        """Mark the contents of a bundle as missing: the receiver couldn't rebuild the bundle."""
         self.knows.difference_update(ids)
         for name in names:
             self.names.pop(name, None)
 
 
 class Bundle:
-    """What is sent to a receiver that lacks something.
+    """A pickle of definitions and globals for one receiver.
 
     Attributes:
         body: The pickle.
-        definitions: What is in it, by id.
-        names: The globals of the script in it, with their values.
-        users: The globals that code in it names, each with some of that code.
-        others: The ids of what it only names, for its receiver has been sent that before.
-        had: The globals that its receiver has been sent before, with their values.
+        definitions: The packed definitions, by id.
+        names: The packed globals of the script, with their values.
+        users: The globals named by packed code, each with an example of such code.
+        others: The ids of definitions that the receiver has, and the bundle refers to.
+        had: The globals that the receiver has, with their values.
     """
 
     def __init__(self, table: Table, alone: bool = False) -> None:
         self._table = table
-        self._alone = alone  # without the globals that code in it names
-        # The script's globals go with the functions that name them: its receiver has a script of its own.
+        self._alone = alone  # without the globals named by packed code
+        # If the receiver has a script of its own, functions carry the globals that they name.
         self.anonymous = table.script in ("another", "has another's")
         self.definitions: dict[int, Any] = {}
         self.names: dict[str, Any] = {}
@@ -121,10 +121,10 @@ class Bundle:
         self.others: set[int] = set()
         self.had: dict[str, Any] = {}
         self.body = Packed(b"")
-        self.met: list[tuple[str, str, Any]] = []  # what is in it, the innermost last: in words, by name, and itself
+        self.met: list[tuple[str, str, Any]] = []  # the packed objects, the innermost last: description, name, object
 
     def has(self, definition: Definition) -> bool:
-        """Return whether a definition that is met goes into it; otherwise it is named."""
+        """Return whether to pack a definition that the pickler meets; otherwise a reference is enough."""
         id, thing = definition
         if id in self.definitions:
             return False
@@ -139,7 +139,7 @@ class Bundle:
         return True
 
     def names_for(self, names: Iterable[str], user: str) -> dict[str, Any]:
-        """Return the globals of the script that go into it for code which names these, with their values."""
+        """Return the values of the script's globals to pack for code that names these."""
         found: dict[str, Any] = {}
         script = script_names() if self._table.script == "is given it" and not self._alone else {}
         for name in names:
@@ -155,10 +155,10 @@ class Bundle:
         return found
 
     def pack(self, needs: Iterable[Need]) -> None:
-        """Make the body.
+        """Pickle the needs into the body.
 
         Raises:
-            SerializationError: Something in it can't be pickled.
+            SerializationError: A part can't be pickled.
         """
         file, things, names, also = io.BytesIO(), [], list[Name](), dict[int, Any]()
         buffers: list[pickle.PickleBuffer] = []
@@ -168,13 +168,14 @@ class Bundle:
                 names.append(need)
                 continue
             things.append(need.thing)
-            if id_of(need.thing) != need.id:  # a class that several processes get of a generic one, each for itself
+            # A parametrised generic class, which several processes may create, each with an id
+            if id_of(need.thing) != need.id:
                 also[need.id] = need.thing
         try:
             pickler.dump((things, pickler.globals_to_bind(names)))
             self.definitions.update(also)
             own: dict[str, Any] = {}
-            if self._table.script == "is given it":  # plain pickle finds there what the script's names lead to
+            if self._table.script == "is given it":  # plain pickle finds definitions by name in the script's globals
                 script = script_names()
                 qualnames = {getattr(thing, "__qualname__", ""): thing for thing in self.definitions.values()}
                 own = {name: thing for name, thing in qualnames.items() if script.get(name, MISSING) is thing}
@@ -231,7 +232,7 @@ def _alone() -> Bundle:
 
 # -- what has come
 
-_lock = threading.RLock()  # nobody finds a definition that isn't whole
+_lock = threading.RLock()  # no other thread may find a half-built definition
 _arrived: weakref.WeakValueDictionary[int, Arrived] = weakref.WeakValueDictionary()
 
 
@@ -247,10 +248,10 @@ ids.find_arrived = _find_arrived
 
 
 class Arrived:
-    """A bundle that has come; it is loaded when something of it is wanted.
+    """A received bundle, loaded on first use.
 
     Attributes:
-        error: Why it couldn't be loaded.
+        error: The exception of a failed load; None before.
     """
 
     def __init__(self, ids: Sequence[int], names: Sequence[str], body: Packed, lost: Callable[..., None]) -> None:
@@ -262,7 +263,7 @@ class Arrived:
         self.error: BaseException | None = None
 
     def load(self) -> None:
-        """Make its definitions, once; who wants something of one that failed is told why."""
+        """Rebuild the definitions, once; after a failure raise the same error again."""
         if self.error is not None:
             raise self.error
         if self._body is not None:
@@ -270,7 +271,8 @@ class Arrived:
 
     def _load(self) -> None:
         with _lock:
-            if (body := self._body) is None or self._is_loading:  # what is in it needs itself
+            # Recursion: a definition in the bundle refers to another one
+            if (body := self._body) is None or self._is_loading:
                 return
             self._is_loading = True
             try:
@@ -291,7 +293,7 @@ class Arrived:
 
 
 def _innermost(making: Making) -> str:
-    """Return, in words, what was being made when that failed: a definition, or a global."""
+    """Describe the definition or global that was being rebuilt when an error came."""
     thing = next(reversed(making.open.values()), "what was sent with it")
     if isinstance(thing, str):
         return thing
@@ -300,30 +302,34 @@ def _innermost(making: Making) -> str:
 
 
 class ReceivedDefinitions:
-    """The bundles that have come from one process, held as long as it may name what is in them."""
+    """The bundles received from one process, held as long as the process may refer to the definitions."""
 
     def __init__(self, lost: Callable[..., None] = lambda *_: None) -> None:
-        """Args: lost: Told of a bundle that couldn't be rebuilt: the ids in it, and the globals."""
+        """Create an empty collection.
+
+        Args:
+            lost: Called with the ids and the names of globals in a bundle that couldn't be rebuilt.
+        """
         self._lost = lost
         self._bundles: list[Arrived] = []
-        self._before: set[Arrived] = set()  # by which another process, or the same one, has sent some of it before
+        self._before: set[Arrived] = set()  # earlier bundles with the same definitions, kept alive here
         self._loaded = self._whole = 0
         self.count = 0
 
     def put(self, ids: Sequence[int], names: Sequence[str], body: Packed) -> None:
-        """Take a bundle that has come."""
+        """Add a received bundle."""
         bundle = Arrived(ids, names, body, self._lost)
         self._bundles.append(bundle)
         for id in ids:
             first = _arrived.get(id)
             if first is None or first.error is not None:
                 _arrived[id] = bundle
-            else:  # that is where it is found, for as long as this one may name it
+            else:  # the first bundle stays the source of this id: keep it alive
                 self._before.add(first)
         self.count += 1
 
     def load(self, count: int) -> None:
-        """Load the first `count` bundles: what was sent before a message is there when that is read."""
+        """Load the first `count` bundles: the bundles sent before a message must be loaded when the message is read."""
         if count > self._whole:
             self._load(count)
 
@@ -332,7 +338,7 @@ class ReceivedDefinitions:
             while self._loaded < count:
                 self._loaded += 1
                 bundle = self._bundles[self._loaded - 1]
-                if bundle.error is None:  # otherwise it was told to who has asked for it
+                if bundle.error is None:  # a failed load was raised to the first user
                     bundle.load()
             self._whole = max(self._whole, count)
 
@@ -341,7 +347,7 @@ class ReceivedDefinitions:
 
 
 def pack_whole(value: Any, what: str) -> bytes:
-    """Return a value with all definitions that it names, for another script."""
+    """Return a value with all definitions as bytes, for a process with another script."""
     try:
         body = pack(value)
     except Exception as error:
@@ -356,7 +362,7 @@ def _flat(body: Packed) -> tuple[bytes, list[bytes]]:
 
 
 def unpack_whole(packed: bytes) -> tuple[Any, ReceivedDefinitions]:
-    """Return the value, and what holds its definitions."""
+    """Return the value, and an object that keeps all definitions in the value alive."""
     ids, data, buffers, value, its_buffers = pickle.loads(packed)
     received_definitions = ReceivedDefinitions()
     received_definitions.put(ids, (), Packed(data, tuple(memoryview(bytearray(buffer)) for buffer in buffers)))
@@ -368,7 +374,7 @@ def unpack_whole(packed: bytes) -> tuple[Any, ReceivedDefinitions]:
 
 
 def refuse_apart(arguments: Mapping[str, Any], code: Iterable[Need], what: str) -> None:
-    """Refuse arguments that have a parameter which the code that they are for has, too.
+    """Refuse arguments that share a parameter with the code that receives them.
 
     What travels together keeps its parameters one. Globals, closures of definitions and attributes of classes travel
     with the script's code, once, and arguments with each call.
@@ -384,7 +390,7 @@ def refuse_apart(arguments: Mapping[str, Any], code: Iterable[Need], what: str) 
     bundle = Bundle(Table("is given it"))
     looking = _Looking(bundle)
     for need in code:
-        with contextlib.suppress(Exception):  # who sends it says so
+        with contextlib.suppress(Exception):  # sending this need will raise the error
             looking.dump(need.thing if isinstance(need, Definition) else bundle.names_for((need.name,), need.user))
     there = {id(tensor) for tensor in looking.met}
     for name, value in arguments.items() if there else ():
@@ -404,14 +410,14 @@ def refuse_apart(arguments: Mapping[str, Any], code: Iterable[Need], what: str) 
 
 
 class _Looking(TensorPickler):
-    """Notes the tensors that it meets of which gradients are computed; their memory is left alone."""
+    """Collects tensors with `requires_grad`, without copying memory."""
 
     def __init__(self, bundle: Bundle | None = None) -> None:
         super().__init__(io.BytesIO(), lambda buffer: None, bundle)
         self.met: list[torch.Tensor] = []
 
     def reducer_override(self, obj: Any) -> Any:
-        """As the codec's, but for tensors."""
+        """Collect tensors; reduce all other objects like the codec."""
         if not isinstance(obj, sys.modules["torch"].Tensor):
             return super().reducer_override(obj)
         if obj.requires_grad and obj.is_leaf:
@@ -426,7 +432,7 @@ def _trained(value: Any, bundle: Bundle | None = None) -> list[torch.Tensor]:
 
 
 def _path(value: Any, name: str, tensor: torch.Tensor, bundle: Callable[[], Bundle | None] = lambda: None) -> str:
-    """Return how a tensor in a value is reached, as a user would write it."""
+    """Return the path to a tensor inside a value, in Python syntax."""
 
     def look(part: Any) -> None:
         if any(each is tensor for each in _trained(part, bundle())):

@@ -1,7 +1,7 @@
-"""Values to bytes and back: pickle protocol 5 in which tensors and arrays travel beside the pickle, uncopied.
+"""Convert values to bytes and back: pickle protocol 5, with tensors and arrays out of band and uncopied.
 
-`pack` leaves large memory where it is and refers to it (`Packed.buffers`); whoever transports a `Packed` decides when
-to copy. `unpack` builds tensors and arrays directly on the memory that arrived.
+`pack` refers to large memory in place (`Packed.buffers`); the transport of a `Packed` decides when to copy. `unpack`
+builds tensors and arrays directly on the received memory.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from colocate.errors import SerializationError
 if TYPE_CHECKING:
     import torch
 
-# A smaller tensor is copied into the pickle: it costs less than a buffer of its own, and a small tensor that is kept
-# doesn't keep the memory of the whole message.
+# Smaller tensors are copied into the pickle: a buffer costs more, and a small tensor would keep the memory of the whole
+# message alive.
 _SMALL_BYTES = 2048
 _ATOMS = frozenset({type(None), bool, int, float, str})
 _PLAIN_ITEMS = 16
-# A value that is nested deeper, or has more items at a level, is searched only so far.
+# Limits of the search in deep and wide values.
 _DEPTH = 50
 _ITEMS = 10_000
 
-_here = threading.local()  # .copies: where unpack, on this thread, puts tensors that came from a device
+_here = threading.local()  # .copies: the device copies of `unpack` on this thread
 
 
 @interruptible
@@ -72,17 +72,17 @@ def pack(value: Any) -> Packed:
 
 
 def pickler_for(file: Any, buffer_callback: Callable[[Any], Any], bundle: Any = None) -> Pickler:
-    """Return a pickler for values as they are sent, or for a bundle of definitions."""
-    # A value can only hold tensors if torch has been imported (completely: another thread may be at it).
+    """Return a pickler for values, or for a bundle of definitions."""
+    # Without torch there are no tensors. `nn` is missing while another thread is importing torch.
     kind = TensorPickler if hasattr(sys.modules.get("torch"), "nn") else Pickler
     return kind(file, buffer_callback, bundle)
 
 
 @interruptible
 def unpack(packed: Packed, device: str | torch.device | None = None) -> Any:
-    """Decode a value; its tensors and arrays are made on the packed memory, without a copy."""
+    """Decode a value; tensors and arrays share the packed memory, without a copy."""
     outer = _copies()
-    if device is None or (device == "cpu" and outer is None):  # where they are
+    if device is None or (device == "cpu" and outer is None):  # tensors stay on the host
         return pickle.loads(packed.data, buffers=packed.buffers)
     _here.copies = copies = Copies(device)
     try:
@@ -97,7 +97,7 @@ def _copies() -> Copies | None:
 
 
 def _is_plain(value: Any, room: int) -> int:
-    """Return how much of `room` is left when a value is made of few small builtins, and what is as plain; else < 0."""
+    """Return the rest of `room` after counting a value of small builtins and `Plain` objects; negative for others."""
     kind = type(value)
     if kind in _ATOMS or issubclass(kind, Plain):
         return room - 1
@@ -122,7 +122,7 @@ class TensorPickler(Pickler):
             if not is_trained(obj):
                 return _reduce_tensor(obj)
             self.has_trained = True
-            # As pickle would; the memory of its data goes the way of other tensors'.
+            # Reduced as pickle would; the memory of `data` takes the way of all tensors.
             parameters = torch.nn.parameter
             make: Any
             args: tuple[Any, ...]
@@ -136,26 +136,27 @@ class TensorPickler(Pickler):
                 args = obj.detach(), obj.requires_grad
             if self.bundle is None:
                 return make, args, *rest
-            # What code of the script has of it may travel at different times: a model first, its optimizer later.
+            # Script code may send parts of a whole at different times: first a model, later an optimizer of its
+            # parameters.
             return making.shared, (id_of(obj), make, args), *rest
         if issubclass(kind, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
             return making.found_at, ("torch.ops", str(obj))
         if _is_tensordict(kind) and obj.device is not None and obj.device.type not in ("cpu", "meta"):
-            # Its tensors will be where the receiver wants them: the device it was made on must not come along.
+            # The receiver chooses the device: the sender's device must not travel.
             return _placed_tensordict, (obj.clone(recurse=False).clear_device_(),)
         return super().reducer_override(obj)
 
 
 @by_type
 def _is_ordinary(kind: type) -> bool:
-    """Return whether neither this module nor the pickler has a way of its own for values of a type."""
+    """Return whether a type has no special reduction here, in `Pickler` or in torch."""
     torch = sys.modules["torch"]
     ops = torch._ops.OpOverload, torch._ops.OpOverloadPacket
     return not (is_special(kind) or issubclass(kind, (torch.Tensor, *ops)) or _is_tensordict(kind))
 
 
 def is_trained(tensor: Any) -> bool:
-    """Return whether gradients of a tensor are computed, or may be: a parameter's, or of one with `requires_grad`."""
+    """Return whether a tensor is a parameter, or a leaf with `requires_grad`."""
     torch = sys.modules["torch"]
     lazy = torch.nn.parameter.UninitializedTensorMixin
     return isinstance(tensor, (torch.nn.Parameter, lazy)) or (tensor.requires_grad and tensor.is_leaf)
@@ -179,7 +180,7 @@ def _reduce_tensor(tensor: Any) -> Any:
     if isinstance(tensor, getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())):
         raise TypeError("this process has only a part of it: send .full_tensor(), or .to_local() for that part alone")
     tensor = tensor.detach()
-    # Of the subclasses these only say where memory lies.
+    # This subclass only says where memory lies.
     mapped: Any = getattr(sys.modules.get("tensordict"), "MemoryMappedTensor", ())
     if isinstance(tensor, mapped):
         tensor = tensor.as_subclass(torch.Tensor)
@@ -213,7 +214,7 @@ def _tensor(memory: Any, dtype: str, shape: tuple[int, ...], marked: bool) -> An
     import torch
 
     kind = getattr(torch, dtype)
-    # frombuffer refuses empty memory.
+    # torch.frombuffer refuses empty memory.
     tensor = torch.frombuffer(memory, dtype=kind) if len(memory) else torch.empty(shape, dtype=kind)
     if len(shape) != 1:
         tensor = tensor.view(shape)
@@ -233,7 +234,7 @@ def _jagged(values: Any, offsets: Any, lengths: Any, ragged: int) -> Any:
 
 
 def explain(value: Any, name: str, error: BaseException) -> SerializationError:
-    """Find the deepest thing inside a value that can't be pickled."""
+    """Return an error that names the deepest part of a value that can't be pickled."""
     path, culprit, cause = deepest(value, name, error, pack)
     return SerializationError(
         f"{path} can't be sent: it is {kind_and_cause(culprit, cause)}. "
@@ -250,13 +251,16 @@ def explain(value: Any, name: str, error: BaseException) -> SerializationError:
 def deepest(
     value: Any, name: str, error: BaseException, pickle: Callable[[Any], object]
 ) -> tuple[str, Any, BaseException]:
-    """Return the path, as a user would say it, to the deepest thing inside a value that fails; the thing, its error.
+    """Find the deepest part of a value that can't be pickled.
 
     Args:
-        value: What has failed.
-        name: What the user calls it.
-        error: What it has raised.
-        pickle: Raises what is wrong with a part.
+        value: The value that failed.
+        name: The user's name of the value.
+        error: The error.
+        pickle: Raises if a part can't be pickled.
+
+    Returns:
+        The path in Python syntax, the part, and the part's error.
     """
     path, owner, culprit, cause = name, "", value, error
     seen: set[int] = set()
@@ -279,16 +283,16 @@ def deepest(
 
 
 def kind_and_cause(culprit: Any, cause: BaseException) -> str:
-    """Return what can't be pickled, and why, in words."""
+    """Describe a part that can't be pickled: type and error."""
     kind = type(culprit)
     article = "an" if kind.__qualname__[:1].lower() in "aeiou" else "a"
     module = _module_of(kind)
-    module = "colocate" if module.startswith("colocate._") else module  # where users know it from
+    module = "colocate" if module.startswith("colocate._") else module  # the public module
     return f"{article} {module}.{kind.__qualname__} ({str(cause) or type(cause).__name__})"
 
 
 def advice(culprit: Any, usual: str) -> str:
-    """Return what to do instead of sending something."""
+    """Return advice on how to avoid sending an object."""
     if _module_of(type(culprit)).partition(".")[0] != "colocate":
         return usual
     return (
@@ -298,13 +302,13 @@ def advice(culprit: Any, usual: str) -> str:
 
 
 def _module_of(kind: type) -> str:
-    """Return the module of a class, by what Python wrote down of it: a metaclass may have an attribute of that name."""
+    """Return the module of a class from the type's own descriptor: a metaclass may define `__module__` otherwise."""
     module = type.__dict__["__module__"].__get__(kind)
     return module if isinstance(module, str) else "?"
 
 
 def _parts(value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield what pickling a value pickles, with how that is reached; what a function closes over, by its name alone."""
+    """Yield the parts of a value that pickle would visit, with path suffixes; closure variables have plain names."""
     if (structure := structure_of(type(value))) is not None:
         yield from named(structure.open(value))
         return
@@ -314,7 +318,7 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(value, list | tuple | set | frozenset):
         yield from ((f"[{i}]", item) for i, item in enumerate(value))
     elif isinstance(value, types.FunctionType):
-        with suppress(ValueError):  # a variable that isn't set yet
+        with suppress(ValueError):  # an unset variable
             yield from inspect.getclosurevars(value).nonlocals.items()
             yield ".__defaults__", value.__defaults__
             yield ".__kwdefaults__", value.__kwdefaults__
@@ -336,11 +340,11 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _state(value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the attributes that an object's pickle consists of."""
+    """Yield the attributes and arguments in an object's pickle."""
     try:
         reduced = value.__reduce_ex__(5)
     except Exception:
-        return  # It can't be pickled itself.
+        return  # the object itself can't be pickled
     if not isinstance(reduced, tuple) or len(reduced) < 2:
         return
     state = reduced[2] if len(reduced) > 2 else None

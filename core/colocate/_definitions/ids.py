@@ -1,8 +1,8 @@
-"""Definitions by id: the classes and functions of this process that were named, and those that others have sent.
+"""Identify definitions by ids: classes and functions of this process, and received ones.
 
-An id is unique among all processes, and leads to one object, for as long as that exists. Nobody holds it here: whoever
-may hear of a definition again does (a group what it has sent, a worker what has come). No lock is taken for that: the
-main thread names definitions, too.
+An id is unique among all processes, and refers to one object as long as that lives. This module holds weak references
+only; the users of an id hold the object (a group holds sent definitions, a worker received ones). No lock is taken: the
+main thread registers definitions, too.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _ORIGIN_BITS, _NUMBER_BITS = 64, 32
 
 
 class Definition(NamedTuple):
-    """A class or function, or what else a script's name stands for, and its id."""
+    """A class, a function, or another object that the script has a name for, with an id."""
 
     id: int
     thing: Any
@@ -37,14 +37,14 @@ class Name(NamedTuple):
 Need: TypeAlias = Definition | Name
 
 _things: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-_lasting: dict[int, Any] = {}  # what can't be referred to weakly: a sentinel with slots
-_ids: dict[int, int] = {}  # by id() of an object, which another one may have by now: `thing_of` says whether it is that
+_lasting: dict[int, Any] = {}  # objects without weak references, such as a sentinel with slots
+_ids: dict[int, int] = {}  # ids by `id()` of an object; the address may be reused, so `thing_of` decides
 _numbers = itertools.count(1)
 _origin = secrets.randbits(_ORIGIN_BITS)
 
 
 def _after_fork() -> None:
-    # What the child defines from now on is its own.
+    # Ids given by the child must differ from the parent's.
     global _origin
     _origin = secrets.randbits(_ORIGIN_BITS)
 
@@ -53,17 +53,16 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def this_process() -> int:
-    """Return what the ids have in common that this process gives."""
+    """Return the common prefix of all ids given by this process."""
     return _origin
 
 
 def is_of_this_process(id: int) -> bool:
-    """Return whether this process has given an id."""
     return id >> _NUMBER_BITS == _origin
 
 
 def id_of(thing: Any) -> int:
-    """Return the first id of an object of this process; it has one from now on."""
+    """Return the first id of an object; give a new one if the object has none."""
     found = _ids.get(builtins.id(thing))
     if found is not None and thing_of(found) is thing:
         return found
@@ -71,33 +70,33 @@ def id_of(thing: Any) -> int:
 
 
 def note(id: int, thing: Any) -> int:
-    """Have an id lead to an object; the object's first id, by which it goes out."""
+    """Map an id to an object; return the object's first id, which is used for sending."""
     try:
         _things[id] = thing
     except TypeError:
         _lasting[id] = thing
-    first = _ids.setdefault(builtins.id(thing), id)  # whichever thread is first
-    if thing_of(first) is not thing:  # what was there before it
+    first = _ids.setdefault(builtins.id(thing), id)  # atomic: of several threads the first one wins
+    if thing_of(first) is not thing:  # the address belonged to a dead object
         _ids[builtins.id(thing)] = first = id
     return first
 
 
 def thing_of(id: int) -> Any:
-    """Return what has this id here; None where nothing has."""
+    """Return the object with this id in this process, or None."""
     found = _things.get(id)
     return _lasting.get(id) if found is None else found
 
 
-# How this process comes by a definition that it lacks: from a bundle that has come, and a worker asks its driver.
+# Hooks that find a missing definition: in received bundles, and on a worker by a request to the driver.
 find_arrived: Callable[[int], Any] = thing_of
 find_missing: Callable[[int], None] | None = None
 
 
 def find(id: int) -> Any:
-    """Return what has this id, here or at whoever can be asked.
+    """Return the object with this id, loading or requesting the definition if missing.
 
     Raises:
-        ColocateError: Nobody knows it any more.
+        ColocateError: No process knows the id any more.
     """
     found = find_arrived(id)
     if found is None and find_missing is not None:

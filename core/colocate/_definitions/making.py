@@ -1,11 +1,11 @@
-"""Definitions made from what has come: first empty, so that others can refer to them, then filled.
+"""Rebuild received definitions: create empty objects first, as targets of references, then set the contents.
 
-What is known here by its id already is taken as it is and never filled again: a class that comes back is the class that
-was sent, with what became of it meanwhile.
+An object whose id is known here is used unchanged: a class that comes back is the class that was sent, with all later
+changes.
 
-A base that travelled itself has noted its subclasses where they were defined, and brings that along. One that was
-imported here knows of none, so it is told of each that is made here, when that is whole. The options of the class
-statement (`class Grid(Env, id="grid")`) are kept nowhere: who needs some isn't told, and the driver warns of that.
+A base class that travelled carries its list of subclasses. A base imported here doesn't know the new subclass, so its
+`__init_subclass__` is called when the subclass is whole. The keyword options of the class statement (`class Grid(Env,
+id="grid")`) aren't stored anywhere: a base that needs some isn't called, and the driver warns.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ _here = threading.local()  # .making: the bundle that this thread reads
 
 
 class Making:
-    """A block in which definitions are made: they are known by their ids once all of them are whole.
+    """A block that rebuilds definitions. They are registered by id once all are whole.
 
     Attributes:
-        found: By their ids: those that are made, and those that were here already.
-        open: By id(): what has still to be filled; globals on their way, in words.
-        values: By id() of names of types: where what such a name stands for is looked up.
+        found: Definitions by id: new ones, and ones that existed here.
+        open: Unfinished definitions by id(); globals on their way, as text.
+        values: Namespaces of type aliases, by id() of the alias.
     """
 
     def __init__(self) -> None:
@@ -56,7 +56,7 @@ class Making:
         _here.making = self._outer
 
     def existing(self, id: int) -> Any:
-        """Return what has an id here or in the bundle; None where nothing has."""
+        """Return the object with this id in this process or in the bundle, or None."""
         found = self.found.get(id)
         if found is None and (found := ids.thing_of(id)) is not None:
             self.found[id] = found
@@ -64,7 +64,7 @@ class Making:
 
 
 def make(id: int, maker: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """Make a definition of the bundle that is being read, or return the one that has its id here."""
+    """Create an empty definition of the current bundle, or return the existing object with this id."""
     making: Making = _here.making
     thing = making.existing(id)
     if thing is None:
@@ -74,7 +74,7 @@ def make(id: int, maker: Callable[..., Any], args: tuple[Any, ...]) -> Any:
 
 
 def fill(thing: Any, state: tuple[Any, Callable[[Any, Any], None] | None, Any]) -> None:
-    """Give a definition what couldn't be there before it was, if it was made just now."""
+    """Set the contents of a new definition; leave an existing one unchanged."""
     _, filler, contents = state
     if _here.making.open.get(builtins.id(thing)) is thing:
         if filler is not None:
@@ -83,19 +83,18 @@ def fill(thing: Any, state: tuple[Any, Callable[[Any, Any], None] | None, Any]) 
 
 
 def first(thing: Any, bound: None) -> Any:
-    """Return a definition, with which the globals have come that its code names."""
+    """Return a definition; the globals of the definition's code arrive as `bound`."""
     return thing
 
 
 def named(id: int) -> Any:
-    """Return a definition by its id."""
     making: Making | None = getattr(_here, "making", None)
     found = None if making is None else making.existing(id)
     return ids.find(id) if found is None else found
 
 
 def shared(id: int, make: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """Return what several globals or closures have: the object that came with the first of them, or a new one."""
+    """Return the object with this id, or create one: several globals and closures may share a parameter."""
     found = ids.thing_of(id)
     if found is None:
         found = make(*args)
@@ -104,7 +103,7 @@ def shared(id: int, make: Callable[..., Any], args: tuple[Any, ...]) -> Any:
 
 
 def found_at(module: str, path: str) -> Any:
-    """Import a module, and return what a path leads to from there."""
+    """Import a module, and return the attribute at a dotted path."""
     found: Any = importlib.import_module(module)
     for part in filter(None, path.split(".")):
         found = getattr(found, part)
@@ -117,19 +116,18 @@ _bound: weakref.WeakKeyDictionary[ModuleType, dict[str, Any]] = weakref.WeakKeyD
 
 
 def about(words: str) -> str:
-    """Note what comes next."""
+    """Record the next global to rebuild, for error texts."""
     _here.making.open[id(words)] = words
     return words
 
 
 def bind_named(words: str, here: dict[str, Any], names: Mapping[str, Any]) -> None:
-    """Set a global that has come with code."""
     bind(here, names)
     del _here.making.open[id(words)]
 
 
 def bind(here: dict[str, Any], names: Mapping[str, Any]) -> None:
-    """Set some globals; one of the script that role code has set itself meanwhile keeps its value."""
+    """Set globals. A global of the script that role code has rebound since keeps its value."""
     main = main_module()
     if main is None or here is not main.__dict__:
         here.update(names)
@@ -142,25 +140,25 @@ def bind(here: dict[str, Any], names: Mapping[str, Any]) -> None:
 
 
 def globals_of(module: str) -> dict[str, Any]:
-    """Return the globals of functions that came: the script's, or those of the module that they are of."""
+    """Return the namespace for the globals of a received function: the script's, or the function's module's."""
     return script_names() if is_main(module) else importlib.import_module(module).__dict__
 
 
 def make_function(
     code: CodeType, names: dict[str, Any], name: None, defaults: None, closure: tuple[CellType, ...] | None
 ) -> FunctionType:
-    """Make a function without its defaults, and with empty cells."""
+    """Create a function without defaults and with empty cells."""
     names.setdefault("__builtins__", __builtins__)
     return FunctionType(code, names, name, defaults, closure)
 
 
 def fill_function(function: FunctionType, state: tuple[Mapping[str, Any], dict[str, Any], Mapping[str, Any]]) -> None:
-    """Give a function its attributes, what its cells have, and the globals that came with it."""
+    """Fill a function with attributes, cell contents, and the globals that came along."""
     own, slots, names = state
-    del slots["_cloudpickle_submodules"]  # which are imported by now
+    del slots["_cloudpickle_submodules"]  # imported by now
     bind(function.__globals__, names)
     for its, came in zip(function.__closure__ or (), slots.pop("__closure__") or (), strict=True):
-        with contextlib.suppress(ValueError):  # it is empty
+        with contextlib.suppress(ValueError):  # the sent cell is empty
             its.cell_contents = came.cell_contents
     function.__dict__.update(own)
     for name, value in slots.items():
@@ -168,7 +166,7 @@ def fill_function(function: FunctionType, state: tuple[Mapping[str, Any], dict[s
 
 
 def make_cache(function: Any, parameters: Mapping[str, Any], names: Mapping[str, Any]) -> Any:
-    """Make a function under `functools.lru_cache`; its cache is this process's own."""
+    """Wrap a function in `functools.lru_cache`, with a fresh cache."""
     cached: Any = functools.lru_cache(**parameters)(function)
     cached.__dict__.update(names)
     return cached
@@ -178,7 +176,7 @@ def make_cache(function: Any, parameters: Mapping[str, Any], names: Mapping[str,
 
 
 def make_class(meta: Any, maker: Any, name: str, bases: tuple[Any, ...], names: dict[str, Any]) -> Any:
-    """Make a class without its methods."""
+    """Create a class without methods, and without calling `__init_subclass__` of a base."""
     namespace = {sys.intern(key): value for key, value in names.items()}
     tellers = (each for base in bases for each in base.__mro__ if "__init_subclass__" in vars(each))
     owner = next((each for each in tellers if each is not object), object)
@@ -187,7 +185,8 @@ def make_class(meta: Any, maker: Any, name: str, bases: tuple[Any, ...], names: 
         return maker.__new__(meta, name, bases, namespace)
     here = threading.get_ident()
 
-    def tell(cls: type, /, **options: Any) -> None:  # of others, which other threads define meanwhile
+    # Still calls the hook for classes that other threads define meanwhile
+    def tell(cls: type, /, **options: Any) -> None:
         if threading.get_ident() != here:
             hook.__get__(None, cls)(**options)
 
@@ -199,7 +198,6 @@ def make_class(meta: Any, maker: Any, name: str, bases: tuple[Any, ...], names: 
 
 
 def make_enum(meta: Any, maker: Any, name: str, bases: tuple[Any, ...], members: Mapping[str, Any]) -> Any:
-    """Make an enum with its members."""
     names = meta.__prepare__(name, bases)
     for member, value in members.items():
         names[member] = value
@@ -207,11 +205,11 @@ def make_enum(meta: Any, maker: Any, name: str, bases: tuple[Any, ...], members:
 
 
 def fill_class(cls: Any, state: tuple[Mapping[str, Any], Sequence[type], Mapping[str, Mapping[str, Any]]]) -> None:
-    """Give a class its methods and attributes, and the members of an enum theirs; bases hear of it then."""
+    """Set the attributes of a class and of an enum's members; then call the `__init_subclass__` of a base."""
     names, registered, members = state
     for name, value in names.items():
         type.__setattr__(cls, name, value)
-    if "__firstlineno__" in names:  # Python 3.13 drops it whenever an attribute is set
+    if "__firstlineno__" in names:  # Python 3.13 drops this attribute whenever another one is set
         type.__setattr__(cls, "__firstlineno__", names["__firstlineno__"])
     for each in registered:
         abc.ABCMeta.register(cls, each)
@@ -221,13 +219,14 @@ def fill_class(cls: Any, state: tuple[Mapping[str, Any], Sequence[type], Mapping
         return
     before = dict(vars(cls))
     found[1]()
-    for name, value in before.items():  # what it sets has come with the class, with what became of that since
+    # The class came with the attributes that the hook sets, and with later changes to them.
+    for name, value in before.items():
         if vars(cls).get(name) is not value:
             type.__setattr__(cls, name, value)
 
 
 def warn_of_untold(things: Iterable[Any]) -> None:
-    """Warn of classes of which a base in the workers won't hear, or not as it did here."""
+    """Warn of classes with `__init_subclass__` in a base if workers can't call the hook, or not with all options."""
     for cls in things:
         if not isinstance(cls, type) or (found := _hook_for(cls)) is None:
             continue
@@ -241,15 +240,15 @@ def warn_of_untold(things: Iterable[Any]) -> None:
         )
         try:
             file, line = inspect.getsourcefile(cls) or cls.__module__, inspect.getsourcelines(cls)[1]
-        except (OSError, TypeError, SystemError):  # a cell's
+        except (OSError, TypeError, SystemError):  # a notebook cell
             file, line = cls.__module__, 1
         warnings.warn_explicit(text, RuntimeWarning, file, line)
 
 
 def _hook_for(cls: type) -> tuple[type, Callable[..., Any]] | None:
-    """Return the nearest base, of those that an import leads to, that wants to hear of subclasses, and its hook.
+    """Return the nearest importable base with an `__init_subclass__`, and that hook; None if there is none.
 
-    The standard library's hear of them in any case.
+    Hooks of the standard library run in any case.
     """
     for base in cls.__mro__[1:]:
         if (hook := vars(base).get("__init_subclass__")) is not None and (base is object or path_of(base) is not None):
@@ -262,30 +261,29 @@ def _is_of_python(thing: Any) -> bool:
 
 
 def _has_options(hook: Callable[..., Any]) -> bool:
-    """Return whether a hook names options; those that it takes by `**options` may be its metaclass's."""
+    """Return whether a hook has named options; `**options` may be meant for the metaclass."""
     try:
         kinds = {each.kind for each in inspect.signature(hook).parameters.values()}
-    except ValueError:  # it is compiled, and doesn't say
+    except ValueError:  # a compiled hook without a signature
         return False
     return not kinds.isdisjoint({inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD})
 
 
 def _takes_nothing(hook: Callable[..., Any]) -> bool:
-    """Return whether a hook can do without options."""
     try:
         inspect.signature(hook).bind()
     except TypeError:
         return False
-    except ValueError:  # it is compiled, and doesn't say
+    except ValueError:  # a compiled hook without a signature
         pass
     return True
 
 
 def _gives_options(cls: type) -> bool:
-    """Return whether a class's statement has options, as far as its source can be had."""
+    """Return whether a class statement has keyword options, as far as the source is available."""
     try:
         statement = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
-    except (OSError, TypeError, SyntaxError, SystemError):  # the last: Python 3.11's `ast` isn't for several threads
+    except (OSError, TypeError, SyntaxError, SystemError):  # SystemError: Python 3.11's `ast` isn't thread-safe
         return False
     return isinstance(statement, ast.ClassDef) and any(each.arg != "metaclass" for each in statement.keywords)
 
@@ -294,14 +292,13 @@ def _gives_options(cls: type) -> bool:
 
 
 def make_parameter(kind: Any, name: str, constraints: tuple[Any, ...], options: Mapping[str, Any], module: str) -> Any:
-    """Make a type variable, or another parameter of types."""
     made = kind(name, *constraints, **options)
     made.__module__ = module
     return made
 
 
 def make_alias(name: str, module: str) -> Any:
-    """Make a name of a type (`type Json = ...`) that may stand for something in which it is named itself."""
+    """Create an empty type alias (`type Json = ...`): the value may refer to the alias itself."""
     names = {"__name__": module}
     exec(f"type {name} = __value__", names)
     alias = names[name]
@@ -310,28 +307,27 @@ def make_alias(name: str, module: str) -> Any:
 
 
 def fill_alias(alias: Any, value: Any) -> None:
-    """Have the name of a type stand for something."""
+    """Set the value of a type alias."""
     _here.making.values.pop(id(alias))["__value__"] = value
 
 
 def make_generic_alias(kind: Any, name: str, value: Any, parameters: tuple[Any, ...]) -> Any:
-    """Make a name of types that has parameters."""
     return kind(name, value, type_params=parameters)
 
 
 def make_thing(cls: Any) -> Any:
-    """Make an object without its attributes."""
+    """Create an object without attributes."""
     return object.__new__(cls)
 
 
 def fill_thing(thing: Any, names: Mapping[str, Any]) -> None:
-    """Give an object its attributes."""
+    """Set the attributes of an object."""
     for name, value in names.items():
         object.__setattr__(thing, name, value)
 
 
 def make_exception(cls: Any, base: Any, args: tuple[Any, ...]) -> BaseException:
-    """Make an exception with these `args`, whatever arguments the constructor of its class takes."""
+    """Create an exception with these `args`, without calling its constructor, which may take other arguments."""
     made: BaseException = base.__new__(cls, *args)
     base.__init__(made, *args)
     made.args = args

@@ -12,7 +12,7 @@ Buffer: TypeAlias = bytes | bytearray | memoryview
 
 
 class Plain:
-    """Base of what plain pickle sends as it should be: it consists of colocate's own classes and of small builtins."""
+    """Base of types that plain pickle sends correctly: their attributes are `Plain` objects and small builtins."""
 
     __slots__ = ()
 
@@ -35,52 +35,52 @@ class Packed(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """How many bytes it has, all together."""
+        """The total size in bytes."""
         return len(self.data) + sum(buffer.nbytes for buffer in self.buffers)
 
     def __reduce__(self) -> Any:
-        # Inside another value: what it needs, its sender says of the whole.
+        # Inside another value: the needs are recorded with the whole.
         return Packed, (self.data, self.buffers)
 
     def part(self, start: int, end: int, places: Iterable[int]) -> Packed:
-        """Return one of several values that were put together: its pickle's place, and which buffers are its."""
-        # What the whole needs, each does: within one process nobody else holds it when the whole is gone.
+        """Return one of several packed values, given the range in the pickle and the indices of buffers."""
+        # Each part keeps all needs: within one process no other object holds them once the whole is gone.
         return Packed(self.data[start:end], tuple(self.buffers[place] for place in places), self.needs)
 
     def copy(self) -> Packed:
-        """Return the same in memory of its own, as after a transport."""
+        """Return a copy in new memory, as after a transport."""
         buffers = tuple(memoryview(bytearray(buffer)) for buffer in self.buffers)
         return Packed(bytes(self.data), buffers, self.needs, self.has_trained)
 
 
 class InArea(Packed):
-    """A value in memory that its sender has, too, and writes over when it knows that it is over (`wire.Area`)."""
+    """A value in memory shared with the sender, to be overwritten after the receiver's use (`wire.Area`)."""
 
     __slots__ = ()
 
 
 class Lost(Packed):
-    """A value whose memory hasn't arrived, for want of a descriptor or of room: to unpack it raises that OSError."""
+    """A value that couldn't be received for lack of descriptors or memory: unpacking raises that OSError."""
 
     __slots__ = ()
 
     @classmethod
     def of(cls, error: OSError) -> Lost:
-        """Make one, given what is lacking."""
+        """Return a value that raises this error when unpacked."""
         return cls.when_unpacked(_raise, error.errno, error.strerror or str(error))
 
     @classmethod
     def when_unpacked(cls, raises: Callable[..., NoReturn], *why: Any) -> Lost:
-        """Make one by what is to be raised."""
+        """Return a value that calls `raises` with `why` when unpacked."""
         return cls(pickle.dumps(_Lacking((raises, why))))
 
     def part(self, start: int, end: int, places: Iterable[int]) -> Packed:
-        """Return this: none of several values has arrived."""
+        """Return the same lost value: no part has arrived."""
         return self
 
 
 class _Lacking(tuple[Any, ...]):
-    """Is pickled as the call that it has, which raises."""
+    """A call, as a tuple, which unpickling executes; the call raises."""
 
     __slots__ = ()
 
@@ -98,5 +98,5 @@ def owned(body: Any) -> Any:
 
 
 def packed_bytes(body: Any) -> int:
-    """Return how many bytes a message's body is, all together: none where there is none, or a value as it is."""
+    """Return the size of a message's body in bytes; 0 for no body, or a value passed by reference."""
     return body.nbytes if isinstance(body, Packed) else 0

@@ -1,7 +1,7 @@
-"""cloudpickle for everything that colocate sends: classes and functions that can't be imported elsewhere have an id.
+"""Pickle with cloudpickle: classes and functions that can't be imported elsewhere are sent by id.
 
-In a body they are only named, and what its receiver needs before it is noted (`needs`). In a bundle they are by value,
-as cloudpickle has them, but for what that would make another thing of; `making` has the other half.
+A body refers to definitions, and records them as needs of the receiver. A bundle contains definitions by value, as
+cloudpickle does, except where cloudpickle would create a different object; `making` is the counterpart.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _OF_MEMBERS = {"_value_", "_name_", "__objclass__", "_sort_order_"}
 _CODE = (type, FunctionType, types.BuiltinFunctionType, types.ModuleType, _CACHED)
 _ATOMS = (type(None), bool, int, float, complex, str, bytes)
 _FIRST = ("__slots__", "__orig_bases__")
-_CODE_FILE = 10  # among the arguments of `CodeType`
+_CODE_FILE = 10  # index among the arguments of `CodeType`
 _HEAP = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class made by Python code
 
 
@@ -52,12 +52,12 @@ _TIED = {
     ("multiprocessing.managers", "BaseProxy"): "its Manager lets in only processes that multiprocessing has started",
     ("multiprocessing.connection", "_ConnectionBase"): "it is a descriptor, which this process alone has",
 }
-"""What pickle takes though it is of no use elsewhere, by module and class, and why."""
+"""Types that pickle accepts although other processes can't use the values: by module and class, with the reason."""
 
 
 @by_type
 def _why_tied(kind: type) -> str | None:
-    """Return why values of a type are of no use in other processes, if pickle doesn't say so itself."""
+    """Return why other processes can't use values of a type that pickle accepts, or None."""
     for (module, name), why in _TIED.items():
         if issubclass(kind, getattr(sys.modules.get(module), name, ())):
             return why
@@ -66,9 +66,9 @@ def _why_tied(kind: type) -> str | None:
 
 @by_type
 def is_special(kind: type) -> bool:
-    """Return whether values of a type have a way of their own here.
+    """Return whether this module has a special reduction for values of a type.
 
-    Those have that say in Python how they are pickled, too: it may be by the name that they have.
+    That includes types with a reduction written in Python: such a reduction may refer to a name in the script.
     """
     if structure_of(kind) is not None or _why_tied(kind) is not None:
         return True
@@ -83,7 +83,7 @@ def is_special(kind: type) -> bool:
 
 
 class _Later:
-    """Stands for what is worked out when the pickler comes to it."""
+    """Defers a reduction until the pickler reaches the object."""
 
     def __init__(self, reduce: Callable[[], Any]) -> None:
         self._reduce = reduce
@@ -93,28 +93,28 @@ class _Later:
 
 
 class ByValue(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no types
-    """cloudpickle, but for modules, which go by name whatever their class is."""
+    """A cloudpickle pickler that sends modules by name, whatever their class."""
 
     def reducer_override(self, obj: Any) -> Any:
-        """Return how to pickle what has a way of its own."""
+        """Return the reduction of a module; cloudpickle's for other objects."""
         return reduce_module(obj) if issubclass(type(obj), types.ModuleType) else super().reducer_override(obj)
 
 
 class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no types
-    """cloudpickle, but for definitions: those that a `bundle` (of `bundles`) has are put into it, others are named."""
+    """A cloudpickle pickler that packs definitions into a `bundle` (of `bundles`), or sends ids instead."""
 
     def __init__(self, file: Any, buffer_callback: Callable[[Any], Any] | None = None, bundle: Any = None) -> None:
         super().__init__(file, protocol=5, buffer_callback=buffer_callback)
         self.needs: dict[int | str, Need] = {}
         self.bundle = bundle
-        self.has_trained = False  # tensors of which gradients are computed
-        self._begun: set[type] = set()  # classes whose contents are being pickled
-        # The globals that code of open definitions names: whose, which, and what code that is.
+        self.has_trained = False  # whether the value has tensors with gradients
+        self._begun: set[type] = set()  # classes with unfinished contents
+        # Globals named by the code of unfinished definitions, per definition: namespace, name, and the naming code.
         self._named: list[list[tuple[dict[str, Any], str, str]]] = []
-        self._unmade: list[int] = []  # open definitions which aren't even empty ones yet
+        self._unmade: list[int] = []  # ids of unfinished definitions that aren't created yet
 
     def reducer_override(self, obj: Any) -> Any:
-        """Return how to pickle what has a way of its own."""
+        """Return the special reduction of an object, or NotImplemented for the usual one."""
         kind: Any = type(obj)
         if not is_special(kind):
             return NotImplemented
@@ -125,7 +125,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
                 return NotImplemented
             by_value = self._dynamic_function_reduce
             return self._defined(obj, by_value) if _leads_to(obj) else by_value(obj)
-        if kind is types.CodeType:  # with its file, which some releases leave out: tracebacks show its lines
+        if kind is types.CodeType:  # with the file name for tracebacks, which some releases of cloudpickle drop
             make, args = details._code_reduce(obj)
             return make, (*args[:_CODE_FILE], obj.co_filename, *args[_CODE_FILE + 1 :])
         if issubclass(kind, type):
@@ -139,7 +139,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
         if kind is _CACHED:
             return NotImplemented if path_of(obj) is not None else self._defined(obj, _cache)
         if kind is functools.cached_property:
-            # Without its lock, which it has before Python 3.12.
+            # Without the lock, which exists before Python 3.12.
             return functools.cached_property, (obj.func,), {"attrname": obj.attrname, "__doc__": obj.__doc__}
         if kind in _OF_TYPES:
             if path_of(obj) is not None:
@@ -149,12 +149,12 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
             return _exception(obj)
         if id(obj) in _SENTINELS:
             return _SENTINELS[id(obj)]
-        if (structure := structure_of(kind)) is not None:  # its own way may pack tensors that go beside the pickle
+        if (structure := structure_of(kind)) is not None:  # a type's own reduction could pack tensors inside the pickle
             return arrived, (kind, structure.open(obj))
         if kind in self.dispatch_table:
             return NotImplemented
         reduced = obj.__reduce_ex__(5)
-        # What is only a name of the script (a `NewType`, a sentinel) has an id there as here.
+        # A reduction that is a name in the script (a `NewType`, a sentinel) becomes a definition.
         is_name = isinstance(reduced, str) and is_main(getattr(obj, "__module__", None))
         return self._defined(obj, _thing) if is_name else reduced
 
@@ -164,7 +164,8 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
         definition = Definition(id_of(thing), thing)
         if self.bundle is None:
             self.needs[definition.id] = definition
-        elif (times := self._unmade.count(definition.id)) == 1 or self.bundle.has(definition):  # a base has led to it
+        # A base has led back to this definition, or the receiver doesn't have it yet.
+        elif (times := self._unmade.count(definition.id)) == 1 or self.bundle.has(definition):
             made = _Later(partial(self._made, definition, by_value))
             return making.first, (made, _Later(partial(self._globals_behind, isinstance(thing, type))))
         elif times:
@@ -172,13 +173,13 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
         return making.named, (definition.id,)
 
     def _made(self, definition: Definition, by_value: Callable[[Any], Any]) -> Any:
-        """Return how a definition is made whole, but for the globals that its code names: first an empty one."""
+        """Return the reduction that creates an empty definition, then sets the contents; globals follow later."""
         self._named.append([])
         self._unmade.append(definition.id)
         maker, args, *more = by_value(definition.thing)
         filler, state = (more[3], more[0]) if more else (None, None)
 
-        def is_there() -> Any:  # stands before the contents: others can refer to the empty one from here on
+        def is_there() -> Any:  # pickled before the contents: later references find the empty definition
             self._unmade.remove(definition.id)
             return dict, ()
 
@@ -186,10 +187,10 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
         return *made, (_Later(is_there), filler, state), None, None, making.fill
 
     def _globals_behind(self, is_class: bool) -> Any:
-        """Return the globals that a definition's code names, which stand behind that.
+        """Return the globals that a definition's code names, to be set after the definition.
 
-        Those of a method come behind the class: they may be values of that. And none comes where it may lead to a class
-        that isn't made yet.
+        A method's globals follow the class, because they may be instances of it. While any class isn't created yet, all
+        globals wait.
         """
         named = self._named.pop()
         if self._unmade or (self._named and not is_class):
@@ -198,14 +199,14 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
         return list, (self._bound(named),)
 
     def globals_to_bind(self, names: Sequence[Name]) -> Any:
-        """Return what sets some globals of the script where it arrives."""
+        """Return the reductions that set globals of the script in the receiver."""
         script = script_names()
         if names:
             self.globals_ref[id(script)] = _Later(lambda: (making.globals_of, ("__main__",)))
         return self._bound([(script, each.name, each.user) for each in names])
 
     def _bound(self, named: list[tuple[dict[str, Any], str, str]]) -> list[_Later]:
-        """Return what sets globals; first those that are code, for nothing of the user's runs when that is rebuilt."""
+        """Return the reductions that set globals, those with code first: rebuilding code never runs the user's code."""
 
         def is_code(each: tuple[dict[str, Any], str, str]) -> bool:
             value = each[0].get(each[1])
@@ -214,16 +215,16 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
         return [_Later(partial(self._bind, *each)) for each in sorted(named, key=lambda each: not is_code(each))]
 
     def _bind(self, names: dict[str, Any], name: str, user: str) -> Any:
-        """Return what sets a global, as that is now; what its value is rebuilt with has come by then."""
+        """Return the reduction that sets a global to the present value."""
         came = self._names_for(names, (name,), user)
         if not came:
             return dict, ()
         words = f"the global {name!r} of {names.get('__name__')}, which {user} names,"
-        about = _Later(lambda: (making.about, (words,)))  # what it is, should its value fail to be rebuilt
+        about = _Later(lambda: (making.about, (words,)))  # for the error text, if rebuilding the value fails
         return making.bind_named, (about, self.globals_ref[id(names)], came)
 
     def _names_for(self, names: dict[str, Any], used: Iterable[str], user: str) -> dict[str, Any]:
-        """Return some of the globals of a function, as far as they go along."""
+        """Return the globals of a function that the receiver lacks."""
         if names is script_names() and self.bundle is not None and not self.bundle.anonymous:
             found: dict[str, Any] = self.bundle.names_for(used, user)
             return found
@@ -232,9 +233,9 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
     # -- by value
 
     def _dynamic_function_reduce(self, func: FunctionType) -> Any:
-        """As cloudpickle, but for globals: where they arrive, functions of a module have that module's.
+        """Reduce a function like cloudpickle, but leave globals to the receiver's module of the same name.
 
-        What a definition names comes when that is whole: a global may be a value of the very class.
+        Named globals are set after the definition is whole, because a global may be an instance of the very class.
         """
         names: dict[str, Any] = func.__globals__
         module, is_script = str(names.get("__name__")), names is script_names()
@@ -259,16 +260,16 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
 
     def _class_by_arguments(self, origin: Any, args: tuple[Any, ...], cls: Any) -> Any:
         if self._begun.isdisjoint((*origin.__mro__, *_classes_in(args))):
-            return operator.getitem, (origin, args)  # which makes it once
-        return self._class_by_value(cls)  # what it would be made of isn't whole at the receiver yet
+            return operator.getitem, (origin, args)  # creates the class once
+        return self._class_by_value(cls)  # the generic class isn't whole in the receiver yet
 
     def _class_by_value(self, cls: Any) -> Any:
-        """As cloudpickle, but no code of the user's runs for a class that isn't whole, and enums are as they were."""
+        """Reduce a class like cloudpickle, but without user code for unfinished classes, and with enums unchanged."""
         names, _ = details._class_getstate(cls)
         registered = names.pop("_abc_impl", ())
         meta = type(cls)
         maker = next(each for each in meta.__mro__ if path_of(each) is not None or each is type)
-        if maker.__name__ == "_TypedDictMeta":  # its own would want the annotations, and no `dict` among the bases
+        if maker.__name__ == "_TypedDictMeta":  # the metaclass expects annotations, and no `dict` among the bases
             maker = type
         first: dict[str, Any]
         make: Callable[..., Any]
@@ -283,13 +284,13 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
             }
             make = making.make_enum
         else:
-            # What it is made with: its slots, and plain constants, which whoever makes it may look at.
+            # Needed on creation: slots, and plain constants, which a metaclass may read.
             first = {name: each for name, each in names.items() if name in _FIRST or type(each) in _ATOMS}
             names = {name: each for name, each in names.items() if name not in first and not _is_slot_of(cls, each)}
             first |= {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
             self._begun.add(cls)
 
-            def is_whole() -> Any:  # stands last in the contents
+            def is_whole() -> Any:  # pickled last in the contents
                 self._begun.discard(cls)
                 return dict, ()
 
@@ -305,7 +306,8 @@ def _cache(cached: Any) -> Any:
 
 
 def _parameter(parameter: Any) -> Any:
-    names = ("bound", "covariant", "contravariant", "infer_variance", "default")  # of those that its release has
+    # Each is present in this Python release or not.
+    names = ("bound", "covariant", "contravariant", "infer_variance", "default")
     options = {name: getattr(parameter, f"__{name}__") for name in names if hasattr(parameter, f"__{name}__")}
     constraints = getattr(parameter, "__constraints__", ())
     if hasattr(parameter, "has_default") and not parameter.has_default():
@@ -326,7 +328,7 @@ def _thing(thing: Any) -> Any:
 
 
 def _parametrised(cls: Any) -> tuple[Any, tuple[Any, ...]] | None:
-    """Return the generic class and the arguments that give this very class: pydantic's are noted, and cached."""
+    """Return the generic class and the arguments that give this very class: pydantic notes and caches both."""
     of = vars(cls).get("__pydantic_generic_metadata__")
     if not isinstance(of, dict) or not isinstance(of.get("origin"), type):
         return None
@@ -341,7 +343,7 @@ def _classes_in(args: Iterable[Any]) -> Iterator[type]:
 
 
 def _leads_to(function: FunctionType) -> bool:
-    """Return whether its name leads to a function: one that stays, and not one of many that a line makes."""
+    """Return whether a function's qualified name leads to this function, and not to a later one of the same name."""
     found: Any = sys.modules.get(function.__module__ or "")
     for part in function.__qualname__.split("."):
         found = getattr(found, part, None)
@@ -353,7 +355,7 @@ def _is_slot_of(cls: type, value: Any) -> bool:
 
 
 def reduce_module(module: types.ModuleType) -> Any:
-    """Return how to pickle a module: by name, also one of a class of its own, as those of torch's switches are."""
+    """Return the reduction of a module by name, also for module subclasses, such as torch's backend switches."""
     if (place := place_of(module)) is not None:
         return making.found_at, place
     if type(module) is types.ModuleType:
@@ -364,7 +366,7 @@ def reduce_module(module: types.ModuleType) -> Any:
 
 
 def _exception(error: BaseException) -> Any:
-    """As pickle would, but its class isn't called: its constructor may take other arguments than its `args`."""
+    """Reduce an exception without a call of the class: the constructor may take other arguments than `args`."""
     kind = type(error)
     base: Any = next(each for each in kind.__mro__ if not each.__flags__ & _HEAP)
     if base is kind or kind.__reduce__ is not base.__reduce__ or kind.__reduce_ex__ is not base.__reduce_ex__:

@@ -1,4 +1,4 @@
-"""Modules beside the script: the source that workers are answered with, and whether the driver's still say the same."""
+"""Ship modules beside the script as source to workers, and detect differences between driver and workers."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes)
 
 @attrs.frozen
 class Source:
-    """A module that lies beside the script, or in a folder of the project.
+    """A module beside the script, or in a folder of the project.
 
     Attributes:
-        text: What it says; empty for a package that only has a folder.
-        file: Where it lies on the driver's machine; None for such a package.
-        package: Whether it has modules of its own.
+        text: The source; empty for a namespace package.
+        file: The path on the driver's machine; None for a namespace package.
+        package: Whether the module is a package.
     """
 
     text: bytes
@@ -43,19 +43,19 @@ class Source:
 
 @attrs.frozen
 class Refused:
-    """A module that the driver has and that can't travel. `why` says so to whoever imports it."""
+    """A module of the driver that can't travel, with the reason for the import error."""
 
     why: str
 
 
 def is_shipped_with_python(name: str) -> bool:
-    """Return whether every worker has a module of its own by a name: the standard library's, and colocate's."""
+    """Return whether every worker has a module of this name anyway: from the standard library or colocate."""
     top = name.partition(".")[0]
     return top in sys.stdlib_module_names or top == "colocate" or top in MAINS
 
 
 def shadowing() -> dict[str, tuple[str, str]]:
-    """Return file and digest of modules that this process has in place of the standard library's: a `profile.py`."""
+    """Return file and digest of modules that shadow the standard library in this process, such as a `profile.py`."""
     names = [name for name in sys.stdlib_module_names if name not in MAINS and _shadows(name)]
     return contents({name: found for name in names if (found := look_up(name)) is not None})
 
@@ -66,10 +66,10 @@ def _shadows(name: str) -> bool:
 
 
 def answer(name: str) -> Mapping[str, Source | Refused]:
-    """Return what a worker gets that imports a module: its source, and that of all it will import in turn.
+    """Return the source of a module that a worker imports, and of all further modules in the import.
 
     Returns:
-        By name; empty when it isn't the driver's to give: it is installed, or isn't there.
+        By name; empty if the module is installed or doesn't exist.
     """
     found: dict[str, Source | Refused] = {}
     todo, seen, size = [name], set[str](), 0
@@ -92,14 +92,14 @@ def answer(name: str) -> Mapping[str, Source | Refused]:
 
 
 def look_up(name: str) -> Source | Refused | None:
-    """Return a module of the driver's that isn't installed; None where there is none."""
+    """Return a module of the driver that isn't installed; None if there is none."""
     module = sys.modules.get(name)
     spec = _spec_of(name, module)
     file: str | None = getattr(module, "__file__", None) or (
         spec.origin if spec is not None and spec.has_location else None
     )
     places = getattr(module, "__path__", None) or (spec.submodule_search_locations if spec is not None else None)
-    if file is None:  # a folder without an __init__.py, or a module that only stands above others
+    if file is None:  # a namespace package, or a mere parent of other modules
         if spec is not None and spec.origin in ("built-in", "frozen"):
             return None
         if places is None:
@@ -124,10 +124,10 @@ def look_up(name: str) -> Source | Refused | None:
 
 
 _texts: dict[str, tuple[ModuleSpec, bytes]] = {}
-"""What each imported module said when it was first asked for, by name, and the import that it belongs to.
+"""The source of each imported module at the first request, by name, with the spec of the import.
 
-Whatever was edited since, the workers of a restart get what the others have, as the driver goes on with what it has.
-A reload is another import, with a spec of its own.
+After an edit, restarted workers get the same source as the driver and the other workers. A reload is a new import with
+a new spec.
 """
 
 
@@ -144,7 +144,7 @@ def _spec_of(name: str, module: ModuleType | None) -> ModuleSpec | None:
             return None
     for finder in list(sys.meta_path):
         find = getattr(finder, "find_spec", None)
-        with suppress(KeyError):  # a folder without an __init__.py is found only where what is above it is imported
+        with suppress(KeyError):  # a namespace package is found only if its parent is imported
             spec: ModuleSpec | None = find(name, path, None) if find is not None else None
             if spec is not None:
                 return spec
@@ -164,11 +164,11 @@ def _text(name: str, file: str, spec: ModuleSpec | None) -> bytes | None:
 
 
 def _imported_by(name: str, source: Source) -> list[str]:
-    """Return the modules that a source names in its imports, wherever they stand in it, each behind those above it."""
+    """Return the modules that a source imports anywhere, each after all parent packages."""
     try:
-        # Not by `ast`: on Python 3.11 it fails when several threads use it at once, whichever of them.
+        # Not by `ast`: on Python 3.11 `ast` fails if several threads use it at once.
         code = compile(source.text, name, "exec", dont_inherit=True)
-    except (SyntaxError, ValueError):  # the import will say
+    except (SyntaxError, ValueError):  # the import will raise the error
         return []
     package = name if source.package else name.rpartition(".")[0]
     found: dict[str, None] = {}
@@ -179,12 +179,12 @@ def _imported_by(name: str, source: Source) -> list[str]:
 
 
 def _imports(code: CodeType, package: str) -> Iterator[str]:
-    """Yield the modules that code names in its imports; those that are names in a module, too."""
+    """Yield the modules that code imports, including names imported from a package."""
     for each in _with_inner(code):
         steps = [step for step in dis.get_instructions(each) if step.opname != "EXTENDED_ARG"]
         for level, names, step in zip(steps, steps[1:], steps[2:], strict=False):
             if step.opname == "IMPORT_NAME":
-                with suppress(ImportError):  # it goes above its package
+                with suppress(ImportError):  # a relative import beyond the top-level package
                     base = importlib.util.resolve_name("." * level.argval + step.argval, package or None)
                     yield base
                     yield from (f"{base}.{name}" for name in names.argval or () if name != "*")
@@ -201,7 +201,7 @@ def _with_inner(code: CodeType) -> Iterator[CodeType]:
 
 
 def digest(text: bytes) -> str:
-    """Return what tells contents apart."""
+    """Return the SHA-256 digest of a text."""
     return hashlib.sha256(text).hexdigest()
 
 
@@ -215,7 +215,7 @@ def contents(found: Mapping[str, Source | Refused]) -> dict[str, tuple[str, str]
 
 
 def other_content(there: Mapping[str, tuple[str, str]]) -> str | None:
-    """Return what is wrong with modules that a worker has imported already, if the driver has others of their names."""
+    """Compare imported modules with the other side's digests; return an error text for a difference, or None."""
     for name, (file, content) in there.items():
         if name in sys.modules and (here := _other_file(name, content)) is not None:
             return in_the_way(name, here, file)
@@ -223,13 +223,13 @@ def other_content(there: Mapping[str, tuple[str, str]]) -> str | None:
 
 
 def _other_file(name: str, content: str) -> str | None:
-    """Return the driver's file of a module, if it says something else than a digest."""
+    """Return this process's file of a module if the digest differs."""
     here = look_up(name)
     return here.file if isinstance(here, Source) and here.file is not None and digest(here.text) != content else None
 
 
 def in_the_way(name: str, here: str, there: str) -> str:
-    """Return what is said of the driver's file and the one that the worker has imported in its place."""
+    """Return the error text for two different files of one module, on the driver and on a worker."""
     return (
         f"module {name!r} of the driver ({here}) has other content than the one that the worker has imported already "
         f"({there}): rename one of them"
@@ -237,13 +237,13 @@ def in_the_way(name: str, here: str, there: str) -> str:
 
 
 class ShippedModules:
-    """What the workers of one group have got of the driver's modules.
+    """The modules of the driver that the workers of one group have received.
 
-    The driver may import such a module later, or once more: either makes it news, which calls look at once.
+    The driver may import such a module later, or again; calls then compare the contents.
 
     Attributes:
-        contents: File and digest of each, by name.
-        news: What the driver has begun to import since anybody looked: its own and others.
+        contents: File and digest by module name.
+        news: Names that the driver has begun to import since the last comparison, of any module.
     """
 
     def __init__(self, group: str, of_another: Mapping[str, tuple[str, str]] | None = None) -> None:
@@ -261,20 +261,20 @@ class ShippedModules:
             self.add(of_another)
 
     def add(self, found: Mapping[str, tuple[str, str]]) -> None:
-        """Note what the workers get; of what they have already they keep what that says."""
+        """Record modules that the workers receive; known modules keep their recorded contents."""
         for name, content in found.items():
             if self.contents.setdefault(name, content) is content:
                 self._seen[name] = _spec(name)
 
     def compare(self, line: tuple[str, int]) -> None:
-        """Look for modules that the driver has imported, or imported anew, since the workers have got them."""
+        """Warn of modules that the driver has imported again with other contents than the workers have."""
         self.refuse_late()
-        for name in list(self.news):  # several threads may look at once
+        for name in list(self.news):  # a copy: several threads may compare at once
             self.news.discard(name)
             spec = _spec(name)
             if name not in self.contents or spec is self._seen[name]:
                 continue
-            self._seen[name] = spec  # it is told once
+            self._seen[name] = spec  # to warn once
             if spec is not None and (file := _other_file(name, self.contents[name][1])) is not None:
                 text = (
                     f"the driver has imported module {name!r} anew ({file}), with other content than the workers of "
@@ -283,7 +283,7 @@ class ShippedModules:
                 warnings.warn_explicit(text, RuntimeWarning, *line)
 
     def refuse_late(self) -> None:
-        """Look for modules that this driver has imported late, and the workers have from a driver before it."""
+        """Raise if this driver has imported a module with other contents than an earlier driver gave to the workers."""
         for name in self.news & self._others:
             if self._seen[name] is None and (spec := _spec(name)) is not None:
                 if (file := _other_file(name, self.contents[name][1])) is not None:
@@ -293,10 +293,9 @@ class ShippedModules:
 
 
 class _Imports:
-    """Stands first among what finds modules, finds none, and tells all who have given some what is imported."""
+    """A finder at the head of `sys.meta_path` that finds nothing and records imported names in all `ShippedModules`."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
-        """Note a name."""
         for reference in _all.valuerefs():
             if (given := reference()) is not None:
                 given.news.add(name)
@@ -314,9 +313,9 @@ def _spec(name: str) -> Any:
 
 
 def rebound(classes: Iterable[type]) -> list[str]:
-    """Return, in words, the names that code of some roles uses and that the driver has set since it imported them.
+    """Describe module names that role code uses and that the driver has rebound since the import.
 
-    Looked at are names that a module's source binds once: to a plain value, or as a function or class.
+    Only names that a module's source binds once are compared: to a plain value, or as a function or class.
     """
     trees: dict[str, ast.Module] = {}
     used: set[str] = set()
@@ -328,7 +327,8 @@ def rebound(classes: Iterable[type]) -> list[str]:
             if root not in trees:
                 for name, source in answer(root).items():
                     if isinstance(source, Source) and name in sys.modules:
-                        with suppress(SyntaxError, ValueError):  # it has changed since its import: the workers will say
+                        # The source has changed since the import: workers will raise the error
+                        with suppress(SyntaxError, ValueError):
                             trees[name] = ast.parse(source.text)
     for node in (node for tree in trees.values() for node in ast.walk(tree)):
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
@@ -341,7 +341,7 @@ def rebound(classes: Iterable[type]) -> list[str]:
 
 
 def _roots(cls: type, codes: Iterable[CodeType]) -> Iterator[str]:
-    """Yield the modules that the workers import for a role: its own; for one of the script those that this names."""
+    """Yield the modules that workers import for a role: the role's own, or those named by a role of the script."""
     if not is_main(cls.__module__):
         yield cls.__module__
     elif (main := main_module()) is not None:
@@ -355,11 +355,11 @@ def _roots(cls: type, codes: Iterable[CodeType]) -> Iterator[str]:
 
 
 def _changed(module: str, tree: ast.Module) -> Iterator[tuple[str, str]]:
-    """Yield the names that aren't what their module's source says, each with what is told of it."""
+    """Yield the names with other values than in the module's source, each with a description."""
     bound: Counter[str] = Counter()
     for node in ast.walk(tree):
         if isinstance(node, ast.Global):
-            bound.update(node.names * 2)  # the module's own code sets it, at some time
+            bound.update(node.names * 2)  # the module's own code rebinds the name
     for top in tree.body:
         is_definition = isinstance(top, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
         for node in [top] if is_definition else ast.walk(top):
@@ -379,11 +379,11 @@ def _changed(module: str, tree: ast.Module) -> Iterator[tuple[str, str]]:
 
 
 def _says(node: ast.stmt) -> Iterator[tuple[str, Any]]:
-    """Yield what a statement at the top of a module binds: a plain value, or the statement that defines it."""
+    """Yield the bindings of a top-level statement: a plain value, or the defining statement."""
     if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.decorator_list:
         yield node.name, node
     elif isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
-        with suppress(ValueError):  # it isn't a literal
+        with suppress(ValueError):  # not a literal
             plain = ast.literal_eval(node.value)
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
             if type(plain) in _PLAIN:

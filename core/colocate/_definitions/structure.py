@@ -1,6 +1,6 @@
-"""Types whose owner says what their values consist of (`register_batch`): each walk opens them as it does a dict.
+"""Open values of registered types (`register_batch`) into leaves, as each tree walk opens a dict.
 
-So are they sent: as their leaves, of which the receiver makes a value.
+Such values are sent as leaves, and rebuilt by the receiver.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ Leaves: TypeAlias = dict[Any, Any] | list[Any] | tuple[Any, ...]
 
 @attrs.frozen
 class Structure:
-    """How values of a type are taken apart and made."""
+    """Functions that take apart and rebuild values of a type."""
 
     leaves: Callable[[Any], Any]
     rebuild: Callable[[Any, Any], Any]
 
     def open(self, value: Any) -> Leaves:
-        """Return what a value consists of: its very dict, list or tuple, or a dict of another mapping."""
+        """Return the leaves of a value: the given dict, list or tuple, or a converted mapping or sequence."""
         name = type(value).__qualname__
         try:
             found = self.leaves(value)
@@ -44,7 +44,7 @@ class Structure:
         )
 
     def make(self, kind: type, leaves: Leaves) -> Any:
-        """Return a value of a type that consists of these."""
+        """Rebuild a value of a type from leaves."""
         name = kind.__qualname__
         try:
             made = self.rebuild(kind, leaves)
@@ -62,24 +62,24 @@ _structures: dict[type, Structure | None] = {}
 
 
 def note(kind: type, structure: Structure | None) -> None:
-    """Have a type, and its subclasses but for those that are noted themselves, be opened so; None: not at all."""
+    """Register the structure of a type, which subclasses inherit; None to keep a type closed."""
     _structures[kind] = structure
 
 
 @by_type
 def structure_of(kind: type) -> Structure | None:
-    """Return how values of a type are opened; None where nobody has said so."""
+    """Return the structure of a type or of the nearest registered base; None if there is none."""
     return next((_structures[base] for base in kind.__mro__ if base in _structures), None)
 
 
 def named(leaves: Leaves) -> Iterator[tuple[str, Any]]:
-    """Give leaves with how each is reached, as a user would say it."""
+    """Return pairs of a path, in Python syntax, and a leaf."""
     pairs = leaves.items() if isinstance(leaves, dict) else enumerate(leaves)
     return ((f"[{key!r}]", each) for key, each in pairs)
 
 
 def arrived(kind: type, leaves: Leaves) -> Any:
-    """Return the value that was sent as its leaves."""
+    """Rebuild a value that was sent as leaves."""
     structure = structure_of(kind)
     if structure is None:
         raise DispatchError(
