@@ -1,1 +1,1 @@
-"""What runs inside a slot; the same for every executor."""
+"""Code that runs inside a slot; the same for every executor."""

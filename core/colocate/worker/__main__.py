@@ -1,4 +1,4 @@
-"""Entry point of worker processes, and of the template that workers are forks of."""
+"""Entry point of worker processes, and of the template of which workers are forks."""
 
 import sys
 
@@ -7,17 +7,17 @@ from colocate.worker.birth.supervisor import supervise
 if sys.argv[1] == "forks":
     from colocate.worker.birth.template import Template
 
-    Template().run()  # it returns in each worker, with the worker's arguments
+    Template().run()  # returns in each fork, with the worker's arguments
 
 
 def leave_signals() -> None:
-    """Begin as a worker, before a signal comes."""
+    """Set the worker's signal handling, before a signal arrives."""
     from colocate.worker.birth.signals import leave_to_the_driver
 
     leave_to_the_driver()
 
 
-supervise(int(sys.argv[2]), leave_signals)  # first: whatever is imported before is in the supervisors' memory too
+supervise(int(sys.argv[2]), leave_signals)  # first: earlier imports would take memory in the supervisors, too
 
 from colocate.worker.birth.ending import end  # noqa: E402
 from colocate.worker.birth.main import main  # noqa: E402

@@ -1,4 +1,4 @@
-"""Background roles: each has a lane of its own in its worker, and what concerns all lanes finds them standing still."""
+"""Background roles: each has a lane in the worker; calls that concern all lanes wait until all lanes stand still."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 
 class Background:
-    """A role's lane, and what it computes with there: on a GPU that is a stream of its own.
+    """Lane of a background role, with device state and torch settings for that thread: on a GPU, a separate stream.
 
-    What torch has set for a whole process is left to the roles of the main lane.
+    Torch's process-wide settings are left to the roles of the main lane.
     """
 
     runner: Runner
@@ -36,7 +36,7 @@ class Background:
         on_held: Callable[[int, int], None],
         on_broken: Callable[[BaseException], None],
     ) -> None:
-        """Start its thread. Args: role: Its name. boot, scope: Its worker's. on_held, on_broken: See `Lane`."""
+        """Start the lane's thread. Args: role: The name. boot, scope: The worker's. on_held, on_broken: See `Lane`."""
         self.device = Device(boot.device, in_process=True)
         self.setting = Setting(boot.device, in_process=True, leaves=self.device.leaves, own_stream=True)
         self.lane = Lane(
@@ -48,14 +48,14 @@ class Background:
         )
 
     def keeps(self) -> bool:
-        """Whether the call that runs is to stop at its next pause point."""
+        """Return whether the running call should stop at the next pause point."""
         return self.lane.keeps()
 
     def pause_point(self, call: CallState) -> None:
-        """Stop a call that isn't async while its lane is paused, unless nobody waits for it any more.
+        """Stop a sync call while the lane is paused, unless nobody waits for the call any more.
 
         Raises:
-            ColocateError: It isn't called where a call can stop.
+            ColocateError: The calling code is async, or on another thread.
         """
         if not self.lane.keeps():
             return
@@ -67,14 +67,14 @@ class Background:
         self.rest(work, lambda: True, lambda: work.cancelled)
 
     def rest(self, work: Work, may_go_on: Callable[[], bool], is_over: Callable[[], bool]) -> None:
-        """Wait amid a call that isn't async until it may go on, and its lane isn't paused; or until it is over."""
+        """Block a sync call until the condition holds and the lane isn't paused, or until the call is over."""
         if (may_go_on() and not self.lane.keeps()) or is_over():
             return
-        self.device.end(work.label)  # what it has begun there is done before another lane uses it
+        self.device.end(work.label)  # the call's device work is done before another lane uses the device
         self.lane.rest_here(work, lambda: (may_go_on() and not self.lane.keeps()) or is_over())
 
     async def async_pause_point(self, call: CallState) -> None:
-        """As `pause_point`, of an async call: those beside it go on to their own."""
+        """Wait like `pause_point`, in an async call; concurrent calls go on to their own pause points."""
         work = self._work(call)
         while self.lane.keeps() and not work.cancelled:
             self.device.end(work.label)
@@ -82,7 +82,7 @@ class Background:
 
     @contextlib.asynccontextmanager
     async def resting(self, call: CallState) -> AsyncIterator[None]:
-        """A block that counts as a pause point of an async call, which only waits in it."""
+        """Return a block that counts as a pause point of an async call, which only waits inside."""
         work = self._work(call)
         self.device.end(work.label)
         with self.lane.resting(work):
@@ -97,16 +97,16 @@ class Background:
 
 
 class LaneBarrier:
-    """The background lanes of a worker stand still at one place in their orders, while the main lane does a call."""
+    """Barrier for the background lanes: all stop at one place in the order while the main lane runs a call."""
 
     def __init__(self, seq: int, label: str, lanes: Sequence[Lane], news: threading.Condition, scope: Scope) -> None:
-        """Have lanes come to it.
+        """Queue the barrier on all lanes.
 
         Args:
             seq: The call's number.
-            label: What it is.
-            lanes: The lanes but the main one.
-            news: Told when something changes here, or in the scope.
+            label: The call's label.
+            lanes: The background lanes.
+            news: Notified of changes of this barrier and the scope.
             scope: Says whether the call may wait.
         """
         self._seq, self._lanes, self._missing, self._is_over = seq, lanes, len(lanes), False
@@ -122,13 +122,13 @@ class LaneBarrier:
         return True
 
     def wait(self) -> bool:
-        """Wait on the main lane until all others stand; False where the call mustn't wait, or not any longer."""
+        """Wait on the main lane until all others stand still; False if the call mustn't wait, or no longer."""
         with self._news:
             self._news.wait_for(lambda: not self._missing or self._scope.why(self._seq) is not None)
             return not self._missing
 
     def end(self) -> None:
-        """Have them go on: the call is over, or won't be."""
+        """Release the lanes: the call is over, or won't run."""
         self._is_over = True
         for lane in self._lanes:
             lane.look_around()

@@ -1,4 +1,4 @@
-"""`WorkerContext`: a worker as the parts of it know it."""
+"""`WorkerContext`: the worker as roles, features and lanes see the process."""
 
 from __future__ import annotations
 
@@ -39,37 +39,37 @@ if TYPE_CHECKING:
     from colocate.worker.residents.peers import Peers
 
 _OF_CODE = (questions.Missing, questions.Source, questions.Compare)
-_CAUSE_EVERY_S = 0.01  # how often features are asked whether the cause of a failure is known
+_CAUSE_EVERY_S = 0.01  # interval of the question to features whether the cause of a failure is known
 
 
 Send: TypeAlias = Callable[[Any, Any], None]
-"""Of a head, or within one process of the message itself, and the body."""
+"""Sends a head (within one process, the message itself) and a body."""
 
 
 class WorkerContext(abc.ABC):
-    """What the parts of a worker share: its roles, what they keep, and what they ask the driver.
+    """State shared by the parts of a worker: roles, residents, and questions to the driver.
 
     Attributes:
-        boot: Who it is.
+        boot: The worker's boot message.
         in_process: Whether the other workers are threads of this process.
-        store: What it keeps.
-        roles: Those of its slot, by what messages call them.
-        scope: Which calls may wait for others.
-        device: What its slot computes on.
-        setting: What makes torch's settings.
-        lane: Where role code runs, but for that of background roles.
-        empty: The bytes that its process had before the first role; None where that is the driver's.
-        slots: How many slots its group has.
-        collective_timeout: Seconds that an operation of a process group may take.
-        looking: Held by who looks at what roles hold beside the lane, and so keeps what a role lets go of.
-        codec: How values travel.
-        instances: Its roles by name, as their contexts know each other.
-        definitions: What it and its driver know of each other's classes and functions.
-        background: Those of their lanes, by role.
-        peers: How it gets at other workers' residents.
-        recent: When its roles were busy; None where nobody but the driver asks, who knows.
-        parts: The halves of features that are there, by the names of these.
-        begins: Of these halves `begins`, where they have one of their own; the others likewise.
+        store: The worker's residents.
+        roles: The roles of the slot, by their names in messages.
+        scope: Which calls may wait for other ranks.
+        device: The slot's device.
+        setting: Reads and sets torch's settings.
+        lane: The main lane, which runs all role code except that of background roles.
+        empty: Bytes of the process before the first role; None if the process is the driver's.
+        slots: Number of slots of the group.
+        collective_timeout: Timeout of a process group's operations, in seconds.
+        looking: Lock held by a look at roles' objects off the lane, which keeps dropped objects alive.
+        codec: Serializes values.
+        instances: Role instances by name, for `ctx.sibling`.
+        definitions: Classes and functions known to the worker and its driver.
+        background: Background lanes, by role.
+        peers: Access to other workers' residents.
+        recent: Busy times of roles; None if only the driver asks, which has its own record.
+        parts: The worker's halves of features, by feature.
+        begins: The `begins` methods of all halves that override this hook; the other tuples likewise.
     """
 
     lane: Lane
@@ -102,35 +102,35 @@ class WorkerContext(abc.ABC):
         self._questions: Requests[None, Any] = Requests()
         self.looking = threading.Lock()
         self.scope.ends(lambda concerns, reason: self._questions.fail_those(concerns, lambda: Consequence(reason)))
-        self._making = threading.RLock()  # held while a half of a feature is made
+        self._making = threading.RLock()  # held while a feature's half is made
         self.background: dict[str, Background] = {}
         self.instances: dict[str, object] = {}
         self.definitions = Definitions(self.ask, self.say, in_process)
         self.scope.ends(self._end_peers)
 
     def why_not(self) -> str | None:
-        """Why the call that asks mustn't wait for another worker; None when it may."""
+        """Return the reason why the current call mustn't wait for another worker; None if the call may."""
         return self.scope.why(self.asking())
 
     def asking(self) -> int | None:
-        """The number of the call that asks; a thread that a role has started asks for the one that runs."""
+        """Return the number of the current call; for a thread that a role has started, of the last running call."""
         state = running_call.get()
         return state.seq if state is not None else max(list(self.lane.running), default=None)
 
     def say(self, message: Message, body: Any = None) -> None:
-        """Tell the driver something; in order, from any thread."""
+        """Send a message to the driver, in order; from any thread."""
         self._send(message if self.in_process else message.head(), body)
 
     def ask(self, question: Message, apart: bool = False) -> Any:
-        """Ask the driver something and wait; ColocateError says its refusal, or what broke the wait.
+        """Ask the driver a question and wait for the answer; ColocateError reports a refusal, or a broken wait.
 
         Args:
             question: The question.
-            apart: It isn't asked for any call: only the end of the worker breaks the wait.
+            apart: Whether the question belongs to no call: then only the worker's end breaks the wait.
         """
         seq = -1 if apart else self.asking()
         if seq == 0 and isinstance(question, _OF_CODE):
-            seq = -1  # roles are constructed also when another rank's can't be, which has no part in this answer
+            seq = -1  # independent of calls: roles are constructed even if another rank's construction has failed
         request = self._questions.open([None], seq or 0)
         reason = self.scope.why(seq)
         if reason is not None:
@@ -141,14 +141,14 @@ class WorkerContext(abc.ABC):
         return request.result()[0]
 
     def tell(self, question: Message) -> None:
-        """Tell the driver something by a question, the answer to which isn't waited for. From any thread."""
+        """Send the driver a question, and ignore the answer. From any thread."""
         self.say(from_worker.Ask(self._questions.open([None], -1).token, question))
 
     def part(self, name: str) -> OfWorker:
-        """Return this worker's half of a feature, which is made when it is first asked for.
+        """Return this worker's half of a feature, made at the first use.
 
         Raises:
-            CapabilityError: There is no such feature here.
+            CapabilityError: This worker has no such feature.
         """
         found = self.parts.get(name)
         if found is not None:
@@ -162,19 +162,19 @@ class WorkerContext(abc.ABC):
             return found
 
     def list_hooks(self) -> None:
-        """List what is asked per call of all halves: of those whose class overrides it, or that do so for a while."""
+        """Rebuild the tuples of per-call hooks, from the halves that override a hook in a class or an instance."""
         self.enters, self.leaves = self._own("enters"), self._own("leaves")
         self.begins, self.reaches = self._own("begins"), self._own("reached")
         self.ends, self.blames, self.rans = self._own("ended"), self._own("blamed"), self._own("ran")
         self.awaits, self.finishes = self._own("awaits_cause"), self._own("finished")
 
     def _own(self, name: str) -> tuple[Callable[..., Any], ...]:
-        """Return a method of all halves that override it."""
+        """Return a hook's methods of all halves that override the hook."""
         found = [getattr(part, name) for part in self.parts.values()]
         return tuple(each for each in found if getattr(each, "__func__", each) is not getattr(OfWorker, name))
 
     def blamed(self, error: BaseException, role: str | None, row: RowState | None = None) -> BaseException:
-        """Return what is the cause of a failure in role code, as features know it."""
+        """Return the cause of a failure in role code, as far as features know."""
         for name in features.followers():
             self.part(name)
         for blames in self.blames:
@@ -182,13 +182,16 @@ class WorkerContext(abc.ABC):
         return error
 
     def wait_for_cause(self, error: BaseException, role: str | None) -> None:
-        """Wait until `blamed` can tell the cause of a failure, where nothing else can run meanwhile."""
+        """Block until `blamed` can tell the cause of a failure, when nothing else can run meanwhile."""
         start = time.monotonic()
         while any(awaits(error, role, None, time.monotonic() - start, True) for awaits in self.awaits):
             time.sleep(_CAUSE_EVERY_S)
 
     async def await_cause(self, error: BaseException, role: str | None, row: RowState | None = None) -> None:
-        """Wait for the cause in an event loop while other calls and rows go on. A cancellation ends the wait."""
+        """Wait for the cause of a failure in an event loop while other calls and rows go on.
+
+        A cancellation ends the wait.
+        """
         if not self.awaits:
             return
         import asyncio  # the caller has imported asyncio already
@@ -199,61 +202,61 @@ class WorkerContext(abc.ABC):
                 await asyncio.sleep(_CAUSE_EVERY_S)
 
     def told(self, says: Callable[[OfWorker], Any]) -> dict[str, Any]:
-        """Return what features say to their halves in the driver, by their names."""
+        """Collect reports from all features for their halves in the driver, by feature name."""
         return {name: plain for name, part in self.parts.items() if (plain := says(part)) is not None}
 
     def is_consequence(self) -> bool:
-        """Return whether what fails on the main lane now may be the consequence of another rank's failure."""
+        """Return whether a failure on the main lane may follow from another rank's failure."""
         return any(part.is_consequence() for part in self.parts.values())
 
     def left(self, seq: int) -> None:
-        """Hear that a call is over, however it has ended."""
+        """Call the features' `leaves` at the end of a call, successful or not."""
         for leaves in self.leaves:
             leaves(seq)
 
     def ran(self, role: str | None, label: str, kept: Mapping[str, Any] | None = None) -> None:
-        """Have features refuse what role code has made; see `OfWorker.ran`."""
+        """Check a result of role code with all features, which may raise; see `OfWorker.ran`."""
         for ran in self.rans:
             ran(role, label, kept)
 
     def changed(self, role: str | None) -> None:
-        """Tell features that what a role holds may have changed; None for any of them."""
+        """Notify features that a role's memory may have changed; None for any role."""
         for part in self.parts.values():
             part.changed(role)
 
     def constructing(self, role: str) -> ExitStack:
-        """Enter what features have around a role's construction, for a `with` to leave."""
+        """Enter the features' blocks around a role's construction; the caller leaves the stack."""
         return entered(part.constructing(role) for part in self.parts.values())
 
     def making(self, role: str, plains: Mapping[str, Any]) -> ExitStack:
-        """Enter what features have around a role's constructor; see `constructing`."""
+        """Enter the features' blocks around a role's constructor; see `constructing`."""
         names = [*{**self.parts, **plains}]
         return entered(self.part(name).making(role, plains.get(name)) for name in names)
 
     def awake(self, role: RoleInstance, why: str) -> ExitStack:
-        """Have all memory of a role be there in a block; see `constructing`."""
+        """Enter the features' blocks that keep all memory of a role on the device; see `constructing`."""
         return entered(part.awake(role, why) for part in self.parts.values())
 
     def have_awake(self, role: str, tags: Sequence[str]) -> None:
-        """Have such memory of a role be there until what runs is over, or refuse that.
+        """Wake parts of a role's memory until the running call is over.
 
         Raises:
-            ColocateError: It can't be.
+            ColocateError: The memory can't be had.
         """
         for part in self.parts.values():
             part.have_awake(role, tags)
 
     def who_has_what(self) -> str:
-        """Return who has how much memory, as a note to an error says it; by the feature "memory"."""
+        """Return the memory of each role as a note for an error, from the feature "memory"."""
         found: str = self.part("memory").words()  # type: ignore[attr-defined]
         return found
 
     def reach(self, asking: Context, name: str, tags: Sequence[str] = tuple(TAGS)) -> None:
-        """Hear that role code with a context wants a role's object, with that of its memory: it is awake then.
+        """Wake a sibling role before role code gets the role's object.
 
         Raises:
-            ConfigError: There is no such memory.
-            ColocateError: It can't be had, as a feature says.
+            ConfigError: A tag is unknown.
+            ColocateError: A feature refuses.
         """
         if unknown := [tag for tag in tags if tag not in TAGS]:
             raise ConfigError(f"awake names {unknown[0]!r}; a role's memory is of {', '.join(TAGS)}")
@@ -264,7 +267,7 @@ class WorkerContext(abc.ABC):
 
     @property
     def moves_tensors(self) -> bool:
-        """Whether tensors that arrive may be elsewhere than on the slot's device."""
+        """Whether tensors may arrive on another device than the slot's."""
         return self.boot.device != "cpu" or bool(self.in_process and imported("torch") and in_use(KIND.device))
 
     @property
@@ -273,12 +276,12 @@ class WorkerContext(abc.ABC):
         return [self.lane, *(each.lane for each in list(self.background.values()))]
 
     def lane_for(self, role: Any) -> Lane:
-        """The lane on which a role's code runs; of functions, the main one."""
+        """Return the lane for a role's code; for functions, the main one."""
         found = self.background.get(role) if self.background else None
         return self.lane if found is None else found.lane
 
     def _lane_of(self, seq: int) -> str:
-        """Of which role's own lane a call that runs is; "" where it is of the main one."""
+        """Return the background role whose lane runs a call; "" for the main lane."""
         for name, each in self.background.items():
             if (work := each.lane.running.get(seq)) is not None and not work.stands:
                 return name
@@ -289,20 +292,20 @@ class WorkerContext(abc.ABC):
             self.peers.abort(reason)
 
     def say_result(self, message: Message, body: Any, label: str) -> None:
-        """Tell the driver something with what a method has returned.
+        """Send the driver a message with a method's result.
 
         Raises:
-            SerializationError: This process has no descriptor, or no memory, to send it.
+            SerializationError: This process has no descriptor, or no memory, for the send.
         """
         try:
             self.say(message, body)
-        except OSError as error:  # which isn't the method's fault
+        except OSError as error:  # an error of the system, not of the method
             raise SerializationError(
                 f"the result of {label} can't be sent: {error.strerror or error}", argument="result"
             ) from error
 
     def packed(self, result: Any, label: str, wait: bool = False) -> Any:
-        """Return a role's result as it travels; a SerializationError names the method. `wait`: see `tell`."""
+        """Serialize a role's result; a SerializationError names the method. `wait`: see `Definitions.tell`."""
         pack = partial(self.codec.pack_named, result, "result", f"the result of {label}")
         if not self.device.is_gpu or threading.current_thread() in [lane.thread for lane in self.lanes]:
             body = pack()
@@ -314,15 +317,15 @@ class WorkerContext(abc.ABC):
 
     @abc.abstractmethod
     def broken(self, reason: str, log_tail: str = "") -> None:
-        """Leave, being of no use any more. Its group fails of that at once instead of waiting."""
+        """Report this worker as broken and close the lanes, so that the group fails at once instead of waiting."""
 
     def report(self, ctx: Context, done: int, total: int | None) -> None:
-        """A role's progress."""
+        """Report a role's progress."""
         self.say(from_worker.Progress(ctx.role, _plain(done), None if total is None else _plain(total)))
 
 
 def entered(blocks: Iterable[AbstractContextManager[object]]) -> ExitStack:
-    """Enter blocks, and return what leaves them."""
+    """Enter blocks, and return the stack that leaves them."""
     with ExitStack() as stack:
         for block in blocks:
             stack.enter_context(block)
@@ -330,16 +333,16 @@ def entered(blocks: Iterable[AbstractContextManager[object]]) -> ExitStack:
 
 
 def _plain(number: Any) -> int | float:
-    """A number as the driver can take it up: without whatever class the role has for it."""
+    """Return a plain number for the driver, whatever class the role uses."""
     return float(number) if isinstance(number, float) else operator.index(number)
 
 
 def named(worker_context: WorkerContext) -> dict[str, RoleInstance]:
-    """Return the roles of a worker by name, without what functions run in; on any thread."""
+    """Return the roles of a worker by name, without the one that runs functions; on any thread."""
     return {role.name: role for role in list(worker_context.roles.values()) if role.name is not None}
 
 
 def beside(worker_context: WorkerContext, name: str | None = None) -> list[object]:
-    """Return the objects that aren't looked into with those of one role: the other roles', and what it sets apart."""
+    """Return the objects left out of a search in one role: other roles' instances, and the role's `apart`."""
     found = [role.instance for each, role in named(worker_context).items() if each != name]
     return found if name is None else [*found, *worker_context.roles[name].apart()]

@@ -1,4 +1,4 @@
-"""The device of a slot, where it works on its own time: torch's calls return before their work there is done.
+"""The device of a slot, which works asynchronously: torch's calls return before the device is done.
 
 A call of a role has ended when its work there has. So an error of the device is that of the call that has caused it,
 what a call has kept is complete for whoever uses it, on whatever stream, and how long a call took is how long the
@@ -24,57 +24,57 @@ from colocate.worker.holdings import Storages
 
 
 class Device:
-    """A slot's device, on the lane.
+    """Device of a slot, as the lane uses it.
 
     Attributes:
-        is_gpu: Whether it is one; the host works on nobody's own time.
-        peaks: What methods have had at most of the device's memory while they ran, beyond what was there when they
-            began, in bytes: by role and method. None where nobody knows: on the host, where slots are threads (torch
-            has one account for them), and where another allocator is in the place of torch's.
+        is_gpu: Whether the device works asynchronously, unlike the host.
+        peaks: Peak bytes of the device's memory per role and method, above the bytes at the method's start. None when
+            unknown: on the host, with slots on threads (torch has one account for all), and with another allocator in
+            place of torch's.
     """
 
     def __init__(self, name: str, in_process: bool) -> None:
-        """Args: name: As torch calls it. in_process: Whether slots are threads."""
+        """Args: name: The device, in torch's notation. in_process: Whether slots are threads."""
         self._name = name
         self.is_gpu = name != "cpu"
-        self._starts: list[int] = []  # of memory that isn't the allocator's to give to others
+        self._starts: list[int] = []  # starts of segments that the allocator has reserved for a private pool
         self._stops: list[int] = []
         self._reserved: object = None
         self._side = SideStream(name)
-        self._is_known = True  # whether what runs is all that has taken memory since `begin`
-        self._left: list[Any] = []  # streams on which roles may have begun something
+        self._is_known = True  # whether only the running call has allocated memory since `begin`
+        self._left: list[Any] = []  # streams on which roles may have begun work
         self.peaks: dict[str, int] | None = None if name == "cpu" or in_process else {}
 
     def leaves(self, stream: Any) -> None:
-        """A stream isn't the lane's current one any more: the call's end waits for what its role has begun there."""
+        """Record a stream that is no longer the lane's current one: the end of the call waits for the stream's work."""
         if stream not in self._left:
             self._left.append(stream)
 
     def begin(self) -> int | None:
-        """A call begins: the bytes that torch has allocated on the device; None where nobody knows whose they are."""
+        """Begin a call: return the bytes that torch has allocated on the device; None when unknown."""
         if self.peaks is None or (module := in_use(self._name)) is None:
             return None
         self._is_known = True
         try:
             module.reset_peak_memory_stats(self._name)
             return int(_allocated(module, self._name)["current"])
-        except RuntimeError:  # somebody has put an allocator in the place of torch's, which keeps no such books
+        except RuntimeError:  # another allocator, without such statistics, is in place of torch's
             self.peaks = None
             return None
 
     def forget(self) -> None:
-        """Amid a call other memory comes: what the call itself has had at most, nobody will know."""
+        """Mark the running call's peak as unknown, because other memory arrives meanwhile."""
         self._is_known = False
 
     def end(self, label: str, before: int | None = None) -> None:
-        """A method has returned: wait for what it has the device do.
+        """Wait for a method's work on the device.
 
         Args:
             label: The role and method.
-            before: What `begin` said when it began; None where something else may have run beside it.
+            before: The result of `begin`; None if other code may have run concurrently.
 
         Raises:
-            RuntimeError: The device says that something was wrong with that.
+            RuntimeError: The work on the device has failed.
         """
         if not self.is_gpu or (module := in_use(self._name)) is None:
             return
@@ -91,12 +91,12 @@ class Device:
             self.peaks[label] = max(self.peaks.get(label, 0), peak)
 
     def why_lost(self) -> str | None:
-        """A call has failed: wait for what it had begun. Why the process can't use the device any more, if it can't."""
+        """Wait for a failed call's work; return the reason if the process can't use the device any more."""
         module = in_use(self._name)
         if module is None:
             return None
         said: RuntimeError | None = None
-        for _ in range(2):  # what goes wrong in one piece of work is told once; a context that is lost says so for ever
+        for _ in range(2):  # a failed piece of work is reported once; a lost context reports every time
             try:
                 self._settle(module)
             except RuntimeError as error:
@@ -106,16 +106,16 @@ class Device:
         return f"this process can't use {self._name} any more: {said}"
 
     def _settle(self, module: Any) -> None:
-        """Wait for what was begun on the thread's current stream, and on those that were it."""
+        """Wait for the current stream, and for streams that were current before."""
         while self._left:
             self._left.pop().synchronize()
         module.current_stream(self._name).synchronize()
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
-        """A block, off the lane, in which what is complete is copied: it doesn't wait for what the lane computes.
+        """Return a block, off the lane, for copies of complete values, which don't wait for the lane's computation.
 
-        Nor has it to do with what a role captures there.
+        A role's graph capture on the lane isn't disturbed.
         """
         module = in_use(self._name)
         if module is None:
@@ -125,19 +125,19 @@ class Device:
             yield
 
     def lends(self, tensor: Any) -> bool:
-        """Whether a tensor lies in memory that is written into without torch's noticing: a CUDA graph's.
+        """Return whether a tensor lies in memory that a CUDA graph may overwrite without torch's noticing.
 
-        Such a graph has a pool of memory to itself, and its outputs are there; a replay changes them. Where torch's
-        allocator doesn't tell its pools apart, any tensor may be one of them.
+        A graph has a private memory pool with its outputs; a replay overwrites these. If torch's allocator doesn't tell
+        its pools apart, any tensor may be an output.
         """
         if tensor.device.type == "cpu":
             return False
-        pieces = Storages()  # a sparse or a jagged one has none itself
+        pieces = Storages()  # a sparse or a jagged tensor has no storage itself
         pieces.add_tensor(tensor, imported("torch"))
         return any(self.is_private(address) for addresses in pieces.values() for address in addresses)
 
     def is_private(self, address: int) -> bool:
-        """Whether an address of the device is in memory that torch has for somebody alone: a CUDA graph, say."""
+        """Return whether an address is in a private pool of the device's allocator, a CUDA graph's, say."""
         module = in_use(self._name)
         if module is None or not hasattr(module, "memory_snapshot"):
             return False
@@ -147,14 +147,14 @@ class Device:
 
     def _look(self, module: Any) -> None:
         try:
-            # Not the number of segments: those that expand aren't counted.
+            # The number of segments would miss segments that expand.
             reserved = module.memory_stats_as_nested_dict(self._name)["reserved_bytes"]["all"]
             seen = reserved["allocated"], reserved["freed"]
-            if seen == self._reserved:  # a look takes as long as a call, or longer
+            if seen == self._reserved:  # a memory snapshot takes as long as a call, or longer
                 return
             self._reserved = seen
             found = module.memory_snapshot()
-        except RuntimeError:  # by cudaMallocAsync, say, or by no allocator of torch's: any of it may be a graph's
+        except RuntimeError:  # by cudaMallocAsync, say, or a foreign allocator: any memory may be a graph's
             self._starts, self._stops = [0], [1 << 64]
             return
         private = sorted(
@@ -166,5 +166,5 @@ class Device:
 
 
 def _allocated(module: Any, device: str) -> Any:
-    # Not `memory_allocated`, which sorts all that there is to be known into one table first.
+    # `memory_allocated` would first sort all statistics into one table.
     return module.memory_stats_as_nested_dict(device)["allocated_bytes"]["all"]

@@ -1,7 +1,7 @@
-"""`OfWorker`: what a feature does of a worker. Each method here is a place at which the kernel asks the features.
+"""`OfWorker`: the worker's half of a feature. Each method here is a hook that the worker's core calls.
 
-A half is made when the worker first needs it, and is there until the worker ends. The kernel asks per call only those
-that override what it asks (`WorkerContext.part`): where there are none, that costs a truth test.
+A half is made when the worker first needs it, and exists until the worker ends. Hooks of every call run only in halves
+that override them (`WorkerContext.part`): without any, a call costs a truth test.
 """
 
 from __future__ import annotations
@@ -26,72 +26,72 @@ NO_BYTES: Mapping[str, int] = MappingProxyType({})
 
 
 class OfWorker:
-    """The half of a feature that belongs to a worker.
+    """Base class of a feature's half in a worker.
 
-    What a feature keeps of one role lies in `role.parts`, by the feature's name.
+    A feature keeps the state of one role in `role.parts`, by the feature's name.
 
     Attributes:
-        calls: The feature's calls on whole workers, by what these say; `self` of their functions is this half.
+        calls: The feature's calls on whole workers, by their names in messages; `self` of these methods is this half.
     """
 
     calls: ClassVar[Mapping[str, MethodSpec]] = MappingProxyType({})
 
     def __init_subclass__(cls, calls: Mapping[str, str] = NO_CALLS) -> None:
-        """Args: calls: Which method each of the feature's calls on whole workers runs."""
+        """Args: calls: Maps the feature's calls on whole workers to methods."""
         cls.calls = {said: cls.__dict__[name].spec for said, name in calls.items()}
 
     def __init__(self, worker_context: Any) -> None:
-        """Args: worker_context: The worker (`WorkerContext`)."""
+        """Args: worker_context: The worker's `WorkerContext`."""
 
     def heard(self, message: Message, body: Any) -> None:
-        """Take one of the feature's messages. On the receiving thread: nothing waits here, nor runs role code."""
+        """Handle a message of the feature. On the receiving thread: waits and role code are forbidden."""
         raise AssertionError(message)
 
     def given(self, plain: Any) -> None:
-        """Hear, before any role is constructed, what the group's half says (`OfGroup.gives`). On the lane.
+        """Handle the group half's settings (`OfGroup.gives`), before any role is constructed. On the lane.
 
         Raises:
-            ColocateError: This worker can't do it.
+            ColocateError: This worker can't comply.
         """
 
     # -- roles
 
     def stands_in(self, role: str, cls: type, plain: Any) -> object | None:
-        """Return an object that stands in for a role's, which isn't constructed then; None where nothing does.
+        """Return a substitute for a role, which then isn't constructed; None for no substitute.
 
-        Asked of those halves that are told something of the role (`OfGroup.builds`): that is `plain`. Of such a role no
-        other half is told anything.
+        Called for halves with settings for the role (`OfGroup.builds`), passed as `plain`. Other halves get no settings
+        of a substituted role.
 
         Raises:
-            ColocateError: Nothing can.
+            ColocateError: No substitute is possible.
         """
         return None
 
     def constructing(self, role: str) -> AbstractContextManager[object]:
-        """Return a block in which a role is constructed, from the arguments on."""
+        """Return a block around a role's construction, from the unpacking of arguments on."""
         return nullcontext()
 
     def making(self, role: str, plain: Any) -> AbstractContextManager[object]:
-        """Return a block in which a role's constructor runs, and nothing else; `plain` as of `built`."""
+        """Return a block around a role's constructor alone; `plain` as for `built`."""
         return nullcontext()
 
     def built(self, role: RoleInstance, plain: Any) -> None:
-        """Hear that a role was constructed; `plain` is what the group's half said of it (`OfGroup.builds`)."""
+        """Handle the construction of a role; `plain`: the group half's settings for the role (`OfGroup.builds`)."""
 
     def starts(self, role: RoleInstance, plain: Any) -> None:
-        """Have a role begin as the group's half says (`OfGroup.starts`), when all of its worker are constructed."""
+        """Start a role with the group half's settings (`OfGroup.starts`), after all roles here are constructed."""
 
     def closed(self, role: str) -> None:
-        """Hear that a role has closed: end what it has of this feature."""
+        """Release this feature's state of a closed role."""
 
     def saved(self, role: RoleInstance) -> str | None:
-        """Return what a checkpoint keeps of a role; None for nothing."""
+        """Return a role's state for a checkpoint; None for nothing."""
         return None
 
     def restored(self, role: RoleInstance, told: str | None, by_role: bool) -> None:
-        """Have a role go on from what `saved` had returned; `by_role`: whether it has restored its own state.
+        """Restore a role from the result of `saved`; `by_role`: whether the role has restored the state already.
 
-        Asked of all halves that are there, and of those of which the checkpoint has something: else `told` is None.
+        Called for all existing halves, and for halves with state in the checkpoint; otherwise `told` is None.
         """
 
     def arriving(
@@ -101,169 +101,169 @@ class OfWorker:
         return weights
 
     def awake(self, role: RoleInstance, why: str) -> AbstractContextManager[object]:
-        """Return a block in which all memory of a role is there; what it holds may change."""
+        """Return a block in which all memory of a role is awake; the role's tensors may change."""
         return nullcontext()
 
     def have_awake(self, role: str, tags: Sequence[str]) -> None:
-        """Have such memory of a role be there until what runs is over.
+        """Wake parts of a role's memory until the running call is over.
 
         Raises:
-            ColocateError: It can't be.
+            ColocateError: The memory can't be had.
         """
 
     def changed(self, role: str | None) -> None:
-        """Hear that what a role holds may have changed; None for any of them."""
+        """Handle a possible change of a role's memory; None for any role."""
 
     # -- calls of methods that this feature runs (`MethodSpec.feature`)
 
     def work(self, *arguments: Any) -> Work:
-        """Return what a lane has to do for a call. Args: arguments: Those of `Work`."""
+        """Return the lane's work for a call. Args: arguments: As of `Work`."""
         raise AssertionError(arguments)
 
     def runs(self, work: Work, role: RoleInstance) -> Callable[[object, dict[str, Any]], Any]:
-        """Return what runs a call, given role's object and arguments, in the place of the method. On its lane."""
+        """Return a function that runs a call in place of the method, given instance and arguments. On the lane."""
         raise AssertionError(work)
 
-    # -- all calls; each is asked only of those that override it
+    # -- all calls; only overriding halves are called
 
     def enters(self, seq: int, role: RoleInstance, spec: MethodSpec) -> None:
-        """Have what a call needs be there, or refuse the call, before anything else; `leaves` follows.
+        """Prepare a call, or raise to refuse the call. Runs first; `leaves` always follows.
 
         Raises:
-            ColocateError: It can't be.
+            ColocateError: The call is refused.
         """
 
     def leaves(self, seq: int) -> None:
-        """Hear that a call is over, however it has ended."""
+        """Clean up after a call, successful or not."""
 
     def ran(self, role: str | None, label: str, kept: Mapping[str, Any] | None) -> None:
-        """Look at what role code has made, a constructor or a call that went well; `kept`: what it keeps, by its label.
+        """Check the result of a constructor or of a successful call; `kept`: the resident, by its label.
 
         Raises:
-            ColocateError: It mustn't be.
+            ColocateError: The result is refused.
         """
 
     def begins(self, role: RoleInstance, tags: Collection[str] | None, label: str, row: RowState | None = None) -> None:
-        """Refuse a call, or a row of one, that can't run.
+        """Check whether a call, or one row of a call, can run.
 
         Args:
-            role: Whose call.
-            tags: What of the role's memory it uses; None for all.
-            label: What errors call it.
-            row: The row, where it is one that ends by itself.
+            role: The called role.
+            tags: Parts of the role's memory that the call uses; None for all.
+            label: The call's label in errors.
+            row: The row, if rows end one by one.
 
         Raises:
-            ColocateError: It can't.
+            ColocateError: The call is refused.
         """
 
     def reached(self, asking: Context, role: RoleInstance, tags: Collection[str]) -> None:
-        """Refuse to hand out a role's object to role code that asks for it. Args, errors: as of `begins`."""
+        """Check whether role code may get a sibling role's object. Args, errors: as of `begins`."""
 
     def ended(self, role: RoleInstance, began: float, row: RowState | None = None) -> None:
-        """Fail a call, or a row, that went well, for what has happened since it began (seconds of time.time()).
+        """Check a successful call, or row, for failures since the beginning (seconds of time.time()).
 
         Raises:
-            ColocateError: Why.
+            ColocateError: The reason.
         """
 
     def blamed(self, error: BaseException, role: str | None, row: RowState | None = None) -> BaseException:
-        """Return what is the cause of a failure in role code: the error itself, or another one."""
+        """Return the cause of a failure in role code: the error itself, or another one."""
         return error
 
     def awaits_cause(
         self, error: BaseException, role: str | None, row: RowState | None, waited_s: float, is_alone: bool
     ) -> bool:
-        """Return whether news that `blamed` needs may still come after `waited_s` seconds.
+        """Return whether news for `blamed` may still arrive after `waited_s` seconds.
 
         Args:
-            error: As of `blamed`, and the next two.
+            error: As of `blamed`, like the next two.
             role: The role's name.
             row: The row.
-            waited_s: For how long this has been asked.
+            waited_s: Seconds since the first question.
             is_alone: Whether nothing else runs, or can begin, meanwhile.
         """
         return False
 
     def is_bereft(self, role: RoleInstance) -> bool:
-        """Return whether other rows of a role will fail here as one has failed just now."""
+        """Return whether other rows of a role will fail like the row that has just failed."""
         return False
 
     def breakpoint(self, frame: FrameType, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], object]:
-        """Return what `breakpoint()` does, as the last thing, in a frame of role code. On any thread of a process."""
+        """Return the action of `breakpoint()` in a frame of role code. Called last, on any thread of a process."""
         raise AssertionError(frame)
 
-    # -- what the driver hears of calls (`OfGroup.ended`, `halted`), as plain data; None for nothing
+    # -- reports to the driver about calls (`OfGroup.ended`, `halted`), as plain data; None for nothing
 
     def finished(self, work: Work, role: RoleInstance) -> Mapping[str, Any] | None:
-        """Return what is told with a call that went well, under the feature's name. Asked only where overridden.
+        """Return this feature's report on a successful call. Only called if overridden.
 
         Raises:
-            ColocateError: It hasn't, as this feature knows.
+            ColocateError: The call has failed, as this feature knows.
         """
         return None
 
     def halts(self, error: BaseException, work: Work | None) -> Any:
-        """Return what is told with a failure on the main lane; `work` is None for that of a constructor."""
+        """Return a report on a failure on the main lane; `work` is None for a constructor's."""
         return None
 
     def back(self, hold: int) -> Any:
-        """Return what is told as the main lane runs nothing, in a hold. On the lane, where it may wait."""
+        """Return a report when the main lane runs nothing during a hold. On the lane, which may wait."""
         return None
 
     def is_consequence(self) -> bool:
-        """Return whether what fails on the main lane now may be the consequence of another rank's failure."""
+        """Return whether a failure on the main lane may follow from another rank's failure."""
         return False
 
-    # -- what ends them, on the receiving thread
+    # -- the end of calls and workers, on the receiving thread
 
     def frees(self, waits: Callable[[], bool]) -> None:
-        """Free the main lane where it waits for other ranks, if it is so that it `waits`. On any thread."""
+        """Unblock the main lane from a wait for other ranks, if `waits` returns true. On any thread."""
 
     def unwanted(self, seq: int) -> None:
-        """Hear that nobody waits for a call any more."""
+        """Handle the cancellation of a call for which nobody waits any more."""
 
     def stops(self) -> None:
-        """Hear that the group is about to close: nothing begins any more, and what runs has its grace."""
+        """Handle the notice that the group will close: no call begins any more; running calls have a grace period."""
 
     def settles(self) -> None:
-        """Wait, on the lane, until nothing writes what roles hold that their calls have begun.
+        """Wait, on the lane, for writes to roles' memory that calls have begun.
 
         Raises:
-            Consequence: A peer of that has failed.
-            ValueError: It isn't done in time.
+            Consequence: A peer of the transfer has failed.
+            ValueError: The timeout has passed.
         """
 
-    # -- looks, on any thread
+    # -- inspections, on any thread
 
     def away(self) -> Collection[int]:
-        """Return the storages, as torch calls them (`_cdata`), that have no memory now; others follow in it."""
+        """Return torch's ids (`_cdata`) of storages without memory now; subclasses override."""
         return ()
 
     def freed(self) -> None:
-        """Hear that residents were freed. On the receiving thread."""
+        """Handle the release of residents. On the receiving thread."""
 
     def told(self, role: RoleInstance) -> Any:
-        """Return what the driver gets to know of a role when it looks (`OfGroup.told`); None for nothing."""
+        """Return a report on a role for the driver's inspection (`OfGroup.told`); None for nothing."""
         return None
 
     def nbytes(self) -> Mapping[str, Mapping[str, int]]:
-        """Return the bytes that roles have outside of their process, by role and name."""
+        """Return the bytes that roles hold outside of the process, by role and name."""
         return NO_SIZES
 
     def of_device(self) -> Mapping[str, int]:
-        """Return bytes of the slot's device that no role's tensors are, by what they are for."""
+        """Return the bytes of the slot's device that aren't roles' tensors, by purpose."""
         return NO_BYTES
 
     # -- the worker
 
     def came(self) -> None:
-        """Hear, in a process of its own, that a module is there which the feature follows (`Feature.follows`)."""
+        """Handle the import of a module that the feature follows (`Feature.follows`), in a worker process."""
 
     def adopted(self) -> None:
-        """Hear that another driver commands the worker from now on, which knows nothing of this feature's."""
+        """Handle the change to another driver, which knows nothing of this feature's state."""
 
     def close(self) -> None:
-        """End all: the worker ends. On the thread that ends it."""
+        """Release everything at the worker's end. On the thread that ends the worker."""
 
     def kill(self) -> None:
-        """End all without waiting: the worker was given up."""
+        """Release everything without waiting: the worker was given up."""

@@ -1,11 +1,11 @@
-"""What libraries keep once for a whole process, which each role of a worker has its own of.
+"""Process-wide state of libraries, kept separately for each role of a worker.
 
-These are the default generators of `random`, NumPy and torch, and switches of torch. Roles share a process. Each of
-them finds these as its own code has left them, as it would in a process of its own: a neighbour that seeds or draws
-changes nothing of it. At first a generator of a role is at the beginning of a seed of its own, and switches are as the
-modules of roles have left them.
+These are the default generators of `random`, NumPy and torch, and switches of torch. Roles share a process, but each
+role finds this state as its own code has left it, as in a separate process: a neighbour that seeds or draws
+changes nothing. At first, a role's generators start from a seed of the role, and the switches are as the modules of
+roles have left them.
 
-They change places where the lane goes on with another role. Whoever is called again and again pays nothing.
+State is exchanged when the lane goes on with another role. Repeated calls of one role cost nothing.
 """
 
 from __future__ import annotations
@@ -28,34 +28,34 @@ from colocate.worker.switches import Switches
 
 @attrs.define(eq=False)
 class Own:
-    """What one role has of it: by library, as that is kept in Python; what isn't there is at its beginning."""
+    """State of one role, by library, as Python objects; a library without an entry starts from the seed."""
 
     seed: int
     states: dict[str, Any] = attrs.field(factory=dict)
 
 
 def own_of(seed: int, group: str, role: str | None, slot: int, generation: int) -> Own:
-    """Return what a role begins with; `seed` is the runtime's."""
+    """Return a role's initial state; `seed` is the runtime's."""
     return Own(derive_seed(seed, group, f"{role}\0default generators\0{generation}", slot))
 
 
 class ProcessWide:
-    """Of a worker that has a process of its own: puts in place what a role of its main lane has.
+    """Exchanges process-wide state between the roles of the main lane, in a worker process.
 
-    Of each library's part `take` returns how it is now, and `put` restores that; where it was put in place, `take` is
-    given how. `begin` sets it to the beginning of a seed, and returns how that is, if it is known. A generator's state
-    is JSON's with `plain`, and made of that by `from_plain`.
+    For each library, `take` returns the present state (given the state that was put), and `put` restores a state.
+    `begin` starts from a seed, and returns the resulting state, if known. `plain` turns a generator's state into JSON,
+    and `from_plain` turns it back.
     """
 
     def __init__(self, device: str) -> None:
-        """Args: device: What the slot computes on."""
+        """Args: device: The slot's device."""
         self.now: Own | None = None
         self._device, self._switches = _Device(device), Switches()
         self._generators = (_Random(), _NumPy(), _Torch(), self._device)
         self._all = (*self._generators, self._switches)
 
     def have(self, own: Own) -> None:
-        """Put in place what a role has, and remember how the one before it has left its own."""
+        """Put a role's state in place, after saving the former role's."""
         before, self.now = self.now, own
         for kept in self._all:
             if kept.is_there():
@@ -66,7 +66,7 @@ class ProcessWide:
         self._device.expect()
 
     def came(self) -> None:
-        """A library has been imported amid code of a role: what it keeps is that role's."""
+        """Give a library imported amid a role's code the state of that role."""
         if self.now is not None:
             for kept in self._all:
                 if kept.is_there() and kept.name not in self.now.states:
@@ -74,12 +74,12 @@ class ProcessWide:
             self._device.expect()
 
     def loaded(self) -> None:
-        """A role's module has been imported: as it has left the switches roles find them at first."""
+        """Record the switches after the import of a role's module, as initial switches of all roles."""
         if self._switches.is_there():
             self._switches.usual = self._switches.take(None)
 
     def saved(self, own: Own) -> Mapping[str, Any]:
-        """Return what a role's generators are like, for JSON. Switches are set by constructors again."""
+        """Return a role's generator states for JSON. Switches aren't saved: constructors set them again."""
         plain = {}
         for each in self._generators:
             state = own.states.get(each.name)
@@ -90,7 +90,7 @@ class ProcessWide:
         return {"seed": own.seed, **plain}
 
     def restore(self, own: Own, saved: Mapping[str, Any]) -> None:
-        """Have a role's generators go on with what was saved."""
+        """Restore a role's generators from their saved states."""
         own.seed = saved["seed"]
         for each in self._generators:
             own.states.pop(each.name, None)
@@ -108,22 +108,23 @@ def _put(kept: _Random | _NumPy | _Torch | Switches, own: Own) -> None:
 
 
 def _memory_of(thing: object, of: type) -> Any:
-    """Return the memory of an object, but its header: to read it takes a moment, where to ask for it takes long."""
+    """Return an object's memory after the header, which is far quicker to read than the state by a call."""
     head = object.__basicsize__
     return (ctypes.c_char * (of.__basicsize__ - head)).from_address(id(thing) + head)
 
 
 class _Random:
-    """The generator of `random`: the memory of its object, and a number drawn in advance.
+    """Generator of `random`: the memory of its object, and a number drawn in advance.
 
-    `random.getstate` and `setstate` make 625 numbers, or take them apart: calls would take a tenth longer, of whoever
-    draws or doesn't.
+    `random.getstate` and `setstate` convert 625 numbers: every call would take a tenth longer, even of roles that never
+    draw.
     """
 
     name = "random"
 
     def __init__(self) -> None:
-        self._own: Any = random.getstate.__self__  # type: ignore[attr-defined]  # of which its functions are methods
+        # The object whose methods are the module's functions.
+        self._own: Any = random.getstate.__self__  # type: ignore[attr-defined]
         self._memory = _memory_of(self._own, _CRandom)
 
     def is_there(self) -> bool:
@@ -159,12 +160,12 @@ class _Random:
 
 
 class _NumPy:
-    """NumPy's default generator: each role has a bit generator of its own, and beside it a number drawn in advance."""
+    """NumPy's default generator: each role has a bit generator, and a number drawn in advance."""
 
     name = "numpy"
 
     def __init__(self) -> None:
-        self._memory: Any = None  # of the object that the bit generators are put into
+        self._memory: Any = None  # memory of the object that holds the bit generator
         self._placed = b""
 
     def is_there(self) -> bool:
@@ -177,25 +178,25 @@ class _NumPy:
         if state is not None and bits is state[0] and self._memory.raw == self._placed:
             return state
         whole = numbers.get_state(legacy=False)
-        # Into others than the usual one NumPy puts no such number back.
+        # NumPy puts such a number back only into the default bit generator.
         return bits, whole["gauss"] if whole["has_gauss"] and isinstance(bits, numbers.MT19937) else None
 
     def put(self, state: Any) -> None:
         numbers = _numpy_random()
         bits, gauss = state
-        numbers.set_bit_generator(bits)  # which forgets the number
+        numbers.set_bit_generator(bits)  # also discards the number drawn in advance
         if gauss is not None:
             whole = numbers.get_state(legacy=False)
             numbers.set_state({**whole, "has_gauss": 1, "gauss": gauss})
         if self._memory is None:
-            own = numbers.get_state.__self__  # of which its functions are methods
+            own = numbers.get_state.__self__  # the object whose methods are the module's functions
             self._memory = _memory_of(own, type(own))
         self._placed = self._memory.raw
 
     def begin(self, seed: int) -> Any:
         numbers = _numpy_random()
-        # In a tenth of the time that it takes to make the bits by themselves. Without a third word they would give the
-        # numbers of `random`: both are the Mersenne Twister.
+        # A RandomState takes a tenth of the time of a bit generator alone. Without the third word the numbers would
+        # equal those of `random`: both are the Mersenne Twister.
         made = numbers.RandomState([seed & 0xFFFFFFFF, seed >> 32, 1])
         state = made._bit_generator, None
         self.put(state)
@@ -235,7 +236,7 @@ def _with_arrays(plain: Any) -> Any:
 
 
 class _Torch:
-    """Torch's default generator on the host. Reading it takes no longer than to see whether it has changed."""
+    """Torch's default generator on the host. A read takes no longer than a check for changes."""
 
     name = "torch"
 
@@ -264,7 +265,7 @@ class _Torch:
 
 
 class _Device(_Torch):
-    """Torch's default generator of the slot's device, once that is in use."""
+    """Torch's default generator of the slot's device, once the device is in use."""
 
     name = "device"
 
@@ -275,11 +276,11 @@ class _Device(_Torch):
         return self._device != "cpu" and super().is_there() and in_use(self._device) is not None
 
     def begin(self, seed: int) -> Any:
-        # Who seeds torch seeds all devices: of one that wasn't in use, what the host's begins with tells so.
+        # Seeding torch seeds all devices: the host's initial seed says what an unused device's would be.
         self._generator().manual_seed(sys.modules["torch"].initial_seed())
 
     def expect(self) -> None:
-        """Have whoever uses the device first be the role that runs then: its seed comes last of those that wait."""
+        """Seed the device at the first use from the running role: torch's latest queued call applies."""
         if self._device == "cpu" or not super().is_there() or self.is_there():
             return
         module: Any = getattr(sys.modules["torch"], self._device.partition(":")[0], None)

@@ -1,4 +1,4 @@
-"""What becomes of a method's result before it is kept or sent."""
+"""Checks of a method's result, before it is kept or sent."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from colocate.errors import DispatchError
 
 
 def rows_to_join(result: Any, spec: MethodSpec, ctx: Context) -> int | None:
-    """Rows of a kept result, where others may ask for some of them.
+    """Return the number of rows of a kept result, for calls on slices of the result.
 
-    Ranks whose results don't count, such as those of a pipeline's earlier stages, need have none.
+    Ranks whose results don't count, such as those of a pipeline's earlier stages, may have none.
     """
     if not isinstance(spec.collect, Concat):
         return None
@@ -29,18 +29,18 @@ def rows_to_join(result: Any, spec: MethodSpec, ctx: Context) -> int | None:
 
 
 def counts(spec: MethodSpec, ctx: Context) -> bool:
-    """Whether a call that goes to all ranks looks at the result of this one."""
+    """Return whether a call to all ranks uses this rank's result."""
     return ctx.rank in sources_of(spec, ctx)
 
 
 def sources_of(spec: MethodSpec, ctx: Context) -> Sequence[int]:
-    """The ranks whose results a call that goes to all ranks looks at."""
+    """Return the ranks whose results a call to all ranks uses."""
     meshes = {name: place.mesh for name, place in ctx.meshes.items()}
     return spec.collect.sources(Ranks(ctx.world_size, meshes))
 
 
 def without_padding(result: Any, rows: int, valid: int | None, label: str) -> Any:
-    """The result of a method with `pad=True`, real rows only."""
+    """Return the result of a method with `pad=True` without padding rows."""
     found = batch.rows(result, f"the result of {label}")
     if found != rows:
         raise DispatchError(

@@ -1,8 +1,8 @@
-"""What torch has set for a thread or a process, which each role of a worker has its own of.
+"""Torch's settings of a thread or a process, of which each role of a worker has its own.
 
-Roles share a process and a thread. What a role's constructor has set holds in its methods, as it would in a process of
-its own, and nobody else's; what a method leaves set is forgotten when it ends. What a module sets as it is imported
-holds for all roles.
+Roles share a process and a thread. Settings of a role's constructor hold in the role's methods, as in a separate
+process, and in no other role; settings that a method leaves behind are reset when it ends. Settings that a module
+makes at import hold for all roles.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from colocate.gpus import in_use, number_of
 from colocate.worker.process_wide import Own, ProcessWide
 
 _Autocast: TypeAlias = tuple[tuple[tuple[str, bool, Any], ...], bool, int]
-"""Of each kind of device, whether it is on, and its dtype; whether there is a cache, and how many blocks deep."""
+"""For each kind of device, the state and dtype of autocast; then the state of the cache, and the depth of blocks."""
 
 
 @attrs.frozen
@@ -30,33 +30,33 @@ class Settings:
     """Torch's settings."""
 
     grad: bool = True  # whether gradients are recorded
-    inference: bool = False  # whether tensors are made that autograd can't use
-    autocast: _Autocast | None = None  # which operations compute in another dtype; None for none
-    dtype: Any = None  # that of new tensors of which none is said; None for the usual one
-    modes: _Modes | None = None  # what is asked about each operation, a default device among them; None for nothing
-    stream: Any = None  # on which a GPU computes; None for the usual one
-    own: Own | None = None  # whose default generators, and switches, are in place; None for whatever is
+    inference: bool = False  # whether inference mode is on
+    autocast: _Autocast | None = None  # autocast of operations to another dtype; None for none
+    dtype: Any = None  # default dtype of new tensors; None for float32
+    modes: _Modes | None = None  # modes that intercept operations, a default device among these; None for none
+    stream: Any = None  # current stream of the GPU; None for the usual one
+    own: Own | None = None  # generators and switches in place; None for no change
 
 
 @attrs.frozen
 class _Modes:
-    """What torch keeps on stacks of a thread, the first to be put there first."""
+    """Torch's stacks of modes of a thread, the lowest first."""
 
-    functions: tuple[Any, ...]  # its function modes
-    default: Any  # the one of them that is the default device
-    device: Any  # what code is compiled for, if there are any
-    operators: tuple[Any, ...]  # its dispatch modes
-    saved: tuple[tuple[Any, Any], ...]  # what packs and unpacks tensors that a backward pass needs
+    functions: tuple[Any, ...]  # function modes
+    default: Any  # the function mode of the default device
+    device: Any  # device for which code is compiled, if there are function modes
+    operators: tuple[Any, ...]  # dispatch modes
+    saved: tuple[tuple[Any, Any], ...]  # pack and unpack hooks for saved tensors
 
 
 USUAL = Settings()
-"""As torch is imported."""
+"""Settings of freshly imported torch."""
 
-_guards = threading.local()  # what has a thread in inference mode, or out of it
+_guards = threading.local()  # guard that sets a thread's inference mode
 
 
 class Setting:
-    """Reads and makes torch's settings, on the lane."""
+    """Reads and sets torch's settings, on the lane."""
 
     def __init__(
         self,
@@ -65,10 +65,10 @@ class Setting:
         leaves: Callable[[Any], object] = lambda stream: None,
         own_stream: bool = False,
     ) -> None:
-        """Begin with the usual ones. What is set for all of a process is left alone where that is the driver's.
+        """Begin with the usual settings. Process-wide settings stay untouched if the process is the driver's.
 
-        `leaves` is told of a stream that isn't the current one any more: something may have been begun there. With
-        `own_stream` the usual one is made for this lane.
+        `leaves` is called with a stream that is no longer current: work may have begun there. With `own_stream`, the
+        usual stream is made for this lane.
         """
         self.process_wide = None if in_process else ProcessWide(device)
         self._device = device
@@ -77,13 +77,13 @@ class Setting:
         self._in_process = in_process
         self._leaves = leaves
         self.base = USUAL
-        self._stream: Any = None  # the usual one
-        self._torch: Any = None  # once it is imported: each call asks for it
+        self._stream: Any = None  # the usual stream
+        self._torch: Any = None  # cached after the import, since each call reads it
         self._no_autocast: Any = None
-        self._casts = False  # some role has set something of it
+        self._casts = False  # whether some role has used autocast
 
     def now(self) -> Settings:
-        """As they are."""
+        """Return the present settings."""
         torch, wide = self._imported(), self.process_wide
         own = None if wide is None else wide.now
         if torch is None:
@@ -102,25 +102,25 @@ class Setting:
         )
 
     def have(self, wanted: Settings) -> None:
-        """Make them so."""
+        """Apply settings."""
         own, wide = wanted.own, self.process_wide
         if own is not None and wide is not None and own is not wide.now:
             wide.have(own)
         torch = self._torch
         if torch is None:
-            if "torch" not in sys.modules:  # for each call asks for it
+            if "torch" not in sys.modules:  # checked first, since each call comes here
                 return
             torch = self._imported()
             if torch is None:
                 return
-        # What each call asks for, and finds as it is to be, mostly.
+        # Each call checks these settings, which rarely need a change.
         changes = torch.is_inference_mode_enabled() is not wanted.inference
         others = changes or ((_has_modes(torch) or wanted.modes is not None) and _modes(torch) != wanted.modes)
         if others:
-            _pop_modes(torch)  # first: they are a part of what a guard gives back
+            _pop_modes(torch)  # first: modes are part of the state that a guard restores
         if changes:
             guard, _guards.guard = getattr(_guards, "guard", None), None
-            if guard is not None:  # which gives back what there was before
+            if guard is not None:  # restores the former mode
                 guard.__exit__(None, None, None)
             if torch.is_inference_mode_enabled() is not wanted.inference:
                 _guards.guard = torch.inference_mode(wanted.inference)
@@ -128,7 +128,7 @@ class Setting:
         if self._casts or torch._C._is_any_autocast_enabled():
             _set_autocast(torch, self._autocast(torch), wanted.autocast or self._no_autocast)
         if torch.is_grad_enabled() is not wanted.grad:
-            torch._C._set_grad_enabled(wanted.grad)  # without an object for a block
+            torch._C._set_grad_enabled(wanted.grad)  # without the object of a context manager
         if not self._in_process and torch.get_default_dtype() is not (dtype := wanted.dtype or torch.float32):
             torch.set_default_dtype(dtype)
         if others:
@@ -136,22 +136,23 @@ class Setting:
         if self._device != "cpu" and (module := in_use(self._device)) is not None:
             if module.current_device() != number_of(self._device):
                 module.set_device(self._device)
-            if self._stream is None:  # the current one may be that of the role whose constructor is the first to use it
+            # The current stream may belong to the role whose constructor uses the device first.
+            if self._stream is None:
                 usual = module.Stream if self._own_stream else getattr(module, "default_stream", module.current_stream)
                 self._stream = usual(self._device)
             before, stream = module.current_stream(self._device), wanted.stream or self._stream
             if before != stream:
                 self._leaves(before)
-                # What comes on the one uses what the other has made, and memory that it has let go of. But of a graph
-                # that is being captured nobody else is a part.
+                # The new stream uses results of the former, and memory that was freed there. A graph under capture must
+                # not include other streams' work.
                 if not getattr(module, "is_current_stream_capturing", lambda: False)():
                     stream.wait_stream(before)
                 module.set_stream(stream)
 
     def choose_device(self) -> None:
-        """A constructor is about to run: the thread's device is the slot's, though nobody has used any yet.
+        """Set the thread's device to the slot's, before a constructor runs and the device is first used.
 
-        By itself each thread begins with the first.
+        Otherwise each thread begins with the first device.
         """
         module = getattr(imported("torch"), self._device.partition(":")[0], None)
         if module is not None and self._device != "cpu" and number_of(self._device) and module.is_available():
@@ -173,13 +174,13 @@ class Setting:
 
     @contextlib.contextmanager
     def amid(self) -> Iterator[None]:
-        """A block amid role code, in which colocate's own and other roles' runs: as it usually is, then as it was."""
+        """Return a block amid role code for other code: the usual settings apply inside, the former ones after."""
         torch = imported("torch")
         if torch is None:
             yield
             return
         clears: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
-        if torch._C._functorch.peek_interpreter_stack() is not None:  # no transform of `torch.func` has to do with it
+        if torch._C._functorch.peek_interpreter_stack() is not None:  # transforms of `torch.func` must not apply inside
             from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack as clears
         with clears():
             before = self.now()
@@ -191,10 +192,10 @@ class Setting:
 
 
 class OwnSettings:
-    """Settings of code that runs step by step: it finds them as it has left them, and others find the usual ones."""
+    """Settings of code that runs step by step: each step finds the settings that the last has left."""
 
     def __init__(self, setting: Setting, first: Settings | None = None) -> None:
-        """Args: setting: What makes them. first: Those of the first step; None for those that are made now."""
+        """Args: setting: Applies the settings. first: Settings of the first step; None for the present ones."""
         self._setting = setting
         self._now = first or setting.now()
 
@@ -214,8 +215,8 @@ def _set_autocast(torch: Any, now: _Autocast, wanted: _Autocast) -> None:
         torch.set_autocast_enabled(kind, is_on)
         torch.set_autocast_dtype(kind, dtype)
     torch.set_autocast_cache_enabled(caches)
-    # Torch empties the cache where the outermost block ends, which isn't that of a role that has never left its own:
-    # what others compute with would be weights of before their update.
+    # Torch clears the cache at the end of the outermost block, which a role's permanent block never reaches: other code
+    # would compute with weights from before an update.
     while torch.autocast_increment_nesting() <= depth:
         pass
     while torch.autocast_decrement_nesting() > depth:
@@ -223,8 +224,8 @@ def _set_autocast(torch: Any, now: _Autocast, wanted: _Autocast) -> None:
     torch.clear_autocast_cache()
 
 
-# Modes can't be ended and begun again: torch takes one that lies under another one's block for that one. So they are
-# taken from their stacks, and put back there.
+# Modes can't be left and entered again: torch would mix up modes below another mode's block. So modes are taken from
+# the stacks, and put back.
 
 
 def _has_modes(torch: Any) -> bool:
@@ -233,7 +234,7 @@ def _has_modes(torch: Any) -> bool:
 
 
 def _modes(torch: Any) -> _Modes | None:
-    """Return torch's stacks of modes, where there are some."""
+    """Return torch's stacks of modes; None when all are empty."""
     if not _has_modes(torch):
         return None
     c = torch._C
@@ -250,7 +251,7 @@ def _modes(torch: Any) -> _Modes | None:
 
 
 def _pop_modes(torch: Any) -> None:
-    """There are none any more."""
+    """Empty torch's stacks of modes."""
     c = torch._C
     if c._len_torch_function_stack():
         while c._len_torch_function_stack():
@@ -262,7 +263,7 @@ def _pop_modes(torch: Any) -> None:
 
 
 def _push_modes(torch: Any, wanted: _Modes | None) -> None:
-    """There are these, where there are none."""
+    """Fill torch's empty stacks of modes."""
     if wanted is None:
         return
     if wanted.functions:
@@ -291,7 +292,7 @@ def _pop_saved(torch: Any) -> tuple[tuple[Any, Any], ...]:
 
 def _top_saved(autograd: Any) -> tuple[Any, Any] | None:
     top = getattr(autograd, "_top_saved_tensors_default_hooks", None)
-    return None if top is None else top(True)  # not in each torch
+    return None if top is None else top(True)  # missing in some versions of torch
 
 
 def _push_saved(torch: Any, saved: tuple[tuple[Any, Any], ...]) -> None:
@@ -302,41 +303,41 @@ def _push_saved(torch: Any, saved: tuple[tuple[Any, Any], ...]) -> None:
 T = TypeVar("T")
 
 own_block: ContextVar[Callable[[], AbstractContextManager[object]] | None] = ContextVar("own_block", default=None)
-"""Makes what each step of a task is in that the code which runs makes, of how things are then."""
+"""Makes the block around each step of a task that running code creates, from the present settings."""
 
 
 class Steps(Coroutine[Any, Any, T]):
-    """A coroutine each of whose steps is in a block.
+    """Coroutine each of whose steps runs in a block.
 
     Attributes:
-        coroutine: It.
+        coroutine: The wrapped coroutine.
     """
 
     def __init__(self, coroutine: Coroutine[Any, Any, T], block: AbstractContextManager[object]) -> None:
-        """Args: coroutine: It. block: What is entered before each step and left after it."""
+        """Args: coroutine: The coroutine. block: Entered before each step and left after it."""
         self.coroutine = coroutine
         self._block = block
 
     def send(self, value: Any) -> Any:
-        """Take a step."""
+        """Run a step."""
         with self._block:
             return self.coroutine.send(value)
 
     def throw(self, *error: Any) -> Any:
-        """Take one in which what it waits for raises."""
+        """Run a step that begins with an error."""
         with self._block:
             return self.coroutine.throw(*error)
 
     def close(self) -> None:
-        """Take the last one, in which it is closed."""
+        """Close the coroutine."""
         with self._block:
             self.coroutine.close()
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.coroutine, name)  # its name, its frame ...: who looks at it sees the coroutine
+        return getattr(self.coroutine, name)  # so that name, frame and other attributes are the coroutine's
 
     def __next__(self) -> Any:
         return self.send(None)
 
     def __await__(self) -> Generator[Any, Any, T]:
-        return cast("Generator[Any, Any, T]", self)  # which it is but for its type
+        return cast("Generator[Any, Any, T]", self)  # correct except for the type

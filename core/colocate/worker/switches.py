@@ -26,12 +26,12 @@ _PAIRS = (
 
 
 class Switches:
-    """Deterministic algorithms, anomaly detection, the precision of products, cuDNN's, and kernels of attention.
+    """Deterministic algorithms, anomaly detection, the precision of products, cuDNN's options, and attention kernels.
 
-    Denormals aren't among them: torch doesn't tell how they are.
+    Denormals are missing: torch doesn't tell their state.
 
     Attributes:
-        usual: As they are for who has set none.
+        usual: Switches for roles that have set none.
     """
 
     name = "switches"
@@ -44,14 +44,14 @@ class Switches:
         return imported("torch") is not None
 
     def take(self, state: Any) -> Any:
-        """Return how they are. `state`: makes no difference."""
+        """Return the present switches. `state`: ignored."""
         if self._found is None:
             self._found = _all(imported("torch"))
         self._now = tuple([read() for read, _ in self._found])
         return self._now
 
     def put(self, state: Any) -> None:
-        """Have them be so, where nobody has set any since they were taken."""
+        """Set switches, except for those unchanged since `take`."""
         now, self._now = self._now, state
         if now != state:
             for (_, write), each, wanted in zip(self._found or (), now, state, strict=True):
@@ -59,7 +59,7 @@ class Switches:
                     write(wanted)
 
     def begin(self, seed: int) -> Any:
-        """Have them be as usual, and return how that is. `seed`: makes no difference."""
+        """Set the usual switches, and return these. `seed`: ignored."""
         now = self.take(None)
         if self.usual is None:
             self.usual = now
@@ -76,7 +76,7 @@ def _all(torch: Any) -> list[_Switch]:
     def set_deterministic(wanted: Any) -> None:
         c._set_deterministic_algorithms(wanted[0], warn_only=wanted[1])
         compiler: Any = sys.modules.get("torch._inductor.config")
-        if compiler is not None:  # as torch's own function does
+        if compiler is not None:  # like torch's own function
             compiler.deterministic = wanted[0]
 
     def anomaly() -> Any:
@@ -92,7 +92,7 @@ def _all(torch: Any) -> list[_Switch]:
 
 
 def _precision(c: Any) -> _Switch:
-    """Return the switch of float32 products' precision, which torch says in older terms and, since 2.9, newer ones."""
+    """Return the switch of float32 products' precision, in torch's older terms and, since 2.9, newer ones."""
     newer = hasattr(c, "_get_fp32_precision_getter")
 
     def read() -> Any:
@@ -100,7 +100,7 @@ def _precision(c: Any) -> _Switch:
         for name in ("_get_float32_matmul_precision", "_get_cudnn_allow_tf32"):
             try:
                 older.append(getattr(c, name)())
-            except RuntimeError:  # what was said in newer terms can't be said in these
+            except RuntimeError:  # a setting in newer terms has no older equivalent
                 older.append(None)
         return *older, *((c._get_fp32_precision_getter(*of) for of in _PRECISIONS) if newer else ())
 
@@ -110,7 +110,8 @@ def _precision(c: Any) -> _Switch:
             c._set_float32_matmul_precision(products)
         if convolutions is not None:
             c._set_cudnn_allow_tf32(convolutions)
-        for of, each in zip(_PRECISIONS, others, strict=bool(others)):  # last: to set the older ones sets these
+        # Last: a change in older terms changes these, too.
+        for of, each in zip(_PRECISIONS, others, strict=bool(others)):
             c._set_fp32_precision_setter(*of, each)
 
     return read, write
