@@ -1,7 +1,7 @@
-"""Rows of a call that end one by one, the driver's half: which rank gets which, and what has come of them.
+"""Rows of a call that end one by one, the driver's half: the assignment of rows to ranks, and the outcomes.
 
-Such a call has one place in the order of its group. Ranks are given rows of a method with `rows=` as they have places;
-what a batched method yields comes while there is credit. `tasks.py` has the other half.
+Such a call has one place in the order of its group. Ranks get rows of a method with `rows=` as they have free places;
+rows yielded by a batched method arrive while there is credit. `tasks.py` is the other half.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from colocate.errors import CallCancelled, ClosedError, ColocateError, RoleError
 from colocate.features.rows.messages import AHEAD, NoMoreRows, ReadRows, Row, RowEnded
 from colocate.features.rows.row_stream import OnError
 
-_OUT = 2  # rows that are given and not read, at most, for each that can run at once
+_OUT = 2  # limit on given and unread rows, per row that can run at once
 
 
 class Flow:
-    """Which row goes to which slot, of those that slots take one by one. Without threads and clocks.
+    """The assignment of rows to slots, for slots that take rows one by one. No threads, no clocks.
 
     Attributes:
-        running: The slot of each row that runs.
-        tries: How often each row may begin yet.
+        running: The slot of each running row.
+        tries: The remaining tries of each row.
     """
 
     def __init__(
@@ -54,26 +54,26 @@ class Flow:
         keys: Mapping[int, Hashable] | None = None,
         tries: MutableMapping[int, int] | None = None,
     ) -> None:
-        """Begin with none given.
+        """Start without any assignment.
 
         Args:
-            rows: Those that wait, in order.
-            slots: They.
-            places: How many rows run at once on each.
-            ahead: How many are out at most: given, and not read; None for any number.
-            keys: By row; those with one key go to one slot. None: each goes where most places are free.
-            tries: How often each row may begin; once where it isn't named.
+            rows: The waiting rows, in order.
+            slots: The slots.
+            places: The number of rows that run at once on each slot.
+            ahead: The limit on rows that are given and unread; None for no limit.
+            keys: By row; rows with equal keys go to one slot. None: each row goes to the slot with most free places.
+            tries: The tries of each row; one if not listed.
         """
         self.running: dict[int, int] = {}
         self.tries = {} if tries is None else tries
         self._waiting = deque(rows)
-        self._own: dict[int, deque[int]] = {slot: deque() for slot in slots}  # which only this one takes
+        self._own: dict[int, deque[int]] = {slot: deque() for slot in slots}  # rows bound to one slot
         self._free = dict.fromkeys(slots, places)
         self._ahead = ahead
         self._out = 0
         self._keys = keys
         self._homes: dict[Hashable, int] = {}
-        self._bereft: set[int] = set()  # slots on which rows fail at once
+        self._bereft: set[int] = set()  # slots without a child that the role needs: rows fail there at once
 
     @property
     def waits(self) -> bool:
@@ -82,11 +82,11 @@ class Flow:
 
     @property
     def is_stalled(self) -> bool:
-        """Whether rows wait until some have been read."""
+        """Whether rows wait until others have been read."""
         return self._ahead is not None and self._out >= self._ahead and self.waits
 
     def give(self) -> list[tuple[int, int]]:
-        """Give out the rows that can begin now: slot and row of each."""
+        """Assign the rows that can begin now; return slot and row of each."""
         found: list[tuple[int, int]] = []
         while (self._ahead is None or self._out < self._ahead) and (given := self._next()) is not None:
             slot, row = given
@@ -113,16 +113,16 @@ class Flow:
         return None
 
     def _able(self) -> Collection[int]:
-        """The slots on which rows don't fail at once; all where there is none, so that these tell why."""
+        """Return the slots where rows don't fail at once; all slots if there is none, since rows give the reason."""
         return [slot for slot in self._free if slot not in self._bereft] or self._free
 
     def ended(self, row: int, again: bool = False, is_bereft: bool = False) -> None:
-        """A row has ended.
+        """Record the end of a row.
 
         Args:
             row: The row.
-            again: Whether it begins anew, on another slot if there is one.
-            is_bereft: Whether other rows fail there, too: they go elsewhere, until one hasn't failed so.
+            again: Whether the row gets another try, on another slot if there is one.
+            is_bereft: Whether other rows fail there, too: they go elsewhere until a row ends there without this flag.
         """
         slot = self.running.pop(row)
         self._free[slot] += 1
@@ -138,29 +138,29 @@ class Flow:
             self._homes = {key: home for key, home in self._homes.items() if home not in self._bereft}
 
     def read(self) -> None:
-        """Note that a row which has ended was read."""
+        """Record the read of an ended row."""
         self._out -= 1
 
     def stop(self) -> None:
-        """Give out no others."""
+        """Drop all waiting rows."""
         self._waiting.clear()
         for own in self._own.values():
             own.clear()
 
 
 class RowsCall(PendingCall, abc.ABC):
-    """A call whose rows end one by one.
+    """A call with rows that end one by one.
 
     Attributes:
-        on_error: What an error of one row does.
-        count: How many there are.
-        ends: What has come of each that has ended, by its index: the slot, and its value, packed, or an error.
-        heard: Called with it and the index of each, on a thread of the framework, with the order's lock held.
-        is_read: Whether its rows are read as they end; otherwise all together are its value.
-        order: The order of its group's calls.
+        on_error: The effect of an error of one row.
+        count: The number of rows.
+        ends: The outcome of each ended row, by index: the slot, and the packed value or an error.
+        heard: Called with the call and the index of each ended row, on a thread of the framework, with the order's lock
+        held.
+        order: The order of the group's calls.
     """
 
-    _is_cancelled = True  # what its ranks await, where nobody waits for its rows any more
+    _is_cancelled = True  # whether awaits of the ranks are cancelled when the rows are withdrawn
 
     def __init__(
         self,
@@ -173,7 +173,7 @@ class RowsCall(PendingCall, abc.ABC):
         on_error: OnError,
         rows: int,
     ) -> None:
-        """Args: order: That of its group's calls. on_error: As in options."""
+        """Args: order: The order of the group's calls. on_error: As in options."""
         super().__init__(label, role, method, targets, ranks)
         self.on_error = on_error
         self.count = rows
@@ -181,17 +181,17 @@ class RowsCall(PendingCall, abc.ABC):
         self.heard: Callable[[RowsCall, int], object] = lambda call, row: None
         self.is_read = False
         self.order, self._lock = order, order.lock
-        self._read: deque[int] = deque()  # the slots of rows that have been
-        self._is_withdrawn = False  # perhaps before it was sent
-        self._is_over = False  # whether its ranks have been told that no rows will come
-        self._early: dict[int, tuple[int, RowEnded, Any]] = {}  # rows that have ended before their turn, by that
-        self._turn = 0  # the next one
-        self._is_telling = False  # whether the timers' thread is about to tell them which rows were read
+        self._read: deque[int] = deque()  # the slots of rows that were read since the last report
+        self._is_withdrawn = False  # possibly before the call was sent
+        self._is_over = False  # whether `NoMoreRows` was sent
+        self._early: dict[int, tuple[int, RowEnded, Any]] = {}  # rows that ended before their turn, by turn
+        self._turn = 0  # the next turn
+        self._is_telling = False  # whether a report of read rows is scheduled
 
     # -- with the order's lock held
 
     def begin(self) -> None:
-        """Begin to give rows, once the call has been sent."""
+        """Start to give rows, once the call has been sent."""
         if self._is_withdrawn:
             self._end_rows(withdrawn=True)
         else:
@@ -199,10 +199,10 @@ class RowsCall(PendingCall, abc.ABC):
 
     @abc.abstractmethod
     def _begin(self) -> None:
-        """Give its ranks the rows that they may have at first."""
+        """Give the ranks a first set of rows."""
 
     def take(self, slot: int, told: RowEnded, body: Any) -> list[tuple[int, RowEnded]]:
-        """Take a row that has ended on a rank, now or when its turn comes; return those that were taken, by slot."""
+        """Record an ended row, at once or in turn; return the rows recorded now, by slot."""
         if told.turn is None:
             self.row_ended(slot, told, body)
             return [(slot, told)]
@@ -217,12 +217,12 @@ class RowsCall(PendingCall, abc.ABC):
         return taken
 
     def _none_besides(self, early: int) -> bool:
-        """Whether no other row can come as long as so many aren't taken."""
+        """Return whether no other row can end while this many early rows wait."""
         return False
 
     @abc.abstractmethod
     def row_ended(self, slot: int, told: RowEnded, body: Any) -> None:
-        """Take a row that has ended on a rank."""
+        """Handle the end of a row on a rank."""
 
     def _note(self, row: int, slot: int, body: Any, error: ColocateError | None = None) -> None:
         self.ends[row] = slot, body, error
@@ -231,7 +231,7 @@ class RowsCall(PendingCall, abc.ABC):
         self.heard(self, row)
 
     def _end_rows(self, withdrawn: bool) -> None:
-        """Tell its ranks that no rows will come."""
+        """Notify the ranks that no more rows will come."""
         if withdrawn or not self._is_over:
             self._is_over = True
             self.group.send(self.targets, NoMoreRows(self.seq, withdrawn))
@@ -239,15 +239,15 @@ class RowsCall(PendingCall, abc.ABC):
                 self._is_to_end()
 
     def _is_to_end(self) -> None:
-        """Give its ranks the time of a hold to end, as nobody waits for its rows, and what they await was cancelled."""
+        """Give the ranks the grace of a hold to end the call; then check the call."""
         self.group.services.timers.after(self.group.grace, partial(_look_for_end, weakref.ref(self)))
 
     def fail_if_left(self, stacks: Stacks) -> None:
-        """Fail the group if a rank still runs it."""
+        """Fail the group if a rank still runs the call."""
         with self._lock:
             if self.done():
                 return
-            # Others wait for an earlier call, or a hold, and will find that nobody waits.
+            # Other ranks wait for an earlier call or a hold, and will notice the withdrawal then.
             stuck = [slot for slot in self.missing() if self.seq in self.order.stacks.ran.get(slot, ())]
             if stuck and not self.order.is_held(self.lane) and not self.group.stood(time.time() - self.group.grace):
                 self.group.fail(left_error(self.group, self, stuck[0], stacks.of(stuck[0])))
@@ -256,26 +256,26 @@ class RowsCall(PendingCall, abc.ABC):
 
     @property
     def group(self) -> WorkerGroup:
-        """The group of the call, once that has been sent."""
+        """The call's group, once the call has been sent."""
         return cast("WorkerGroup", self.link)
 
     # -- on any thread
 
     def withdraw(self) -> None:
-        """Have no others begin, and those that run cancelled."""
+        """Withdraw the call: no further rows begin, and running rows are cancelled."""
         with self._lock:
             self._is_withdrawn = True
             if self.seq >= 0 and not self.done():
                 self._end_rows(withdrawn=True)
 
     def note_read(self, row: int) -> None:
-        """Note once that a row was read."""
+        """Record the first read of a row."""
         if (end := self.ends.pop(row, None)) is not None:
             self._read.append(end[0])
         self.tell_read()
 
     def tell_read(self) -> None:
-        """Have its ranks told of rows that were read: of all those together that are by then."""
+        """Schedule a report of read rows to the ranks; one report covers all rows read until then."""
         if self._is_telling or not self._wants_read():
             return
         self._is_telling = True
@@ -283,23 +283,23 @@ class RowsCall(PendingCall, abc.ABC):
 
     @abc.abstractmethod
     def _wants_read(self) -> bool:
-        """Whether its ranks are to be told of rows that were read."""
+        """Return whether the ranks need a report of read rows."""
 
     def _note_read(self) -> None:
-        self._is_telling = False  # first: what is read from now on is told by another one
+        self._is_telling = False  # first: later reads schedule another report
         with self._lock:
             if not self.done():
                 self._take_read()
 
     @abc.abstractmethod
     def _take_read(self) -> None:
-        """Tell its ranks of those."""
+        """Report the read rows to the ranks."""
 
     def value_of(self, row: int) -> Any:
-        """The value of a row that has ended; an error that is returned is one.
+        """Return the value of an ended row; with on_error="return", possibly the error.
 
         Raises:
-            ColocateError: Its error.
+            ColocateError: The row's error.
         """
         slot, body, error = self.ends[row]
         if error is None:
@@ -329,7 +329,7 @@ class RowsCall(PendingCall, abc.ABC):
 
 
 class GivenRows(RowsCall):
-    """The call of a method with `rows=`, whose rows ranks are given one by one."""
+    """The call of a method with `rows=`: the driver gives the rows to ranks one by one."""
 
     def __init__(
         self,
@@ -338,13 +338,13 @@ class GivenRows(RowsCall):
         bodies: MutableMapping[int, Any],
         take_number: Callable[[], int],
     ) -> None:
-        """Make it.
+        """Prepare the call.
 
         Args:
-            args: As of any.
-            flow: Which rank gets which row.
-            bodies: The rows, packed, by index; those that have ended are taken out.
-            take_number: Returns the call's number among those of its method. Called once, as the call begins.
+            args: As for `RowsCall`.
+            flow: The assignment of rows to ranks.
+            bodies: The packed rows, by index; ended rows are removed.
+            take_number: Returns the call's number among the calls of its method. Called once, as the call begins.
         """
         super().__init__(*args)
         self._flow = flow
@@ -371,7 +371,7 @@ class GivenRows(RowsCall):
                         self._packed[row] = copy
 
     def row_ended(self, slot: int, told: RowEnded, body: Any) -> None:
-        """Take what has come of a row, and give out others."""
+        """Record the end of a row, and give out other rows."""
         row, failure = told.row, told.failure
         again = failure is not None and self._flow.tries[row] > 0 and not self._is_over
         self._flow.ended(row, again, told.is_bereft)
@@ -404,7 +404,7 @@ class GivenRows(RowsCall):
             for slot, row in given:
                 try:
                     self.group.send([slot], Row(self.seq, row, self._number), self._packed[row])
-                except Exception as error:  # no descriptor is left, say
+                except Exception as error:  # for example, no descriptor is left
                     self._flow.ended(row)
                     words = f"{self.label}, row {row}: it can't be sent: {error_text(error)}"
                     self._note(row, slot, None, SerializationError(words, method=self.method, row=row))
@@ -420,16 +420,16 @@ class GivenRows(RowsCall):
 
 
 class YieldedRows(RowsCall):
-    """The call of a batched method, whose ranks yield the rows that they have got."""
+    """The call of a batched method: ranks yield the rows of their part."""
 
     def __init__(self, *args: Any, places: Mapping[int, Sequence[int]], is_ahead: bool, is_cancelled: bool) -> None:
-        """Make it.
+        """Prepare the call.
 
         Args:
-            args: As of any.
-            places: The indices of the rows of each slot whose rows count.
-            is_ahead: Whether these are read.
-            is_cancelled: Whether what is awaited for them is cancelled where nobody waits for them any more.
+            args: As for `RowsCall`.
+            places: By slot with results that count, the indices of the slot's rows.
+            is_ahead: Whether rows are read one by one.
+            is_cancelled: Whether awaits for the rows are cancelled once the rows are withdrawn.
         """
         super().__init__(*args)
         self._is_cancelled = is_cancelled
@@ -437,12 +437,12 @@ class YieldedRows(RowsCall):
         self._is_ahead = is_ahead
 
     def _begin(self) -> None:
-        if not self._is_ahead:  # all may come at once
+        if not self._is_ahead:  # read all at once: full credit
             for slot, rows in self._rows_of.items():
                 self.group.send([slot], ReadRows(self.seq, len(rows)))
 
     def row_ended(self, slot: int, told: RowEnded, body: Any) -> None:
-        """Take what has come of a row."""
+        """Record the end of a row."""
         self._note(self._rows_of[slot][told.row], slot, body)
 
     def _wants_read(self) -> bool:
@@ -458,7 +458,7 @@ class YieldedRows(RowsCall):
 
 
 def left_out(call: RowsCall, count: int) -> ColocateError:
-    """The error of rows that a call has left out, as it saw that it was cancelled, or its group closes."""
+    """Return the error for rows without a result, after a cancellation or the close of the group."""
     left, closed_by = plural(count, "row"), call.group.closed_by
     if closed_by is not None:
         words = f"group {call.group.name!r} was closed by {closed_by} before {call.label} had ended {left}"
@@ -469,7 +469,7 @@ def left_out(call: RowsCall, count: int) -> ColocateError:
 
 
 def left_error(link: WorkerGroup, call: PendingCall, slot: int, stack: str) -> ColocateError:
-    """The error of a group one of whose ranks goes on with rows that nobody waits for."""
+    """Return the error of a group with a rank that still runs withdrawn rows."""
     return RoleError(
         f"group {link.name!r} failed: {call.label} did not end on slot {slot} (node {link.node(slot)}) within "
         f"{link.grace:g} s after nobody waited for its rows any more, as its stream was left or a row had failed. What "
@@ -490,9 +490,9 @@ def _look_for_end(ref: weakref.ref[RowsCall]) -> None:
 
 
 class CallNumbers:
-    """Counts a group's calls of methods with `rows=`: rows draw random numbers by these counts.
+    """Numbers of a group's calls of methods with `rows=`: rows draw random numbers by call number.
 
-    A checkpoint has the counts: a restored run draws the same numbers. Callers hold the order's lock.
+    Checkpoints include the counts: a restored run draws the same numbers. Callers hold the order's lock.
     """
 
     def __init__(self) -> None:
@@ -509,17 +509,17 @@ class CallNumbers:
         self._counts |= {label: max(count, self._counts.get(label, 0)) for label, count in counts.items()}
 
     def counts(self) -> dict[str, int]:
-        """Return the counts, by the labels of methods."""
+        """Return the number of calls by label of the method."""
         return dict(self._counts)
 
     def reset(self, counts: Mapping[str, int]) -> None:
-        """Begin again with these counts."""
+        """Replace all counts."""
         self._counts = dict(counts)
 
 
 @attrs.frozen
 class RowOptions:
-    """With what such a method is called; see `RowCall.options`."""
+    """The options of a call with rows; see `RowCall.options`."""
 
     timeout: float | None = None
     ranks: Sequence[int] | None = None
@@ -530,7 +530,7 @@ class RowOptions:
 
 @attrs.define(eq=False)
 class Asked:
-    """What was asked for, of which a call is made, and perhaps another one when the group has been restarted."""
+    """A prepared request for rows: begins a call, and further calls after restarts of the group."""
 
     worker_group: WorkerGroup
     role: RoleInfo
@@ -538,12 +538,12 @@ class Asked:
     label: str
     options: RowOptions
     consumer: Consumer
-    arguments: Mapping[str, Any]  # without the rows that are given one by one
-    count: int = 0  # how many rows there are; of those that ranks get at once it is known when they are split
+    arguments: Mapping[str, Any]  # without the rows to give one by one
+    count: int = 0  # the number of rows; for batched methods known after the split
     bodies: dict[int, Any] = attrs.field(factory=dict)
     keys: Mapping[int, Hashable] | None = None
     tries: dict[int, int] = attrs.field(factory=dict)
-    at: Any = None  # the line that has asked
+    at: Any = None  # the line of the request
     number: int | None = None  # the call's number among the method's calls; a restart keeps this number
     shared: Any = None  # the other arguments, packed, and the residents used there: for a call after a restart
     shared_uses: Sequence[Reference] = ()
@@ -555,13 +555,13 @@ class Asked:
         prepare: Callable[[RowsCall], object] = lambda call: None,
         is_again: bool = False,
     ) -> RowsCall:
-        """Send a call of some of the rows.
+        """Send a call for some of the rows.
 
         Args:
-            rows: Those that are given one by one.
-            is_ahead: Whether they are read one by one, and as many run ahead of that.
-            prepare: Is told of the call before it is sent.
-            is_again: Whether an earlier one has ended with the group's restart, of which others are to be told yet.
+            rows: The rows to give one by one.
+            is_ahead: Whether rows are read one by one, with a limit on unread rows.
+            prepare: Called with the call before it is sent.
+            is_again: Whether this call follows one that ended with a restart of the group.
         """
         worker_group, role, spec = self.worker_group, self.role, self.spec
         uses: list[Reference] = []
@@ -580,7 +580,7 @@ class Asked:
             ahead = _OUT * spec.concurrency * len(targets) if is_ahead else None
             flow = Flow(rows, targets, spec.concurrency, ahead, self.keys, self.tries)
             call = GivenRows(*where, self.count, flow=flow, bodies=self.bodies, take_number=self._take_number)
-            planned = attrs.evolve(planned, valid=[len(rows)] * len(targets))  # which of them a rank gets isn't known
+            planned = attrs.evolve(planned, valid=[len(rows)] * len(targets))  # each rank may get any of the rows
         else:
             places: dict[int, Sequence[int]] = {}
             self.count = 0
@@ -589,7 +589,8 @@ class Asked:
                 own = range(self.count, self.count + size) if planned.partition is None else planned.partition[rank]
                 places[role.slots[rank]] = own
                 self.count += size
-            is_cancelled = spec.is_async and len(places) == len(role.slots)  # others mustn't leave their common steps
+            # A rank must not leave steps shared with other ranks.
+            is_cancelled = spec.is_async and len(places) == len(role.slots)
             call = YieldedRows(*where, self.count, places=places, is_ahead=is_ahead, is_cancelled=is_cancelled)
             call.partition = planned.partition
         prepare(call)

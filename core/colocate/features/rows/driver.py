@@ -1,4 +1,4 @@
-"""Calls whose rows end one by one: streams, and all rows at once."""
+"""Calls with rows that end one by one: streams, and lists of all results."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ from colocate.features.rows.stream import Stream
 
 
 class RowsOfGroup(OfGroup):
-    """The calls of a group's methods whose rows end one by one.
+    """A group's calls with rows that end one by one.
 
     Attributes:
-        listeners: Told of each row that is taken: its call, the slot on which it has ended, and its index there. With
-            the order's lock held.
-        numbers: Those of its calls.
+        listeners: Called for each recorded row with the call, the slot, and the row's index there. The order's lock is
+            held.
+        numbers: The numbers of the group's calls.
     """
 
     def __init__(self, worker_group: WorkerGroup) -> None:
@@ -45,39 +45,39 @@ class RowsOfGroup(OfGroup):
         self.listeners: tuple[Callable[[RowsCall, int, int], object], ...] = ()
 
     def view_call(self, role: RoleInfo, spec: MethodSpec) -> RowsViewCall:
-        """Return such a method of a role, as its view has it."""
+        """Return the view's object for a method with rows."""
         return (_YieldsViewCall if spec.yields else RowsViewCall)(self._worker_group, role, spec)
 
     def renewed(self) -> None:
-        """Count calls from the beginning: the roles are as constructed, until `restored`."""
+        """Reset call numbers: the roles are as constructed, until `restored`."""
         self.numbers.reset({})
 
     def saved(self) -> dict[str, int]:
-        """Return how many calls methods have had."""
+        """Return the counts of calls for a checkpoint."""
         return self.numbers.counts()
 
     def restored(self, saved: dict[str, int] | None) -> None:
-        """Count calls from those on that a checkpoint has."""
+        """Set the counts of calls from a checkpoint."""
         self.numbers.reset(saved or {})
 
     def halted(self, hold: Hold, slot: int, plain: Any, is_back: bool) -> None:
-        """Count calls of a driver before this one, which a rank knows."""
+        """Raise call numbers to a rank's counts, which include calls of a former driver."""
         self.numbers.raise_to(plain or {})
 
     def heard(self, worker: Worker, message: Message, body: Any) -> None:
-        """Hear that a rank has ended a row of a call that goes on."""
+        """Record the end of a row of a running call."""
         assert isinstance(message, RowEnded)
         order = self._worker_group.order
         with order.lock:
             call = order.pending.get(message.seq)
-            if isinstance(call, RowsCall):  # otherwise it has failed
+            if isinstance(call, RowsCall):  # None if the call has failed
                 for slot, told in call.take(worker.slot, message, body):
                     for listener in self.listeners:
                         listener(call, slot, told.row)
 
 
 class RowsViewCall(OnDriver):
-    """One method of a role whose rows end one by one, on its ranks."""
+    """One method of a role with rows that end one by one."""
 
     __slots__ = ("_label", "_options", "_role", "_spec", "_worker_group")
 
@@ -91,13 +91,13 @@ class RowsViewCall(OnDriver):
         self._label = f"{role.name}.{spec.name}"
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> list[Any]:
-        """Run all rows, wait, and return their values in order."""
-        with Stream(self._asked(args, kwargs), is_ahead=False) as rows:  # one that is interrupted is read no more
+        """Run all rows, wait, and return the values in order."""
+        with Stream(self._asked(args, kwargs), is_ahead=False) as rows:  # an interrupt closes the stream
             ended = dict(rows)
         return [ended[row] for row in range(len(ended))]
 
     def submit(self, /, *args: Any, **kwargs: Any) -> Call[list[Any]]:
-        """Send it and return at once. A failure of the call is its error, and the group's restart ends it."""
+        """Send the call and return at once. A failure is the call's error, and a restart of the group ends the call."""
         refused = None
         if self._options.retry and self._worker_group.restarts.limit:
             refused = "retry=... in a group that restarts", "is given to its new workers"
@@ -112,11 +112,11 @@ class RowsViewCall(OnDriver):
         return Call(asked.begin(range(asked.count), is_ahead=False))
 
     def stream(self, /, *args: Any, **kwargs: Any) -> RowStream[Any]:
-        """Send it and return at once: the rows come from the stream as they end."""
+        """Send the call and return at once: the stream gives rows in the order of their ends."""
         return Stream(self._asked(args, kwargs), is_ahead=True)
 
     def keep(self, /, *args: Any, **kwargs: Any) -> Resident[Any]:
-        """Refuse it."""
+        """Refuse: rows don't stay in the workers."""
         no_keep(self._label)
 
     def options(
@@ -128,7 +128,7 @@ class RowsViewCall(OnDriver):
         retry: int | None = None,
         sticky: Callable[[Any], object] | None = None,
     ) -> RowsViewCall:
-        """The same method with other options; see `RowCall.options`."""
+        """Return the method with other options; see `RowCall.options`."""
         check_row_options(self._spec, self._label, on_error, retry, sticky)
         given: dict[str, Any] = {
             "timeout": limit(timeout, "options(timeout)", positive=True),
@@ -144,9 +144,9 @@ class RowsViewCall(OnDriver):
         return f"<{self._label}{self._spec.signature} of group {self._worker_group.name!r}>"
 
     def _asked(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Asked:
-        """Have everything found out that can't be sent, before anything is.
+        """Prepare a request: pack everything, so that an error comes before any row is sent.
 
-        Residents among the rows are fetched: it is the driver that gives rows to ranks, and knows which are whose.
+        Residents among the rows are fetched: the driver assigns rows to ranks.
         """
         worker_group, role, spec, label = self._worker_group, self._role, self._spec, self._label
         refuse_here(worker_group, label)
@@ -176,12 +176,12 @@ class RowsViewCall(OnDriver):
 
 
 class _YieldsViewCall(RowsViewCall):
-    """A batched method that yields its rows. Those that are kept stay in the workers, where they are made."""
+    """A batched method that yields rows. Kept rows stay in the workers that made them."""
 
     __slots__ = ()
 
     def keep(self, /, *args: Any, **kwargs: Any) -> Resident[Any]:
-        """Send it and return at once; the results stay in the workers."""
+        """Send the call and return at once; the results stay in the workers."""
         options = self._options
         return ViewCall(self._worker_group, self._role, self._spec, options.timeout, options.ranks).keep(
             *args, **kwargs

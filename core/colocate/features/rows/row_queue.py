@@ -1,6 +1,6 @@
-"""`RowQueue`: what a driver says of the rows of a call that end one by one, on its way to the lane.
+"""`RowQueue`: the driver's messages on the rows of a call, on the way to the lane.
 
-`RowsWork` is the call as the lane has it.
+`RowsWork` is the lane's object for the call.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ if TYPE_CHECKING:
 
     from colocate.worker.serving.tasks import Tasks
 
-_ROWS_TOLD = 4  # of those that run, where stacks are asked for
+_ROWS_TOLD = 4  # the number of running rows in a report of stacks
 
 
 class RowQueue:
-    """What is said of the rows of one call, between the thread that receives it and the lane.
+    """Messages on the rows of one call, passed from the receiving thread to the lane.
 
     Attributes:
-        lane: That lane.
-        rows: Those that are to begin: index and body of each.
-        number: That of the call among those of its method, once a row has come.
-        credit: How many may be told of those that a method yields.
+        lane: The lane of the call.
+        rows: The rows that may begin: index and body.
+        number: The call's number among the calls of its method, set by the first row.
+        credit: How many more yielded rows may be sent.
         no_more: Whether no other rows will come.
-        withdrawn: Whether nobody waits for any.
-        stopped: Whether the group is about to close: nothing begins any more, and what runs has its grace.
+        withdrawn: Whether all rows were withdrawn.
+        stopped: Whether the group is about to close: no row begins any more, and running rows have their grace.
         has_begun: Whether the call has begun.
-        ended: Why a call that has begun must wait no longer: an earlier one has failed, say.
-        running: The rows that run, each with its task. A row that has failed may come again before its task is over.
-        is_alone: Whether no other rank works on the same rows, so that a call that is withdrawn may end here.
-        awaiting: The task that awaits what a method yields next, where that may be cancelled.
+        ended: The reason why a call that has begun must not wait any longer, as a failure of an earlier call.
+        running: The running rows, with their tasks. A failed row may come again before its task is over.
+        is_alone: Whether no other rank works on the same rows, so that a withdrawn call may end here.
+        awaiting: The task that awaits the next yielded row, if it may be cancelled.
     """
 
     def __init__(self, lane: Lane) -> None:
@@ -62,7 +62,7 @@ class RowQueue:
     # -- on the thread that receives; `wake` on the lane is to follow
 
     def tell(self, message: Row | NoMoreRows | ReadRows, body: Any) -> None:
-        """Take what the driver says."""
+        """Handle a message of the driver."""
         match message:
             case Row():
                 self.number = message.number
@@ -75,48 +75,48 @@ class RowQueue:
         self._told.set()
 
     def end(self, reason: str) -> None:
-        """If the call has begun, it must wait no longer."""
+        """End all waits of the call with a reason, if the call has begun."""
         self.ended = reason
         self._told.set()
 
     def stop(self) -> None:
-        """The group is about to close."""
+        """Stop the start of rows: the group is about to close."""
         self.stopped = True
         self._told.set()
 
     # -- on the lane
 
     def begin(self, scope: Scope, seq: int) -> None:
-        """The call begins: what was the end of waits while it was queued, behind one that has failed, is past."""
-        self.has_begun, self.ended = True, None  # first: what ends waits after this is heard
+        """Mark the call as begun, and drop reasons to end from the time in the queue."""
+        self.has_begun, self.ended = True, None  # first, so that a later reason isn't lost
         if (why := scope.why(seq)) is not None:
             self.ended = why
 
     @property
     def may_go_on(self) -> bool:
-        """Whether something may be yielded, or is no longer wanted."""
+        """Whether the method may yield, or must stop."""
         return bool(self.credit or self.withdrawn or self.stopped or self.ended is not None)
 
     def check(self) -> None:
-        """Raise if the call must wait no longer."""
+        """Raise if the call must not wait any longer."""
         if self.ended is not None:
             raise Consequence(self.ended)
 
     def wait(self) -> None:
-        """Wait until it may go on."""
+        """Block until `may_go_on`."""
         while not self.may_go_on:
             self._told.wait()
             self._told.clear()
 
     def news(self) -> asyncio.Future[None]:
-        """Return what is done when there is something new."""
-        import asyncio  # which no other call needs
+        """Return a future that `wake` completes."""
+        import asyncio  # other calls don't need asyncio
 
         self._news = asyncio.get_running_loop().create_future()
         return self._news
 
     def wake(self) -> None:
-        """Something is new."""
+        """Wake the call's waits after a message."""
         if self.withdrawn and self.awaiting is not None:
             self.awaiting.cancel()
             self.awaiting = None
@@ -124,37 +124,37 @@ class RowQueue:
             self._news.set_result(None)
 
     def over(self, row: RowState) -> None:
-        """A row's task has ended."""
+        """Record the end of a row's task."""
         del self.running[row]
         self._cancelled.discard(row)
         self.wake()
 
     def fail(self, error: Callable[[], BaseException], only: RowState | None) -> None:
-        """Each row that runs fails of an error, as what it awaits is cancelled; `only` this one, where it is named."""
+        """Cancel running rows and fail each with an error; only the row `only`, if given."""
         for row, task in self.running.items():
             if only in (None, row):
                 row.raised = error()
                 task.cancel()
 
     def cancel(self) -> None:
-        """Cancel each row that runs, once."""
+        """Cancel each running row, once."""
         for row, task in self.running.items():
             if row not in self._cancelled:
                 self._cancelled.add(row)
                 task.cancel()
 
     def is_wanted(self, row: RowState) -> bool:
-        """Whether somebody waits for a row. Its task doesn't say: role code cancels it, too, as task groups do."""
+        """Return whether a row isn't cancelled by the framework. A task doesn't tell: role code cancels tasks, too."""
         return row not in self._cancelled
 
 
 @attrs.define(eq=False)
 class RowsWork(Work):
-    """A call whose rows end one by one.
+    """A call with rows that end one by one.
 
     Attributes:
-        row_queue: By what its rows come and go; None where its result is kept here.
-        turn: Of what it has yielded last, as `RowState.turn`.
+        row_queue: The queue of its rows; None if the result is kept here.
+        turn: The turn of the last yielded row, as `RowState.turn`.
     """
 
     row_queue: RowQueue | None = attrs.field(default=None, init=False)
@@ -162,7 +162,7 @@ class RowsWork(Work):
 
     @property
     def is_whole(self) -> bool:
-        """See `Work.is_whole`: rows that the driver gives are parts."""
+        """See `Work.is_whole`: rows given by the driver are parts."""
         return self.spec.rows is None
 
     @property
@@ -171,8 +171,8 @@ class RowsWork(Work):
         return self.is_whole or self.row_queue is None or bool(self.row_queue.running)
 
     def awaiting(self, frames: Sequence[FrameType]) -> Sequence[tuple[str, Sequence[FrameType]]]:
-        """See `Work.awaiting`: of its rows the first are told."""
-        from colocate.worker.serving.tasks import frames_of  # it has asyncio, which others don't import
+        """See `Work.awaiting`: includes the first running rows."""
+        from colocate.worker.serving.tasks import frames_of  # imports asyncio, which other calls don't need
 
         rows = [] if self.row_queue is None else list(self.row_queue.running.items())[:_ROWS_TOLD]
         found = [(f"{self.label}, row {state.row}", frames_of(task.get_coro())) for state, task in rows]

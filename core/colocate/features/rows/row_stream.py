@@ -1,4 +1,4 @@
-"""Rows of a call that end one by one: what the driver reads them from, and what a row knows of itself."""
+"""Rows of a call that end one by one: the stream on the driver, and checks of yielded rows."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from colocate.errors import ConfigError, DispatchError, SerializationError
 T_co = TypeVar("T_co", covariant=True)
 
 OnError: TypeAlias = Literal["raise", "return"]
-"""What an error of one row does: it ends the call, or stands in the place of the row's value."""
+"""The effect of a row's error: "raise" ends the call, "return" puts the error in the place of the row's value."""
 
 
 class RowStream(OnDriver, abc.ABC, Generic[T_co]):
-    """The rows of a call as they end: `(index, value)`, where the index is that of the row in what the call was given.
+    """The rows of a call in the order of their ends: `(index, value)`, with the row's index in the call's argument.
 
-    An iterator, an async iterator, and a context manager that closes it. Several threads, or tasks, may read it: each
-    row goes to one of them, and all that wait are told of the end. One that is dropped is closed.
+    An iterator, an async iterator, and a context manager that closes the stream. Several threads, or tasks, may read:
+    each row goes to one of them, and all that wait get the end. A dropped stream is closed.
     """
 
     _instead = "Give the values that were read from it instead"
@@ -42,8 +42,8 @@ class RowStream(OnDriver, abc.ABC, Generic[T_co]):
         """Wait for a row to end.
 
         Raises:
-            StopIteration: All have been read, and the call has ended.
-            ColocateError: What went wrong with a row, or with the call; ClosedError if the stream is closed.
+            StopIteration: All rows have been read, and the call has ended.
+            ColocateError: The error of a row, or of the call; ClosedError if the stream is closed.
         """
 
     def __aiter__(self) -> AsyncIterator[tuple[int, T_co]]:
@@ -55,7 +55,7 @@ class RowStream(OnDriver, abc.ABC, Generic[T_co]):
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Read no more: rows that haven't begun never will, and those that run are cancelled. It doesn't wait."""
+        """Stop reading: rows that haven't begun never will, and running rows are cancelled. Returns at once."""
 
     def __enter__(self) -> Self:
         return self
@@ -67,7 +67,7 @@ class RowStream(OnDriver, abc.ABC, Generic[T_co]):
 
 
 def check_row_options(spec: MethodSpec, label: str, on_error: object, retry: object, sticky: object) -> None:
-    """Raise unless a method can be called with such options, of which None are as before."""
+    """Refuse options that don't fit a method; None stands for an unchanged option."""
     if on_error not in (None, "raise", "return"):
         raise ConfigError(f"options(on_error={on_error!r}): use 'raise' or 'return'")
     if retry is not None and (problem := amount_problem(retry, whole=True)) is not None:
@@ -82,7 +82,7 @@ def check_row_options(spec: MethodSpec, label: str, on_error: object, retry: obj
 
 
 def no_keep(label: str) -> NoReturn:
-    """Refuse a kept result of a method whose rows end one by one."""
+    """Refuse a kept result of a method with rows that end one by one."""
     raise DispatchError(
         f"{label}.keep(...): the driver gives out its rows one by one, and none stay in the workers: call it, submit "
         "it, or read its .stream(...)"
@@ -90,24 +90,24 @@ def no_keep(label: str) -> NoReturn:
 
 
 class Yielded:
-    """What a method yields of the rows of one rank: each once."""
+    """A check of the rows yielded by a method on one rank: each row once."""
 
     def __init__(self, label: str, rows: int) -> None:
-        """Args: label: The method. rows: How many rows the rank has got."""
+        """Args: label: The method. rows: The number of the rank's rows."""
         self._label = label
         self._rows = rows
         self._seen: set[int] = set()
 
     @property
     def left(self) -> int:
-        """How many are still to come."""
+        """The number of rows still to come."""
         return self._rows - len(self._seen)
 
     def take(self, item: Any) -> tuple[int, Any]:
-        """Return index and value of what was yielded.
+        """Return index and value of a yielded item.
 
         Raises:
-            DispatchError: It isn't that, or there was one of that row before.
+            DispatchError: The item is no such pair, or the row came before.
         """
         if not (isinstance(item, tuple) and len(item) == 2 and hasattr(item[0], "__index__")):
             raise DispatchError(f"{self._says} {_short(item)}")
@@ -129,7 +129,7 @@ class Yielded:
         return index, copied(value, f"{self._label}, row {index}")
 
     def check_end(self) -> None:
-        """Raise a `DispatchError` unless all have come."""
+        """Raise a `DispatchError` if rows are missing."""
         if self.left:
             missing = [index for index in range(self._rows) if index not in self._seen]
             shown = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
@@ -149,7 +149,7 @@ def copied(value: Any, what: str) -> Any:
     """
     try:
         return copy_of(value)
-    except Exception as error:  # of classes of users
+    except Exception as error:  # classes of users may raise anything
         raise SerializationError(
             f"{what}: its value can't be copied ({error_text(error)}), as the values of rows are while the call goes "
             "on: make it of plain data, arrays and tensors"
@@ -162,7 +162,7 @@ def _short(item: Any) -> str:
 
 
 async def end_row(state: RowState) -> None:
-    """A row is over: end what it has begun, the last first. What that raises is printed."""
+    """Run the cleanups of an ended row, the last one first. Errors of cleanups are printed."""
     while state.at_end:
         try:
             ended = state.at_end.pop()()

@@ -1,4 +1,4 @@
-"""A method whose rows end one by one, of a role object outside any worker: all of them run when it is called."""
+"""Calls with rows on a role object outside any worker: all rows run during the call."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from colocate.features.standalone.calls import StandaloneCall
 
 @attrs.frozen
 class StandaloneRows(StandaloneCall):
-    """A standalone call whose rows end one by one: all of them run when it is called, up to `concurrency` at a time."""
+    """A standalone call with rows: all rows run during the call, up to `concurrency` at a time."""
 
     _on_error: OnError = "raise"
     _retry: int = 0
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        """Run it."""
+        """Run all rows and return the values in order."""
         return [value for _, value in sorted(self._ended(args, kwargs), key=lambda row: row[0])]
 
     def stream(self, /, *args: Any, **kwargs: Any) -> RowStream[Any]:
-        """Run it; the rows come in the order in which they ended."""
+        """Run all rows; the stream gives rows in the order of their ends."""
         label = f"{type(self._instance).__name__}.{self._spec.name}"
         return _LocalRows(iter(self._ended(args, kwargs)), label)
 
     def keep(self, /, *args: Any, **kwargs: Any) -> Resident[Any]:
-        """Run it at once, if its rows come as a batch; otherwise refuse it."""
+        """Run a batched method at once and keep the result; refuse other methods."""
         if self._spec.rows is not None:
             no_keep(f"{type(self._instance).__name__}.{self._spec.name}")
         return super().keep(*args, **kwargs)
@@ -49,7 +49,7 @@ class StandaloneRows(StandaloneCall):
         retry: int | None = None,
         sticky: Callable[[Any], object] | None = None,
     ) -> StandaloneRows:
-        """As that of a view; there is one rank, and nothing to wait for."""
+        """Return the method with other options, as a view does; one rank, and nothing to wait for."""
         super().options(timeout=timeout, ranks=ranks)
         check_row_options(self._spec, f"{type(self._instance).__name__}.{self._spec.name}", on_error, retry, sticky)
         return attrs.evolve(self, on_error=on_error or self._on_error, retry=self._retry if retry is None else retry)
@@ -130,5 +130,5 @@ class _LocalRows(RowStream[Any]):
             raise StopAsyncIteration from None
 
     def close(self) -> None:
-        """Read no more."""
+        """Stop reading."""
         self._is_closed = not self._is_over

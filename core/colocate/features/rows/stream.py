@@ -1,7 +1,7 @@
-"""`Stream`: what the rows of a call are read from on the driver, by any number of threads and tasks.
+"""`Stream`: the driver's stream of a call's rows, for any number of threads and tasks.
 
-A signal's handler may raise while a row is waited for, or made of what has come: the row is put back, and the next
-reader finds it. One reader sees to what follows the end of a call.
+A signal's handler may raise while a thread waits for a row, or unpacks one: the row is put back for the next
+reader. One reader handles the end of a call.
 """
 
 from __future__ import annotations
@@ -32,31 +32,31 @@ from colocate.features.rows.row_stream import RowStream
 _log = logging.getLogger("colocate")
 _SETTLES_WITHIN_S = 0.1
 _Ended: TypeAlias = tuple[RowsCall, int | None, tuple[int, Any] | None]
-"""A row of a call that has ended, and what who reads it gets, once that was made; or a call of which no others come."""
+"""A call, an ended row, and the unpacked item if done already; row None marks the end of the call."""
 
 
 class _Reader:
-    """Who has read a stream last; while nobody has, the thread that has opened it, where that blocks."""
+    """The last reader of a stream; before the first read, the thread that opened the stream."""
 
     def __init__(self) -> None:
-        self._thread = weakref.ref(threading.current_thread())  # idents are used again
+        self._thread = weakref.ref(threading.current_thread())  # idents are reused
         self._task: weakref.ref[Any] | None = None
 
     def note(self) -> None:
-        """Note that this thread and task read the stream."""
+        """Record the current thread and task as the reader."""
         self._thread, self._task = weakref.ref(threading.current_thread()), _task()
 
     def refuse(self, stream: PendingCall, waiting: PendingCall, awaits: bool) -> None:
-        """Raise where a call comes after a stream that this thread, or task, reads: while it waits nobody reads that.
+        """Refuse a wait for a call behind a stream that the same thread, or task, reads: nobody would read the stream.
 
-        So does what it waits for: the calls that make residents which it uses, and those before it that wait for such.
+        Calls that the awaited call depends on count, too: makers of its residents, and earlier calls that await such.
         """
         if self._thread() is not who_waits() or (awaits and (self._task is None or self._task != _task())):
             return
         for call in _awaited(waiting):
             if not _is_behind(call, stream):
                 continue
-            # Perhaps nobody has it any more but an exception and its own frames, and who is told of what was read.
+            # The stream may be garbage, referenced only by an exception's frames or by pending callbacks.
             settle(_SETTLES_WITHIN_S)
             gc.collect()
             if stream not in held_open or stream.done():
@@ -74,7 +74,7 @@ class _Reader:
 
 
 def _awaited(waiting: PendingCall) -> list[PendingCall]:
-    """Return a call and those that must end before it: of calls that only come before it such as wait."""
+    """Return a call and all unfinished calls that must end before. Earlier calls count only if they wait for others."""
     found = [waiting]
     for call in found:
         sent = list(call.link.order.pending.values()) if isinstance(call.link, WorkerGroup) else []
@@ -107,7 +107,7 @@ def _task() -> weakref.ref[Any] | None:
     asyncio = sys.modules.get("asyncio")
     try:
         task = None if asyncio is None else asyncio.current_task()
-    except (RuntimeError, AttributeError):  # no loop runs here; or another thread just imports it
+    except (RuntimeError, AttributeError):  # no loop runs here, or another thread imports asyncio at this moment
         return None
     return None if task is None else weakref.ref(task)
 
@@ -122,15 +122,15 @@ class Stream(RowStream[Any]):
         self._arrivals: Arrivals[_Ended] = Arrivals()
         self._reader = _Reader()
         self._done: set[int] = set()
-        self._why: BaseException | None = None  # why no others will come, where that is an error
+        self._why: BaseException | None = None  # the error that ended the stream, if any
         self._call: RowsCall
-        self._calls: list[RowsCall] = []  # it, and those of before a restart
-        self._unended: list[RowsCall] = []  # it, until somebody has seen to its end
+        self._calls: list[RowsCall] = []  # the current call, and calls before a restart
+        self._unended: list[RowsCall] = []  # calls with an end that no reader has handled
         try:
             asked.begin(range(asked.count), is_ahead, self._hear)
         except BaseException:
             self._arrivals.end()
-            if (call := getattr(self, "_call", None)) is not None:  # one has been made, and perhaps sent
+            if (call := getattr(self, "_call", None)) is not None:  # a call was made, and perhaps sent
                 held_open.pop(call, None)
                 asked.worker_group.services.timers.soon(call.withdraw)
             raise
@@ -138,7 +138,7 @@ class Stream(RowStream[Any]):
             held_open.pop(self._call, None)
 
     def _hear(self, call: RowsCall) -> None:
-        """A call is about to be sent: from now on its rows come here."""
+        """Connect a new call to this stream, before the call is sent."""
         self._call = call
         self._calls.append(call)
         self._unended.append(call)
@@ -170,7 +170,7 @@ class Stream(RowStream[Any]):
             raise end
         except BaseException as error:
             self._arrivals.come.extendleft(mine)  # first; see `Arrivals`
-            self._is_told, end = self._is_told or error is end, None  # which has this frame
+            self._is_told, end = self._is_told or error is end, None  # `end` refers to this frame: a cycle
             self._arrivals.wake()
             raise
 
@@ -194,21 +194,21 @@ class Stream(RowStream[Any]):
                     mine.clear()
             raise end
         except BaseException as error:
-            self._arrivals.come.extendleft(mine)  # likewise
+            self._arrivals.come.extendleft(mine)  # first; see `Arrivals`
             self._is_told, end = self._is_told or error is end, None
             self._arrivals.wake()
             raise
 
     def close(self) -> None:
-        """See `RowStream.close`."""
+        """Stop reading; see `RowStream.close`."""
         if self._is_closed or self._arrivals.is_over:
             return
-        self._is_closed = True  # first: who makes another call meanwhile looks at it afterwards
+        self._is_closed = True  # first: another call meanwhile checks this flag afterwards
         self._let_go(self._call)
-        self._arrivals.end()  # others may wait
+        self._arrivals.end()  # other readers may wait
 
     def _let_go(self, call: RowsCall) -> None:
-        """Nobody reads its rows any more."""
+        """Withdraw a call without readers; log a failure that nobody gets."""
         worker_group = self._asked.worker_group
         held_open.pop(call, None)
         if worker_group.forked:
@@ -218,13 +218,13 @@ class Stream(RowStream[Any]):
         call._then(partial(_tell_failure, worker_group))
 
     def __del__(self) -> None:
-        with suppress(AttributeError, RuntimeError):  # it was never sent; the interpreter ends
+        with suppress(AttributeError, RuntimeError):  # never sent, or the interpreter ends
             self.close()
 
     # -- what comes next
 
     def _end(self, kind: type[BaseException], waits: bool) -> BaseException | None:
-        """Return what a reader is told when no row will come: why, if nobody was told of that error, or they wait."""
+        """Return the exception for a reader when no row will come: the stream's error once, then a plain stop."""
         self._call._check_fork()
         if self._is_closed:
             return ClosedError(f"the stream of {self._asked.label} was closed, and is read")
@@ -242,7 +242,7 @@ class Stream(RowStream[Any]):
             self._call.refuse_in_vain(awaits)
 
     def _taken(self, mine: deque[_Ended]) -> tuple[int, Any] | None:
-        """The row that was taken; None where that is no row, or its error is raised when the call has ended."""
+        """Return the taken row; None for the end of a call, or an error to raise at the end."""
         call, row, found = mine[0]
         if row is None:
             return None
@@ -255,7 +255,7 @@ class Stream(RowStream[Any]):
             except ColocateError as error:
                 if is_of_handler(error):
                     raise
-                self._why = error  # it can't be rebuilt: the others end
+                self._why = error  # the value can't be rebuilt: the other rows are dropped
                 self._let_go(call)
                 self._arrivals.come.clear()
                 self._arrivals.end()
@@ -274,7 +274,7 @@ class Stream(RowStream[Any]):
     # -- the end of a call
 
     def _see_to_end(self, call: RowsCall) -> None:
-        """Find out what becomes of the rows that haven't ended: they begin once more, or it is told why not."""
+        """Handle the end of a call: begin missing rows again after a restart, or end the stream."""
         if self._is_closed or not self._claims(call):
             return
         held_open.pop(call, None)
@@ -289,7 +289,7 @@ class Stream(RowStream[Any]):
             self._conclude(missing, call, error)
 
     def _claims(self, call: RowsCall) -> bool:
-        """Whether it is the caller who sees to a call's end: nobody else does, or has."""
+        """Return whether this reader is the one to handle a call's end."""
         try:
             self._unended.remove(call)
         except ValueError:
@@ -297,7 +297,7 @@ class Stream(RowStream[Any]):
         return True
 
     def _missing(self) -> list[int]:
-        """The rows that haven't ended; in this order, as others read meanwhile."""
+        """Return the rows without a result. Other threads read meanwhile: results are checked before `_done`."""
         return [
             row
             for row in range(self._asked.count)
@@ -305,14 +305,14 @@ class Stream(RowStream[Any]):
         ]
 
     def _give_up(self, rows: Sequence[int], call: RowsCall, error: BaseException | None) -> None:
-        """An error stands in the places of rows."""
+        """Put an error in the places of rows."""
         if isinstance(error, ColocateError):
             for row in rows:
                 call.ends[row] = call.targets[0], None, error
                 _heard(self._arrivals, call, row)
 
     def _conclude(self, missing: Sequence[int], call: RowsCall, error: BaseException | None) -> None:
-        """No others come."""
+        """End the stream: no more rows will come."""
         if self._asked.options.on_error == "return" and isinstance(error, ColocateError):
             self._give_up(missing, call, error)
         else:
@@ -320,9 +320,9 @@ class Stream(RowStream[Any]):
         self._arrivals.end()
 
     def _begin_anew(self, rows: Sequence[int], call: RowsCall) -> None:
-        """The group was restarted: its workers are given the rows that had not ended.
+        """Begin missing rows again on the restarted group's workers.
 
-        Why not is told to who reads next: who waits for this may have given up.
+        An error ends the stream for the next reader: this thread may have given up.
         """
         try:
             self._asked.worker_group.restarts.wait(None, notes=False)
@@ -330,13 +330,13 @@ class Stream(RowStream[Any]):
                 return
             self._asked.begin(rows, self._is_ahead, self._hear, is_again=True)
         except BaseException as error:
-            if not isinstance(error, Exception) or is_of_handler(error):  # who reads next begins once more
+            if not isinstance(error, Exception) or is_of_handler(error):  # the next reader begins again
                 self._unended.append(call)
                 raise
             if self._call is call or self._claims(self._call):
                 self._conclude(rows, self._call, error)
             return
-        if self._is_closed:  # meanwhile, perhaps before there was this call
+        if self._is_closed:  # closed meanwhile, perhaps before the new call existed
             self._let_go(self._call)
 
 
@@ -345,7 +345,7 @@ def _heard(arrivals: Arrivals[_Ended], call: Any, row: int | None = None) -> Non
 
 
 def _tell_failure(worker_group: WorkerGroup, call: PendingCall) -> None:
-    """The call of a stream that was closed is over: nobody else is told that it has failed."""
+    """Log the failure of a closed stream's call, since no reader gets the error."""
     error = call._error or call.failure
     if error is None or error is worker_group.failure or (isinstance(error, ColocateError) and error._told):
         return

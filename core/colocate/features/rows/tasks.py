@@ -1,7 +1,7 @@
 """Rows of a call that end one by one, the worker's half.
 
-Of a method with `rows=` each row is a task of the lane's event loop. What a batched method yields is told as it comes,
-and the method goes on only while the driver has credit for more. `calls.py` has the driver's half.
+For a method with `rows=`, each row is a task of the lane's event loop. Rows yielded by a batched method are sent one
+by one, and the method goes on only while the driver has credit for more. `calls.py` is the driver's half.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from colocate.worker.serving.signal_handlers import calls_role_code
 
 
 class RowTasks:
-    """Runs calls whose rows end one by one. On the lane."""
+    """Runs calls with rows that end one by one. On the lane."""
 
     def __init__(self, worker_context: WorkerContext, background: Background | None) -> None:
-        """Make it. Args: worker_context: The worker. background: Whose lane it is; None for the main one."""
+        """Args: worker_context: The worker. background: The background role of the lane; None for the main lane."""
         self._worker_context, self._background = worker_context, background
         self._device = worker_context.device if background is None else background.device
-        self._role_code = RoleCode(has_thread=False)  # of each row
+        self._role_code = RoleCode(has_thread=False)  # for each row
 
     def runs(self, work: RowsWork, role: RoleInstance) -> Callable[[object, dict[str, Any]], Any]:
         """See `OfWorker.runs`."""
@@ -46,14 +46,14 @@ class RowTasks:
 
         def run(instance: object, arguments: dict[str, Any]) -> Any:
             if work.row_queue is not None:
-                # First: it may be withdrawn at this moment, or was before.
+                # First: the call may be withdrawn at this moment, or was before.
                 work.row_queue.is_alone = (
                     spec.rows is not None or len(sources_of(spec, role.ctx)) == role.ctx.world_size
                 )
                 work.cancelled = work.cancelled or (work.row_queue.withdrawn and work.row_queue.is_alone)
             if spec.rows is not None:
                 return self._play(work, role, arguments)
-            if work.row_queue is None:  # they are kept
+            if work.row_queue is None:  # the rows are kept
                 return (_all_async if spec.is_async else _all)(work, spec, instance, arguments)
             items, yielded = spec.call(instance, arguments), Yielded(work.label, work.valid_rows or 0)
             if spec.is_async:
@@ -84,7 +84,7 @@ class RowTasks:
                 if over and not row_queue.running:
                     return
                 await self._news(work)
-        finally:  # a call ends when its rows have
+        finally:  # all rows must end before the call does
             row_queue.cancel()
             while row_queue.running:
                 with contextlib.suppress(asyncio.CancelledError):
@@ -115,7 +115,7 @@ class RowTasks:
                 if state.raised is not None:
                     raise state.raised from None
             self._tell(work, state.row, result, state.turn)
-        except BaseException as error:  # whatever role code raises is the row's
+        except BaseException as error:  # any error of role code is the row's
             await worker_context.await_cause(error, role.name, state)
             self._tell_failure(work, role, state, error)
 
@@ -132,7 +132,7 @@ class RowTasks:
             self._worker_context.broken(f"{work.label}, row {state.row}: {lost}")
 
     def _over(self, work: RowsWork, role: RoleInstance, state: RowState, task: asyncio.Task[None]) -> None:
-        if task.cancelled():  # before its first step, as none of its steps lets that out
+        if task.cancelled():  # before the first step: later steps catch a cancellation
             self._tell_failure(work, role, state, state.raised or asyncio.CancelledError())
         work.active_tasks -= 1
         _queue_of(work).over(state)
@@ -147,7 +147,7 @@ class RowTasks:
         worker_context.say_result(RowEnded(work.seq, row, None, turn=turn), body, label)
 
     async def _news(self, work: RowsWork) -> None:
-        """Wait for something new; meanwhile the call itself is at a pause point."""
+        """Wait for a message; the call is at a pause point meanwhile."""
         news = _queue_of(work).news()
         if self._background is None:
             await news
@@ -156,8 +156,7 @@ class RowTasks:
 
     # -- rows that a method yields
 
-    # Where other ranks work on the same rows, it ends by itself when nobody waits for them: one of these ranks alone
-    # mustn't leave the steps that they take together.
+    # With other ranks on the same rows, a withdrawn call runs to the end: a single rank must not leave common steps.
 
     @staticmethod
     def _is_over(row_queue: RowQueue, is_alone: bool) -> Callable[[], bool]:
@@ -220,7 +219,7 @@ class RowTasks:
                 except asyncio.CancelledError:
                     if waiting is None or row_queue.awaiting is not None or work.raised is not None:
                         raise
-                    waiting.uncancel()  # nobody reads what comes
+                    waiting.uncancel()  # nobody reads the results
                     return
                 finally:
                     row_queue.awaiting = None
@@ -242,7 +241,7 @@ def _queue_of(work: RowsWork) -> RowQueue:
 
 @calls_role_code
 def _all(work: RowsWork, spec: MethodSpec, instance: object, arguments: dict[str, Any]) -> list[Any]:
-    """Return all that a method yields, in the order of its rows."""
+    """Return all yielded values in the order of the rows."""
     yielded = Yielded(work.label, work.valid_rows or 0)
     found = dict(map(yielded.take_copy, spec.call(instance, arguments)))
     yielded.check_end()

@@ -1,4 +1,4 @@
-"""`RowsOfWorker`: what a worker hears of calls whose rows end one by one. `tasks.py` runs them."""
+"""`RowsOfWorker`: the worker's row queues. `tasks.py` runs the rows."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from colocate.worker.serving.role_instance import RoleInstance
 
 
 class RowsOfWorker(OfWorker):
-    """The row queues of a worker's calls, as long as these are there."""
+    """The row queues of a worker's calls, as long as the calls exist."""
 
     def __init__(self, worker_context: WorkerContext) -> None:
         self._worker_context = worker_context
@@ -25,7 +25,7 @@ class RowsOfWorker(OfWorker):
         worker_context.scope.ends(self._end_waits)
 
     def work(self, *arguments: Any) -> RowsWork:
-        """Make what a lane does for a call; its rows come by a queue, unless its result is kept here."""
+        """Create the lane's work for a call, with a row queue unless the result is kept here."""
         work = RowsWork(*arguments)
         call = work.message
         assert isinstance(call, Call)
@@ -35,23 +35,23 @@ class RowsOfWorker(OfWorker):
         return work
 
     def runs(self, work: Work, role: RoleInstance) -> Callable[[object, dict[str, Any]], Any]:
-        """Have the rows of a call run."""
-        from colocate.features.rows.tasks import RowTasks  # it has asyncio, which is imported when something is awaited
+        """Return the function that runs the rows of a call."""
+        from colocate.features.rows.tasks import RowTasks  # imports asyncio, which other calls don't need
 
         assert isinstance(work, RowsWork)
         return RowTasks(self._worker_context, self._worker_context.background.get(role.name or "")).runs(work, role)
 
     def heard(self, message: Message, body: Any) -> None:
-        """Hear of rows that are to begin, that were read, or that nobody waits for."""
+        """Pass a message on rows to the call's queue and wake the lane."""
         assert isinstance(message, Row | NoMoreRows | ReadRows)
-        if (row_queue := self._row_queues.get(message.seq)) is not None:  # otherwise the call has failed here
+        if (row_queue := self._row_queues.get(message.seq)) is not None:  # None if the call has failed here
             row_queue.tell(message, body)
             if row_queue.withdrawn and row_queue.is_alone:
                 row_queue.lane.cancel(message.seq, message.seq)
             row_queue.lane.do(row_queue.wake)
 
     def back(self, hold: int) -> dict[str, int]:
-        """Return how many calls methods have had here, for a driver that doesn't know."""
+        """Return the counts of calls of methods with `rows=` on this worker, for a new driver."""
         roles = self._worker_context.roles.values()
         return {
             f"{role.name}.{name}": count
@@ -61,18 +61,18 @@ class RowsOfWorker(OfWorker):
         }
 
     def unwanted(self, seq: int) -> None:
-        """Have a call wait no longer."""
+        """End the waits of a cancelled call."""
         if (row_queue := self._row_queues.get(seq)) is not None:
             row_queue.end("nobody waits for it any more")
 
     def stops(self) -> None:
-        """Have no row begin."""
+        """Stop the start of rows in all calls."""
         for row_queue in list(self._row_queues.values()):
             row_queue.stop()
             row_queue.lane.do(row_queue.wake)
 
     def _end_waits(self, concerns: Callable[[int], bool], reason: str) -> None:
         for number, row_queue in list(self._row_queues.items()):
-            if row_queue.has_begun and concerns(number):  # one that begins later asks the scope by itself
+            if row_queue.has_begun and concerns(number):  # a call that begins later asks the scope itself
                 row_queue.end(reason)
                 row_queue.lane.do(row_queue.wake)
