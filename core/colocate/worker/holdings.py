@@ -1,8 +1,8 @@
-"""What a role holds: the memory of its tensors and arrays, found in its modules, optimizers, attributes and containers.
+"""Memory of a role: tensors and arrays in modules, optimizers, attributes and containers of the role's object.
 
-Nobody's code is called for that: objects are looked into by their dicts and slots. What lies elsewhere (closures,
-attributes of classes or tensors, C++) a role names in `device_state()`. Models that share weights, views, and an
-optimizer beside its model hold the same memory: what is counted is storages, each of them once.
+No user code is called for the search: objects are read through their dicts and slots. A role names memory elsewhere
+(closures, attributes of classes or tensors, C++) in `device_state()`. Models that share weights, views, and an
+optimizer beside its model hold the same memory: storages are counted, each once.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from colocate._values.leaving import has_memory, memories, slots, sparse_parts
 from colocate._values.plain import PLAIN
 from colocate.gpus import in_use
 
-# A role may hold a data set of millions of small things. What is so far inside it that as many are nearer isn't found.
+# A role may hold a data set of millions of small objects. The search stops after this number of objects.
 _LOOKS = 200_000
 
 
@@ -36,24 +36,25 @@ _LOOKS = 200_000
 
 
 class Storages(dict[str, dict[int, int]]):
-    """Pieces of memory that tensors and arrays may share: by device, as torch has it, the size of each by its address.
+    """Sizes of pieces of memory, by device (in torch's notation) and address; tensors and arrays may share a piece.
 
-    There are no objects for them: a hundred thousand new ones would have the garbage collector look at all others.
+    There are no objects per piece: a hundred thousand new ones would make the garbage collector traverse all others.
 
     Attributes:
-        has_arrays: Whether some are of arrays. Tensors may be made of parts of one: their storages lie in it.
+        has_arrays: Whether some pieces belong to arrays. Tensors may be made of parts of an array: their storages
+            overlap.
     """
 
     has_arrays = False
 
     def include(self, more: Storages) -> None:
-        """Note what others note, too."""
+        """Add the pieces of other storages."""
         self.has_arrays |= more.has_arrays
         for place, sizes in more.items():
             self._put(place, dict(sizes))
 
     def add_all(self, values: Iterable[Any]) -> None:
-        """Note the memory of the tensors and arrays in values, of plain tensors together: nearly all are."""
+        """Add the memory of tensors and arrays; plain tensors, the vast majority, are handled together."""
         torch, values = imported("torch"), [*values]
         kinds = frozenset(() if torch is None else (torch.Tensor, torch.nn.Parameter))
         plain = values
@@ -62,8 +63,8 @@ class Storages(dict[str, dict[int, int]]):
             for value in values:
                 if type(value) not in kinds and type(value) not in PLAIN:
                     self.add(value)
-        # Nearly always all are the host's, with memory of their own. To look for others first would take as long again:
-        # a hundred thousand tensors aren't in the processor's caches, and each look fetches them there.
+        # Nearly always all are on the host, each with separate memory. A look for others first would take as long
+        # again: a hundred thousand tensors aren't in the processor's caches.
         with contextlib.suppress(RuntimeError):  # one is sparse, say
             sizes = {(its := each.untyped_storage()).data_ptr(): its.nbytes() for each in plain if each.is_cpu}
             if sizes and len(sizes) == len(plain):
@@ -78,12 +79,12 @@ class Storages(dict[str, dict[int, int]]):
                 sizes = {}
             if len(sizes) == len(tensors) and device.type != "meta":
                 self.add_pieces(tensors, sizes, name_of(device))
-            else:  # they share some, or have it from an array of which each has a part
+            else:  # some share memory, or have parts of one array
                 for tensor in tensors:
                     self.add_tensor(tensor, torch)
 
     def add(self, value: Any) -> None:
-        """Note the memory of the tensors and arrays in a value."""
+        """Add the memory of tensors and arrays in a value."""
         torch, numpy = imported("torch"), imported("numpy")
         for item in memories(value):
             if numpy is not None and isinstance(item, numpy.ndarray):
@@ -92,55 +93,55 @@ class Storages(dict[str, dict[int, int]]):
                     if item.nbytes:
                         self.add_array(*_reach(item))
                     continue
-                item = item.base  # `tensor.numpy()`
+                item = item.base  # the tensor behind `tensor.numpy()`
             if torch is not None and isinstance(item, torch.Tensor):
                 self.add_tensor(item, torch)
 
     def add_tensor(self, item: Any, torch: Any) -> None:
-        """Note the memory of a tensor, or of the tensors that it is made of: sparse ones, jagged ones, DTensors."""
+        """Add the memory of a tensor, or of the component tensors: sparse ones, jagged ones, DTensors."""
         if _is_made_of_others(item, torch):
             self.add_parts(item, *_parts(item, torch), torch)
         elif (storage := _storage_of(item)) is not None:
             self.add_pieces([item], {storage.data_ptr(): storage.nbytes()}, name_of(item.device))
 
     def add_parts(self, item: Any, values: list[Any], indices: list[Any], torch: Any) -> None:
-        """Note the memory of the tensors that a tensor is made of."""
+        """Add the memory of a tensor's components."""
         for part in [*values, *indices]:
             self.add_tensor(part, torch)
 
     def add_pieces(self, items: list[Any], sizes: dict[int, int], device: str) -> None:
-        """Note pieces of a device's memory, and the tensors that have them."""
+        """Add pieces of a device's memory, with the owning tensors."""
         if 0 in sizes.values():
             sizes = {address: nbytes for address, nbytes in sizes.items() if nbytes}
         if sizes:
             self._put(device, sizes)
 
     def add_array(self, address: int, size: int) -> None:
-        """Note the memory of an array which is no view of another one."""
+        """Add the memory of an array that isn't a view of another array."""
         self.has_arrays = True
         self._put("cpu", {address: size})
 
     def _put(self, place: str, sizes: dict[int, int]) -> None:
         known = self.setdefault(place, {})
-        if not known.keys().isdisjoint(sizes):  # a part of an array begins where all of it does
+        if not known.keys().isdisjoint(sizes):  # a part of an array may begin where the whole array begins
             sizes = {address: max(size, known.get(address, 0)) for address, size in sizes.items()}
         known.update(sizes)
 
 
 class Objects(Storages):
-    """Storages with the objects themselves: pieces are named by what torch has for these, which stays as memory goes.
+    """Storages with the objects themselves: a piece is named by a torch storage, which outlives a move of memory.
 
     Attributes:
-        storages: The storages, by that.
-        trained: The names of those of tensors that have gradients.
-        indices: Likewise, of tensors that say where the values of a sparse or a jagged one are.
-        pinned: Those of the host that a device reads and writes by itself, at the pages that they have.
-        arrays: The sizes of arrays that are no tensors', by their addresses.
-        tensors: The tensors that lie there, by piece.
+        storages: The torch storages, by name.
+        trained: The names of storages of tensors with gradients.
+        indices: The names of storages of index tensors of sparse or jagged tensors.
+        pinned: The names of pinned host storages, which a device accesses directly, at fixed pages.
+        arrays: The sizes of arrays without a tensor, by address.
+        tensors: The tensors on each storage, by name.
     """
 
     def __init__(self, device: str = "cpu") -> None:
-        """Args: device: The slot's, as torch calls it."""
+        """Args: device: The slot's device, in torch's notation."""
         super().__init__()
         self._pins = in_use(device) is not None
         self.storages: dict[int, Any] = {}
@@ -151,14 +152,14 @@ class Objects(Storages):
         self.tensors: dict[int, list[weakref.ref[Any]]] = {}
 
     def add_parts(self, item: Any, values: list[Any], indices: list[Any], torch: Any) -> None:
-        """Note the memory of the tensors that a tensor is made of. It is that which has gradients, not they."""
+        """Add the memory of a tensor's components. The tensor has gradients, not its components."""
         super().add_parts(item, values, indices, torch)
         for parts, names in ((indices, self.indices), (values if item.requires_grad else [], self.trained)):
             plain = (_storage_of(part) for part in parts if not _is_made_of_others(part, torch))
             names.update(storage._cdata for storage in plain if storage is not None)
 
     def add_pieces(self, items: list[Any], sizes: dict[int, int], device: str) -> None:
-        """Note pieces of a device's memory, and the tensors that have them."""
+        """Add pieces of a device's memory, with the owning tensors."""
         pieces = self.setdefault(device, {})
         for item in items:
             storage = item.untyped_storage()
@@ -172,13 +173,13 @@ class Objects(Storages):
                 self.trained.add(key)
 
     def add_array(self, address: int, size: int) -> None:
-        """Note the memory of an array which is no view of another one."""
+        """Add the memory of an array that isn't a view of another array."""
         super().add_array(address, size)
         self.arrays[address] = size
 
 
 class WeakStorage:
-    """Tells whether a storage is there, and finds it; keeps none."""
+    """Weak reference to a storage, with a way back to the object."""
 
     __slots__ = ("_again", "_weak")
 
@@ -189,16 +190,16 @@ class WeakStorage:
         self._again: Callable[[int], Any] = type(storage)._new_with_weak_ptr
 
     def expired(self) -> bool:
-        """Whether the storage isn't there any more."""
+        """Return whether the storage is gone."""
         return bool(self._weak.expired())
 
     def storage(self) -> Any:
-        """Return the storage; None where it isn't there any more."""
+        """Return the storage; None after its end."""
         return self._again(self._weak.cdata)
 
 
 def _storage_of(item: Any) -> Any:
-    """A tensor's; None where there is no memory: it isn't made yet (lazy modules), or there for tracing (an export)."""
+    """Return a tensor's storage; None without memory: not initialized (lazy modules), or only for an export."""
     try:
         storage = item.untyped_storage()
         if storage.device.type == "meta":
@@ -216,12 +217,12 @@ def _is_made_of_others(item: Any, torch: Any) -> bool:
 
 
 def _parts(item: Any, torch: Any) -> tuple[list[Any], list[Any]]:
-    """The tensors that a tensor is made of: its values, and what says where these are."""
+    """Return a tensor's components: values, and the indices that place the values."""
     if (parts := sparse_parts(item)) is not None:
         return parts[-1:], parts[:-1]
-    # Without that method they are in attributes, such as those of a masked tensor.
+    # Without that method the components are attributes, as in a masked tensor.
     names = item.__tensor_flatten__()[0] if hasattr(item, "__tensor_flatten__") else list(vars(item))
-    # A DTensor names its mesh there, too.
+    # A DTensor's list includes the mesh.
     tensors = {name: each for name in names if isinstance(each := getattr(item, name), torch.Tensor)}
     if item.layout is torch.jagged:
         return [tensors.pop("_values")], list(tensors.values())
@@ -229,7 +230,7 @@ def _parts(item: Any, torch: Any) -> tuple[list[Any], list[Any]]:
 
 
 def _whole(item: Any, numpy: Any) -> Any:
-    """Return the array of which another one is a view, or that itself."""
+    """Return the base array of a view, or the array itself."""
     while True:
         base = item.base
         if type(base).__module__.startswith("numpy.") and not isinstance(base, numpy.ndarray):
@@ -240,7 +241,7 @@ def _whole(item: Any, numpy: Any) -> Any:
 
 
 def _reach(item: Any) -> tuple[int, int]:
-    """Where the memory of an array begins, and its size: strides may go backwards, and over the same memory again."""
+    """Return the first address of an array's memory and the size; strides may be negative or zero."""
     steps = [(count - 1) * stride for count, stride in zip(item.shape, item.strides, strict=True)]
     before = sum(step for step in steps if step < 0)
     behind = item.itemsize + sum(step for step in steps if step > 0)
@@ -249,27 +250,27 @@ def _reach(item: Any) -> tuple[int, int]:
 
 @functools.lru_cache(maxsize=64)
 def name_of(device: Any) -> str:
-    """Return what torch calls a device."""
+    """Return torch's name of a device."""
     return str(device)
 
 
-# -- what somebody holds
+# -- memory of one owner
 
 Holdings: TypeAlias = dict[Purpose, Storages]
-"""What somebody has, by what it is for."""
+"""Storages of one owner, by purpose."""
 
 
 @attrs.define(eq=False)
 class Found:
-    """What a search has found.
+    """Result of a search.
 
     Attributes:
-        noted: Tensors and arrays, by what they are for.
-        parameters: Those that are trained, by id.
-        tensors: Others that may have gradients.
-        optimizers: Torch's.
-        met: Whether it has come upon what wasn't to be looked into.
-        complete: Whether it has come to an end.
+        noted: Tensors and arrays, by purpose.
+        parameters: Trained parameters, by id.
+        tensors: Other tensors that may have gradients.
+        optimizers: Torch optimizers.
+        met: Whether the search has met an excluded object.
+        complete: Whether the search has finished.
     """
 
     noted: dict[Purpose, list[Any]] = attrs.field(factory=lambda: {purpose: [] for purpose in Purpose})
@@ -281,11 +282,11 @@ class Found:
 
     @property
     def leaves(self) -> list[Any]:
-        """The tensors that may have gradients."""
+        """Tensors that may have gradients."""
         return [*self.parameters.values(), *self.tensors]
 
     def holdings(self, storages: Callable[[], Storages] = Storages) -> Holdings:
-        """Return the memory of what was found, by what it is for."""
+        """Return the memory of the found tensors and arrays, by purpose."""
         held = {purpose: storages() for purpose in Purpose}
         held[Purpose.PARAMETERS].add_all(self.parameters.values())
         for purpose, values in self.noted.items():
@@ -299,7 +300,7 @@ def held_by(
     apart: Iterable[object] = (),
     storages: Callable[[], Storages] = Storages,
 ) -> tuple[Holdings, bool]:
-    """Return what an object holds, on the lane, and whether that is all."""
+    """Return the memory that an object holds, and whether the search was complete. On the lane."""
     found = search(instance, apart=apart)
     found.noted[Purpose.DECLARED] += declared
     found.noted[Purpose.GRADIENTS] += gradients_of(found.leaves)
@@ -312,16 +313,16 @@ def gradients_of(leaves: Iterable[Any]) -> list[Any]:
 
 
 def optimizers_of(instance: object, apart: Iterable[object] = ()) -> list[Any]:
-    """Return torch's optimizers that an object holds; see `held_by`."""
+    """Return the torch optimizers that an object holds; see `held_by`."""
     return search(instance, apart=apart).optimizers
 
 
 def lie_in(
     values: Iterable[object], apart: Iterable[object], storages: Callable[[], Storages] = Storages
 ) -> tuple[Holdings, list[Any]]:
-    """Return what residents hold, which may be values of any kind, and the tensors whose gradients belong to them, too.
+    """Return the memory of residents of any type, and the tensors whose gradients belong to the residents, too.
 
-    Where there is too much to look at, it is all that lies in their lists, dicts and dataclasses.
+    If there are too many objects, the result is the memory in lists, dicts and dataclasses.
     """
     found, roots = search(*(roots := list(values)), apart=apart), roots
     if not found.complete:
@@ -330,14 +331,14 @@ def lie_in(
 
 
 def search(*roots: object, apart: Iterable[object] = ()) -> Found:
-    """Look at objects and all that they lead to: breadth first, so that what is nearest is found if there is too much.
+    """Search objects breadth first, so that near objects are found even if there are too many.
 
-    What is equally near is looked at together, by its type, and so are all pieces of memory in the end: most of the
-    time is spent on what is done for each of them.
+    Objects at one distance are handled together, by type, and so is all memory at the end: most of the time goes into
+    steps per object.
 
     Args:
-        roots: Where it begins.
-        apart: What isn't looked into.
+        roots: The objects to begin with.
+        apart: Objects to exclude.
     """
     torch, found = imported("torch"), Found()
     apart = [*apart]
@@ -347,7 +348,7 @@ def search(*roots: object, apart: Iterable[object] = ()) -> Found:
     near: dict[_Aim, list[Any]] = {None: [*roots]}
 
     def add(aim: _Aim, items: Iterable[Any]) -> None:
-        copied = list(items)  # in one step: other threads go on with theirs
+        copied = list(items)  # copied in one step: other threads may change the container
         if not PLAIN.issuperset(map(type, copied)):
             near.setdefault(aim, []).extend(_matter(copied))
 
@@ -380,12 +381,12 @@ def search(*roots: object, apart: Iterable[object] = ()) -> Found:
                     found.noted[purpose or Purpose.TENSORS] += some
                 elif look == "dict":
                     for item in some:
-                        add(aim, dict.values(item))  # a class made from it may load something when it is asked
+                        add(aim, dict.values(item))  # a subclass may load data in overridden methods
                 elif look == "container":
                     for item in some:
                         add(aim, item)
                 elif look == "proxy":
-                    add(aim, gc.get_referents(*some))  # their mappings, which may run code when they are asked
+                    add(aim, gc.get_referents(*some))  # the mappings behind proxies, as a call of a proxy may run code
                 elif look == "object":
                     if (name := _ACCUMULATED.get(kind.__name__)) and of_kind is Purpose.BUFFERS:
                         sums = [each for item in some if (each := getattr(item, name, None)) is not None]
@@ -393,7 +394,7 @@ def search(*roots: object, apart: Iterable[object] = ()) -> Found:
                         seen.setdefault(of_kind, set(closed)).update(map(id, sums))
                     for item in some:
                         add(of_kind or ("state" if aim == "state" else None), _attributes(item))
-                elif purpose is not None:  # what modules and optimizers hold is for what they are
+                elif purpose is not None:  # contents of modules and optimizers have a purpose of their own
                     add(None, some)
                 elif look == "module":
                     owns = [*map(vars, some)]
@@ -401,14 +402,14 @@ def search(*roots: object, apart: Iterable[object] = ()) -> Found:
                     found.parameters.update(zip(map(id, trained), trained, strict=True))
                     found.noted[Purpose.BUFFERS] += _values(own.get("_buffers") for own in owns)
                     add(None, _values(own.get("_modules") for own in owns))
-                    # Those of a kind have nearly always the same few names that not every module has.
+                    # Modules of a type nearly always have the same few names that not every module has.
                     for part in [owns[start : start + 100] for start in range(0, len(owns), 100)]:
                         names = set[str]().union(*part) - _usual(torch)
                         add(of_kind, [own.get(name) for own in part for name in names])
                 else:
                     for item in some:
                         rest = dict(vars(item))
-                        # One that wraps another one may have none of these, or properties that ask that one.
+                        # An optimizer that wraps another may lack these, or have properties that ask the other.
                         groups, state = rest.pop("param_groups", None), rest.pop("state", None)
                         add(None, rest.values())
                         if groups is None:
@@ -421,8 +422,8 @@ def search(*roots: object, apart: Iterable[object] = ()) -> Found:
                         kept = _values([state])
                         add("state", _values(each for each in kept if type(each) is dict))
                         add("state", [each for each in kept if type(each) is not dict])
-    # Megatron's gradients, in another dtype than the parameter's. Nearly none has attributes, and to ask one for them
-    # would make it a dict: the garbage collector's way doesn't.
+    # Megatron's gradients, in another dtype than the parameter's. A read of `__dict__` would create a dict for nearly
+    # every parameter; the garbage collector's view doesn't.
     attached = [each for each in gc.get_referents(*found.parameters.values()) if type(each) is dict]
     found.noted[Purpose.GRADIENTS] += [each for own in attached if (each := own.get("main_grad")) is not None]
     found.complete = left >= 0
@@ -431,21 +432,21 @@ def search(*roots: object, apart: Iterable[object] = ()) -> Found:
 
 _Look: TypeAlias = Literal["tensor", "array", "dict", "container", "proxy", "module", "optimizer", "object"]
 _Aim: TypeAlias = Purpose | Literal["state"] | None
-"""What tensors that are come upon are for. An optimizer's state is so however deep it lies in objects; what other
-objects of torch's have is for what they are only in themselves and in their containers."""
+"""Purpose of tensors that a search meets. An optimizer's state keeps the purpose at any depth; for other objects of
+torch the purpose holds only in the object and its containers."""
 
-# What FSDP2 has accumulated and not reduced yet is in no parameter's `grad` where it is reduced in another dtype, nor
-# where replicas of shards are told of it later.
+# FSDP2's accumulated, unreduced gradients aren't in `grad` if the reduction has another dtype, or if replicas of shards
+# are reduced later.
 _ACCUMULATED = {"FSDPParam": "unsharded_accumulated_grad", "FSDPParamGroup": "_partial_reduce_output"}
 
-# What objects of torch's own have is no cache: contents that must not be lost. State of training, or constants.
+# State of torch's own objects is no cache that may be lost: state of training, or constants.
 _OF_TRAINING = (
     "torch.amp.",  # the scale of a GradScaler
     "torch.cuda.amp.",
-    "torch.optim.",  # what schedulers count
-    "torch.distributed.algorithms.",  # what hooks of communication owe
+    "torch.optim.",  # counters of schedulers
+    "torch.distributed.algorithms.",  # errors that communication hooks carry over
 )
-_OF_PROGRAMS = ("torch.export.", "torch.fx.")  # modules that were made of others, with their constants as attributes
+_OF_PROGRAMS = ("torch.export.", "torch.fx.")  # modules made from other modules, with constants as attributes
 
 _NOT_INTO = (
     type,
@@ -464,9 +465,9 @@ _NOT_INTO = (
 
 @by_type
 def _looks(kind: type) -> tuple[_Look, Purpose | None]:
-    """How objects of a type are looked at, and what tensors in their attributes are for, where the type says so."""
+    """Return how objects of a type are searched, and the purpose of tensors in their attributes, if known."""
     torch, numpy, of = imported("torch"), imported("numpy"), kind.__module__
-    if has_memory(kind):  # others may call an attribute `nbytes` too, and hold tensors
+    if has_memory(kind):  # other types may have an attribute `nbytes`, too, and hold tensors
         if torch is not None and issubclass(kind, torch.Tensor):
             return "tensor", None
         if is_collection(kind) or (numpy is not None and issubclass(kind, numpy.ndarray)):
@@ -488,18 +489,18 @@ def _looks(kind: type) -> tuple[_Look, Purpose | None]:
 
 @by_type
 def _is_barren(kind: type) -> bool:
-    """Whether nothing is to be found in values of this type."""
+    """Return whether values of a type can't lead to memory."""
     return kind in PLAIN or issubclass(kind, _NOT_INTO) or getattr(kind, "_colocate_barren", False) is True
 
 
 @functools.cache
 def _usual(torch: Any) -> frozenset[str]:
-    """Return what every module has: its parameters, hooks and the like."""
+    """Return the attributes that every module has: parameters, hooks and so on."""
     return frozenset(vars(torch.nn.Module()))
 
 
 def _by_kind(items: Iterable[Any]) -> dict[type, list[Any]]:
-    """Return items by type, but those in which nothing is to be found."""
+    """Group items by type, without types that can't lead to memory."""
     found: dict[type, list[Any]] = {}
     for item in items:
         if (kind := type(item)) in found:
@@ -510,15 +511,15 @@ def _by_kind(items: Iterable[Any]) -> dict[type, list[Any]]:
 
 
 def _values(mappings: Iterable[Any]) -> list[Any]:
-    """Return what lies in dicts, or what is like them, but None."""
+    """Return the values of dicts, or similar mappings, without None."""
     return [each for held in mappings if held for each in list(held.values()) if each is not None]
 
 
 def _matter(items: list[Any]) -> list[Any]:
-    """Return those of items in which something may be found, without a look at each of a million rows of text.
+    """Return items that may lead to memory, without a look at each of a million rows of text.
 
-    The garbage collector tracks what may refer to others that it tracks, which arrays aren't: so a dict of arrays is to
-    it as the many that have strings and numbers only.
+    The garbage collector tracks objects that may refer to tracked objects, which arrays aren't: an untracked dict may
+    hold arrays, or only strings and numbers.
     """
     found = [*filter(gc.is_tracked, items)]
     for kind in set(map(type, items)) - PLAIN if len(found) < len(items) else ():
@@ -533,12 +534,12 @@ def _matter(items: list[Any]) -> list[Any]:
 
 
 def _attributes(item: Any) -> list[Any]:
-    """Return what an object has in its own dict and slots; no property is asked."""
+    """Return the values of an object's dict and slots; properties aren't read."""
     kind = type(item)
     found = list(getattr(item, "__dict__", {}).values()) if kind.__dictoffset__ else []
     for slot in slots(kind):
         try:
             found.append(slot.__get__(item))
-        except AttributeError:  # nothing is in it
+        except AttributeError:  # the slot is empty
             continue
     return found

@@ -1,1 +1,1 @@
-"""Serving a driver: what comes, what is done about it, and what goes wrong."""
+"""The worker's service for a driver: messages, their handlers, and failures."""

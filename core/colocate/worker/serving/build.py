@@ -1,6 +1,6 @@
-"""Roles on their way into a worker: described by the driver, constructed on the lane.
+"""Construction of roles: shipped by the driver, built on the lane.
 
-What concerns a whole worker, as functions, checkpoints and sleep do, a role without a name does, which is of a feature.
+Calls on a whole worker (functions, checkpoints, sleep) belong to a role without a name, one for each feature.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ from colocate.worker.serving.role_instance import RoleInstance
 from colocate.worker.serving.signal_handlers import calls_role_code
 
 FUNCTION = "a function"
-"""The call that has the name of a function, which it runs."""
+"""Method name of calls that run a function."""
 GROUP_WIDE_CALLS = frozenset(CALLS) - {FUNCTION}
-"""What calls say: no name of a function can be the same."""
+"""Method names of calls on whole workers: no function's name can be the same."""
 
 
 @attrs.frozen
 class Shipped:
-    """A class or function on its way: by its name, as a definition, or as it is within one process."""
+    """Class or function in transit: by name, as a pickled definition, or within one process as the object itself."""
 
     name: str  # "module:qualified.name"
-    data: wire.Packed | None = None  # it packed; None when it goes by its name
-    cls: Any = None  # it itself: within one process, or where what it is in is pickled for it
-    distribution: str | None = None  # where the driver has it from
-    version: str | None = None  # the version there
+    data: wire.Packed | None = None  # packed definition; None for a transfer by name
+    cls: Any = None  # the object itself: within one process, or while the enclosing object is pickled
+    distribution: str | None = None  # distribution on the driver that has the class or function
+    version: str | None = None  # version of the distribution on the driver
 
     def load(self) -> Any:
         """Import or unpickle the class or function in this process.
 
         Raises:
-            PluginError: Another version of its distribution is installed here.
+            PluginError: Another version of the distribution is installed here.
         """
         if self.cls is not None:
             return self.cls
@@ -71,12 +71,12 @@ class Shipped:
         return value
 
 
-_version_here = functools.cache(version_of)  # it takes a while, and what has been imported stays as it is
+_version_here = functools.cache(version_of)  # cached: the look-up is slow, and imported code doesn't change
 
 
 @attrs.frozen
 class RoleBuild:
-    """One role to construct."""
+    """Description of one role to construct."""
 
     name: str
     shipped: Shipped
@@ -86,7 +86,7 @@ class RoleBuild:
     group: str
     seed: int
     generation: int
-    parts: Mapping[str, Any]  # what features of the group say of it (`OfGroup.builds`)
+    parts: Mapping[str, Any]  # settings of the group's features for the role (`OfGroup.builds`)
 
 
 def context_in(
@@ -98,7 +98,7 @@ def context_in(
     seed: int,
     generation: int,
 ) -> Context:
-    """Make what a role of this worker, or a function, has as its context; `seed` is the runtime's."""
+    """Make the context of a role of this worker, or of a function; `seed` is the runtime's."""
     boot = worker_context.boot
     rank = slots.index(boot.slot)
     return Context(
@@ -124,7 +124,7 @@ def context_in(
 
 @calls_role_code
 def construct(build: RoleBuild, worker_context: WorkerContext) -> RoleInstance:
-    """Make the role's instance in this worker. What its constructor raises comes through."""
+    """Construct a role's instance in this worker. Errors of the constructor propagate."""
     ctx = context_in(worker_context, build.name, build.slots, build.meshes, build.group, build.seed, build.generation)
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = {}
@@ -147,7 +147,7 @@ def construct(build: RoleBuild, worker_context: WorkerContext) -> RoleInstance:
                 break
         if (
             build.arguments is not None and not stands_in
-        ):  # on the host, from where it takes to the device what it wants there
+        ):  # unpacked on the host, from where the role moves data to the device
             with rebuilding("an argument"):
                 args, kwargs = worker_context.codec.unpack(build.arguments, "cpu")
             if worker_context.moves_tensors:
@@ -161,7 +161,8 @@ def construct(build: RoleBuild, worker_context: WorkerContext) -> RoleInstance:
         reset_current(token)
         worker_context.setting.have(worker_context.setting.base)
     setting = worker_context.setting
-    if (background := worker_context.background.get(build.name)) is not None:  # which has a stream of its own
+    # A background role has a stream of its own.
+    if (background := worker_context.background.get(build.name)) is not None:
         setting, settings, own = background.setting, attrs.evolve(settings, stream=None, own=None), None
         setting.base = attrs.evolve(worker_context.setting.base, stream=None)
     role = RoleInstance(build.name, instance, methods, ctx, setting, settings, own=own, stands_in=stands_in)
@@ -171,7 +172,7 @@ def construct(build: RoleBuild, worker_context: WorkerContext) -> RoleInstance:
 
 
 def hosted_functions(worker_context: WorkerContext, slots: int, seed: int, feature: str) -> RoleInstance:
-    """Make what calls of a feature on whole workers run in: every slot of the group is a rank."""
+    """Make the nameless role that runs a feature's calls on whole workers: each slot of the group is a rank."""
     boot = worker_context.boot
     generation = boot.generation
     ctx = context_in(worker_context, None, range(slots), one_axis(slots), boot.group, seed, generation)

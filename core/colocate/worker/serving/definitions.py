@@ -1,4 +1,4 @@
-"""The worker's half of definitions: what its driver has sent of them, and what it tells the driver of its own."""
+"""The worker's half of definitions: received from the driver, and sent to the driver."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from colocate.worker.birth.imports import DriversModules, imported_already, refu
 
 
 class Definitions:
-    """What one worker and its driver know of each other's classes and functions."""
+    """Classes and functions that a worker and the driver know of each other."""
 
     def __init__(self, ask: Callable[..., Any], send: Callable[[Message, Any], None], in_process: bool) -> None:
-        """Args: ask: Asks the driver something, and waits. send: Sends it a message. in_process: Nothing travels."""
+        """Args: ask: Asks the driver, and waits. send: Sends the driver a message. in_process: Nothing travels."""
         self._ask = ask
         self._send = send
         self._in_process = in_process
@@ -31,26 +31,26 @@ class Definitions:
         self._lock = threading.Lock()
         self._early: dict[str, tuple[str, str]] = {}
         self._modules = DriversModules(self._ask_for_module)
-        self._held: dict[int, Any] = {}  # what was made here; the driver may name it at any time
-        self._told = self._heard = 0  # bundles that were sent to the driver, and how many of them it has for certain
+        self._held: dict[int, Any] = {}  # definitions made here, for the driver to name at any time
+        self._told = self._heard = 0  # bundles sent to the driver, and bundles certainly received there
 
     # -- from the driver
 
     def arrived(self, message: to_worker.Define, body: Any) -> None:
-        """Take a bundle of the driver's. On the receiving thread, where nothing is loaded."""
+        """Store a bundle from the driver. On the receiving thread, where nothing is loaded."""
         self.received.put(message.ids, message.names, body)
         self._driver.knows.update(message.ids)
 
     # -- modules
 
     def install(self) -> None:
-        """Have imports of this process find the driver's modules, and definitions that only the driver has.
+        """Install import hooks for the driver's modules, and for definitions that only the driver has.
 
         On the receiving thread.
         """
         self._early = imported_already()
         self._modules.receiver = threading.get_ident()
-        ids.find_missing = lambda id: self._ask(questions.Missing(id))  # what came from another worker
+        ids.find_missing = lambda id: self._ask(questions.Missing(id))  # for definitions that came from another worker
         sys.meta_path.insert(0, self._modules)
 
     def _ask_for_module(self, name: str) -> Mapping[str, Source | Refused]:
@@ -58,10 +58,10 @@ class Definitions:
         return {name: Source(*told) if len(told) > 1 else Refused(*told) for name, told in found.items()}
 
     def compare_modules(self) -> None:
-        """See that no module which was here before the driver's were is in the way of one of those.
+        """Check that no module imported earlier shadows one of the driver's.
 
         Raises:
-            ColocateError: One is.
+            ColocateError: A module does.
         """
         if not self._in_process:
             shadowing: dict[str, tuple[str, str]] = self._ask(questions.Compare(self._early))
@@ -71,16 +71,16 @@ class Definitions:
     # -- to the driver
 
     def tell(self, body: Any, wait: bool = False) -> None:
-        """Have the driver know what is only named in a body, before that is sent.
+        """Send the driver the definitions that a body only names, before the body.
 
         Args:
             body: The body.
-            wait: It goes to another worker, which asks the driver: wait until that knows.
+            wait: Wait until the driver knows the definitions: the body goes to another worker, which asks the driver.
 
         Raises:
             SerializationError: A class that was made here can't be pickled.
         """
-        if self._in_process:  # the body may be the value itself, whose attributes are its own
+        if self._in_process:  # the body may be the value itself, with attributes of its own
             return
         needs: Sequence[Need] = getattr(body, "needs", ())
         if not needs:
@@ -94,12 +94,12 @@ class Definitions:
                 self._held.update(bundle.definitions)
                 self._told += 1
             told = self._told
-        if wait and self._heard < told:  # it may be on its way, whoever has sent it
+        if wait and self._heard < told:  # another thread's bundle may still be on the way
             self._ask(questions.HeardAll())
             self._heard = max(self._heard, told)
 
     def renew(self) -> None:
-        """Another driver follows, which has been told nothing and has a script of its own."""
+        """Reset for the next driver, which knows no definitions and has another script."""
         with self._lock:
             self._driver = Table("another")
         self._modules.forget()

@@ -1,4 +1,4 @@
-"""An exception in role code as data: what can be sent is sent, what can't becomes text."""
+"""Exceptions in role code as data: sent as pickles if possible, otherwise as text."""
 
 from __future__ import annotations
 
@@ -47,19 +47,19 @@ _ATTRIBUTES: Any = vars(BaseException)
 _CALLS_ROLES = {("build.py", "construct"), ("method_spec.py", "call")}
 
 LOOKING = threading.RLock()
-"""Held in a worker by who looks at the lane's frames, or at process groups, and so keeps what is there: though the lane
-has left it, or drops it."""
+"""Held while a thread looks at the lane's frames, or at process groups: the look keeps objects alive that the lane has
+dropped."""
 
 
 def failed(
     error: BaseException, codec: Codec, definitions: Definitions, role: str | None, secondary: bool
 ) -> tuple[Failure, Any]:
-    """Return the exception as data, and as a message body, if it can be sent."""
+    """Return the exception as data, and as a message body if the exception survives pickling."""
     unmade = None
     if isinstance(error, NotRebuilt):
         unmade, error = error.what, error.why
     names = [str(frame.f_globals.get("__name__", "")) for frame, _ in traceback.walk_tb(error.__traceback__)]
-    # An error of colocate's that role code has raised itself is the role's failure.
+    # A colocate error that role code has raised itself is the role's failure.
     by_role = any(not name.startswith("colocate.") or name.startswith("colocate.testing.") for name in names)
     ours = isinstance(error, CapabilityError | ChildDied) or (isinstance(error, OWN_WORDS) and not by_role)
     kind = type(error)
@@ -74,49 +74,49 @@ def failed(
         if hint is not None:
             note(error, hint)
     may_be_ours = isinstance(error, Consequence) or unmade is not None
-    follows = may_be_ours and not frames_of_users(error)  # then there is nothing of a user's to see
+    follows = may_be_ours and not frames_of_users(error)  # such a failure has no frames of a user's to show
     trace = "" if follows else told(error, _from_role_code(error.__traceback__), whole=False)
     found = Failure(name, text, trace, ours and unmade is None, secondary, role, unmade)
     return found, _sendable(error, codec, definitions)
 
 
 def _sendable(error: BaseException, codec: Codec, definitions: Definitions) -> Any:
-    """Return a message body with the exception, or None when it doesn't survive pickling: its text has to do then."""
-    for name in ("__traceback__", "__context__", "__cause__"):  # frames of these hold tensors, files, process groups
-        _ATTRIBUTES[name].__set__(error, None)  # its class may be frozen
+    """Return a message body with the exception; None when pickling loses the exception and the text has to do."""
+    for name in ("__traceback__", "__context__", "__cause__"):  # frames hold tensors, files and process groups
+        _ATTRIBUTES[name].__set__(error, None)  # the exception's class may be frozen
     if codec.name == "reference":
         return error
     try:
         body = codec.pack(error)
         again = codec.unpack(body, None)
         definitions.tell(body)
-    except BaseException:  # its class says how, and may raise what it likes
+    except BaseException:  # the exception's class controls pickling, and may raise anything
         return None
     return body if type(again) is type(error) else None
 
 
 def note(error: BaseException, text: str) -> None:
-    """Have an exception say something besides, if its class lets it."""
+    """Add a note to an exception, if the class allows that."""
     with suppress(Exception):
         error.add_note(text)
 
 
 def stack_of_role_code(thread: threading.Thread) -> list[str]:
-    """A thread's stack as text, from the role's own code on, or all of it when there is none of that; [] at its end."""
+    """Return a thread's stack as text, from role code on, or whole without such code; [] at the thread's end."""
     return role_code_in(frames_of(thread)[::-1])
 
 
 def role_code_in(frames: Sequence[FrameType]) -> list[str]:
-    """Frames, the outermost first, as text, from the role's own code on, or all when there is none of that."""
+    """Return frames, outermost first, as text, from role code on, or all without such code."""
     return traceback.format_list(
         role_code_of(traceback.StackSummary.extract((frame, frame.f_lineno) for frame in frames))
     )
 
 
 def role_code_of(stack: Sequence[traceback.FrameSummary]) -> Sequence[traceback.FrameSummary]:
-    """A stack, the outermost frame first, from the role's own code on, or all of it when there is none of that.
+    """Return a stack, outermost frame first, from role code on, or whole without such code.
 
-    Without the frames of a debugger that has stopped the role's.
+    Frames of a debugger that has stopped the role are left out.
     """
     first = next((i for i, each in enumerate(stack) if not _is_machinery(each.filename)), 0)
     last = next((i for i, each in enumerate(stack) if i >= first and _DEBUGGER.search(each.filename)), len(stack))
@@ -126,24 +126,25 @@ def role_code_of(stack: Sequence[traceback.FrameSummary]) -> Sequence[traceback.
 
 
 def frames_of(thread: threading.Thread) -> list[FrameType]:
-    """The frames of a thread, the innermost first; none when it has ended.
+    """Return the frames of a thread, innermost first; empty when the thread has ended.
 
-    A running thread's frames can be walked only while it stands still. Between two steps of Python code it may go on:
-    then the stack breaks off, and what a generator that has been left calls its outer frame is any memory (CPython
-    3.11). So one call of C takes them all. No Python code is run in it, and the GIL isn't let go.
+    The frames of a running thread are stable only while it stands still. Between two steps of Python code it may go on:
+    then the stack breaks off, and the outer frame of a generator that was left is arbitrary memory (CPython 3.11). So
+    one call of C takes all frames: it runs no Python code, and doesn't release the GIL.
     """
     frames: list[FrameType] = []
     innermost = map(itemgetter(thread.ident or 0), islice(iter(sys._current_frames, None), 1))
-    outwards: Any = accumulate(chain(innermost, repeat("f_back")), getattr)  # each is an attribute of the one before
-    # A collection would run Python code; up to CPython 3.11.7 and 3.12.1 one that starts in `_current_frames` can lock
-    # the interpreter up (gh-106883).
+    # Each item is an attribute of the one before.
+    outwards: Any = accumulate(chain(innermost, repeat("f_back")), getattr)
+    # A collection would run Python code; up to CPython 3.11.7 and 3.12.1, one that starts in `_current_frames` can
+    # deadlock the interpreter (gh-106883).
     collecting = gc.isenabled()
     gc.disable()
     try:
         frames.extend(outwards)
-    except KeyError:  # it has ended
+    except KeyError:  # the thread has ended
         return []
-    except AttributeError:  # of the None beyond the outermost; what came before that is in the list
+    except AttributeError:  # of the None beyond the outermost; the frames before are in the list
         pass
     finally:
         if collecting:
@@ -156,9 +157,9 @@ def _is_machinery(file: str) -> bool:
 
 
 def _from_role_code(trace: TracebackType | None) -> TracebackType | None:
-    """The traceback without the frames of the worker itself, unless there are no others and the fault may be there.
+    """Return a traceback without the worker's own frames, unless there are no others and the fault may be there.
 
-    Where it ends in the call of role code, what was given doesn't fit: there is nothing to see.
+    If it ends in the call of role code, the arguments don't fit: there is nothing to show.
     """
     found = trace
     # MethodSpec.call lies between the worker and the role.
@@ -174,9 +175,9 @@ def _from_role_code(trace: TracebackType | None) -> TracebackType | None:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that there is no memory left, of a device or of the host."""
+    """Return whether an error means that a device or the host has no memory left."""
     if isinstance(error, MemoryError):
-        return not isinstance(error, MemoryBudgetError)  # which says itself who has it
+        return not isinstance(error, MemoryBudgetError)  # the error's text itself names the owners of memory
     torch = imported("torch")
     if torch is None or not isinstance(error, RuntimeError):
         return False
@@ -187,7 +188,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 _NO_MEMORY = (
     "DefaultCPUAllocator: can't allocate memory",
-    "error: out of memory",  # of CUDA's own, which isn't torch's allocator's
+    "error: out of memory",  # CUDA's own error, not the one of torch's allocator
     "CUBLAS_STATUS_ALLOC_FAILED",
     "CUDNN_STATUS_ALLOC_FAILED",
 )

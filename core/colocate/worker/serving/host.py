@@ -1,6 +1,6 @@
-"""The worker: receives messages, and has its lane do what they ask for. The same everywhere.
+"""The worker: receives messages, and queues their work on lanes. The same on every executor.
 
-`_protocol.to_worker` has what they are.
+For the messages see `_protocol.to_worker`.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ from colocate.worker.serving import failure
 from colocate.worker.serving.build import FUNCTION, GROUP_WIDE_CALLS, hosted_functions
 from colocate.worker.serving.signal_handlers import is_role_code
 
-LANE = "colocate-lane-"  # on `local` threads names of lanes begin with it, and go on with the id of their worker
+LANE = "colocate-lane-"  # prefix of lanes' thread names, before the worker's id; on `local` threads, too
 
 
 class WorkerHost(WorkerContext):
-    """One worker: what it does about each message.
+    """One worker, with a handler for each message.
 
     Args:
-        boot: Who it is.
-        codec: How values travel.
+        boot: The worker's boot message.
+        codec: Serializes values.
         send: Sends a message to the driver; ordered, callable from any thread.
         peers: Makes the access to other workers' residents, given this host.
         in_process: Whether the other workers are threads of this process.
-        on_end: Called once its lane has ended after `close`.
-        turns: How its lane receives messages itself while it idles.
+        on_end: Called once the lanes have ended after `close`.
+        turns: Receives messages on the idle lane itself.
     """
 
     def __init__(
@@ -69,11 +69,11 @@ class WorkerHost(WorkerContext):
         self._on_end = on_end
         self._make_peers = peers
         self.peers = peers(self)
-        self._transfer = JobThread(  # waits for residents and sends them, so that the lane never does
+        self._transfer = JobThread(  # waits for residents and sends these, so that the lane never does
             f"colocate-transfer-{boot.worker}", partial(self._thread_failed, "the thread that sends its residents")
         )
-        self._transfer.start()  # now, when it isn't to be had: the worker couldn't so much as end without
-        # Looks: neither where messages wait, nor on the lane, where a call may take long.
+        self._transfer.start()  # now, so that a failed start shows: without the thread the worker couldn't even end
+        # Thread for inspections: the receiving thread must not wait, and a call may keep the lane busy.
         self._snapshots = JobThread(f"colocate-glimpse-{boot.worker}", lambda error: report_exception())
         self._lane_broken = partial(self._thread_failed, "its lane")
         self.lane = Lane(
@@ -89,16 +89,16 @@ class WorkerHost(WorkerContext):
         self._stands = threading.Condition()
         self.scope.ends(lambda concerns, reason: self._look_again())
 
-    # -- messages, on the receiving thread: nothing here runs role code, or waits but for the rest of a message
+    # -- messages, on the receiving thread: no role code, and no wait except for the rest of a message
 
     def arrives(self, head: Head, sizes: Sequence[int], length: int) -> Arriving | None:
-        """Say where a message's body is to arrive which is passed on; None where it isn't."""
+        """Return the buffer for a body that is forwarded to other workers; None for all other messages."""
         message = read(head)
         passed = message.passed if isinstance(message, to_worker.Call | to_worker.Batch) else None
         return None if passed is None else self.peers.arrives(passed, sizes, length)
 
     def receive(self, head: Head, body: Any) -> None:
-        """Take a message."""
+        """Handle a message."""
         message = read(head)
         if (handler := _HANDLERS.get(type(message))) is not None:
             handler(self, message, body)
@@ -187,7 +187,7 @@ class WorkerHost(WorkerContext):
     def _on_listen(self, listen: to_worker.Listen, body: Any) -> None:
         try:
             self.say(from_worker.Address(self.peers.address))
-        except (OSError, RuntimeError) as error:  # no descriptor is free, or no thread to be had
+        except (OSError, RuntimeError) as error:  # no descriptor is free, or no thread can start
             self.say(from_worker.Address(None, error_text(error)))
 
     def _on_answer(self, answer: to_worker.Answer, body: Any) -> None:
@@ -200,13 +200,13 @@ class WorkerHost(WorkerContext):
         self.close(close.reason)
 
     def _work_of(self, call: to_worker.Call, body: Any) -> Work | None:
-        """Return what the lane has to do for a call."""
+        """Return the lane's work for a call."""
         if call.frees:
             self.store.free(call.frees)
         if self.ended:
             return None
         hosted = self.roles.get(call.role)
-        if hosted is None:  # what calls on whole workers run in: its key tells what their context needs
+        if hosted is None:  # the nameless role, whose key describes the context
             said, label = call.method, call.method
             if said not in GROUP_WIDE_CALLS:
                 said, label = FUNCTION, f"function {call.method}"
@@ -231,11 +231,11 @@ class WorkerHost(WorkerContext):
     # -- background roles
 
     def _named(self, role: str) -> Lane:
-        """Return the lane of a background role; "" for the main one."""
+        """Return the lane of a background role; "" for the main lane."""
         return self.background[role].lane if role else self.lane
 
     def _place(self, work: Work, call: to_worker.Call) -> None:
-        """Have a call run on its role's lane; where it concerns all roles, the other lanes stand still meanwhile."""
+        """Assign a call to the role's lane; for a call on the whole worker, add a barrier for the other lanes."""
         if (found := self.background.get(call.role)) is not None:
             work.run = found.runner.call
         elif call.method in GROUP_WIDE_CALLS:
@@ -243,7 +243,7 @@ class WorkerHost(WorkerContext):
             work.run, work.on_drop = partial(self._alone, standing), standing.end
 
     def _alone(self, standing: LaneBarrier, work: Work) -> bool | None:
-        """Run a call while the other lanes stand still; None where this one is held up before they do."""
+        """Run a call while the other lanes stand still; return None to put the call back."""
         self.lane.waits()
         if not standing.wait():
             return None
@@ -257,37 +257,38 @@ class WorkerHost(WorkerContext):
             self._stands.notify_all()
 
     def _stopped(self, role: str, number: int, begun: int) -> None:
-        """Hear on the lane of a background role that it is back."""
+        """Tell the driver that a background role's lane is back in a hold. On that lane."""
         self.say(from_worker.Held(number, begun, {}, role, self.background[role].lane.take_unfinished()))
 
     def frees(self, waits: Callable[[], bool]) -> None:
-        """Free the main lane where it waits for other ranks, if it is so that it `waits`."""
+        """Unblock the main lane from a wait for other ranks, if `waits` returns true."""
         for part in self.parts.values():
             part.frees(waits)
 
     def close(self, reason: str) -> None:
-        """End the lane after what runs now; `on_end` follows. What waits for other workers is told the reason."""
+        """End the lanes after their running calls; `on_end` follows. Waits for other workers end with the reason."""
         self.scope.close(reason)
         self.store.close()
         for lane in self.lanes:
             lane.close()
         self._transfer.soon(self._end)
 
-    # -- beside the driver, on the receiving thread
+    # -- inspections, on the receiving thread
 
     def look(self, then: Callable[[Mapping[str, Any]], object]) -> None:
-        """Say what it does, on a thread of its own. Nothing is said where there is none to be had."""
+        """Pass a snapshot of this worker to `then`, on another thread; nothing if no thread can start."""
         with suppress(RuntimeError):
             self._snapshots.soon(lambda: then(snapshot(self)))
 
-    # -- from driver to driver, on the receiving thread
+    # -- the change of drivers, on the receiving thread
 
     def renew(self, base: int) -> None:
-        """Drop what the driver that has let go asked for, cancel what runs, and forget what it kept.
+        """Drop a former driver's queued calls, cancel the running ones, and forget the residents of that driver.
 
-        Its process groups aren't cut yet. A step that all ranks are in ends by itself. Of one that some of them drop,
-        the others wait in vain, which the next driver's hold ends; to cut them amid a transfer would have gloo forget
-        who waits for that (`features/process_groups/waits.py`), and in a backward pass nothing else frees them.
+        Process groups aren't cut yet. A step that all ranks are in ends by itself. If some ranks drop a step, the
+        others wait
+        in vain, and the next driver's hold ends that. A cut amid a transfer would make gloo forget the waiting threads
+        (`features/process_groups/waits.py`), and in a backward pass nothing else unblocks them.
         """
         self.scope.renew(base)
         self.definitions.renew()
@@ -296,7 +297,7 @@ class WorkerHost(WorkerContext):
             lane.renew()
 
     def adopt(self, boot: Boot) -> None:
-        """Another driver commands it from now on, with a secret of its own for what workers tell each other."""
+        """Adopt another driver's boot, with a new secret for messages between workers."""
         self.boot = boot
         former, self.peers = self.peers, self._make_peers(self)
         self._transfer.soon(former.close)
@@ -304,12 +305,12 @@ class WorkerHost(WorkerContext):
             part.adopted()
 
     def _thread_failed(self, what: str, error: BaseException) -> None:
-        """A thread of the worker has met an exception that nothing of a user's can cause, but a mistake here can."""
+        """Report an error on a thread of the worker: a bug here, as user code can't cause any."""
         report_exception()  # first: the process ends with the group
         self.broken(f"{what} was ended by {error_text(error)}. {OUR_FAULT}")
 
     def broken(self, reason: str, log_tail: str = "") -> None:
-        """Leave, being of no use any more. Its group fails of that at once instead of waiting."""
+        """Report this worker as broken and close the lanes, so that the group fails at once instead of waiting."""
         if not self._is_broken:
             self._is_broken = True
             self.say(from_worker.Broken(reason, log_tail))
@@ -324,15 +325,15 @@ class WorkerHost(WorkerContext):
             thread.close(0.0)
         if not self.in_process:
             self.peers.close()
-            tell_imports()  # what values needed, too
+            tell_imports()  # late, to include imports for unpickled values
         self.ended = True
-        self.roles.clear()  # on threads the driver may hold the group for long
-        self.instances.clear()  # by which the roles' contexts know each other
+        self.roles.clear()  # on threads, the driver may hold the group for long
+        self.instances.clear()  # the references between the roles' contexts
         self.say(from_worker.Closed())
         self._on_end()
 
     def stack(self) -> str:
-        """The lanes' Python stacks: background ones only where they run something."""
+        """Return the lanes' Python stacks, without idle background lanes."""
         return "".join(_stack(lane) for lane in self.lanes if lane is self.lane or _runs(lane))
 
     # -- on the lane
@@ -346,11 +347,11 @@ class WorkerHost(WorkerContext):
     def _fetch(self, asked: to_worker.Fetch) -> None:
         try:
             entry = self.store.wait(asked.key)
-            # The structure is made of the value's own containers, of which some are of users' classes.
+            # The description contains the value's containers, some of users' classes.
             with self.store.reading(entry):
                 body = self.packed(entry.value if asked.contents else describe(entry.value), entry.maker)
             self.say_result(from_worker.Fetched(asked.token, entry.weight, None), body, entry.maker)
-        except BaseException as error:  # users' classes say how they are packed
+        except BaseException as error:  # users' classes control pickling
             told, body = failure.failed(error, self.codec, self.definitions, None, False)
             self.say(from_worker.Fetched(asked.token, None, told), body)
 
@@ -373,16 +374,16 @@ _HANDLERS: Mapping[type[Message], Callable[[WorkerHost, Any, Any], None]] = {
     to_worker.Answer: WorkerHost._on_answer,
     to_worker.Close: WorkerHost._on_close,
 }
-"""What a worker does with each message; features have the others."""
+"""Handlers of the core's messages; features handle the others."""
 
 
 def _runs(lane: Lane) -> dict[int, Work]:
-    """The calls that a lane runs, by number."""
+    """Return the running calls of a lane, by number."""
     return {seq: work for seq, work in dict(lane.running).items() if not work.stands}
 
 
 def _stack(lane: Lane) -> str:
-    with failure.LOOKING:  # until all frames that this has got are let go of
+    with failure.LOOKING:  # until all frames of this look are released
         return _stack_now(lane)
 
 
@@ -395,7 +396,7 @@ def _stack_now(lane: Lane) -> str:
         if seq in running
         for where, frames in running[seq].awaiting(own)
     ]
-    if len(told) < len(running) or not told:  # one computes: it is what the lane's thread does
+    if len(told) < len(running) or not told:  # a call computes, on the lane's thread
         computing = ", ".join(work.label for seq, work in running.items() if seq not in awaiting) or "nothing"
         if (module := importing(frames)) is not None:
             computing += f", importing {module}"
@@ -410,7 +411,7 @@ def _stack_now(lane: Lane) -> str:
 
 
 def snapshot(worker_context: WorkerContext) -> dict[str, Any]:
-    """Return what a worker runs, what waits, what its roles hold, as plain data. On any thread; as slow as a ledger."""
+    """Return a worker's running calls, queue and roles' memory as plain data. On any thread; may take a while."""
     now, work = time.time(), worker_context.lane.last()
     boot = worker_context.boot
     held: Mapping[str, tuple[int, int]] | None = None

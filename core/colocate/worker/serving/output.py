@@ -1,4 +1,4 @@
-"""What role code prints, labelled with the role and its rank, so that the driver can say whose line it is."""
+"""Output of role code, labelled with role and rank, so that the driver can name the source of each line."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from collections.abc import Mapping
 
 from colocate._role import context
 
-# Around "ROLE RANK", before a line. Lines of other origin (C code, threads of roles, children) have none.
+# Enclose "ROLE RANK" before a line. Lines of other origin (C code, threads of roles, children) have no label.
 _START, _END = "\x1e", "\x1f"
 TAIL_LINES = 40
-"""Of what a worker has printed last, what its death tells: with all of the Python stack that a crash in C leaves."""
+"""Number of last lines shown with a worker's death: room for the Python stack that a crash in C leaves."""
 
 
 class LabelledStream(io.TextIOWrapper):
-    """A text stream that begins each line with the label of the role that writes it."""
+    """Text stream that begins each line with the label of the running role."""
 
     _at_start = True
 
     def write(self, text: str) -> int:
-        """Write text; returns its length, as any stream does."""
+        """Write text; return the length, like any text stream."""
         running = context.current()
         if running is not None and text:
             label = f"{_START}{running.role or 'run'} {running.rank}{_END}"
@@ -39,7 +39,10 @@ class LabelledStream(io.TextIOWrapper):
 
 
 def label_output() -> None:
-    """Label the lines of `sys.stdout` and `sys.stderr` of this process. Line by line, or a death would take some."""
+    """Label the lines of this process's `sys.stdout` and `sys.stderr`.
+
+    Each line is written at once: a crash would lose buffered lines.
+    """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         labelled = LabelledStream(
@@ -53,17 +56,17 @@ def say_for(label: str, line: str, group: str | None) -> None:
     """Print a line of a process that a role has started.
 
     Args:
-        label: Role, rank, and what the process is called.
+        label: Role, rank, and the process's name.
         line: The line.
-        group: The group, where this process is the driver's; None in a worker's own.
+        group: The group if this process is the driver; None in a worker process.
     """
     lead = f"{_START}{label}{_END}" if group is None else f"[{group}/{label}] "
-    with contextlib.suppress(OSError, ValueError):  # nobody reads it
+    with contextlib.suppress(OSError, ValueError):  # nobody reads stderr
         sys.stderr.write(f"{lead}{line}\n")
 
 
 def log_levels() -> dict[str, int]:
-    """The levels that this process's loggers were given, the root's first; none where no handler shows their logs."""
+    """Return the levels set on this process's loggers, the root's first; empty if no handler shows logs."""
     root = logging.getLogger()
     if not root.handlers:
         return {}
@@ -74,16 +77,16 @@ def log_levels() -> dict[str, int]:
 
 
 def show_logs(levels: Mapping[str, int]) -> None:
-    """Show what the driver would: its levels hold here, until a module or a role sets its own, or handlers."""
+    """Apply the driver's log levels here, until a module or a role sets other levels, or handlers."""
     for name, level in levels.items():
         logging.getLogger(name).setLevel(level)
-    if levels and logging.lastResort is not None:  # what has a record that finds no handler, and only warnings
+    if levels and logging.lastResort is not None:  # the last resort's handler shows only warnings by default
         logging.lastResort.setLevel(logging.NOTSET)
         logging.lastResort.setFormatter(logging.Formatter(logging.BASIC_FORMAT))
 
 
 def split_label(line: str) -> tuple[str | None, str]:
-    """The label and the text of a line that a worker has printed."""
+    """Split a worker's output line into label and text."""
     if line.startswith(_START):
         label, found, text = line[1:].partition(_END)
         if found:
@@ -92,24 +95,24 @@ def split_label(line: str) -> tuple[str | None, str]:
 
 
 def shown(line: str) -> str:
-    """Return what a terminal shows of a line that carriage returns write over: the last that isn't empty."""
+    """Return the visible part of a line with carriage returns: the last non-empty state."""
     states = line.split("\r")
     return next((state for state in reversed(states) if split_label(state)[1].strip()), states[0])
 
 
 def written_over(rest: bytes) -> bytes:
-    """Return what is still needed of a line that hasn't ended: its state, and the one before, as that may be empty."""
+    """Return the end of an unfinished line: the present state and the one before, as the present may be empty."""
     return b"\r".join(rest.split(b"\r")[-2:])
 
 
 class Tail(deque[str]):
-    """The last lines of a worker's output; of one that is written over, the last state."""
+    """Last lines of a worker's output; for an overwritten line, the last state."""
 
     def __init__(self) -> None:
         super().__init__(maxlen=TAIL_LINES)
 
     def append(self, line: str) -> None:
-        """Add a line, or with a carriage return at its end the state of one."""
+        """Append a line, or with a carriage return at the end, the state of a line."""
         if self and self[-1].endswith("\r"):
             self.pop()
         super().append(line)

@@ -1,4 +1,4 @@
-"""What a hook of role code has begun may go on when it returns: the hook is over when what it returns is."""
+"""Results of hooks that go on in the background: a hook is over when the returned work is over."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from colocate.worker.serving.signal_handlers import calls_role_code
 
 @calls_role_code
 def wait_until_over(name: str, found: Any, with_tasks: bool = False) -> None:
-    """Wait for what a hook has returned, if that can be waited for; any other value is passed by.
+    """Wait for a hook's result, if the result is waitable; ignore any other value.
 
-    That is a future, a coroutine or task, what `dcp.async_save` returns, a thread, a process, or several of these.
+    Waitable are futures, coroutines, tasks, results of `dcp.async_save`, threads, processes, and containers of these.
 
     Args:
-        name: The hook's.
-        found: What it has returned.
-        with_tasks: Whether an async hook's tasks are waited for, too, which would be cancelled at its end.
+        name: The hook's name.
+        found: The hook's result.
+        with_tasks: Whether to wait for an async hook's tasks, too, which are cancelled otherwise.
 
     Raises:
-        BaseException: What it has failed of.
-        TypeError: It is a generator.
-        ChildProcessError: It is a process, which has failed.
+        BaseException: The error of the awaited work.
+        TypeError: The result is a generator.
+        ChildProcessError: A process has failed.
     """
     if inspect.isgenerator(found) or inspect.isasyncgen(found):
         raise TypeError(f"{name}() is a generator, of which nothing runs: have it do all, and yield nothing")
@@ -39,7 +39,7 @@ def wait_until_over(name: str, found: Any, with_tasks: bool = False) -> None:
         wait_until_over(name, [found.staging_completion, found.upload_completion])
     elif callable(result := getattr(found, "result", None)):  # a future
         wait_until_over(name, result())
-    elif hasattr(found, "successful"):  # `multiprocessing.pool.AsyncResult`, whose `wait` tells no failure
+    elif hasattr(found, "successful"):  # `multiprocessing.pool.AsyncResult`: its method `wait` hides failures
         found.get()
     elif callable(end := getattr(found, "join" if hasattr(found, "is_alive") else "wait", None)):
         end()
@@ -48,9 +48,9 @@ def wait_until_over(name: str, found: Any, with_tasks: bool = False) -> None:
 
 
 def going_on(name: str, found: Any) -> Iterator[Any]:
-    """Wait until what a hook has returned has what it needs of the role; what goes on by itself then is yielded.
+    """Wait until a hook's result no longer needs the role; yield the work that goes on by itself then.
 
-    A future, a thread, a process has it when it was returned. What is awaited runs in the role's own loop, to its end.
+    Futures, threads and processes don't need the role. Awaitables run in the role's loop, to their end.
     """
     if inspect.isawaitable(found):
         wait_until_over(name, found, with_tasks=True)
@@ -67,19 +67,19 @@ def going_on(name: str, found: Any) -> Iterator[Any]:
 
 
 def is_future(value: object) -> bool:
-    """Whether it is one, or what `dcp.async_save` returns."""
+    """Return whether a value is a future, or a result of `dcp.async_save`."""
     return hasattr(value, "upload_completion") or all(
         callable(getattr(value, name, None)) for name in ("result", "done", "add_done_callback")
     )
 
 
 def _awaited(found: Awaitable[Any], with_tasks: bool) -> Any:
-    import asyncio  # which is imported where there is something to await
+    import asyncio  # imported already if there is an awaitable
 
     from colocate.worker.serving.tasks import current_loop
 
     if not isinstance(found, asyncio.Future):
-        # In the lane's loop is what the role has left there; it isn't told apart from tasks that are waited for.
+        # Tasks that the role has left in the lane's loop can't be told from tasks to wait for.
         here = None if with_tasks else current_loop()
         if here is None or here.is_running():
             return awaited(_whole(found, with_tasks))
@@ -87,7 +87,7 @@ def _awaited(found: Awaitable[Any], with_tasks: bool) -> Any:
     loop = found.get_loop()
     if found.done():
         return found.result()
-    if loop.is_running():  # on a thread of the role's
+    if loop.is_running():  # on a thread that the role has started
         return asyncio.run_coroutine_threadsafe(_whole(found, False), loop).result()
     return loop.run_until_complete(found)
 

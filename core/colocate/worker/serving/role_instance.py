@@ -1,4 +1,4 @@
-"""A role as its worker has it."""
+"""A role in a worker."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ _log = logging.getLogger("colocate")
 
 @attrs.define(eq=False)
 class RoleInstance:
-    """A role instance and what is needed to run its methods; without a name it is what functions run in."""
+    """Role's object with everything to run its methods; without a name, the runner of functions."""
 
     name: str | None
     instance: Any
     methods: Mapping[str, MethodSpec]
     ctx: Context
-    setting: Setting  # what makes torch's settings
-    settings: Settings | None = None  # which the role has of its own; None for those of all, and what is `own`
-    own: Own | None = None  # its default generators and switches; None where these are the driver's, or of another lane
-    stands_in: bool = False  # whether its object only stands in for one of its class
-    parts: dict[str, Any] = attrs.field(factory=dict, init=False)  # what features keep of it, by their names
-    # whether its process is the driver's, and others have roles of it, until somebody was told that it seeds for all
+    setting: Setting  # reads and sets torch's settings
+    settings: Settings | None = None  # the role's settings; None for the common ones, with `own`
+    own: Own | None = None  # default generators and switches; None if these are the driver's, or belong to another lane
+    stands_in: bool = False  # whether the object is a substitute for the role's class
+    parts: dict[str, Any] = attrs.field(factory=dict, init=False)  # features' state of this role, by feature
+    # whether the driver's process has several roles, and no warning about shared random numbers was given yet
     shares_numbers: bool = attrs.field(default=False, init=False)
-    # its methods by name, each with what errors and stacks call it
+    # methods by name, each with a label for errors and stacks
     routes: Mapping[str, tuple[MethodSpec, str]] = attrs.field(init=False)
-    # its last call, and where its random numbers were when that began; None for their beginning
+    # number of the last call, and the generator's state before it; None for the seed's initial state
     drawn: tuple[int, Any] = attrs.field(default=(-1, None), init=False)
 
     def __attrs_post_init__(self) -> None:
@@ -48,7 +48,7 @@ class RoleInstance:
         self.routes = {name: (spec, f"{self.name}.{name}" if named else name) for name, spec in self.methods.items()}
 
     def take_back(self, failed: Collection[int]) -> None:
-        """Some calls have failed, here or on another rank: if it has begun nothing since, it draws the same again."""
+        """Restore the generator if the last call has failed, here or on another rank: a retry draws the same."""
         seq, state = self.drawn
         generator = self.ctx._generator
         if seq not in failed or generator is None:
@@ -59,27 +59,27 @@ class RoleInstance:
             generator.set_state(state)
 
     def call_hook(self, name: str, *args: Any) -> None:
-        """Call what its class has for a purpose of colocate's, if it has it."""
+        """Call the role's hook for a purpose of colocate, if there is one."""
         if (hook := self.hook(name)) is not None:
             self.run_hook(hook, *args, name=name)
 
     def hook(self, name: str) -> Any:
-        """Return the role's attribute for a purpose of colocate's; a method for its callers is none."""
+        """Return the role's hook for a purpose of colocate; methods for callers don't count."""
         return None if name in self.methods else own_method(self.instance, name)
 
     def close(self) -> None:
-        """Have it end what it has begun: it has a method `close` for that, or has begun nothing."""
+        """Call the role's `close` hook, if there is one, to end background work."""
         if (hook := self._asked("close")) is not None:
             self.run_hook(hook, name="close")
 
     def _asked(self, name: str) -> Any:
-        """Return what the role says for a purpose of colocate's that needs no argument."""
+        """Return the role's hook without arguments."""
         return None if name in self.methods else own_method(self.instance, name, takes_nothing=True)
 
     def run_hook(
         self, hook: Callable[..., Any], *args: Any, name: str = "the hook", by: Callable[..., object] | None = None
     ) -> None:
-        """Run a method that isn't one for its callers, to its end where it is async; or as far as `by` runs it."""
+        """Run a hook, async ones to the end; or leave the run to `by`."""
         token = set_current(self.ctx)
         try:
             self.run(by or _run_to_its_end, name, hook, *args)
@@ -88,7 +88,7 @@ class RoleInstance:
 
     @calls_role_code
     def declared(self) -> Sequence[Any]:
-        """Return what the role says that it holds, by a hook `device_state`: for memory that nobody can find."""
+        """Return the value of the role's hook `device_state`: memory that a search can't find."""
         if (hook := self._asked("device_state")) is None:
             return ()
         token = set_current(self.ctx)
@@ -99,10 +99,10 @@ class RoleInstance:
 
     @calls_role_code
     def managed(self) -> Mapping[Purpose, int]:
-        """Return the bytes of memory that it moves itself, by its hook `managed`.
+        """Return the bytes of memory that the role moves by itself, from the hook `managed`.
 
         Raises:
-            ConfigError: It says something else.
+            ConfigError: The hook returns something else.
         """
         if (hook := self._asked("managed")) is None:
             return {}
@@ -115,7 +115,7 @@ class RoleInstance:
 
     @calls_role_code
     def apart(self) -> Sequence[object]:
-        """Return the objects that nobody looks into for what it holds, by its hook `apart`."""
+        """Return the objects to exclude from the role's memory, from the hook `apart`."""
         if (hook := self._asked("apart")) is None:
             return ()
         token = set_current(self.ctx)
@@ -125,7 +125,7 @@ class RoleInstance:
             reset_current(token)
 
     def run(self, code: Callable[..., T], *args: Any) -> T:
-        """Run code of the role's, with torch set as it is for the role."""
+        """Run role code, with torch's settings of the role."""
         setting = self.setting
         setting.have(self.settings or self._of_all())
         if self.shares_numbers:
@@ -136,7 +136,7 @@ class RoleInstance:
             setting.have(setting.base)
 
     def _unseeded(self, code: Callable[..., T], *args: Any) -> T:
-        """Run code, and say so if it has seeded torch's default generator, which others use as well."""
+        """Run code, and warn after a new seed of torch's default generator, which other roles share."""
         torch = imported("torch")
         seed = None if torch is None else torch.initial_seed()
         try:
@@ -157,7 +157,7 @@ class RoleInstance:
         return self.settings
 
     def label(self, method: str) -> str:
-        """Return what a method is called in errors and stacks."""
+        """Return a method's label for errors and stacks."""
         return self.routes[method][1]
 
 

@@ -1,8 +1,8 @@
-"""`Scope`: which of a worker's calls may wait, and why the others mustn't. What ends a wait in a worker ends it here.
+"""`Scope`: decides which of a worker's calls may wait, and ends all waits of the others, with a reason.
 
-A call that has failed on another rank, the end of the group and a driver that lets go all mean the same to those who
-wait: from some call on, what they wait for may never be. Waits of those calls end now, and later ones don't begin.
-A call of one lane that has failed is nothing to the calls of another one.
+A call that has failed on another rank, the group's end, and a driver that releases the worker mean the same for
+waiting calls: from some call on, the awaited values may never come. Waits of those calls end now, and later ones don't
+begin. A failed call of one lane doesn't matter to the calls of another lane.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from typing import TypeAlias
 from colocate._protocol.consequence import LET_GO
 
 End: TypeAlias = Callable[[Callable[[int], bool], str], object]
-"""Ends waits of the calls that a function names by their numbers, with a reason. On any thread; it doesn't block."""
+"""Ends waits of calls whose numbers satisfy a predicate, with a reason. On any thread; must not block."""
 
 
 class Scope:
-    """Calls by their numbers. Changed by the thread that receives messages, asked by all.
+    """Calls that may wait, by number. Changed by the receiving thread, read by all.
 
     Attributes:
-        base: Calls up to this, but for the construction of roles (0), are of a driver that has let go.
-        closed: Why the worker ends; None while it doesn't.
-        lane_of: Says of which role's own lane a call that runs is; "" where it is of the main one.
+        base: Last call number of former drivers; the construction of roles (0) isn't one of their calls.
+        closed: The reason of the worker's end; None while it goes on.
+        lane_of: Returns the background role whose lane runs a call; "" for the main lane.
     """
 
     def __init__(self, lane_of: Callable[[int], str] = lambda seq: "") -> None:
-        """Begin with all of them allowed to wait."""
+        """Allow all calls to wait."""
         self.base = 0
         self.closed: str | None = None
         self.lane_of = lane_of
@@ -34,14 +34,14 @@ class Scope:
         self._enders: list[End] = []
 
     def ends(self, ender: End) -> None:
-        """Have something called when waits are over. What begins to wait after that asks `why` itself."""
+        """Register a callback for the end of waits. Later waits must check `why` first."""
         self._enders.append(ender)
 
     def why(self, seq: int | None) -> str | None:
-        """Why a call mustn't wait; None when it may.
+        """Return the reason why a call mustn't wait; None for a call that may.
 
         Args:
-            seq: Its number; None for who waits without any.
+            seq: The call's number; None for a wait outside of calls.
         """
         if seq is not None and self.let_go(seq):
             return LET_GO
@@ -51,26 +51,26 @@ class Scope:
         return ended[1] if ended is not None and (seq is None or seq >= ended[0]) else None
 
     def let_go(self, number: int) -> bool:
-        """Whether a call or resident is of a driver that has let go."""
+        """Return whether a call or resident belongs to a former driver."""
         return 0 < number <= self.base
 
     def end(self, seq: int, reason: str, lane: str = "") -> None:
-        """Calls of a lane from `seq` on wait no longer, until `resume`."""
+        """End waits of a lane's calls from `seq` on, until `resume`."""
         self._ended[lane] = seq, reason
         self._tell(lambda each: each >= seq and self.lane_of(each) == lane, reason)
 
     def resume(self, lane: str = "") -> None:
-        """Calls of a lane may wait again, unless the worker ends."""
+        """Allow a lane's calls to wait again, unless the worker ends."""
         self._ended.pop(lane, None)
 
     def renew(self, base: int) -> None:
-        """A driver has let go; the numbers of the next one's calls and residents are above `base`."""
+        """End waits for a former driver; numbers of the next driver's calls and residents are above `base`."""
         self.base = base
         self._ended.clear()
         self._tell(lambda each: True, LET_GO)
 
     def close(self, reason: str) -> None:
-        """The worker ends: nothing waits any more."""
+        """End all waits at the worker's end."""
         self.closed = reason
         self._tell(lambda each: True, reason)
 

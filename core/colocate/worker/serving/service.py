@@ -1,7 +1,7 @@
-"""A worker at the end of its lane, or of several that follow each other: a detached pool changes its drivers.
+"""A worker at the end of a lane, or of several lanes in turn: a detached pool changes drivers.
 
-While its keeper keeps the door open (a socket on which lanes come), the end of a lane isn't the worker's end: it drops
-what the driver has asked for, and waits for the next. Without a door, the end of its lane is its own.
+While its keeper keeps a door open (a socket on which lanes come), the end of a lane isn't the worker's end: the worker
+drops the driver's calls, and waits for the next lane. Without a door, the end of its lane is the worker's end.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from colocate.worker.birth.supervisor import CLOSES_OTHERS
 from colocate.worker.serving.host import WorkerHost
 
 GIVEN_BYTES = 1 << 20
-# What comes through the door in the place of a lane:
-CUT = b"cut"  # the one that there is is over
-LOOK = b"look "  # somebody asks what the worker does; the question's number follows, with which its answer begins
+# Messages through the door other than lanes:
+CUT = b"cut"  # the present lane is over
+LOOK = b"look "  # a question for the worker's status, with a number that begins the answer
 
 Start = Callable[[Boot, "Service", wire.SocketLane], WorkerHost]
 
 
 def given(door: socket.socket) -> tuple[socket.socket, int, wire.Tls | None] | bytes:
-    """Return what came through the door: a lane, its driver's epoch (0: the only one), this machine's certificates.
+    """Receive from the door: a lane with the driver's epoch (0 for the only driver) and this machine's certificates.
 
-    Or, as bytes, what came in its place.
+    Other messages are returned as bytes.
 
     Raises:
         EOFError: The keeper is gone, or has no use for a worker.
@@ -45,19 +45,18 @@ def given(door: socket.socket) -> tuple[socket.socket, int, wire.Tls | None] | b
         return data
     if not fds:
         raise EOFError
-    os.set_inheritable(fds[0], False)  # not by a flag: Python 3.11's recv_fds passes none on
+    os.set_inheritable(fds[0], False)  # not by a flag: Python 3.11's recv_fds ignores flags
     epoch, _, told = data.partition(b" ")
     sock, tls = wire.take_over(socket.socket(fileno=fds[0]), told)
     return sock, int(epoch), tls
 
 
 class Service:
-    """Serves one lane after the other. On the event loop's thread, unless said otherwise."""
+    """Serves one lane after another. On the event loop's thread, unless said otherwise."""
 
     def __init__(
         self, event_loop: wire.EventLoop, start: Start, tls: wire.Tls | None, door: socket.socket | None
     ) -> None:
-        """Serve none yet."""
         self.event_loop = event_loop
         self.tls = tls
         self._start = start
@@ -65,14 +64,14 @@ class Service:
         self._host: WorkerHost | None = None
         self._lane: wire.SocketLane | None = None
         self._epoch = 0
-        self._heeds: bool | None = None  # whether its driver is of the same version; None before it has said so
+        self._heeds: bool | None = None  # whether the driver has the same version; None before the boot
         self._next: tuple[socket.socket, int] | None = None
         if door is not None:
             door.setblocking(False)
             event_loop.watch(door.fileno(), self._at_the_door)
 
     def open(self, sock: socket.socket, epoch: int) -> None:
-        """Serve a connected, authenticated socket; the first message on it is the boot."""
+        """Serve a connected, authenticated socket; the first message is the boot."""
         self._epoch, self._heeds = epoch, None
         if self._host is not None:
             self._renew(self._host, epoch)
@@ -81,12 +80,12 @@ class Service:
             self._host.lane.turn_to(self._lane)
 
     def say(self, head: tuple[Any, ...], body: Any) -> None:
-        """Tell the driver something; from any thread. Nobody hears it while there is none."""
+        """Send the driver a message; from any thread. Dropped while there is no driver."""
         if (lane := self._lane) is not None and not lane.send(head, body):
             self._look_after(lane)
 
     def drain(self, timeout: float) -> None:
-        """Wait until what was said has gone out; not on the event loop's thread."""
+        """Wait until sent messages have gone out; not on the event loop's thread."""
         if (lane := self._lane) is not None:
             lane.drain(timeout)
 
@@ -103,11 +102,11 @@ class Service:
             return
         self._heeds = read(head) == _boot()
         if not self._heeds:
-            pass  # `hello` says of which version this is; nothing else of the driver's is read
+            pass  # `hello` names this version; nothing else of the driver is read
         elif self._host is None:
             assert self._lane is not None
             self._host = self._start(wire.unpack(body), self, self._lane)
-            if self._epoch > 1:  # the numbers that it is about to hear don't begin with 1
+            if self._epoch > 1:  # this driver's call numbers don't begin with 1
                 self._host.renew(base_of(self._epoch))
         else:
             self._host.adopt(wire.unpack(body))
@@ -116,14 +115,14 @@ class Service:
         self.say(hello(), None)
 
     def _closed(self, reason: str) -> None:
-        """The lane has ended. On the thread that was receiving."""
+        """Handle the end of the lane. On the receiving thread."""
         host = self._host
         if host is not None and host.ended:
             return
         if self._lane is not None:
             self._look_after(self._lane)
         if self.door is None or host is None:
-            # Without the driver nothing here has an owner; role code that still runs must not keep the process.
+            # Without the driver nothing here has an owner; running role code must not keep the process.
             if reason.startswith("the other side"):
                 os._exit(0)
             print(f"the connection to the driver has ended here: {reason}", file=sys.stderr)
@@ -132,7 +131,7 @@ class Service:
 
     @staticmethod
     def _look_after(lane: wire.SocketLane) -> None:
-        """End the process if the lane has ended because somebody here closed its descriptor."""
+        """End the process if the lane has ended because code here closed the descriptor."""
         if lane.taken:
             print(f"the connection to the driver was closed here: {CLOSES_OTHERS}", file=sys.stderr)
             os._exit(1)
@@ -143,10 +142,10 @@ class Service:
         self._open_next()
 
     def _renew(self, host: WorkerHost, epoch: int) -> None:
-        """The driver before this epoch has let go."""
+        """End the work for drivers before this epoch."""
         base = base_of(epoch)
         host.renew(base)
-        # By then what it had begun has had its time to end by itself: what still runs of it waits no longer.
+        # After this time for an end by itself, the former driver's running work is unblocked.
         self.event_loop.later(
             STEP_ENDS_WITHIN_S,
             lambda: host.frees(lambda: any(0 < seq <= base for seq in list(host.lane.running))),
@@ -175,7 +174,7 @@ class Service:
             self._open_next()
 
     def _answer(self, number: bytes, seen: Mapping[str, Any]) -> None:
-        """Through the door. On any thread."""
+        """Send an answer through the door. On any thread."""
         assert self.door is not None
         with contextlib.suppress(OSError):  # the keeper is gone, or doesn't read
             self.door.send(number + b" " + json.dumps(seen).encode())
@@ -187,7 +186,7 @@ class Service:
 
 
 def first_message(boot: Boot) -> tuple[Head, wire.Packed]:
-    """Return what a driver sends a worker before anything else."""
+    """Return a driver's first message to a worker."""
     return _boot().head(), wire.pack(boot)
 
 
@@ -197,5 +196,5 @@ def _boot() -> to_worker.Boot:
 
 
 def hello() -> Head:
-    """Return what a worker says of itself first."""
+    """Return a worker's first message to a driver."""
     return from_worker.Hello(versions.facts()).head()

@@ -1,9 +1,9 @@
-"""Handlers of signals that role code has set: they run in role code, and what one raises is the error of that call.
+"""Handlers of signals that role code has set: they run in role code, and an error is the running call's.
 
 The lane is its process's main thread, on which Python runs handlers between any two bytecodes. Amid colocate's own code
-a handler would find locks taken, and what it raises would tear what is half done. So there it is put off: until role
-code goes on, where that has called colocate, otherwise until the lane has nothing under way. Between two calls nobody
-waits for what it raises: that is printed.
+a handler would find locks taken, and an error would break a half-finished step. So the handler is put off there: until
+role code goes on, if that has called colocate, otherwise until the lane runs nothing. Between two calls no caller gets
+the error: it is printed.
 """
 
 from __future__ import annotations
@@ -32,33 +32,33 @@ if TYPE_CHECKING:
 Handler: TypeAlias = Callable[[int, FrameType | None], object]
 F = TypeVar("F", bound=Callable[..., Any])
 
-NEEDS_MAIN = "signal only works in main thread of the main interpreter"  # Python's words
+NEEDS_MAIN = "signal only works in main thread of the main interpreter"  # Python's error text
 _AGAIN_S = 0.001
 _set, _get = signal.signal, signal.getsignal
 _calls_role_code: set[CodeType] = {MethodSpec.call.__code__, awaited.__code__}
 INTERRUPT = signal.SIGRTMIN + 1
-"""Has `on_interrupt`'s function called if it comes in role code, and is nothing elsewhere: it is to be sent again."""
+"""Signal for `on_interrupt`'s function, ignored outside of role code: the sender must repeat the signal."""
 put_off: list[tuple[Handler, int]] = []
-"""What is to be run later, with the numbers of the signals."""
+"""Handlers to run later, with the signals' numbers."""
 _waits_for_role_code: set[CodeType] = set()
 _lane: Lane | None = None
 _on_interrupt: Callable[[], object] | None = None
 
 
 def calls_role_code(function: F) -> F:
-    """Declare of a function of colocate's that it calls role code."""
+    """Mark a function of colocate as a caller of role code."""
     _calls_role_code.add(function.__code__)
     return function
 
 
 def waits_for_role_code(function: F) -> F:
-    """Declare that it stands for a library's own, in which role code waits: a handler may end that wait."""
+    """Mark a function as a replacement of a library's, in which role code waits: a handler may end that wait."""
     _waits_for_role_code.add(function.__code__)
     return function
 
 
 def guard(lane: Lane) -> None:
-    """From now on handlers that are set in this process run in role code only; the lane is its main thread."""
+    """Restrict handlers set in this process to role code, from now on; the lane is the process's main thread."""
     global _lane
     _lane = lane
     _set(INTERRUPT, _interrupted)
@@ -68,7 +68,7 @@ def guard(lane: Lane) -> None:
 
 
 def on_interrupt(function: Callable[[], object]) -> None:
-    """Have a function called in role code, wherever that is or waits, when `INTERRUPT` comes: it may raise."""
+    """Register a function for `INTERRUPT`, which runs in role code, even in a wait, and may raise."""
     global _on_interrupt
     _on_interrupt = function
 
@@ -79,20 +79,20 @@ def _interrupted(number: int, frame: FrameType | None) -> None:
 
 
 def leave() -> None:
-    """The lane has ended: handlers run wherever they come, as at the end of any process."""
+    """Allow handlers to run anywhere after the lane's end, as at the end of any process."""
     global _lane
     _settle()
     _lane = None
 
 
 def raise_put_off() -> None:
-    """Run what was put off amid a call, before that is over. What it raises comes through."""
+    """Run put-off handlers before the running call ends. Errors propagate."""
     while put_off:
         _run(*put_off.pop(0))
 
 
 def _settle() -> None:
-    """On the lane, while no code of a call runs: run what was put off. A call that awaits something fails of it."""
+    """Run put-off handlers on the lane, between calls. An error fails the last call that awaits something."""
     while put_off:
         handler, number = put_off.pop(0)
         try:
@@ -106,7 +106,7 @@ def _settle() -> None:
 
 @attrs.frozen
 class _Guarded:
-    """A handler as Python has it."""
+    """Wrapper of a role's handler, as set in Python."""
 
     handler: Handler
 
@@ -123,38 +123,36 @@ _calls_role_code.add(_Guarded.__call__.__code__)
 
 
 def _comes_again(number: int) -> bool:
-    """Have a signal come again, when colocate's own code has perhaps returned to role code; False if that can't be."""
+    """Send a signal again soon, when role code may run again; False if that isn't possible."""
 
     def again() -> None:
         time.sleep(_AGAIN_S)
         _thread.interrupt_main(number)  # type: ignore[arg-type]  # any signal's number
 
     try:
-        _thread.start_new_thread(again, ())  # not by `threading`, whose locks may be taken by what was interrupted
-    except RuntimeError:  # no thread is to be had
+        _thread.start_new_thread(again, ())  # not by `threading`, whose locks the interrupted code may hold
+    except RuntimeError:  # no thread can start
         return False
     return True
 
 
 @calls_role_code
 def _run(handler: Handler, number: int) -> None:
-    handler(number, sys._getframe())  # some look at the frame
+    handler(number, sys._getframe())  # some handlers look at the frame
 
 
 def _signal(signalnum: Any, handler: Any) -> Any:
-    """See `signal.signal`."""
-    # asyncio's own does nothing, and is called once only: a loop is told of each call.
+    # asyncio's own handler does nothing and stays bare: a repeated signal would reach the loop twice.
     guarded = callable(handler) and not str(getattr(handler, "__module__", "")).startswith("asyncio.")
     return _bare(_set(signalnum, _Guarded(handler) if guarded else handler))
 
 
 def _getsignal(signalnum: Any) -> Any:
-    """See `signal.getsignal`."""
     return _bare(_get(signalnum))
 
 
 def _of_the_lane(function: F) -> F:
-    """Return a function that a background role can't call: what comes of that would come in the other roles' calls."""
+    """Wrap a function that background roles mustn't call: the signal would interrupt other roles' calls."""
 
     @wraps(function)
     def called(*args: Any, **kwargs: Any) -> Any:
@@ -170,9 +168,9 @@ def _bare(handler: Any) -> Any:
 
 
 def _role_code_at(frame: FrameType | None) -> tuple[bool, bool]:
-    """Whether a signal has interrupted role code, or what that has called; and whether role code goes on afterwards."""
+    """Return whether a signal has interrupted role code or its callees, and whether role code goes on afterwards."""
     inner = None
-    is_called = True  # while no code of colocate's own is between
+    is_called = True  # until a frame of colocate's own lies between
     while frame is not None:
         if _is_own(frame.f_code):
             if frame.f_code in _calls_role_code and inner is not None and not _is_own(inner.f_code):
@@ -183,7 +181,7 @@ def _role_code_at(frame: FrameType | None) -> tuple[bool, bool]:
 
 
 def is_role_code(frame: FrameType) -> bool:
-    """Return whether a frame is of role code, or of what that has called, on whatever thread, but of none of ours."""
+    """Return whether a frame is of role code or called by role code, on any thread, and not of colocate."""
     if _is_own(frame.f_code):
         return False
     outer: FrameType | None = frame
