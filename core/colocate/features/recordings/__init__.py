@@ -1,1 +1,1 @@
-"""What the calls of a role gave, in files: recorded, replayed, compared. The page: docs/a-run-that-doesnt-learn.md."""
+"""Results of a role's calls, in files: recorded, replayed, compared. The page: docs/a-run-that-doesnt-learn.md."""

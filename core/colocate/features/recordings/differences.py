@@ -1,4 +1,4 @@
-"""Where two values differ, and how much."""
+"""Comparison of two values: the place of the first difference, and the size of differences."""
 
 from __future__ import annotations
 
@@ -15,24 +15,23 @@ from colocate.features.recordings.values import named_parts
 
 
 class Raised(str):
-    """An error in words, in the place of what a call that raised it would have given."""
+    """The text of an error, in place of the result of a call that raised."""
 
     __slots__ = ()
 
 
 @attrs.define
 class Difference:
-    """How a value differs from one that was recorded.
+    """The differences of a value from the recorded one.
 
     Attributes:
-        tolerance: How far numbers may be away, absolutely and relatively.
-        count: How many numbers, or other parts, differ.
-        total: How many there are.
+        tolerance: The allowed distance of numbers, absolute or relative.
+        count: The number of differing numbers, or other parts.
+        total: The number of compared parts.
         absolute: The largest absolute difference of numbers.
-        relative: The largest one relative to what was recorded.
-        size: How large the largest difference is: of a number the absolute or the relative one, whichever is smaller,
-            and infinity of anything else.
-        first: Where it differs first, and how; None where it doesn't.
+        relative: The largest difference relative to the recorded number.
+        size: The size of the largest difference: for numbers the smaller of absolute and relative, infinity otherwise.
+        first: The place of the first difference, and both values, in words; None without a difference.
     """
 
     tolerance: float = 0.0
@@ -73,7 +72,7 @@ class Difference:
             self._part(was == now, path, _apart(was, now))
         else:
             is_same = bool(was == now) or bool(was != was and now != now)
-            if not is_same and isinstance(was, set | frozenset):  # a NaN in it equals another one
+            if not is_same and isinstance(was, set | frozenset):  # a NaN in a set equals another NaN
                 is_same = sorted(map(repr, was)) == sorted(map(repr, now))
             self._part(is_same, path, f"{was!r:.60}, and is {now!r:.60}")
 
@@ -99,7 +98,7 @@ class Difference:
         try:
             away = float(abs(now - was))
             relative = away / abs(was) if was else math.inf
-        except OverflowError:  # whole numbers have no end
+        except OverflowError:  # an int too large for a float
             away = relative = math.inf
         away, relative = (math.inf if each != each else each for each in (away, relative))
         self.absolute, self.relative = max(self.absolute, away), max(self.relative, relative)
@@ -109,7 +108,7 @@ class Difference:
     def _tensors(self, torch: Any, was: Any, now: Any, path: str) -> None:
         if was.is_nested and now.is_nested:
             if any(each.lengths() is not None or each._ragged_idx != 1 for each in (was, now)):
-                self.add([*was.unbind()], [*now.unbind()], path)  # what lies between the rows isn't compared
+                self.add([*was.unbind()], [*now.unbind()], path)  # the gaps between rows aren't compared
                 return
             self._tensors(torch, was.values(), now.values(), f"{path}.values()")
             self._tensors(torch, was.offsets(), now.offsets(), f"{path}.offsets()")
@@ -120,7 +119,7 @@ class Difference:
         arrays: list[Any] = []
         for tensor in (was, now):
             tensor = tensor.detach().cpu().resolve_conj().resolve_neg()
-            # NumPy doesn't know some types of numbers, which 32 bits hold exactly.
+            # NumPy lacks some float types of torch; float32 holds their values exactly.
             is_known = not tensor.is_floating_point() or tensor.dtype in (torch.float16, torch.float32, torch.float64)
             arrays.append((tensor if is_known else tensor.float()).numpy())
         self._arrays(arrays[0], arrays[1], path)
@@ -141,7 +140,7 @@ class Difference:
         before, after = was[other], now[other]
         far, sizes = numpy.ones(before.shape, bool), numpy.full(before.shape, math.inf)
         if was.dtype.kind in "biufc":
-            # Whole numbers of 64 bits aren't all floats: which differ is known, how far is told as nearly as can be.
+            # 64-bit integers don't fit into floats: the comparison is exact, but the distance is rounded.
             wide = complex if was.dtype.kind == "c" else float
             from_, to = before.astype(wide), after.astype(wide)
             with numpy.errstate(all="ignore"):
@@ -168,7 +167,6 @@ def _item(value: Any) -> str:
 
 
 def _layout(value: Any) -> str:
-    """Return the type and shape of a tensor or an array."""
     layout = "" if str(getattr(value, "layout", "torch.strided")) == "torch.strided" else f" {value.layout}"
     return f"{value.dtype} {[*value.shape]}{layout}"
 
@@ -178,7 +176,7 @@ def _kind(value: Any) -> str:
 
 
 def _apart(was: Any, now: Any) -> str:
-    """Return what texts were and are; of long ones from a little before the place where they differ first."""
+    """Return both texts in words; of long ones a part that starts a little before the first difference."""
     pairs = enumerate(zip(was, now, strict=False))
     at = next((index for index, (one, other) in pairs if one != other), min(len(was), len(now)))
     begin = max(0, at - 20) if max(len(was), len(now)) > 60 else 0
@@ -188,12 +186,12 @@ def _apart(was: Any, now: Any) -> str:
 
 @attrs.frozen
 class FirstDifference:
-    """The call in which something differs first, and where to look for the cause.
+    """The first differing call, and the place to look for the cause.
 
     Attributes:
-        seq: Its number in the order of its group.
-        begun: When it began, in seconds of time.time().
-        words: "role.method, call 3", and the parameter, or its weights, if these differ; with what that says.
+        seq: The call's number in the order of its group.
+        begun: The start of the call, in seconds of time.time().
+        words: "role.method, call 3", and the parameter or the weights, if these differ; with the difference.
     """
 
     seq: int
@@ -203,7 +201,7 @@ class FirstDifference:
 
 @attrs.define
 class Compared:
-    """What came of comparing a method, on a rank or of all; the fields are those of `ComparedMethod`."""
+    """The result of comparing a method, on one rank or all; for the fields see `ComparedMethod`."""
 
     calls: int = 0
     differ: int = 0
@@ -224,7 +222,7 @@ class Compared:
         return cls(**{**plain, "origin": None if origin is None else FirstDifference(**origin)})
 
     def add(self, difference: Difference, label: str, cause: Cause, seq: int, begun: float) -> str | None:
-        """Take what came of comparing a call, or a row; return it in words, None where nothing differs."""
+        """Count the comparison of a call, or a row; return the difference in words, or None."""
         self.numbers += difference.total
         self.absolute = max(self.absolute, difference.absolute)
         self.relative = max(self.relative, difference.relative)
@@ -240,7 +238,7 @@ class Compared:
         return self._told(f"{words} ({cause.words})")
 
     def lack(self, label: str, why: str) -> str:
-        """Take that a call, or a row, can't be compared; return why, in words."""
+        """Count a call, or a row, that can't be compared; return the reason, in words."""
         self.missing += 1
         return self._told(f"{label}: {why}")
 
@@ -254,9 +252,9 @@ class Cause:
     """The inputs of a differing call that differ from the recorded ones.
 
     Attributes:
-        where: Where its arguments differ first, in words; None where they don't.
-        weights: The call before which a sync has brought other weights; None where none has.
-        besides: What isn't known of its arguments, or of its generator, in words.
+        where: The first difference of arguments, in words; None for none.
+        weights: The call before which a sync delivered other weights; None for none.
+        besides: The unknown inputs (arguments, or the generator), in words.
     """
 
     where: str | None
@@ -273,7 +271,7 @@ class Cause:
         return words if self.weights is None else f"{words}; its weights differ since the sync before {self.weights}"
 
     def origin(self, label: str) -> str:
-        """Return where to begin to look."""
+        """Return the place to start looking, in words."""
         if self.where is not None:
             name = re.match(r"\w*", self.where)
             assert name is not None
@@ -284,7 +282,7 @@ class Cause:
 
 
 class Teller:
-    """Tells the first difference, and each one that is ten times as large as the last one that was told."""
+    """Reports the first difference, and each one at least ten times as large as the last reported."""
 
     def __init__(self, tell: Callable[[str], object]) -> None:
         self._tell = tell
@@ -301,7 +299,7 @@ _GROWS = 10
 
 
 def with_left(methods: dict[str, Compared], calls: Iterable[tuple[str, int]]) -> dict[str, Compared]:
-    """Return what came of methods, with the calls that were recorded and haven't come."""
+    """Set the number of recorded calls that haven't come (`left`) in the results of each method."""
     counts = Counter(method for method, _ in calls)
     for method in (*methods, *counts):
         methods.setdefault(method, Compared()).left = counts[method]
@@ -309,6 +307,6 @@ def with_left(methods: dict[str, Compared], calls: Iterable[tuple[str, int]]) ->
 
 
 def _largest(numbers: Any) -> float:
-    """Return the largest number; infinity where one is none."""
+    """Return the largest number; infinity if there is a NaN."""
     found = float(numbers.max())
     return math.inf if math.isnan(found) else found

@@ -1,4 +1,4 @@
-"""What is remembered of a call's arguments: small enough to be kept, and enough to say where others differ."""
+"""Digests of a call's arguments: small enough to store, and precise enough to name the first difference."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from colocate._values.plain import PLAIN
 from colocate.features.recordings.values import digest_of_bytes, is_named, named_parts
 
 Digest: TypeAlias = Mapping[str, Sequence[Sequence[str]]]
-"""By parameter: paths of what lies in it, each with what is remembered of that."""
+"""By parameter: the path of each part, with a short description and a hash."""
 
-_SHOWN = 40  # letters of a value that is remembered as it is
-_SINGLY = 16  # parts of a list, and of all that a parameter has, that are remembered one by one
-_SHORT = 8  # a list of numbers or texts that is longer is remembered as one part
+_SHOWN = 40  # letters of a value that is stored in full
+_SINGLY = 16  # parts of a parameter that are stored one by one
+_SHORT = 8  # items; a longer list of plain values is one part
 _REST = "this and more"
-_WHOLE = 1 << 16  # bytes of a tensor that are all looked at
-_SAMPLE = 1024  # numbers of a larger one that are
+_WHOLE = 1 << 16  # bytes of a tensor that is hashed in full
+_SAMPLE = 1024  # numbers of a larger tensor that are hashed
 
 
 def digest_of(arguments: Mapping[str, Any]) -> Digest:
-    """Return what is remembered of arguments: of a large tensor its type, shape and a fixed sample."""
+    """Return digests of arguments by parameter: of a large tensor the type, shape and a fixed sample."""
     found = {}
     for name, value in arguments.items():
         try:
@@ -39,7 +39,7 @@ def digest_of(arguments: Mapping[str, Any]) -> Digest:
 
 
 def first_difference(recorded: Digest, now: Digest) -> str | None:
-    """Return where arguments differ first from others, in words; None where they don't."""
+    """Return the first difference of two digests, in words; None without a difference."""
     for name in dict.fromkeys([*recorded, *now]):
         if name not in recorded or name not in now:
             return f"{name} {_gone if name in recorded else _new}"
@@ -92,14 +92,14 @@ def _leaves(value: Any, path: str) -> Iterator[tuple[str, str]]:
         yield path, f"{kind.__name__} of {len(value)}#{digest_of_bytes(repr(sorted(map(repr, value))).encode())}"
     elif numpy is not None and isinstance(value, numpy.generic):
         yield path, _short(repr(value.item()), value)
-    elif isinstance(value, str | bytes | int | float):  # of a class of its own
+    elif isinstance(value, str | bytes | int | float):  # an instance of a subclass
         base: Any = next(each for each in kind.__mro__ if each in PLAIN)
         yield path, _short(base.__repr__(value), value)
     elif callable(value) and hasattr(value, "__qualname__"):  # a class, or a function
         yield path, _short(f"{value.__module__}.{value.__qualname__}", value)
     elif is_named(value):
         yield path, _short(repr(value), value)
-    else:  # nobody knows what it consists of
+    else:  # of unknown contents
         yield path, f"a {kind.__qualname__}"
 
 
@@ -137,5 +137,5 @@ def _at(count: int, device: str) -> Any:
 
 
 def _places(count: int) -> list[int]:
-    """Return which of so many numbers are looked at: some from the beginning to the end."""
+    """Return the indices of the hashed numbers, evenly spread from first to last."""
     return [index * (count - 1) // (_SAMPLE - 1) for index in range(_SAMPLE)]

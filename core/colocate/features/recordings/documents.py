@@ -1,4 +1,4 @@
-"""What lies in a rank's files, and how it is read: documents, and the calls that these are of."""
+"""Documents in a rank's files, and the calls that consist of documents."""
 
 from __future__ import annotations
 
@@ -14,34 +14,34 @@ from colocate.features.recordings.differences import Raised
 from colocate.features.recordings.files import damaged, opened
 from colocate.features.recordings.values import START, Find, Start, digest_of_bytes, head_of, unpacked
 
-_AT_ONCE = 256  # documents of which the heads are read together
+_AT_ONCE = 256  # documents that are read ahead, heads only
 
 
 @attrs.frozen
 class Document:
-    """A document in a file, or in memory: what it tells of itself, and where its value lies."""
+    """A document in a file, or in memory: metadata, and the place of the value."""
 
     about: Mapping[str, Any]
     path: Path
     begin: int
     length: int
-    nbytes: int  # with its head
+    nbytes: int  # including the head
     entries: Mapping[str, Any]
     digest: str = ""  # of the bytes after the head
-    data: bytearray | None = None  # of one in memory
+    data: bytearray | None = None  # of a document in memory
 
     @classmethod
     def heard(cls, data: bytes) -> Document:
-        """Return one that has come as bytes."""
+        """Return a document that was received as bytes."""
         begin = 8 + int.from_bytes(data[:8], "little")
         about, entries, length = head_of(data[8:begin])
         return cls(about, Path(), begin, length, len(data), entries, data=bytearray(memoryview(data)[begin:]))
 
     def value(self, find: Find, device: str | None = None) -> Any:
-        """Return its value; see `values.unpacked`.
+        """Return the document's value; see `values.unpacked`.
 
         Raises:
-            SerializationError: It can't be made here, or is damaged, or its file can't be read.
+            SerializationError: A class is missing here, or the document is damaged, or the file can't be read.
         """
         if self.data is not None:
             return unpacked(self.data, self.entries, find, device)
@@ -60,10 +60,10 @@ class Document:
 
 
 class RankFiles:
-    """The documents of a rank, read one after the other as they are asked for.
+    """The documents of a rank, read on demand, in order.
 
     Attributes:
-        is_torn: Whether the last one isn't whole, as far as was read.
+        is_torn: Whether the last document is incomplete, as far as was read.
     """
 
     def __init__(self, folder: Path, rank: int) -> None:
@@ -72,10 +72,10 @@ class RankFiles:
         self.is_torn = False
 
     def more(self) -> list[Document]:
-        """Return some of those that weren't returned before, and are there."""
+        """Return the next documents, at most a fixed number; empty if no more are complete now."""
         path = self._folder / f"rank-{self._rank}.{self._number:04}.calls"
         found: list[Document] = []
-        # Asked first: a file that another one follows is whole, and isn't written to any more.
+        # Checked first: once the next file exists, this one is complete.
         follows = (self._folder / f"rank-{self._rank}.{self._number + 1:04}.calls").exists()
         try:
             with opened(path) as file:
@@ -148,15 +148,15 @@ def _check(about: Mapping[str, Any]) -> None:
 
 @attrs.define
 class RankCall:
-    """What a rank gave in a call.
+    """The documents of one rank in one call.
 
     Attributes:
         method: The method.
-        number: Which of its calls it was, from 0, counted from where the recording begins.
-        place: Which of all calls of the role, on this rank.
-        inputs: What it was given, if that is recorded, and what each of its rows was.
-        rows: Of one whose rows end one by one these, in the order in which they have ended.
-        end: Its value, or error, or that its rows are all; None of one that hasn't ended.
+        number: The number of the call among the method's calls, from 0, counted from the start of the recording.
+        place: The number of the call among all calls of the role on this rank.
+        inputs: The arguments, if recorded, and the arguments of each row.
+        rows: The rows in the order in which they ended, for a method whose rows end one by one.
+        end: The value, or the error, or the count of rows; None if the call hasn't ended.
     """
 
     method: str
@@ -168,16 +168,16 @@ class RankCall:
 
     @classmethod
     def of(cls, about: Mapping[str, Any]) -> RankCall:
-        """Return the call that a document is of, without it."""
+        """Return an empty `RankCall` for the call of a document."""
         return cls(about["method"], about["call"], about["place"])
 
     @property
     def raised(self) -> Document | None:
-        """Return the error that has ended it, if one has."""
+        """Return the document of the call's error; None for none."""
         return self.end if self.end is not None and "error" in self.end.about else None
 
     def add(self, document: Document) -> None:
-        """Take one of its documents."""
+        """Add a document of this call."""
         if "inputs" in document.about:
             self.inputs.append(document)
         elif "row" in document.about:
@@ -187,21 +187,21 @@ class RankCall:
 
     @property
     def about(self) -> Mapping[str, Any]:
-        """Return what is told of the call."""
+        """Return the metadata of the call."""
         return self.end.about if self.end is not None else [*self.inputs, *self.rows][-1].about
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes that the call has in files."""
+        """Return the call's bytes in files."""
         return sum(each.nbytes for each in (*self.inputs, *self.rows, *([] if self.end is None else [self.end])))
 
 
 class RankCalls:
-    """The calls of a rank, as far as was read.
+    """The calls of a rank, as far as read.
 
     Attributes:
-        found: Those, by method and number.
-        files: Where they are read.
+        found: The calls, by method and number.
+        files: The rank's files.
     """
 
     def __init__(self, folder: Path, rank: int) -> None:
@@ -210,20 +210,20 @@ class RankCalls:
         self._more: deque[Document] = deque()
 
     def get(self, method: str, number: int) -> RankCall | None:
-        """Return a call that has ended; reads as far as needed."""
+        """Return a call that has ended, or None; reads as far as needed."""
         while (found := self.found.get((method, number))) is None or found.end is None:
             if self.read() is None:
                 return None
         return found
 
     def all(self) -> Mapping[tuple[str, int], RankCall]:
-        """Return all that are there."""
+        """Read all files, and return all calls."""
         while self.read() is not None:
             pass
         return self.found
 
     def read(self) -> Document | None:
-        """Read one document; None where there is no other one now."""
+        """Read one document; None if no other is complete now."""
         if not self._more:
             self._more.extend(self.files.more())
         if not self._more:
@@ -235,7 +235,7 @@ class RankCalls:
         return document
 
     def skip(self, after: int) -> tuple[dict[str, int], int]:
-        """Leave out calls up to one of the group's order; return how many of each method these are, and of all."""
+        """Skip calls up to one in the group's order; return the number of skipped calls by method, and in all."""
         while (document := self.read()) is not None and document.about["seq"] <= after:
             pass
         counts: dict[str, int] = {}
@@ -251,9 +251,9 @@ class RankCalls:
 def in_order(
     rows: Sequence[tuple[int, Document]], came: Sequence[tuple[int, int]] | None
 ) -> list[tuple[int, Document]]:
-    """Return rows of a call, each with its rank, as the driver has got them; those that it hasn't got come last.
+    """Sort rows (rank and document) by the order of arrival at the driver; rows that never arrived come last.
 
-    Where it isn't known what the driver has got, as it was killed, they come as they ended by the ranks' clocks.
+    If that order is unknown because the driver was killed, sort by end times on the ranks' clocks.
     """
     by_time = sorted(rows, key=lambda row: row[1].about["ended"])
     places: dict[tuple[int, int], list[int]] = {}

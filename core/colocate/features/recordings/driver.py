@@ -1,4 +1,4 @@
-"""`runtime.record`: what calls of roles give is written into a folder, from one call in their group's order on."""
+"""`runtime.record`: results of roles' calls are written to a folder, from one call in the group's order on."""
 
 from __future__ import annotations
 
@@ -41,23 +41,23 @@ _log = logging.getLogger("colocate")
 
 
 class RecordingsOfGroup(OfGroup):
-    """The roles of a group that are recorded."""
+    """The recorded, replayed and compared roles of a group, on the driver."""
 
     def __init__(self, worker_group: WorkerGroup) -> None:
         self._worker_group = worker_group
         self.recorded: dict[str, Path] = {}
         self.played: dict[str, str] = {}
-        self.joining: dict[str, Joining] = {}  # of roles that are compared here, as they have other ranks
+        self.joining: dict[str, Joining] = {}  # roles compared on the driver: other ranks were recorded
         self._life = secrets.token_hex(8)
-        self._rows: dict[int, list[tuple[int, int]]] = {}  # rank and index of those that came, by call
-        self._files: dict[str, RowOrder] = {}  # where that is written, by role
+        self._rows: dict[int, list[tuple[int, int]]] = {}  # rank and index of arrived rows, by call
+        self._files: dict[str, RowOrder] = {}  # the files for row orders, by role
 
     def builds(self) -> Mapping[str, Sequence[Played]]:
-        """Return which recordings roles are replayed from, or compared with.
+        """Return the recordings from which roles are replayed, or with which roles are compared.
 
         Raises:
-            ConfigError: There is none of a role, or one to be replayed is of another number of ranks, or one is of
-                another seed.
+            ConfigError: A role has no recording, or one with another seed, or one to replay with another number of
+                ranks.
         """
         found = {}
         for name, spec in self._worker_group.declared.specs.items():
@@ -71,20 +71,20 @@ class RecordingsOfGroup(OfGroup):
         return found
 
     def begun(self, recorded: Mapping[str, Path]) -> None:
-        """Note that roles are recorded, and in which folders: from now on the order in which their rows come, too."""
+        """Record that roles are recorded, with their folders; from now on the order of rows is written, too."""
         self.recorded |= recorded
         self._files |= {name: RowOrder(folder) for name, folder in recorded.items()}
         if "rows" in features.FEATURES:
             cast("Any", self._worker_group.part("rows")).listeners = (self._row_came,)
 
     def over(self, role: str) -> None:
-        """Note that a role isn't recorded any more."""
+        """Stop the recording of a role."""
         self.recorded.pop(role, None)
         if (file := self._files.pop(role, None)) is not None:
             file.close()
 
     def mark(self, step: int) -> None:
-        """Note that a step is over: `Replay(step=...)` begins with what comes after the one before it."""
+        """Mark the end of a step: `Replay(step=...)` starts after the mark of the previous step."""
         line = to_line({"step": step, "calls": {self._worker_group.name: self._worker_group.order.next_seq - 1}})
         for folder in {each.parent for each in self.recorded.values()}:
             with contextlib.closing(GrowingFile(folder / STEPS)) as file:
@@ -104,14 +104,14 @@ class RecordingsOfGroup(OfGroup):
             file.add(call.seq, rows=rows)
 
     def ended(self, call: PendingCall, slot: int, plain: Any) -> None:
-        """Note which rows ranks had, where these were chosen."""
+        """Write the partition of rows over ranks, if the driver has chosen one."""
         file = self._files.get(call.role)
         if file is None or call.partition is None or slot != call.targets[0]:
             return
         file.add(call.seq, partition=[[*map(int, rows)] for rows in call.partition])
 
     def heard(self, worker: Worker, message: Message, body: Any) -> None:
-        """Tell the user what a rank has noticed, or take what it gave."""
+        """Show a rank's notice to the user, or compare a rank's result."""
         if isinstance(message, Noticed):
             self._tell(message.text)
             return
@@ -119,11 +119,11 @@ class RecordingsOfGroup(OfGroup):
         order = self._worker_group.order
         with order.lock:
             call = order.pending.get(message.seq)
-            if call is not None and call.role in self.joining:  # else another driver's wanted it
+            if call is not None and call.role in self.joining:  # else a former driver's call
                 self.joining[call.role].heard(call, call.rank_of(worker.slot), body)
 
     def renewed(self) -> None:
-        """End what is recorded: the calls of the new workers are others, from a checkpoint on."""
+        """Stop recordings after a restart: new workers repeat calls from a checkpoint on."""
         if self.recorded:
             self._tell(f"it has been restarted, with which the recording of {', '.join(self.recorded)} has ended")
             for role, folder in [*self.recorded.items()]:
@@ -132,18 +132,18 @@ class RecordingsOfGroup(OfGroup):
         self.restored(None)
 
     def restored(self, saved: Any) -> None:
-        """Compare calls that come after a checkpoint, which may come again."""
-        for joining in self.joining.values():  # after the calls that are over
+        """Start comparisons again at the calls after a checkpoint, which may come again."""
+        for joining in self.joining.values():  # after the comparison of calls that have ended
             self._worker_group.services.timers.soon(joining.begin_anew)
 
     def ending(self, grace: float) -> Sequence[BaseException]:
-        """Compare no more."""
+        """Stop comparisons."""
         for joining in self.joining.values():
             joining.close()
         return ()
 
     def shown(self, role: str) -> Mapping[str, str]:
-        """Return where a role is recorded, if it is."""
+        """Return the folder of a recorded, replayed or compared role, for display."""
         shown = {"recorded": str(self.recorded[role])} if role in self.recorded else {}
         if role in self.played:
             is_replayed = self._worker_group.declared.specs[role].replay is not None
@@ -156,10 +156,10 @@ class RecordingsOfGroup(OfGroup):
 
 
 class Recorder:
-    """Roles that are being recorded. Made by `Runtime.record`; a context manager that ends it.
+    """Roles that are being recorded. Made by `Runtime.record`; a context manager that stops the recording.
 
     Attributes:
-        folder: Where they are.
+        folder: The recording's folder.
     """
 
     def __init__(self, folder: Path, groups: Mapping[str, tuple[WorkerGroup, Sequence[RoleInfo]]]) -> None:
@@ -168,19 +168,19 @@ class Recorder:
         self._groups = groups
 
     def close(self) -> None:
-        """Record no more, and wait until all is written."""
+        """Stop recording, and wait until all files are written."""
         for call in self._end():
-            with suppress(ColocateError):  # of a group that has failed, whose workers have written what they could
+            with suppress(ColocateError):  # the workers of a failed group have written as much as possible
                 call.result()
 
     def _end(self) -> list[PendingCall]:
-        """Record no more; return the calls that are over when all is written."""
+        """Stop recording; return the calls that end once all files are written."""
         groups, self._groups = self._groups, {}
         calls = []
         for worker_group, roles in groups.values():
             part = of_group(worker_group)
             if worker_group.alive and any(role.name in part.recorded for role in roles):
-                with suppress(ColocateError):  # likewise
+                with suppress(ColocateError):  # the group may have failed
                     calls.append(_send(worker_group, RECORDING, recorded=tuple(_over(role) for role in roles)))
             for role in roles:
                 part.over(role.name)
@@ -194,7 +194,7 @@ class Recorder:
     ) -> None:
         if error is None:
             self.close()
-        else:  # a call may never end: what is left is written without anybody waiting for it
+        else:  # a call may never end: files are written without a wait
             self._end()
 
 
@@ -226,7 +226,7 @@ def record(views: Any, folder: str | os.PathLike[str], limit: str | int | None, 
         }
         for name, (worker_group, _) in groups.items():
             of_group(worker_group).begun({each.role: Path(str(each.folder)) for each in recorded[name]})
-            # Calls that were received before a rank has got ready for them would have another way there.
+            # First without `begins`: a call that arrives at a rank before the taps are ready would bypass these.
             _tell(worker_group, [attrs.evolve(each, begins=False) for each in recorded[name]])
             _tell(worker_group, recorded[name])
     except Exception:  # all roles are recorded, or none
@@ -234,14 +234,14 @@ def record(views: Any, folder: str | os.PathLike[str], limit: str | int | None, 
         for path in made:
             shutil.rmtree(path, ignore_errors=True)
         raise
-    except BaseException:  # nobody waits any more
+    except BaseException:  # interrupted: no wait for the workers
         whole._end()
         raise
     return whole
 
 
 def of_group(worker_group: WorkerGroup) -> RecordingsOfGroup:
-    """Return what is known of the recordings of a group's roles."""
+    """Return the recordings' half of a group on the driver."""
     return cast("RecordingsOfGroup", worker_group.part("recordings"))
 
 
@@ -270,7 +270,6 @@ def _begin(
 
 
 def _tell(worker_group: WorkerGroup, recorded: Sequence[Recorded]) -> None:
-    """Tell all workers, in the order of the group's calls, and wait until they have done it."""
     _call(worker_group, RECORDING, recorded=tuple(recorded))
 
 
@@ -287,10 +286,10 @@ def _send(worker_group: WorkerGroup, said: str, **arguments: Any) -> PendingCall
 
 
 def _played(worker_group: WorkerGroup, role: RoleInfo, given: Replay | Compare, life: str) -> Played:
-    """Return a recording that a role is replayed from, or compared with, as workers are told of it.
+    """Return a recording for the replay or comparison of a role, as sent to the workers.
 
     Raises:
-        ConfigError: It isn't there, or is to be replayed and isn't of as many ranks, or of another seed.
+        ConfigError: The recording is missing, or has another seed, or is to be replayed with another number of ranks.
     """
     found = RoleFolder.find(given.folder, worker_group.name, role.name)
     what = f"role {role.name!r}: the recording in {given.folder} is of"
@@ -311,7 +310,7 @@ def _meshes(role: RoleInfo) -> dict[str, dict[str, int]]:
 
 
 def _before(found: RoleFolder, step: int) -> int:
-    """Return the last call of before a step."""
+    """Return the number of the last call before a step."""
     told = lines_of(found.path.parent / STEPS, _check_step)
     if not any(each["step"] == step for each in told):
         has = f"{told[0]['step']} to {told[-1]['step']}" if told else "none"
@@ -327,22 +326,23 @@ def _check_step(told: Mapping[str, Any]) -> None:
 
 @attrs.frozen
 class ComparedMethod:
-    """What came of comparing the calls of a method with those that were recorded.
+    """The comparison of a method's calls with the recorded ones.
 
     Attributes:
         method: The method.
-        calls: How many calls of it ended, on all ranks together; over another number of ranks these are one.
-        differ: How many of these, or of their rows, gave something else.
-        numbers: How many numbers, texts and other parts were compared.
-        different: How many of them differ.
-        absolute: The largest absolute difference of numbers, also of those within the tolerance.
-        relative: The largest one relative to what was recorded.
-        arguments: How many calls, or rows, had other arguments.
-        missing: How many weren't recorded, or can't be compared over another number of ranks.
-        left: How many calls were recorded, and haven't come.
-        first: The first difference, or why one can't be compared, in words; None where there is none.
-        origin: The call that differs first, and which parameter of it, if its arguments do; None where none does. Of
-            all compared roles of a group, the one whose `seq` is the least is where to begin to look.
+        calls: The number of ended calls, summed over ranks; with another number of ranks than recorded each counts
+            once.
+        differ: The number of these calls, or of their rows, with another result.
+        numbers: The number of compared numbers, texts and other parts.
+        different: The number of differing parts.
+        absolute: The largest absolute difference of numbers, including differences within the tolerance.
+        relative: The largest difference relative to the recorded number.
+        arguments: The number of calls, or rows, with other arguments.
+        missing: The number of calls, or rows, that weren't recorded, or can't be compared over another number of ranks.
+        left: The number of recorded calls that haven't come.
+        first: The first difference, or the reason why a call can't be compared, in words; None for none.
+        origin: The first differing call, and the parameter if an argument differs; None for none. Of all compared roles
+            of a group, start to look at the origin with the lowest `seq`.
     """
 
     method: str
@@ -360,10 +360,10 @@ class ComparedMethod:
 
 
 def comparison(view: Any) -> list[ComparedMethod]:
-    """Return what came so far of comparing a role with a recording (`role(...).on(compare=...)`), by method.
+    """Return the comparison of a role with a recording so far (`role(...).on(compare=...)`), by method.
 
     Raises:
-        ConfigError: It is no view, or of a role that isn't compared.
+        ConfigError: The view is no view, or the role isn't compared.
     """
     worker_group, role = viewed(view, "comparison(view")
     if worker_group.declared.specs[role.name].compare is None:
@@ -373,7 +373,7 @@ def comparison(view: Any) -> list[ComparedMethod]:
     by_method: dict[str, list[Compared]] = {}
     told = _call(worker_group, COMPARISON, role=role.name)
     if (joining := of_group(worker_group).joining.get(role.name)) is not None:
-        worker_group.services.timers.run(lambda: None)  # calls that are over have told so
+        worker_group.services.timers.run(lambda: None)  # waits for the reports of ended calls
         told = [joining.table()]
     for methods in told:
         for name, compared in (methods or {}).items():

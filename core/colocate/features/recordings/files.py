@@ -3,7 +3,7 @@
     FOLDER/GROUP.ROLE/role.json
     FOLDER/GROUP.ROLE/rank-0.0000.calls, rank-0.0001.calls ...
 
-They are readable while they grow. Of a rank that was killed the last document may be torn: it isn't read.
+The files are readable while they grow. If a rank was killed, its last document may be torn; readers skip that.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from colocate.errors import ConfigError, SerializationError
 from colocate.features.recordings.values import digest_of_bytes, seal
 
 FORMAT = 3
-"""Of documents, and of the files beside them."""
+"""The version of documents, and of the files beside them."""
 IN_RUN = "recording"
-"""What the folder of a recording is called in that of a run."""
+"""The name of the recording's folder in a run's folder."""
 ROLE = "role.json"
 STEPS = "steps.jsonl"
 _FULL, _ENDED, _ROWS = "ended", "ended.txt", "rows.jsonl"
 _FILE_BYTES = 256 << 20
 _QUEUED_BYTES = 256 << 20
-_LOOKS_BYTES = 16 << 20  # what a rank writes until it looks again how large the whole is
+_LOOKS_BYTES = 16 << 20  # bytes that a rank writes between checks of the total size
 _MOST_RANKS = 1 << 16
-_MOST_WHOLE = 1 << 26  # bytes of a file
+_MOST_WHOLE = 1 << 26  # the size limit of a file that is read in one piece, in bytes
 
 
 def damaged(path: Path, byte: int, why: object) -> SerializationError:
@@ -51,8 +51,8 @@ def opened(path: Path) -> BufferedReader:
     """Open a file of a recording to read.
 
     Raises:
-        FileNotFoundError: It isn't there.
-        SerializationError: It can't be read, or is no file.
+        FileNotFoundError: The file is missing.
+        SerializationError: The path can't be read, or is no file.
     """
     try:
         return open_file(path)
@@ -68,11 +68,11 @@ def to_line(told: Mapping[str, Any]) -> str:
 
 
 def lines_of(file: Path, check: Callable[[dict[str, Any]], object]) -> list[dict[str, Any]]:
-    """Return the objects of a file's lines, none where there is no file; a torn last line isn't read.
+    """Return the objects in a file's lines, without a torn last line; empty if the file is missing.
 
     Args:
         file: The file.
-        check: Raises an error of an object that isn't what a line has.
+        check: Raises an error for an object with wrong contents.
 
     Raises:
         SerializationError: The file is damaged.
@@ -90,7 +90,7 @@ def lines_of(file: Path, check: Callable[[dict[str, Any]], object]) -> list[dict
 
 
 def _whole(file: Path, check: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
-    """Return the object of a file that was written as a whole. Errors: as of `opened` and `lines_of`."""
+    """Return the object of a file that was written in one piece. Errors: see `opened` and `lines_of`."""
     with opened(file) as lines:
         return _from_line(lines.read(_MOST_WHOLE), file, 0, check)
 
@@ -108,16 +108,16 @@ def _from_line(line: bytes, file: Path, at: int, check: Callable[[dict[str, Any]
         raise ConfigError(f"{file}: {error.message}") from None
     except json.JSONDecodeError as error:
         raise damaged(file, at + error.pos, error) from error
-    except Exception as error:  # whatever somebody else's words lead to
+    except Exception as error:  # the contents may be anything
         raise damaged(file, at, error) from error
     return told
 
 
 def folder_of(given: str | os.PathLike[str]) -> Path:
-    """Return where a recording lies, given its folder, or that of its run.
+    """Return the folder of a recording, given that folder or a run's.
 
     Raises:
-        ConfigError: There is none.
+        ConfigError: The folder is missing, or has no recording.
     """
     folder = Path(os.path.abspath(given))
     found = folder / IN_RUN if (folder / IN_RUN).is_dir() else folder
@@ -130,17 +130,17 @@ def folder_of(given: str | os.PathLike[str]) -> Path:
 
 @attrs.frozen
 class RoleFolder:
-    """Where the calls of a role are recorded, and what is told of it.
+    """The folder of a recorded role, and the role's metadata.
 
     Attributes:
         path: The folder.
         group: The group's name.
         role: The role's name.
-        cls: Its class, as "module:Class".
-        ranks: How many it had.
-        seed: The runtime's.
-        methods: What is told of those that it has, by name.
-        meshes: The sizes of their axes, by name.
+        cls: The role's class, as "module:Class".
+        ranks: The number of ranks.
+        seed: The runtime's seed.
+        methods: The metadata of the role's methods, by name.
+        meshes: The sizes of the meshes' axes, by name.
     """
 
     path: Path
@@ -156,7 +156,7 @@ class RoleFolder:
         """Make the folder.
 
         Raises:
-            ConfigError: It is there already, or can't be made.
+            ConfigError: The folder exists already, or can't be made.
         """
         told = {key: value for key, value in attrs.asdict(self).items() if key != "path"}
         try:
@@ -169,11 +169,11 @@ class RoleFolder:
 
     @classmethod
     def read(cls, path: Path) -> RoleFolder:
-        """Return what is told in a folder.
+        """Read the metadata of a role's folder.
 
         Raises:
-            ConfigError: It was recorded by another version.
-            SerializationError: It is damaged.
+            ConfigError: Another version made the recording.
+            SerializationError: The file is damaged.
         """
         told = _whole(path / ROLE, _check_role)
         del told["format"]
@@ -181,10 +181,10 @@ class RoleFolder:
 
     @classmethod
     def find(cls, given: str | os.PathLike[str], group: str, role: str) -> RoleFolder:
-        """Return that of a role: of this group's, else of the only one of its name.
+        """Return the folder of a role in a recording: of this group, or else of the only role so named.
 
         Raises:
-            ConfigError: It isn't there.
+            ConfigError: There is no such role, or several.
         """
         found = {each.parent.name: each.parent for each in folder_of(given).glob(f"*/{ROLE}")}
         named = [name for name in found if name == f"{group}.{role}"] or [
@@ -198,7 +198,7 @@ class RoleFolder:
         return cls.read(found[named[0]])
 
 
-_TOLD = {"collect", "rows", "ends_in_rows"}  # of a method
+_TOLD = {"collect", "rows", "ends_in_rows"}  # the keys of a method's metadata
 
 
 def _check_role(told: Mapping[str, Any]) -> None:
@@ -219,14 +219,14 @@ def _check_role(told: Mapping[str, Any]) -> None:
 
 
 class Writer:
-    """Writes what a rank records, on a thread of its own, while what waits isn't more than some memory.
+    """Writes a rank's documents on a separate thread; `add` blocks while too many bytes are queued.
 
     Attributes:
-        values: The bytes that were given to it.
+        ended: Whether writing has stopped.
     """
 
     def __init__(self, folder: Path, rank: int, limit: int | None, tell: Callable[[str], object]) -> None:
-        """Begin. Args: limit: Bytes of the whole recording. tell: Told in words why it has ended before its end."""
+        """Args: limit: Bytes of the whole recording. tell: Called with the reason if writing stops early."""
         self._folder, self._rank, self._limit, self._tell = folder, rank, limit, tell
         self._thread = JobThread(f"colocate-recording-{folder.name}-{rank}", self._failed)
         self._room = threading.Condition()
@@ -235,7 +235,7 @@ class Writer:
         self.ended = False
 
     def add(self, pieces: Sequence[Any], length: int) -> None:
-        """Write a document some time soon; wait while too much is to be written. Nothing once it has ended."""
+        """Queue a document for writing; block while too many bytes are queued. No effect once writing has stopped."""
         with self._room:
             self._room.wait_for(lambda: self.ended or not self._queued or self._queued + length <= _QUEUED_BYTES)
             if self.ended:
@@ -244,14 +244,14 @@ class Writer:
         self._thread.soon(partial(self._write, pieces, length))
 
     def close(self, within_s: float | None = None) -> None:
-        """Write what is left. Args: within_s: Seconds that it may take; None for those of a worker's end."""
+        """Write the queued documents. Args: within_s: The timeout in seconds; None for a worker's default."""
         is_over = self._thread.close(within_s)
         self._end()
         if is_over and self._file is not None:
             self._file.close()
             self._file = None
 
-    # -- on its thread
+    # -- on the writer's thread
 
     def _write(self, pieces: Sequence[Any], length: int) -> None:
         try:
@@ -285,7 +285,7 @@ class Writer:
         if self._limit is None:
             return True
         mark = self._folder.parent / _FULL
-        if mark.exists():  # another rank has found it full
+        if mark.exists():  # another rank has reached the limit
             self._end()
             return False
         if self._unlooked + length >= min(_LOOKS_BYTES, self._limit // 64) or not self._number:
@@ -311,12 +311,12 @@ class Writer:
 
 
 def mark_end(folder: Path, why: str) -> None:
-    """Note in a role's folder why nothing is recorded any more."""
+    """Write to a role's folder why the recording has ended."""
     write_whole(folder / _ENDED, to_line({"ended": why}))
 
 
 def why_ended(folder: Path) -> str:
-    """Return that; "" where nobody has noted anything."""
+    """Return the reason why a recording has ended; "" if unknown."""
     if (folder.parent / _FULL).exists():
         return "it has reached its limit"
     try:
@@ -326,14 +326,14 @@ def why_ended(folder: Path) -> str:
 
 
 def as_ended(folder: Path) -> str:
-    """Return that, as the end of a sentence."""
+    """Return the reason why a recording has ended, as the end of a sentence; "" if unknown."""
     return f", as {why}" if (why := why_ended(folder)) else ""
 
 
 class RowOrder:
-    """Writes what only the driver knows of calls' rows: a line for each call, on a thread of its own.
+    """Writes the driver's knowledge of rows: a line for each call, on a separate thread.
 
-    That is in which order it has got those that end one by one, and which ones each rank had, where these were chosen.
+    For rows that end one by one this is the order of arrival; for chosen partitions the rows of each rank.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -341,20 +341,20 @@ class RowOrder:
         self._thread = JobThread(f"colocate-recording-{folder.name}-rows", lambda error: report_exception())
 
     def add(self, seq: int, **what: Any) -> None:
-        """Add a call's: `rows`, by rank and index, as they came; or `partition`, by rank. This waits for nothing."""
+        """Queue a call's line: `rows`, as (rank, index) in order of arrival; or `partition`, by rank. Never blocks."""
         self._thread.soon(partial(self._write, to_line({"seq": seq, **what})))
 
     def close(self) -> None:
-        """Write what is left."""
+        """Write the queued lines."""
         self._thread.close()
 
     def _write(self, line: str) -> None:
-        with closing(GrowingFile(self._folder / _ROWS)) as file:  # a call may end when nobody closes one any more
+        with closing(GrowingFile(self._folder / _ROWS)) as file:  # opened per line: a call may end after the last close
             file.add(line)
 
     @classmethod
     def read(cls, folder: Path, what: str = "rows") -> Mapping[int, Sequence[Any]]:
-        """Return what was written, by call. Errors: as of `lines_of`."""
+        """Return the written rows or partitions, by call. Errors: see `lines_of`."""
         told = lines_of(folder / _ROWS, _check_rows)
         return {each["seq"]: [*map(tuple, each[what])] for each in told if what in each}
 
@@ -367,5 +367,5 @@ def _check_rows(told: Mapping[str, Any]) -> None:
 
 
 def size_of(folder: Path) -> int:
-    """Return the bytes of a recording."""
+    """Return the bytes of a recording's calls."""
     return sum(each.stat().st_size for each in folder.glob("*/*.calls"))

@@ -1,4 +1,4 @@
-"""`Replay` and `Compare`: what users say of a recording that a role is to be replayed from, or compared with."""
+"""`Replay` and `Compare`: the user's options for the recording of a replayed or compared role."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ def _absolute(folder: str | PathLike[str]) -> str:
 class Replay:
     """A recording that answers the calls of a role, which isn't constructed: `colocate.role(...).on(replay=...)`.
 
-    A call whose method, order or arguments differ from what was recorded is an error, `ReplayError`, that names the
-    first difference. What the role would hold, start or get is nothing: its memory is free; `sync_weights`, sleep,
-    pause and checkpoint are accepted and do nothing.
+    A call whose method, order or arguments differ from the recording raises a `ReplayError`, which names the first
+    difference. The role holds, starts and receives nothing: its memory is free; `sync_weights`, sleep, pause and
+    checkpoint are accepted and do nothing.
 
     Attributes:
-        folder: That of a run, or of a recording.
-        step: The step, as `run.log` has counted them, with which to begin; None for the first one.
-        loose: Whether differences are only told.
+        folder: The folder of a run, or of a recording.
+        step: The first step to replay, as counted by `run.log`; None for the first one.
+        loose: Whether differences are warnings only.
     """
 
     folder: str = attrs.field(converter=_absolute)
@@ -41,15 +41,15 @@ class Replay:
 
 @attrs.frozen
 class Compare:
-    """A recording with which is compared what a role gives: `colocate.role(...).on(compare=...)`.
+    """A recording to compare with a role's results: `colocate.role(...).on(compare=...)`.
 
-    The first difference is told; `colocate.comparison(view)` has a table by method. It may be of another executor,
-    version or machine. With another number of ranks, what the caller of each call gets is compared.
+    The first difference is reported; `colocate.comparison(view)` has a table by method. The recording may be of another
+    executor, version or machine. With another number of ranks, the values that callers get are compared.
 
     Attributes:
-        folder: That of a run, or of a recording.
-        tolerance: How far numbers may be from those that were recorded, absolutely and relatively.
-        step: As of `Replay`.
+        folder: The folder of a run, or of a recording.
+        tolerance: The allowed distance of numbers from recorded ones, absolute or relative.
+        step: See `Replay`.
     """
 
     folder: str = attrs.field(converter=_absolute)
@@ -63,7 +63,7 @@ class Compare:
 
 
 def given(what: Literal["replay", "compare"], value: Any) -> Replay | Compare:
-    """Return what was given to `role(...).on()`."""
+    """Return a `Replay` or `Compare` from an argument of `role(...).on()`."""
     kind: type[Replay | Compare] = Replay if what == "replay" else Compare
     if isinstance(value, kind):
         return value

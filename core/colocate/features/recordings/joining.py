@@ -1,6 +1,7 @@
-"""Comparing with a recording of another number of ranks: what the caller gets of each call, in the driver.
+"""Comparison with a recording of another number of ranks, on the driver: by the values that callers get.
 
-The recorded ranks' parts are joined as the method says, and so are those that this run's ranks tell (`TellingTap`).
+The parts of the recorded ranks are joined as the method's collect says, and so are the parts from this run's ranks
+(`TellingTap`).
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ from colocate.features.recordings.whole import CannotJoin, Whole
 
 
 class Joining:
-    """The calls of a role, which are compared with those that another number of ranks gave.
+    """The comparison of a role's calls with a recording of another number of ranks.
 
     Attributes:
-        methods: What came of it, by method; for its thread alone.
+        methods: The results by method; for the comparison's thread alone.
     """
 
     def __init__(self, role: RoleInfo, played: Played, tell: Callable[[str], object]) -> None:
@@ -45,7 +46,7 @@ class Joining:
         self._begin()
 
     def begin_anew(self) -> None:
-        """Hear that the role goes on from a checkpoint, or as it was constructed: calls may come again."""
+        """Start again from a checkpoint, or from the construction: calls may come again."""
         self._thread.soon(self._begin)
 
     def _begin(self) -> None:
@@ -57,32 +58,32 @@ class Joining:
                 self._skipped[method] = max(count, self._skipped.get(method, 0))
 
     def heard(self, call: PendingCall, rank: int, document: Any) -> None:
-        """Take what a rank gave in a call that goes on. The order's lock is held."""
+        """Store a rank's result of a call in progress. The order's lock is held."""
         if call.seq not in self._told:
-            if call.done():  # it has failed on another rank
+            if call.done():  # the call has failed on another rank
                 return
             self._told[call.seq] = []
             call._then(self._over)
         self._told[call.seq].append((rank, document))
 
     def table(self) -> dict[str, Compared]:
-        """Return what came of calls that have ended, by method."""
+        """Return the results of ended calls, by method."""
         self._thread.run(self._count_left)
         return self.methods
 
     def close(self) -> None:
-        """Compare no more."""
+        """Stop comparing."""
         self._thread.close()
 
     def _over(self, call: PendingCall) -> None:
         self._thread.soon(partial(self._look, call, self._told.pop(call.seq)))
 
-    # -- on its thread
+    # -- on the comparison's thread
 
     def _count_left(self) -> None:
         """Count the recorded calls that haven't come."""
         ended = {key for calls in self._recorded for key, call in calls.all().items() if call.end is not None}
-        # Those of before a checkpoint that the role goes on from have come.
+        # Calls from before the restored checkpoint count as come.
         with_left(self.methods, [key for key in ended if key[1] >= self._next.get(key[0], 0)])
 
     def _look(self, call: PendingCall, told: Sequence[tuple[int, Any]]) -> None:
@@ -101,15 +102,15 @@ class Joining:
         now = Whole(parts, ranks.world_size, ranks.meshes, call.partition, call.spec, self._find)
         try:
             self._compare(compared, label, self._before(call, number, now), now)
-        except Exception as error:  # of a collect, or a class, of users', among others
+        except Exception as error:  # includes errors of a user's collect or class
             why = str(error) if isinstance(error, CannotJoin) else f"it can't be joined: {error_text(error)}"
             self._teller.add(compared.lack(label, why))
 
     def _before(self, call: PendingCall, number: int, now: Whole) -> Whole:
-        """Return a call as it was recorded.
+        """Return the recorded call.
 
         Raises:
-            CannotJoin: It wasn't, or one of the two isn't whole.
+            CannotJoin: The call wasn't recorded, or one of the two is incomplete.
         """
         parts: dict[int, RankCall] = {}
         for rank, calls in enumerate(self._recorded):
@@ -192,4 +193,4 @@ class Joining:
 
     def _row(self, row: Document) -> Any:
         value = recorded_value(row, self._find)
-        return value if row.about["digest"] or "error" in row.about else value[1]  # of a method that yields
+        return value if row.about["digest"] or "error" in row.about else value[1]  # else (index, item)

@@ -1,4 +1,4 @@
-"""What driver and workers say of recordings."""
+"""Messages about recordings."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ import attrs
 from colocate._protocol.message import Message, message
 
 RECORDING, COMPARISON = "the recording", "the comparison"
-"""What the calls on whole workers say that they are."""
+"""The labels of the calls on whole workers."""
 
 
 @attrs.frozen
 class Recorded:
-    """What of a role is recorded, as the workers are told.
+    """The recording of a role, as sent to workers.
 
     Attributes:
         role: The role.
-        folder: Its folder; None where nothing is any more.
-        limit: Bytes of the whole recording; None for any number.
-        inputs: Whether what they are given is recorded, too.
-        begins: Whether its calls are recorded from here on. Before that all ranks get ready.
+        folder: The role's folder; None to stop the recording.
+        limit: The limit of the whole recording in bytes; None for no limit.
+        inputs: Whether arguments are recorded, too.
+        begins: Whether calls are recorded from here on; False to get ready first.
     """
 
     role: str
@@ -31,30 +31,30 @@ class Recorded:
 
 @message
 class Noticed(Message):
-    """A rank has something to say of its recording, or of one that it replays or compares with."""
+    """A notice for the user about a recording, a replay or a comparison."""
 
-    text: str  # in words
+    text: str  # the notice
 
 
 @message
 class Gave(Message):
-    """What a rank gave in a call that the driver compares, or a row of one. Body: a document."""
+    """The result of a rank's call, or of a row, that the driver compares. Body: a document."""
 
     seq: int  # the call
 
 
 @attrs.frozen
 class Played:
-    """A recording of a role's that answers its calls, or that they are compared with, as the workers are told.
+    """A recording for a replay or a comparison, as sent to workers.
 
     Attributes:
-        folder: The role's, in the recording.
-        replays: Whether it answers.
-        loose: Whether differences are only told.
-        tolerance: How far numbers may be away.
-        after: Calls up to this number of the group's order are left out.
-        joins: Whether it is the driver who compares, as there are other ranks than were recorded.
-        life: What the group is known by from its start to its end, whatever restarts there are.
+        folder: The role's folder in the recording.
+        replays: Whether the recording answers calls.
+        loose: Whether differences are warnings only.
+        tolerance: The allowed distance of numbers.
+        after: Calls up to this number of the group's order are skipped.
+        joins: Whether the driver compares, because the number of ranks or a mesh differs.
+        life: The identity of the group from start to end, across restarts.
     """
 
     folder: str

@@ -1,4 +1,4 @@
-"""Recordings in the place of a role, and beside it: `Replaying` answers its calls, `Comparing` looks at its answers."""
+"""Replay and comparison on a worker: `Replaying` answers a role's calls, `Comparing` checks the role's results."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from colocate.worker.context import WorkerContext
 from colocate.worker.results import sources_of
 from colocate.worker.serving.role_instance import RoleInstance
 
-_AFTER_ALL = 1 << 40  # turns of rows that weren't recorded
+_AFTER_ALL = 1 << 40  # the turns of rows that weren't recorded
 
 
 class ReplayedRole:
-    """Stands in for the object of a role that is replayed."""
+    """A placeholder for the object of a replayed role."""
 
     def __init__(self, role: str, folder: str) -> None:
         self.__dict__["_replayed"] = f"role {role!r} is replayed from {folder}: it wasn't constructed"
@@ -43,41 +43,41 @@ def find_for(methods: Mapping[str, Any]) -> Find:
 
 
 class Found:
-    """The calls of a role as they were recorded, on this rank and the others."""
+    """The recorded calls of a role, on this rank and the others."""
 
     def __init__(
         self, played: Played, context: WorkerContext, role: RoleInstance, find: Find, tell: Callable[[str], object]
     ) -> None:
         self.played, self.context, self.role, self.find, self.tell = played, context, role, find, tell
         self.own = self.of(role.ctx.rank)
-        self.skipped: dict[str, int] = {}  # how many calls of each method come before what is played
-        self.places = 0  # of calls, so far
+        self.skipped: dict[str, int] = {}  # skipped calls before the first replayed one, by method
+        self.places = 0  # the number of calls so far
         self.counts: Callable[[str], int] = lambda method: 0
         if played.after:
             self.skipped, self.places = self.own.skip(played.after)
 
     def of(self, rank: int) -> RankCalls:
-        """Return the calls of a rank."""
+        """Open the recorded calls of a rank."""
         return RankCalls(Path(self.played.folder), rank)
 
     @cached_property
     def others(self) -> Mapping[int, RankCalls]:
-        """Return those of all ranks."""
+        """Return the recorded calls of all ranks."""
         return {
             rank: self.own if rank == self.role.ctx.rank else self.of(rank) for rank in range(self.role.ctx.world_size)
         }
 
     @cached_property
     def came(self) -> Mapping[int, Sequence[tuple[int, int]]]:
-        """Return in which order the driver has got rows, by call."""
+        """Return the order of arrival of rows at the driver, by call."""
         return RowOrder.read(Path(self.played.folder))
 
     def call(self, seen: Seen) -> RankCall | None:
-        """Return what was recorded of a call on this rank."""
+        """Return the recorded call on this rank; None if missing."""
         return self.own.get(seen.method, seen.number + self.skipped.get(seen.method, 0))
 
     def has_failed(self, seen: Seen) -> bool:
-        """Return whether a call had raised on some rank: others mayn't have begun it, then or now."""
+        """Return whether the recorded call raised on some rank: then other ranks may not have started the call."""
         number = seen.number + self.skipped.get(seen.method, 0)
         for calls in self.others.values():
             call = calls.get(seen.method, number)
@@ -86,27 +86,27 @@ class Found:
         return False
 
     def label(self, seen: Seen) -> str:
-        """Return what a call is called."""
+        """Return the label of a call."""
         return f"{self.role.name}.{seen.method}, call {seen.number + self.skipped.get(seen.method, 0)}"
 
     def counted(self, method: str) -> int:
-        """Return how many calls of a method there were so far, with those that were withdrawn, and left out."""
+        """Return the number of calls of a method so far, including withdrawn and skipped calls."""
         return self.counts(method) + self.skipped.get(method, 0)
 
     def over(self, seen: Seen) -> None:
-        """Forget a call that is over."""
+        """Drop a call that has ended."""
         for calls in (self.own, *self.__dict__.get("others", {}).values()):
             calls.found.pop((seen.method, seen.number + self.skipped.get(seen.method, 0)), None)
 
     def value(self, document: Document) -> Any:
-        """Return the value of a document, or raise the error of which it tells."""
+        """Return the value of a document, or raise the recorded error."""
         about = document.about
         if (why := about.get("missing")) is not None:
             raise ReplayError(f"{self.role.name}.{about['method']}, call {about['call']}: it wasn't recorded: {why}")
         value = document.value(self.find, self.context.boot.device)
         if about.get("defaults"):
             value, states = value
-            if self.context.in_process:  # where each role has its own, nobody else draws from them
+            if self.context.in_process:  # otherwise each role has separate generators
                 have_defaults(states)
         if (told := about.get("error")) is not None:
             raise self._rebuilt(told, *value)
@@ -117,7 +117,7 @@ class Found:
         kind = getattr(builtins, name, None) if module == "builtins" else self.find(module, name)
         if isinstance(kind, type) and record_kind(kind) == "error":
             error = made_error(kind, args, attributes)
-        else:  # it isn't here: the driver's user is told it by its name, as of any class that isn't there
+        else:  # the class is unknown here: the driver shows the name, as for any unknown class
             about = {"__module__": module, "__qualname__": name}
             error = type(name.rpartition(".")[2], (Exception,), about)(told["text"])
         error.add_note(f"as it was recorded:\n{told['trace'].rstrip()}")
@@ -125,16 +125,16 @@ class Found:
 
 
 class Replaying(Player):
-    """Answers the calls of a role from what was recorded on the same rank."""
+    """Answers the calls of a role from the recording of the same rank."""
 
     def __init__(self, found: Found) -> None:
         self._found = found
         self._calls: dict[int, RankCall] = {}
-        self._rows: dict[int, dict[int, list[tuple[int, Document]]]] = {}  # by call and row, each with its turn
+        self._rows: dict[int, dict[int, list[tuple[int, Document]]]] = {}  # rows with their turns, by call and row
         self._told: set[tuple[str, str]] = set()
 
     def begins(self, seen: Seen) -> None:
-        """Find what was recorded of a call, and compare what is known of it."""
+        """Find the recorded call, and check the order and the arguments."""
         call = self._found.call(seen)
         if call is None:
             self._missing(seen)
@@ -148,13 +148,13 @@ class Replaying(Player):
         self._calls[seen.seq] = call
 
     def value(self, seen: Seen) -> Any:
-        """Return what a call gave, or raise what it has raised."""
+        """Return the recorded value of a call, or raise the recorded error."""
         document = self._calls[seen.seq].end
         assert document is not None
         return self._found.value(document)
 
     def row(self, seen: Seen, row: int, digest: Digest) -> Any:
-        """Return, or raise, what came of a row, on whatever rank."""
+        """Return the recorded value of a row, from any rank, or raise the recorded error."""
         call = self._calls[seen.seq]
         rows = self._rows.get(seen.seq)
         if rows is None:
@@ -163,22 +163,22 @@ class Replaying(Player):
                 rows.setdefault(document.about["row"], []).append((turn, document))
         state: Any = running_call.get()
         if not rows.get(row):
-            state.turn = _AFTER_ALL + row  # who reads no further than the recorded run never sees it
+            state.turn = _AFTER_ALL + row  # last: a caller that reads as far as the recorded one never gets this row
             raise ReplayError(f"{self._found.label(seen)}: row {row} wasn't recorded")
-        state.turn, document = rows[row].pop(0) if len(rows[row]) > 1 else rows[row][0]  # it was tried again
+        state.turn, document = rows[row].pop(0) if len(rows[row]) > 1 else rows[row][0]  # the row was tried again
         if (where := first_difference(document.about["digest"], digest)) is not None:
             self._differs(seen, "arguments", f"{self._found.label(seen)}, row {row}: argument {where}")
         return self._found.value(document)
 
     def rows(self, seen: Seen) -> Iterator[Any]:
-        """Give the rows of a call that yields them, each with its turn among those of all ranks that tell theirs."""
+        """Yield the rows of a call, each with a turn among the rows of all reporting ranks."""
         call = self._calls[seen.seq]
         role, work = self._found.role, running_call.get()
         ranks = sources_of(role.methods[seen.method], role.ctx)
         documents = self._in_order(call, ranks) if role.ctx.rank in ranks else []
         turns = {(each.path, each.begin): turn for turn, each in enumerate(documents)}
         for document in call.rows:
-            if hasattr(work, "turn"):  # else they are kept
+            if hasattr(work, "turn"):  # otherwise the rows are kept
                 work.turn = turns.get((document.path, document.begin))  # type: ignore[union-attr]
             yield self._found.value(document)
         assert call.end is not None
@@ -188,13 +188,13 @@ class Replaying(Player):
             raise ReplayError(f"{self._found.label(seen)}: its rows were read no further when it was recorded")
 
     def over(self, seen: Seen) -> None:
-        """Forget a call that is over."""
+        """Drop a call that has ended."""
         self._calls.pop(seen.seq, None)
         self._rows.pop(seen.seq, None)
         self._found.over(seen)
 
     def _in_order(self, call: RankCall, ranks: Sequence[int]) -> list[Document]:
-        """Return the rows of a call on some ranks, in the order in which the driver has got them."""
+        """Return the rows of a call on some ranks, in the order of arrival at the driver."""
         calls = {rank: self._found.others[rank].get(call.method, call.number) for rank in ranks}
         rows = [(rank, row) for rank, each in calls.items() if each is not None for row in each.rows]
         return [row for _, row in in_order(rows, self._found.came.get(call.about["seq"]))]
@@ -208,9 +208,9 @@ class Replaying(Player):
             self._found.tell(f"{words}; it is answered as recorded, and other differences of the kind aren't told")
 
     def _passed_over(self, call: RankCall) -> RankCall | None:
-        """Return a call that was to come before this one, or this one where it was to come earlier.
+        """Return the recorded call that should come before this one; this one if too late; None if in order.
 
-        One that was withdrawn here, as another one had failed elsewhere, counts among those of its method.
+        A call that was withdrawn here, because another one failed elsewhere, counts among the calls of its method.
         """
         found = self._found
         if call.place < found.places:
@@ -231,7 +231,7 @@ class Replaying(Player):
     def _missing(self, seen: Seen) -> NoReturn:
         number = seen.number + self._found.skipped.get(seen.method, 0)
         if self._found.has_failed(seen):
-            # Another rank raises as it did. Told before, this would be the call's end there, too, before it has begun.
+            # Another rank raises the recorded error. Raised first, this one would cancel that call before the start.
             self._found.context.store.wait_for(self._is_over, CAUSE_WITHIN_S)
             raise Poisoned(f"{self._found.label(seen)} failed on another rank before it had begun here, when recorded")
         counts: dict[str, int] = {}
@@ -248,10 +248,10 @@ class Replaying(Player):
 
 
 class Comparing(Tap):
-    """Compares what a role gives with what was recorded on the same rank.
+    """Compares the results of a role with the recording of the same rank.
 
     Attributes:
-        methods: What came of it so far, by method.
+        methods: The results so far, by method.
     """
 
     def __init__(self, found: Found) -> None:
@@ -261,10 +261,10 @@ class Comparing(Tap):
         self._weights: str | None = None  # label of the first call since the weights differ
 
     def table(self) -> dict[str, Compared]:
-        """Return what came of it, with what hasn't come."""
+        """Return the results by method, with the number of calls that haven't come."""
         found = self._found
         ended = [key for key, call in found.own.all().items() if call.end is not None]
-        # Those of before a checkpoint that the role goes on from have come.
+        # Calls from before the restored checkpoint count as come.
         return with_left(self.methods, [key for key in ended if key[1] >= found.counted(key[0])])
 
     def gave(self, seen: Seen, value: Any) -> None:
@@ -276,17 +276,17 @@ class Comparing(Tap):
         self._look(seen, value, row, digest)
 
     def raised(self, seen: Seen, error: BaseException, row: int | None = None, digest: Digest | None = None) -> None:
-        """Compare an error by its class and text."""
+        """Compare an error by class and text."""
         self._look(seen, Raised(f"{type(error).__qualname__}: {message_of(error)}"), row, digest)
 
     def over(self, seen: Seen) -> None:
-        """Count a call whose rows were compared."""
+        """Compare the number of rows of an ended call."""
         self._look(seen, None, None)
 
     def _look(self, seen: Seen, value: Any, row: int | None, digest: Digest | None = None) -> None:
         try:
             self._compare(seen, value, row, digest)
-        except Exception as error:  # of a damaged recording, or a class of users': the call is none the worse
+        except Exception as error:  # of a damaged recording, or a user's class: the call must not fail
             compared = self.methods.setdefault(seen.method, Compared())
             self._teller.add(compared.lack(self._label(seen, row), f"it can't be compared: {error_text(error)}"))
         finally:
@@ -310,7 +310,7 @@ class Comparing(Tap):
         compared.arguments += where is not None
         difference = Difference(self._found.played.tolerance)
         if row is None and "rows" in document.about:
-            # Of rows that the driver gives a rank has as many as it has time for: those of all ranks are counted.
+            # Rows from the driver go to any free rank: their number is compared over all ranks.
             name = "rows" if self._found.role.methods[seen.method].rows is None else "valid"
             difference.add(document.about[name], {"rows": seen.rows, **seen.had}[name], " (the number of its rows)")
         else:
@@ -328,7 +328,7 @@ class Comparing(Tap):
 
     def _row(self, call: RankCall, row: int) -> Document | None:
         rows = call.rows
-        if not rows or rows[0].about["digest"]:  # of a method that the driver gives rows: it may have ended elsewhere
+        if not rows or rows[0].about["digest"]:  # rows from the driver may have ended on another rank
             calls = [calls.get(call.method, call.number) for calls in self._found.others.values()]
             rows = [each for other in calls if other is not None for each in other.rows]
         return next((each for each in rows if each.about["row"] == row), None)

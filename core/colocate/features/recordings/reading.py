@@ -1,4 +1,4 @@
-"""`load_recording`: what was recorded, as Python has it; values are read when they are asked for."""
+"""`load_recording`: recorded calls as Python objects; values are read on demand."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from colocate.features.recordings.whole import CannotJoin, Whole, method_of
 
 
 def load_recording(folder: str | os.PathLike[str], *, packages: Collection[str] = ()) -> Recording:
-    """Return what calls of roles gave in a run, as it was recorded.
+    """Load the recorded calls of a run.
 
-    Values are read when they are asked for. Nothing of the code is run that they came from: classes of records are
-    looked up in modules that are imported.
+    Values are read on demand. No code of the recorded run is executed: classes of records are looked up in imported
+    modules.
 
     Args:
-        folder: That of a run, or of the recording.
-        packages: Packages besides, whose modules may be imported for classes.
+        folder: The folder of a run, or of a recording.
+        packages: Further packages from which modules may be imported for classes.
 
     Raises:
         ConfigError: There is no recording.
@@ -38,12 +38,12 @@ def load_recording(folder: str | os.PathLike[str], *, packages: Collection[str] 
 
 @attrs.frozen
 class RecordedError:
-    """What a call, or a row, has raised.
+    """The error of a recorded call or row.
 
     Attributes:
-        cls: Its class, as "module:Class".
-        text: What it says.
-        traceback: Its traceback.
+        cls: The error's class, as "module:Class".
+        text: The error's text.
+        traceback: The traceback.
     """
 
     cls: str
@@ -52,21 +52,21 @@ class RecordedError:
 
     @classmethod
     def of(cls, about: Mapping[str, Any]) -> RecordedError | None:
-        """Return the error of which a document tells, if it does."""
+        """Return the error in a document's metadata; None for none."""
         told = about.get("error")
         return None if told is None else cls(told["class"], told["text"], told["trace"])
 
 
 @attrs.frozen
 class RecordedRow:
-    """A row of a call that has ended.
+    """A recorded row.
 
     Attributes:
-        index: Its index in what the caller gave, or got; None where that isn't known: of a rank whose rows the caller
-            doesn't get, or where an earlier rank's part isn't there.
-        rank: The rank on which it ended.
-        ended: When, in seconds of time.time().
-        error: What it has raised; None for nothing.
+        index: The index in the caller's batch or result; None if unknown: the caller doesn't get rows of this rank, or
+            an earlier rank's part is missing.
+        rank: The rank on which the row ended.
+        ended: The end of the row, in seconds of time.time().
+        error: The row's error; None for none.
     """
 
     index: int | None
@@ -79,31 +79,31 @@ class RecordedRow:
 
     @property
     def value(self) -> Any:
-        """Return the row's value. Errors: as of `RecordedCall.value`."""
+        """Return the row's value. Errors: see `RecordedCall.value`."""
         value = _value(self._document, self._find, self.error)
-        return value if self._document.about["digest"] else value[1]  # of a method that yields
+        return value if self._document.about["digest"] else value[1]  # else yielded: (index, item)
 
     @property
     def inputs(self) -> Any:
-        """Return the recorded argument of the row. Errors: as of `RecordedCall.inputs`."""
+        """Return the recorded argument of the row. Errors: see `RecordedCall.inputs`."""
         (value,) = _inputs(self._inputs, self._find).values()
         return value
 
 
 @attrs.frozen
 class RecordedCall:
-    """A call of a role.
+    """A recorded call of a role.
 
     Attributes:
         method: The method.
-        number: Which of its calls it is, from 0: counted from where the recording begins.
-        place: Which of all calls of the role.
-        seq: Its number in the order of its group.
+        number: The number among the method's calls, from 0, counted from the start of the recording.
+        place: The number among all calls of the role.
+        seq: The number in the order of the group.
         ranks: The ranks that have answered.
-        begun: When the first of them began, in seconds of time.time().
-        seconds: How long it took them.
-        nbytes: The bytes that it has in files.
-        error: What it has raised on the first rank on which it did; None for nothing.
+        begun: The earliest start on a rank, in seconds of time.time().
+        seconds: The duration until the last rank's end.
+        nbytes: The call's bytes in files.
+        error: The error of the first rank with one; None for none.
     """
 
     method: str
@@ -120,7 +120,7 @@ class RecordedCall:
 
     @classmethod
     def of(cls, by_rank: Mapping[int, RankCall], role: RecordedRole) -> RecordedCall:
-        """Return the call of which ranks have recorded something."""
+        """Return a call, given the recorded parts of ranks."""
         first = next(iter(by_rank.values()))
         abouts = [each.about for each in by_rank.values()]
         begun = min(about["begun"] for about in abouts)
@@ -140,12 +140,12 @@ class RecordedCall:
         )
 
     def joined(self) -> Any:
-        """Return the value that the caller got: of all ranks, in the caller's order, joined by the method's collect.
+        """Return the value that the caller got: all ranks' results in order, joined by the method's collect.
 
         Raises:
-            ConfigError: It got none, or what ranks gave isn't all there, or the collect is a class of yours: see
+            ConfigError: The caller got no value, or a rank's result is missing, or the collect is a class of yours: see
                 `values`.
-            SerializationError: As of `value`.
+            SerializationError: See `value`.
         """
         try:
             whole = self._whole()
@@ -164,18 +164,18 @@ class RecordedCall:
             raise ConfigError(f"call {self.number} of {self.method} can't be joined: {why}; see its values") from error
 
     def _whole(self) -> Whole:
-        """Return it with all ranks. Raises: CannotJoin: Its collect is a user's."""
+        """Return the call with all ranks. Raises: CannotJoin: The collect is a user's class."""
         role, folder = self._role, self._role._folder
         meshes = {name: Mesh(shape) for name, shape in folder.meshes.items()}
         spec, partition = method_of(folder.methods[self.method]), role._partitions.get(self.seq)
         return Whole(self._by_rank, role.ranks, meshes, partition, spec, role._find)
 
     def value(self, rank: int = 0) -> Any:
-        """Return what a rank gave.
+        """Return the value of a rank.
 
         Raises:
-            ConfigError: It gave nothing: it had no part in it, the call has rows, or the recording ends amid it.
-            SerializationError: It isn't of what is recorded, it has raised, or its class isn't known here.
+            ConfigError: The rank has no value: it took no part, the call has rows, or the recording ends amid the call.
+            SerializationError: The value's type isn't recorded, or the call raised, or the class is unknown here.
         """
         end = self._of(rank).end
         if end is None or "rows" in end.about:
@@ -186,30 +186,31 @@ class RecordedCall:
         """Return the recorded arguments of a rank by parameter; arguments of single rows are in `rows`.
 
         Raises:
-            ConfigError: It isn't recorded: name the role in `runtime.record(inputs=...)`, or `--record role:inputs`.
-            SerializationError: As of `value`.
+            ConfigError: Arguments aren't recorded: name the role in `runtime.record(inputs=...)`, or
+                `--record role:inputs`.
+            SerializationError: See `value`.
         """
         given = (each for each in self._of(rank).inputs if "row" not in each.about)
         return _inputs(next(given, None), self._role._find)
 
     def values(self) -> list[Any]:
-        """Return what each of its ranks gave. Errors: as of `value`."""
+        """Return the values of all ranks that took part. Errors: see `value`."""
         return [self.value(rank) for rank in self.ranks]
 
     @property
     def missing(self) -> str | None:
-        """Return why a value, or a row's, of the first rank with such a one wasn't recorded; None where all were."""
+        """Return the reason why a value or row of the first such rank wasn't recorded; None if all were."""
         documents = [each for call in self._by_rank.values() for each in (*call.rows, call.end) if each is not None]
         return next((each.about["missing"] for each in documents if "missing" in each.about), None)
 
     def arguments(self, rank: int = 0) -> Digest:
-        """Return what is remembered of a rank's arguments: by parameter the paths in it, and what lay there."""
+        """Return the digests of a rank's arguments: by parameter, each part's path with a description."""
         found: Digest = self._of(rank).about["digest"]
         return found
 
     @property
     def rows(self) -> list[RecordedRow]:
-        """Return the rows of a call whose rows end one by one, in the order in which the driver has got them."""
+        """Return the rows, if the call's rows end one by one, in the order of arrival at the driver."""
         rows = [(rank, each) for rank, call in self._by_rank.items() for each in call.rows]
         if not rows:
             return []
@@ -240,16 +241,16 @@ class RecordedCall:
 
 @attrs.define(eq=False)
 class RecordedRole:
-    """A role as it was recorded.
+    """A recorded role.
 
     Attributes:
-        name: Its name.
-        group: Its group's.
-        cls: Its class, as "module:Class".
-        ranks: How many it had.
-        seed: The runtime's.
-        torn: The ranks of which the last entry isn't whole: they were killed, or write it just now.
-        ended: Why nothing was recorded any more, before anybody had ended it; "" where nothing is known of that.
+        name: The role's name.
+        group: The group's name.
+        cls: The role's class, as "module:Class".
+        ranks: The number of ranks.
+        seed: The runtime's seed.
+        torn: The ranks with an incomplete last entry: killed, or still writing.
+        ended: The reason why the recording ended early; "" if unknown.
     """
 
     name: str
@@ -305,10 +306,10 @@ class RecordedRole:
 
 
 class Recording(Mapping[str, RecordedRole]):
-    """What roles gave, by "role", or "group.role" where several groups have one of that name.
+    """The recorded roles, by "role", or "group.role" if several groups have such a role.
 
     Attributes:
-        folder: Where it lies.
+        folder: The recording's folder.
     """
 
     def __init__(self, folder: Path, find: Find) -> None:
@@ -322,10 +323,10 @@ class Recording(Mapping[str, RecordedRole]):
         self._find = find
 
     def __getitem__(self, name: str) -> RecordedRole:
-        """Return a role, as far as it is recorded now.
+        """Return a role, as far as recorded now.
 
         Raises:
-            ConfigError: It isn't recorded.
+            ConfigError: The role isn't recorded.
             SerializationError: A file is damaged.
         """
         if name not in self._folders:

@@ -1,7 +1,7 @@
-"""Taps: what sees each call of a role, and what it gave. One records; others replay, or compare.
+"""Taps: observers of a role's calls and results. One kind records; others replay, or compare.
 
-A role that has one has other routes: its calls are run by this feature, which has the feature run them that would have
-run them. Roles without one have nothing of this.
+A role with taps has other routes: this feature runs its calls, on top of the feature that runs them without taps. Roles
+without taps pay nothing.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ NAME = "recordings"
 
 @attrs.define(eq=False)
 class Seen:
-    """A call that a tap sees.
+    """A call as seen by a tap.
 
     Attributes:
         method: The method.
-        number: Which of its calls it is, from 0, since the tap sees them.
-        place: Which of the role's, likewise.
-        seq: Its number in the order of its group.
-        digest: What is remembered of its arguments.
-        begun: When it began, in seconds of time.time().
-        rows: How many of its rows have ended.
-        cut: Whether what it yields was read to no end.
-        defaults: The states of the process's default generators, if the call has changed them for all of the process.
-        weights: A digest of the weights that the last sync has brought; "" where none has since somebody looks.
-        had: Its rows: how many aren't padding (`valid`), and where padding is taken out, how many there are (`padded`).
+        number: The number among the method's calls, from 0, counted from the tap's first call.
+        place: The number among the role's calls, counted likewise.
+        seq: The number in the order of the group.
+        digest: The digests of the arguments.
+        begun: The start, in seconds of time.time().
+        rows: The number of ended rows.
+        cut: Whether the caller stopped reading before the last row.
+        defaults: The states of the process's default generators, if the call has changed these for the whole process.
+        weights: A digest of the weights of the last sync; "" if none came while tapped.
+        had: The numbers of rows: without padding (`valid`), and where padding is removed, with it (`padded`).
     """
 
     method: str
@@ -61,64 +61,64 @@ class Seen:
 
 
 class Tap(abc.ABC):
-    """Sees the calls of a role on a rank; on its lane."""
+    """Observes the calls of a role on a rank; on the role's lane."""
 
     def got(self, seen: Seen, arguments: Mapping[str, Any], row: int | None = None) -> None:  # noqa: B027
         """Handle the arguments of a call, or of a row, before the method runs. The default does nothing."""
 
     @abc.abstractmethod
     def gave(self, seen: Seen, value: Any) -> None:
-        """See what a call gave."""
+        """Handle the value of a call."""
 
     @abc.abstractmethod
     def gave_row(self, seen: Seen, row: int, value: Any, digest: Digest) -> None:
-        """See a row of one that has ended, with the digest of what it was given.
+        """Handle the value of an ended row, with the digest of the row's arguments.
 
-        Of a method that yields, which gets all rows at once, the value is what it has yielded, and there is no digest.
+        Methods that yield get all rows at once: then the value is the yielded item, and the digest is empty.
         """
 
     @abc.abstractmethod
     def raised(self, seen: Seen, error: BaseException, row: int | None = None, digest: Digest | None = None) -> None:
-        """See what a call has raised, or a row of it, with the digest of what that was given."""
+        """Handle the error of a call, or of a row with a digest of the row's arguments."""
 
     @abc.abstractmethod
     def over(self, seen: Seen) -> None:
-        """See that a call is over whose rows end one by one."""
+        """Handle the end of a call with rows that end one by one."""
 
 
 class Player(abc.ABC):
-    """Answers calls in the place of a role."""
+    """Answers the calls of a role in place of the role."""
 
     @abc.abstractmethod
     def begins(self, seen: Seen) -> None:
-        """Find what is the answer to a call, or refuse it."""
+        """Find the answer to a call, or raise to refuse the call."""
 
     @abc.abstractmethod
     def value(self, seen: Seen) -> Any:
-        """Return what a call gave, or raise what it has raised."""
+        """Return the recorded value of a call, or raise the recorded error."""
 
     @abc.abstractmethod
     def row(self, seen: Seen, row: int, digest: Digest) -> Any:
-        """Return, or raise, what came of a row."""
+        """Return the recorded value of a row, or raise the recorded error."""
 
     @abc.abstractmethod
     def rows(self, seen: Seen) -> Iterator[Any]:
-        """Give the rows of a call that yields them."""
+        """Yield the recorded rows of a call to a method that yields."""
 
     @abc.abstractmethod
     def over(self, seen: Seen) -> None:
-        """Hear that a call is over."""
+        """Handle the end of a call."""
 
 
 class Tapped:
-    """The calls of a role that has taps.
+    """The calls of a role with taps.
 
     Attributes:
-        methods: The methods as the role declares them.
-        taps: Who sees what they give.
-        player: Who answers them; None for the role itself.
-        before: How many calls of each method came before those that count.
-        weights: A digest of the weights that the last sync has brought.
+        methods: The methods as declared by the role.
+        taps: The observers of calls.
+        player: Answers the calls; None for the role itself.
+        before: The number of each method's calls before the first counted one.
+        weights: A digest of the weights of the last sync.
     """
 
     def __init__(self, context: WorkerContext, role: RoleInstance) -> None:
@@ -134,11 +134,11 @@ class Tapped:
         role.routes = {name: (routed[name], label) for name, (_, label) in role.routes.items()}
 
     def counts_from_here(self) -> None:
-        """Count the calls that come: from the recording's first one on, or after a restore."""
+        """Count calls from here: from the first call of a recording, or after a restore."""
         self.before, self._places = dict(self._role.ctx._calls), 0
 
     def counted(self, method: str) -> int:
-        """Return how many calls of a method there were so far, with those that were withdrawn."""
+        """Return the number of calls of a method so far, including withdrawn calls."""
         return self._role.ctx._calls.get(method, 0) - self.before.get(method, 0)
 
     def weigh(self, weights: Iterator[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
@@ -153,13 +153,13 @@ class Tapped:
     def _routed(self, spec: MethodSpec) -> MethodSpec:
         function = spec.function if spec.feature is None else self._in_rows(spec)
         routed = attrs.evolve(spec, function=function)
-        object.__setattr__(routed, "feature", NAME)  # it is frozen
+        object.__setattr__(routed, "feature", NAME)  # a frozen class
         return routed
 
     # -- a call
 
     def runs(self, work: Work, code: Callable[[object, dict[str, Any]], Any]) -> Callable[..., Any]:
-        """Return what runs a call, given what would without taps. On its lane."""
+        """Return a function that runs a call with taps, given the one without (`code`). On the role's lane."""
         if not self.taps and self.player is None:
             return code
         spec = self.methods[work.spec.name]
@@ -191,11 +191,11 @@ class Tapped:
     def _begin(self, work: Work, spec: MethodSpec, arguments: Mapping[str, Any]) -> Seen:
         assert work.place is not None
         method, count = work.place
-        known = self._under_way.get(work.seq)  # it was put back
+        known = self._under_way.get(work.seq)  # the call was put back
         place = self._places if known is None else known.place
         self._places += known is None
         digest = digest_of(arguments)
-        if spec.rows is not None:  # they come one by one, to any rank: each has a digest of its own
+        if spec.rows is not None:  # rows come one by one, to any rank, and each has a digest
             digest = {**digest, spec.rows: [["", f"{work.valid_rows} rows"]]}
         seen = Seen(method, count - self.before.get(method, 0), place, work.seq, digest, time.time())
         had = {"valid": work.valid_rows, "padded": work.rows}
@@ -244,7 +244,7 @@ class Tapped:
             tap.raised(seen, error)
 
     def _look(self, seen: Seen) -> None:
-        """See what a call has drawn, now that it is over."""
+        """Record the end of a call, with the generators' states if changed."""
         del self._under_way[seen.seq]
         if self.player is not None:
             self.player.over(seen)
@@ -252,7 +252,7 @@ class Tapped:
             now = _defaults()
             seen.defaults = None if now == seen.defaults else now
 
-    # -- its rows
+    # -- rows
 
     def _in_rows(self, spec: MethodSpec) -> Callable[..., Any]:
         if spec.rows is not None:
@@ -343,7 +343,7 @@ def _cut(seen: Seen | None) -> None:
 
 
 def _defaults() -> tuple[Any, ...]:
-    """Return the states of the process's default generators, which can be compared."""
+    """Return the states of the process's default generators, in a comparable form."""
     torch, numpy = imported("torch"), sys.modules.get("numpy.random")
     of_torch = None if torch is None else torch.get_rng_state().numpy().tobytes()
     if numpy is None:
@@ -353,7 +353,7 @@ def _defaults() -> tuple[Any, ...]:
 
 
 def have_defaults(states: Sequence[Any]) -> None:
-    """Have the process's default generators stand where they stood."""
+    """Set the states of the process's default generators."""
     of_torch, of_random, of_numpy = states
     if of_torch is not None and (torch := imported("torch")) is not None:
         torch.set_rng_state(torch.frombuffer(bytearray(of_torch), dtype=torch.uint8))

@@ -1,4 +1,4 @@
-"""Taps that make documents of what a role gives: for the recording's files, or for the driver, who compares."""
+"""Taps that make documents of a role's results: for files, or for a comparison on the driver."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from colocate.worker.context import WorkerContext
 
 
 class DocumentTap(Tap):
-    """Makes documents of what a role gives on a rank."""
+    """Makes documents of a role's results on a rank."""
 
     def __init__(self, tell: Callable[[str], object]) -> None:
         self._tell = tell
         self._told: set[str] = set()
 
     def _is_over(self) -> bool:
-        """Whether nobody takes any more."""
+        """Whether the receiver takes no more documents."""
         return False
 
     @abc.abstractmethod
     def _take(self, seen: Seen, pieces: Sequence[Any], length: int) -> None:
-        """Take one."""
+        """Handle a document."""
 
     def gave(self, seen: Seen, value: Any) -> None:
-        """Write what a call gave, as it is now."""
+        """Write the value of a call, as of now."""
         self._add(seen, value)
 
     def gave_row(self, seen: Seen, row: int, value: Any, digest: Digest) -> None:
@@ -42,7 +42,7 @@ class DocumentTap(Tap):
         self._add(seen, value, row=row, digest=digest)
 
     def raised(self, seen: Seen, error: BaseException, row: int | None = None, digest: Digest | None = None) -> None:
-        """Write an error: its class, its text, and its traceback as text."""
+        """Write an error: class, text, and the traceback as text."""
         kind = type(error)
         failed = {"class": f"{kind.__module__}:{kind.__qualname__}", "text": message_of(error), "trace": told(error)}
         what: dict[str, Any] = {"error": failed} if row is None else {"error": failed, "row": row, "digest": digest}
@@ -52,7 +52,7 @@ class DocumentTap(Tap):
             self._add(seen, ((failed["text"],), {}), **what)
 
     def over(self, seen: Seen) -> None:
-        """Write how many rows there were."""
+        """Write the number of rows."""
         self._add(seen, None, rows=seen.rows, **({"cut": True} if seen.cut else {}))
 
     def _add(self, seen: Seen, value: Any, strict: bool = False, **more: Any) -> None:
@@ -82,11 +82,11 @@ class DocumentTap(Tap):
 
 
 class RecordingTap(DocumentTap):
-    """Writes what a role gives on a rank.
+    """Writes a role's results on a rank.
 
     Attributes:
-        folder: The role's, in the recording.
-        has_begun: Whether there is something.
+        folder: The role's folder in the recording.
+        has_begun: Whether a document was written.
     """
 
     def __init__(self, folder: str, rank: int, limit: int | None, inputs: bool, tell: Callable[[str], object]) -> None:
@@ -103,7 +103,7 @@ class RecordingTap(DocumentTap):
             self._add(seen, dict(arguments), inputs=True, **where)
 
     def close(self, within_s: float | None = None) -> None:
-        """Write what is left."""
+        """Write the queued documents; `within_s`: the timeout in seconds."""
         self._writer.close(within_s)
 
     def _is_over(self) -> bool:
@@ -115,7 +115,7 @@ class RecordingTap(DocumentTap):
 
 
 class TellingTap(DocumentTap):
-    """Tells the driver what a role gives on a rank."""
+    """Sends a role's results on a rank to the driver."""
 
     def __init__(self, context: WorkerContext, tell: Callable[[str], object]) -> None:
         super().__init__(tell)

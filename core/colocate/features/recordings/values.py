@@ -1,13 +1,13 @@
 """Encode values as safetensors documents: tensors and arrays as raw bytes, other values as JSON without code.
 
-A document is what `safetensors.torch.load` reads. Its entry "value" is JSON: numbers, texts, true, false and null stand
-for themselves, and any other value is a list [KIND, CONTENT]. Kinds are a closed list. A value that is there twice has
-a number, [KIND, CONTENT, NUMBER], and is ["again", NUMBER] elsewhere.
+A document is readable by `safetensors.torch.load`. Its entry "value" is JSON: numbers, texts, true, false and null
+stand for themselves, and any other value is a list [KIND, CONTENT]. Kinds are a closed list. A value that occurs twice
+has a number, [KIND, CONTENT, NUMBER], and is ["again", NUMBER] elsewhere.
 
 A record (dataclass, class of attrs, named tuple, enum, `UserDict`, exception, type with leaves of `register_batch`) is
-the name of its class and its content. A reader finds the class among imported modules and sets the attributes: it calls
-no constructor and no `__setstate__`. A class whose code would run all the same (`__del__`, or `__hash__` for a key)
-isn't recorded and isn't read.
+stored as the name of its class and its content. A reader finds the class among imported modules and sets the
+attributes: it calls no constructor and no `__setstate__`. A class whose code would run all the same (`__del__`, or
+`__hash__` for a key) isn't recorded and isn't read.
 """
 
 from __future__ import annotations
@@ -65,11 +65,11 @@ MOST_HEADER = 1 << 27
 SCALARS = frozenset({int, float, str, bool, type(None)})
 """Types whose values stand for themselves in JSON."""
 Find = Callable[[str, str], Any]
-"""Returns the class of a module and a qualified name; None if it isn't to be had."""
+"""Returns the class of a module and a qualified name; None if not found."""
 
 
 class NotRecorded(ColocateError):
-    """A value isn't of what is recorded."""
+    """The type of a value can't be recorded."""
 
 
 def _from_pairs(kind: Callable[[], Any]) -> Callable[[Sequence[Any]], Any]:
@@ -114,7 +114,7 @@ _PARTS: dict[type, tuple[Callable[[Any], Sequence[Any]], Callable[[Sequence[Any]
     Counter: (_pairs, _from_pairs(Counter)),
     complex: (lambda value: (value.real, value.imag), lambda parts: complex(*parts)),
 }
-"""How values of a type are taken apart and made; a type of `_REDUCED` is called with the arguments of its pickle."""
+"""The parts of a value by type, and the inverse; types of `_REDUCED` are called with the arguments of their pickle."""
 _REDUCED: tuple[Any, ...] = (
     *(range, decimal.Decimal),
     *(datetime.date, datetime.datetime, datetime.time, datetime.timedelta, datetime.timezone),
@@ -127,7 +127,7 @@ _PLAIN = {*SCALARS, bytes, datetime.timedelta, datetime.timezone}
 
 
 def _plain(kind: str, parts: Sequence[Any]) -> Sequence[Any]:
-    """Return the parts of a value; refuse a part whose class has code that a constructor would run."""
+    """Return the parts of a value; refuse a part of a class with code that a constructor would run."""
     for part in parts if kind not in _OF_ANY else ():
         if type(part) not in _PLAIN:
             raise NotRecorded(f"a {kind} of a {type(part).__qualname__} isn't recorded")
@@ -271,7 +271,7 @@ class _Encoder:
             what = f"{type(tensor).__qualname__}, {tensor.dtype}, {tensor.layout}, on {tensor.device}"
             raise NotRecorded(f"a tensor of {what}, isn't recorded")
         data = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
-        # What is on the host may be written to as soon as the call is over.
+        # The role may write to host memory as soon as the call has ended.
         copied = data.clone() if tensor.device.type == "cpu" else data.cpu()
         number = self._add(dtype, tuple(tensor.shape), copied.numpy(), tensor.element_size())
         return ["tensor", [number, dtype, [*tensor.shape], tensor.device.type != "cpu"]]
@@ -309,7 +309,7 @@ def _attributes(value: Any) -> dict[str, Any]:
 
 
 def _dict_of(value: Any) -> dict[str, Any]:
-    """Return the `__dict__` of an object; refuse one of which the class says itself how it is found."""
+    """Return the `__dict__` of an object; refuse a class that overrides the `__dict__` descriptor."""
     kind: type = type(value)
     names = next(names for base in kind.__mro__ if "__dict__" in (names := _names_of_class(base)))
     if type(names["__dict__"]) is not types.GetSetDescriptorType:
@@ -329,13 +329,13 @@ def _slots(kind: type) -> Collection[str]:
 
 
 def _slot(kind: type, name: str) -> Any:
-    """Return the slot itself, also where a class hides its name behind a property."""
+    """Return the slot itself, even if a property of the same name hides the slot."""
     members = (_names_of_class(base).get(name) for base in kind.__mro__)
     return next(member for member in members if type(member) is types.MemberDescriptorType)
 
 
-_HEAP_TYPE = 1 << 9  # of a class that Python code has defined
-_BESIDES_ARGS = {"filename", "filename2", "name", "name_from", "obj", "path"}  # of builtin exceptions
+_HEAP_TYPE = 1 << 9  # flag of a class defined in Python
+_BESIDES_ARGS = {"filename", "filename2", "name", "name_from", "obj", "path"}  # slots of builtin exceptions
 
 
 def _checked(keys: Collection[Any]) -> Collection[Any]:
@@ -355,7 +355,7 @@ def _checked(keys: Collection[Any]) -> Collection[Any]:
 
 
 def _dtype_code(dtype: Any) -> str:
-    """Return a dtype as NumPy's own files have it; refuse one that these don't have whole."""
+    """Return a dtype's code in NumPy's file format; refuse a dtype that the format can't represent."""
     from numpy.lib.format import dtype_to_descr
 
     with suppress(TypeError, ValueError):
@@ -366,14 +366,14 @@ def _dtype_code(dtype: Any) -> str:
 
 
 def packed(value: Any, about: Mapping[str, Any]) -> tuple[list[Any], int]:
-    """Return a document in pieces that nobody else changes, and its length. Its seal is blank; see `seal`.
+    """Return a document in pieces that no other code changes, and the length. The seal is blank; see `seal`.
 
     Args:
-        value: What it has.
-        about: What is told of it besides, as JSON.
+        value: The value of the document.
+        about: The metadata, plain JSON.
 
     Raises:
-        NotRecorded: There is something in it that isn't recorded.
+        NotRecorded: The value has a part that can't be recorded.
     """
     encoder = _Encoder()
     try:
@@ -390,7 +390,7 @@ def packed(value: Any, about: Mapping[str, Any]) -> tuple[list[Any], int]:
         "__metadata__": {"seal": "0" * _SEAL, "colocate": json.dumps(about, separators=(",", ":"))}
     }
     pieces, end = list[Any](), 0
-    for name, leaf in sorted(leaves.items(), key=lambda each: -each[1].width):  # each lies where its numbers may
+    for name, leaf in sorted(leaves.items(), key=lambda each: -each[1].width):  # widest first: keeps each leaf aligned
         begin, end = end, end + len(leaf.data)
         header[name] = {"dtype": NAMES[leaf.dtype], "shape": leaf.shape, "data_offsets": (begin, end)}
         pieces.append(leaf.data)
@@ -404,11 +404,11 @@ def packed(value: Any, about: Mapping[str, Any]) -> tuple[list[Any], int]:
 _PREFIX = b'{"__metadata__":{"seal":"'
 _SEAL = 64
 START = 8 + len(_PREFIX) + _SEAL
-"""The bytes at a document's beginning that say how long it is, with digests of its parts and of themselves."""
+"""The length of a document's start in bytes: lengths, and digests of head, body and the start itself."""
 
 
 def digest_of_bytes(*pieces: Any) -> str:
-    """Return a digest of 16 letters."""
+    """Return a digest of 16 letters, by BLAKE2b."""
     digest = hashlib.blake2b(digest_size=8)
     for piece in pieces:
         digest.update(piece)
@@ -437,7 +437,7 @@ class Start:
         """Read the first `START` bytes.
 
         Raises:
-            ValueError: They aren't those that were written.
+            ValueError: The bytes are damaged.
         """
         if data[-16:] != digest_of_bytes(data[:-16]).encode() or data[8 : 8 + len(_PREFIX)] != _PREFIX:
             raise ValueError("it isn't the beginning of an entry as it was written")
@@ -448,14 +448,14 @@ class Start:
         return cls(8 + length, int(seal[:16], 16), seal[16:32], seal[32:48])
 
 
-# -- and back
+# -- from bytes
 
 
 def head_of(data: bytes) -> tuple[dict[str, Any], dict[str, Any], int]:
     """Parse the JSON head of a document; return metadata, entries, and the length of the body.
 
     Raises:
-        ValueError: It is none.
+        ValueError: The bytes are no head of a document.
     """
     try:
         header = json.loads(data)
@@ -591,7 +591,7 @@ def made_error(kind: type[BaseException], args: Any, attributes: Any) -> BaseExc
         raise ValueError("the arguments of an exception are no tuple")
     base: Any = next(each for each in cast("Any", kind).__mro__ if not each.__flags__ & _HEAP_TYPE)
     is_group = base.__name__ == "BaseExceptionGroup" and [*map(type, args)] in ([str, list], [str, tuple])
-    # Some constructors look into their arguments, and would run code of these.
+    # Some constructors call methods of their arguments, which may be user code.
     given = args if is_group or _is_plain(args) else ()
     made: BaseException = base.__new__(kind, *given)
     base.__init__(made, *given)
@@ -622,29 +622,29 @@ def unpacked(data: Any, entries: Mapping[str, Any], find: Find, device: str | No
     """Return the value of a document.
 
     Args:
-        data: What comes after its head, which is the value's own from now on.
+        data: The bytes after the head. The value takes them over.
         entries: From `head_of`.
         find: Finds classes of records.
-        device: Where tensors go that were on a device; None for the host.
+        device: The device for tensors that were on a device; None for the host.
 
     Raises:
-        SerializationError: It is damaged, or of a class that isn't here.
+        SerializationError: The document is damaged, or a class isn't found.
     """
     try:
         decoder = _Decoder(data, entries, find, device)
         return decoder.value(json.loads(bytes(decoder.part(_VALUE))))
     except SerializationError:
         raise
-    except Exception as error:  # whatever words of others lead to
+    except Exception as error:  # the contents may be anything
         raise SerializationError(f"it isn't a value that was recorded: {error_text(error)}") from error
 
 
 def finder(packages: Collection[str] = (), names: Sequence[Mapping[str, Any]] = ()) -> Find:
-    """Return a function that finds classes in modules that are imported, or that are of some packages.
+    """Return a function that finds classes in imported modules, or in modules of some packages.
 
     Args:
-        packages: These may be imported.
-        names: Globals of role code: for classes that only it knows, of the script say.
+        packages: Packages that may be imported.
+        names: Globals of role code: for classes of the script, for example.
     """
 
     def find(module: str, name: str) -> Any:
@@ -664,7 +664,7 @@ def finder(packages: Collection[str] = (), names: Sequence[Mapping[str, Any]] = 
     return find
 
 
-_module_of = type.__dict__["__module__"].__get__  # a builtin class has no such name of its own
+_module_of = type.__dict__["__module__"].__get__  # a builtin class has no own `__module__`
 
 
 def _names_of_module(module: Any) -> Mapping[str, Any]:
@@ -677,7 +677,7 @@ def _names_of_module(module: Any) -> Mapping[str, Any]:
 
 
 def _names_of_class(found: Any) -> Mapping[str, Any]:
-    """Return a class's own names, none of anything else: no attribute of an object is asked for."""
+    """Return a class's own names, empty for any other object: no attribute access on the object."""
     if not issubclass(type(found), type):
         return {}
     names: Mapping[str, Any] = type.__dict__["__dict__"].__get__(found)

@@ -26,11 +26,11 @@ class Whole:
     """A recorded call with the results of all ranks.
 
     Attributes:
-        parts: What each rank gave, by rank.
-        world_size: How many ranks the role has.
-        meshes: Theirs.
-        partition: Which rows each rank had, where these were chosen.
-        spec: The method, or what a recording tells of it.
+        parts: The recorded part of each rank, by rank.
+        world_size: The number of ranks of the role.
+        meshes: The meshes over these ranks.
+        partition: The rows of each rank, if the driver chose them.
+        spec: The method, or the recorded properties of the method.
         find: Finds the classes of values.
     """
 
@@ -94,7 +94,7 @@ class Whole:
         """Return the results of ranks.
 
         Raises:
-            CannotJoin: It wasn't recorded.
+            CannotJoin: A result wasn't recorded.
         """
         found = {}
         for rank in sources:
@@ -129,7 +129,7 @@ class Whole:
         """Return the documents of rows by index in the batch of the caller."""
         if self.spec.rows is not None:
             ended = sorted((row for part in self.parts.values() for row in part.rows), key=_ended)
-            return {row.about["row"]: row for row in ended}  # one that was tried again has ended last
+            return {row.about["row"]: row for row in ended}  # the last attempt of a row that was tried again counts
         return {
             numbers[row.about["row"]]: row
             for rank, numbers in self.places().items()
@@ -143,9 +143,9 @@ class RecordedMethod:
     """The recorded properties of a method.
 
     Attributes:
-        collect: How its results are joined.
-        rows: The parameter whose rows it is given one by one.
-        ends_in_rows: Whether its rows end one by one.
+        collect: The collect that joins the results.
+        rows: The parameter with rows that the method is given one by one.
+        ends_in_rows: Whether the method's rows end one by one.
     """
 
     collect: Collect
@@ -168,8 +168,8 @@ def method_of(plain: Mapping[str, Any]) -> RecordedMethod:
     """Build the recorded properties of a method from plain data.
 
     Raises:
-        CannotJoin: Its collect is a user's.
-        Exception: Somebody else has written it.
+        CannotJoin: The collect is a user's class.
+        Exception: The data wasn't written by colocate.
     """
     name, options = plain["collect"]
     if options is None:

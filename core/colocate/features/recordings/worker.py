@@ -1,4 +1,4 @@
-"""`RecordingsOfWorker`: what sees the calls of a worker's roles that are recorded, replayed or compared."""
+"""`RecordingsOfWorker`: the taps on calls of a worker's recorded, replayed or compared roles."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from colocate.worker.serving.role_instance import RoleInstance
 
 
 class RecordingsOfWorker(OfWorker, calls={RECORDING: "record", COMPARISON: "compared"}):
-    """The roles of a worker whose calls somebody sees."""
+    """The recorded, replayed and compared roles of a worker."""
 
     def __init__(self, worker_context: WorkerContext) -> None:
         self._worker_context = worker_context
@@ -37,20 +37,20 @@ class RecordingsOfWorker(OfWorker, calls={RECORDING: "record", COMPARISON: "comp
     # -- roles
 
     def stands_in(self, role: str, cls: type, plain: Sequence[Played]) -> ReplayedRole | None:
-        """Have an object stand in for a role that is replayed."""
+        """Return a placeholder for a role that is replayed; None for other roles."""
         replays = next((each for each in plain if each.replays), None)
         if replays is None:
             return None
         return ReplayedRole(role, replays.folder)
 
     def built(self, role: RoleInstance, plain: Sequence[Played] | None) -> None:
-        """Have recordings answer the calls of a role, or be compared with them."""
+        """Start the replay or comparisons of a role."""
         if plain:
             self._played[str(role.name)] = plain
             self._begin(role)
 
     def _begin(self, role: RoleInstance) -> None:
-        """Begin a role's recordings at their first calls."""
+        """Start a role's replay and comparisons at the first recorded call."""
         tapped, tell = self._of(role), partial(self.tell, role)
         tapped.taps = tuple(tap for tap in tapped.taps if isinstance(tap, RecordingTap))
         for played in self._played.get(str(role.name), ()):
@@ -65,7 +65,7 @@ class RecordingsOfWorker(OfWorker, calls={RECORDING: "record", COMPARISON: "comp
                 tapped.taps = (*tapped.taps, Comparing(found))
 
     def saved(self, role: RoleInstance) -> str | None:
-        """Return with which calls a role's recordings have begun, and what came of comparing, for this life's end."""
+        """Return the position and results of a role's comparisons, for a checkpoint within this life of the group."""
         name = str(role.name)
         if name not in self._played:
             return None
@@ -80,7 +80,7 @@ class RecordingsOfWorker(OfWorker, calls={RECORDING: "record", COMPARISON: "comp
         )
 
     def restored(self, role: RoleInstance, told: str | None, by_role: bool) -> None:
-        """Go on with calls after a checkpoint: of this life of the group's, or the first ones of one that begins."""
+        """Continue after a restore: in the same life of the group from the saved position, else from the start."""
         tapped, name = self._tapped.get(str(role.name)), str(role.name)
         if tapped is None:
             return
@@ -106,7 +106,7 @@ class RecordingsOfWorker(OfWorker, calls={RECORDING: "record", COMPARISON: "comp
     # -- calls
 
     def work(self, *arguments: Any) -> Work:
-        """Make what a lane does for a call."""
+        """Return the lane's work for a call, by the feature that runs the method without taps."""
         call, spec = arguments[3], arguments[6]
         assert isinstance(call, Call)
         feature = self._tapped[call.role].methods[spec.name].feature
@@ -114,7 +114,7 @@ class RecordingsOfWorker(OfWorker, calls={RECORDING: "record", COMPARISON: "comp
         return made(*arguments)
 
     def runs(self, work: Work, role: RoleInstance) -> Callable[[object, dict[str, Any]], Any]:
-        """Have a call run, and seen."""
+        """Return a function that runs a call and reports to the taps."""
         tapped = self._tapped[str(role.name)]
         feature = tapped.methods[work.spec.name].feature
         code = work.spec.call if feature is None else self._worker_context.part(feature).runs(work, role)
@@ -124,7 +124,7 @@ class RecordingsOfWorker(OfWorker, calls={RECORDING: "record", COMPARISON: "comp
 
     @method
     def record(self, recorded: tuple[Recorded, ...]) -> None:
-        """Record roles, or get ready for it, or record them no more. With all lanes standing still."""
+        """Start, prepare or stop the recording of roles. While all lanes stand still."""
         for each in recorded:
             role = self._worker_context.roles.get(each.role)
             if role is None:  # on other slots
@@ -142,7 +142,7 @@ class RecordingsOfWorker(OfWorker, calls={RECORDING: "record", COMPARISON: "comp
 
     @method(collect=Gather())
     def compared(self, role: str) -> dict[str, Compared] | None:
-        """Return what came of comparing a role, by method; None where it isn't, or on other slots."""
+        """Return the comparison of a role, by method; None if the role isn't compared, or lives on other slots."""
         found = self._comparing(role)
         return None if found is None else found.table()
 
@@ -151,11 +151,11 @@ class RecordingsOfWorker(OfWorker, calls={RECORDING: "record", COMPARISON: "comp
         return next((tap for tap in taps if isinstance(tap, Comparing)), None)
 
     def _finished(self, work: Work, role: RoleInstance) -> Mapping[str, Any] | None:
-        """Have the driver note which rows ranks had, where it may have chosen them."""
+        """Ask the driver to write the partition of rows, if the driver may have chosen one."""
         return {NAME: True} if isinstance(work.spec.dispatch, Scatter) else None
 
     def tell(self, role: RoleInstance, text: str) -> None:
-        """Tell the driver's user something."""
+        """Send the driver's user a notice about a role."""
         self._worker_context.say(Noticed(f"role {role.name!r}, rank {role.ctx.rank}: {text}"))
 
     def _of(self, role: RoleInstance) -> Tapped:
@@ -176,6 +176,6 @@ class RecordingsOfWorker(OfWorker, calls={RECORDING: "record", COMPARISON: "comp
             self._worker_context.list_hooks()
 
     def close(self) -> None:
-        """Write what is left."""
+        """Write the queued documents."""
         for tapped in self._tapped.values():
             self._end(tapped)
