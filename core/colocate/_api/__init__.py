@@ -1,1 +1,1 @@
-"""The live objects."""
+"""Runtimes, pools and groups: the live objects."""

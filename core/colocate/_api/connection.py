@@ -1,4 +1,4 @@
-"""`Connection`: one to an executor, the root of an ownership graph."""
+"""`Connection`: a connection to an executor, and the root of an ownership graph."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ from colocate.executor import Executor
 
 _numbers = itertools.count(1)
 live: dict[int, Connection] = {}
-"""Those of this process that aren't closed."""
+"""The open connections of this process."""
 
 
 class Connection(Owned):
-    """A connection to an executor: what all groups share, and their names.
+    """A connection to an executor: the services of all groups, and the groups' names.
 
     Attributes:
-        services: What all groups share.
-        worker_groups: Those that live, by name.
-        naming: Held while a name is looked up and taken.
+        services: The services of all groups.
+        worker_groups: The living groups, by name.
+        naming: Lock for looking up and taking a name.
     """
 
     def __init__(
@@ -70,9 +70,9 @@ class Connection(Owned):
             dispatcher=Dispatcher(f"{DISPATCHER}{runtime_id}"),
             printer=Printer(f"colocate-output-{runtime_id}"),
         )
-        self.services.timers.start()  # now, when whoever connects is told that no thread is to be had
+        self.services.timers.start()  # now, so that `connect` can report a lack of threads
         self.worker_groups: dict[str, WorkerGroup] = {}
-        self._gone: dict[str, WorkerGroup] = {}  # those of which observers may still be told
+        self._gone: dict[str, WorkerGroup] = {}  # closed groups with events left for observers
         self.naming = threading.Lock()
         self._pool_numbers = itertools.count(1)
         self._pools_named: dict[str, Iterator[int]] = {}
@@ -82,7 +82,7 @@ class Connection(Owned):
         guard.connected.add(id(self))
 
     def _timers_failed(self, error: BaseException) -> None:
-        """A job that a group needs has failed: which one's isn't known, and none is to wait for what never comes."""
+        """Fail all groups after a failed timer job: the job's group is unknown, and nobody should wait in vain."""
         report_exception()
         for worker_group in list(self.worker_groups.values()):
             worker_group.fail(
@@ -90,15 +90,15 @@ class Connection(Owned):
             )
 
     def pool_name(self, wanted: str | None) -> tuple[str, str]:
-        """Return a name for a pool, by default one that no living one has, and an id of its reservation."""
+        """Return a name for a pool, by default an unused one, and an id for the reservation."""
         taken = {child.name for child in list(self.children.values())}
         found = wanted or next(name for number in self._pool_numbers if (name := f"pool-{number}") not in taken)
-        number = next(self._pools_named.setdefault(found, itertools.count(1)))  # several pools may have one name
+        number = next(self._pools_named.setdefault(found, itertools.count(1)))  # Several pools may have one name.
         id = f"{self.services.id}/{found}"
         return found, id if number == 1 else f"{id}~{number}"
 
     def group_name(self, wanted: str | None) -> str:
-        """A name for a group, unique among the living ones."""
+        """Return a name for a group, unique among living groups."""
         if wanted is None:
             return next(name for number in self._group_numbers if (name := f"group-{number}") not in self.worker_groups)
         if wanted in self.worker_groups:
@@ -108,7 +108,7 @@ class Connection(Owned):
         return wanted
 
     def forget(self, worker_group: WorkerGroup) -> None:
-        """A group has gone: its name is free."""
+        """Release the name of a closed group."""
         if self.worker_groups.get(worker_group.name) is worker_group:
             self._gone[worker_group.name] = worker_group
             self.worker_groups.pop(worker_group.name, None)
@@ -120,31 +120,30 @@ class Connection(Owned):
             self.services.dispatcher.soon(nobody_is_told)
 
     def worker_group_of(self, group: str) -> WorkerGroup | None:
-        """Return the worker group of a name; None when it is long gone."""
+        """Return the worker group of a name; None for one that is long gone."""
         return self.worker_groups.get(group) or self._gone.get(group)
 
     def slot_of(self, group: str, role: str, rank: int) -> int:
-        """The slot of a rank of a role, as far as it is known: of a group that is long gone, the rank."""
+        """Return the slot of a rank of a role; for a group that is long gone, return the rank."""
         worker_group = self.worker_group_of(group)
         info = None if worker_group is None else worker_group.roles.get(role)
         return rank if info is None else info.slots[rank]
 
     def require(self, capability: type, what: str) -> None:
-        """Raise `CapabilityError` if the executor can't do something: who can is named."""
+        """Raise `CapabilityError`, with the executors that would do, if the executor lacks a capability."""
         require(type(self.services.executor), capability, what)
 
     def give_up(self, by: str) -> None:
-        """Close it at once: who was making it, or its only group, has been interrupted."""
+        """Close the connection at once: an interruption of the maker, or of the only group's maker."""
         for child in list(self.children.values()):
-            child.give_up(by)  # a pool that waits for slots stops waiting
+            child.give_up(by)  # This also stops a pool's wait for slots.
         super().give_up(by)
 
     def close_for(self, by: str, grace: float, force: bool) -> None:
-        """Close it on behalf of `by`."""
         if self.forked:
             self.check()
         if not self.life.close(by):
-            if not self.services.dispatcher.is_current:  # whoever closes it waits for that thread
+            if not self.services.dispatcher.is_current:  # the closing thread waits for the dispatcher
                 self.life.wait_closed()
             return
         errors: list[BaseException] = []
@@ -172,17 +171,17 @@ class Connection(Owned):
 
 @atexit.register
 def _close_what_is_left() -> None:
-    """At interpreter exit: report what nobody has closed, and close it."""
+    """Report and close all open connections at interpreter exit."""
     for connection in list(live.values()):
         if connection.forked:
             continue
-        # What it owns is closed by it, and needs no report of its own.
+        # Pools and groups need no reports: the connection closes them.
         text = f"runtime {connection.name!r} made at {at(connection.line)} was never closed"
         try:
             try:
-                if connection.closed_by is None:  # a close that was interrupted twice may still go on
+                if connection.closed_by is None:  # a close that was interrupted twice may still run
                     warnings.warn(text, ResourceWarning, stacklevel=1)
-            finally:  # it is raised where warnings are errors
+            finally:  # the warning is raised if warnings are errors
                 connection.close_here("interpreter exit", 2.0, True)
         except BaseException as error:
             sys.excepthook(type(error), error, error.__traceback__)

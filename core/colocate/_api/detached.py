@@ -1,11 +1,11 @@
-"""Detached pools: a pool changes its driver. What a driver does; `keeper/keeper.py` has the other half.
+"""Detached pools, from the driver's side; `keeper/keeper.py` has the other half.
 
-Whoever detaches a pool is through with it. Whoever attaches it borrows it: the end of that, however it comes, leaves
-the pool as it is; or owns it (`own=True`), and then it ends with its driver as any other. One driver commands a pool at
-a time, and each has an epoch higher than any before: the numbers of its calls, holds and residents begin above those of
-the epoch before, so that nothing of one is ever taken for something of another.
+A driver that detaches a pool is done with it. A driver that attaches the pool borrows it: the end of the borrow, of
+whatever kind, leaves the pool alive. Or the driver owns the pool (`own=True`), which then ends with its driver like
+any other. One driver commands a pool at a time, and each has a higher epoch than all before: the numbers of calls,
+holds and residents start above those of the epoch before, so that they never collide.
 
-A pool's record is what the drivers after the one that made it need to take it up, starting nothing.
+A pool's record has everything that later drivers need to take the pool over without a start.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from colocate._worker_group.worker_group import Attachment, WorkerGroup
 from colocate.errors import BorrowedError, ClusterError, ColocateError, ConfigError
 from colocate.executor import Detachable, Lease, Request, Reservation
 
-_FORM = 12  # goes up when what is pickled in a record has moved or changed, and the version of colocate hasn't
+_FORM = 12  # raise when the pickled contents of a record change while colocate's version stays
 _AGAIN_S = 0.5
 
 # -- the record
@@ -46,20 +46,20 @@ _AGAIN_S = 0.5
 
 @attrs.frozen
 class GroupRecord:
-    """One group.
+    """A group of a detached pool.
 
     Attributes:
-        name: Its name.
-        roles: Its roles, pickled; classes that no installed distribution has are in it by value.
-        slots: The slots of the pool that it has.
-        tokens: By which its workers are taken up, by slot.
-        generation: How often it has been restarted.
-        seed: That of the runtime that made it.
-        line: The line that made it.
-        created: When.
-        restarts: How often it is rebuilt at most.
-        script: The process whose script the workers have, as ids have it.
-        modules: The modules that its workers have got from a driver: file and digest, by name.
+        name: The group's name.
+        roles: The roles, pickled; classes outside of installed distributions are included by value.
+        slots: The group's slots of the pool.
+        tokens: Tokens for taking over the workers, by slot.
+        generation: How often the group has been restarted.
+        seed: The seed of the runtime that made the group.
+        line: The line that made the group.
+        created: Time of the creation.
+        restarts: The largest number of restarts.
+        script: The process whose script the workers have, in the form of `ids`.
+        modules: The modules that the workers have from a driver: file and digest, by name.
     """
 
     name: str
@@ -73,15 +73,15 @@ class GroupRecord:
     restarts: int
     script: int
     modules: dict[str, tuple[str, str]]
-    parts: dict[str, Any]  # what features keep, by their names
+    parts: dict[str, Any]  # state of features, by feature name
 
     def declared(self) -> Declared:
-        """Return its roles, or raise ColocateError where they can't be imported."""
+        """Return the group's roles, or raise ColocateError if their import fails."""
         try:
             (default_group, torchrun, distributions, budgets, env, roles), definitions = unpack_whole(self.roles)
         except ColocateError as error:
             raise ColocateError(f"group {self.name!r} can't be taken up here: {error.message}") from error
-        except Exception as error:  # a module or class that isn't there; anything that its import raises
+        except Exception as error:  # a missing module or class, or any error of an import
             raise ColocateError(
                 f"the roles of group {self.name!r} can't be imported here: {type(error).__name__}: {error}; install "
                 "what they come from (colocate close NAME works without)"
@@ -96,7 +96,7 @@ class GroupRecord:
 
 @attrs.frozen
 class PoolRecord:
-    """A pool and its groups."""
+    """A detached pool with all groups."""
 
     name: str
     request: Request
@@ -106,7 +106,7 @@ class PoolRecord:
 
 
 def _lease(pool: Slots, groups: Sequence[WorkerGroup], name: str, ttl: float) -> Lease:
-    """Return what the cluster has of a pool: its workers, its record, and what listings show."""
+    """Return the lease for the cluster: the pool's workers, record, and facts for listings."""
     records = []
     for group in groups:
         declared, restarts = group.declared, group.restarts
@@ -144,7 +144,7 @@ def _lease(pool: Slots, groups: Sequence[WorkerGroup], name: str, ttl: float) ->
 
 
 def load(record: bytes, name: str) -> PoolRecord:
-    """Return what a record says, or raise ColocateError if other versions have made it."""
+    """Unpickle a pool's record, or raise ColocateError for a record of other versions."""
 
     def words(version: str, python: str, form: int = 1) -> str:
         return f"colocate {version} (records of form {form}) and Python {python}"
@@ -167,7 +167,7 @@ def _versions() -> tuple[str, str, int]:
 
 
 def detach(pool: Slots, name: str, ttl: float) -> None:
-    """See `Pool.detach`."""
+    """Detach a pool; see `Pool.detach`."""
     if (problem := "must be text, not None" if name is None else name_problem(name)) is not None:
         raise ConfigError(f"pool.detach(name) {problem}")
     if duration_problem(ttl, positive=True) is not None or ttl >= FOREVER_S:
@@ -194,7 +194,7 @@ def detach(pool: Slots, name: str, ttl: float) -> None:
     assert reservation is not None
     try:
         executor.publish(reservation, _lease(pool, groups, name, ttl))
-    except BaseException:  # be as before, unless another driver has got it meanwhile
+    except BaseException:  # Undo the close, unless another driver has taken the pool meanwhile.
         for node in (pool, *groups):
             node.life.reopen()
         if not executor.retain(reservation):
@@ -209,7 +209,7 @@ def detach(pool: Slots, name: str, ttl: float) -> None:
 
 
 def _close_all(pool: Slots, by: str) -> list[WorkerGroup]:
-    """Refuse all new uses at once and return the groups; or raise, when that would break something."""
+    """Close pool and groups to all new uses, and return the groups; raise if that would break a use."""
     with contextlib.ExitStack() as locks:
         locks.enter_context(pool.lock)
         groups = pool.worker_groups
@@ -240,12 +240,12 @@ def _close_all(pool: Slots, by: str) -> list[WorkerGroup]:
 
 
 def attach(connection: Connection, name: str, own: bool) -> Slots:
-    """See `Runtime.attach`."""
+    """Attach a pool; see `Runtime.attach`."""
     executor = cast("Detachable", connection.services.executor)
     lock, made, fenced_by = threading.Lock(), list[Slots](), list[str]()
 
     def fenced(by: str) -> None:
-        """Another driver has it, perhaps before there is a pool. On the thread that hears messages."""
+        """Handle another driver's takeover, perhaps before there is a pool here. On the receiving thread."""
         with lock:
             fenced_by.append(by)
             taken = list(made)
@@ -272,18 +272,18 @@ def attach(connection: Connection, name: str, own: bool) -> Slots:
             lost(pool, by)
         taken = [_taken(pool, each) for each in record.groups]
         connection.check()
-        pool.check()  # another driver may have taken it meanwhile
+        pool.check()  # another driver may have taken the pool meanwhile
         for group in taken:
             _greet(group)
     except BaseException as error:
-        attachment.own = False  # it goes on
+        attachment.own = False  # the pool lives on
         pool.close_after(error, "its failed attachment", 0.0)
         raise
     return pool
 
 
 def _changed(pool: Slots) -> None:
-    """Tell those after this driver that groups of the pool have come, gone or been restarted."""
+    """Update the record for later drivers: groups of the pool have come, gone or been restarted."""
     attachment = pool.attachment
     executor = pool.connection.services.executor
     if attachment is None or pool.reservation is None or pool.closed_by is not None:
@@ -295,7 +295,7 @@ def _changed(pool: Slots) -> None:
 
 
 def _taken(pool: Slots, record: GroupRecord) -> WorkerGroup:
-    """Take up a group as it is recorded."""
+    """Take a group over from the record."""
     other = pool.connection.worker_groups.get(record.name)
     if other is not None:
         assert pool.attachment is not None
@@ -315,7 +315,7 @@ def _taken(pool: Slots, record: GroupRecord) -> WorkerGroup:
 
 
 def _greet(group: WorkerGroup) -> None:
-    """Wait until its workers have heard of their new driver; then have them all come back from what they were in."""
+    """Wait until the workers have greeted their new driver; then return all to idle with a hold."""
     silent = group.workforce.wait_hello(group.grace)
     group.workforce.ready()
     if silent and group.failure is None:
@@ -328,7 +328,7 @@ def _greet(group: WorkerGroup) -> None:
 
 
 def _left(pool: Slots, groups: Sequence[WorkerGroup]) -> None:
-    """Forget it: nothing of it is this driver's any more."""
+    """Forget a pool, with all groups, that isn't this driver's any more."""
     for group in groups:
         group.leave()
     pool.disown()
@@ -336,14 +336,14 @@ def _left(pool: Slots, groups: Sequence[WorkerGroup]) -> None:
 
 
 def lost(pool: Slots, by: str) -> None:
-    """Close what another driver has taken. On the thread that hears messages: nothing here waits."""
+    """Close a pool that another driver has taken. On the receiving thread: nothing here blocks."""
     words = f"{by}, who has taken it"
-    with pool.lock:  # whoever puts a group on it has done so, or will not
+    with pool.lock:  # Under the lock, a concurrent spawn has registered its group, or will fail.
         is_first, groups = pool.life.close(words), pool.worker_groups
     for group in groups:
         if group.life.close(words):
             group.residents.break_borrows()
-            if not is_first:  # the pool is being closed here, which this cuts short
+            if not is_first:  # the pool's own close runs here, and ends early
                 group.leave()
     if not is_first:
         return
@@ -353,7 +353,7 @@ def lost(pool: Slots, by: str) -> None:
     def let_go(reservation: Reservation) -> None:
         try:
             Thread(target=executor.let_go, args=(reservation,), name="colocate-fenced").start()
-        except RuntimeError:  # no thread is to be had: a moment later
+        except RuntimeError:  # no thread available: try again a moment later
             pool.connection.services.timers.after(_AGAIN_S, lambda: let_go(reservation))
 
     if reservation is not None:
@@ -361,7 +361,7 @@ def lost(pool: Slots, by: str) -> None:
 
 
 def close_detached(connection: Connection, name: str, force: bool) -> None:
-    """End a detached pool, whoever made it; `force` takes it from a driver that is attached."""
+    """End a detached pool of any driver; `force` takes the pool from an attached driver."""
     file, number = caller()
     run_deferred(lambda: _close(connection, name, force, f"pool.close() at {file}:{number}"))
 
@@ -371,26 +371,26 @@ def _close(connection: Connection, name: str, force: bool, by: str) -> None:
     borrowed = None
     if not force:
         try:
-            borrowed = executor.adopt(name, _who(), False, lambda by: None)  # nobody else gets in from now on
+            borrowed = executor.adopt(name, _who(), False, lambda by: None)  # keeps other drivers out from now on
         except BorrowedError as error:
             raise BorrowedError(
                 f"pool {name!r} is attached by {'; '.join(error.borrowers)}. Wait for that to end, or break it: "
                 f"colocate close {name} --force",
                 borrowers=error.borrowers,
             ) from None
-        except ClusterError as error:  # it is stuck, or has just gone
+        except ClusterError as error:  # the keeper is stuck, or has just gone
             raise ClusterError(
                 f"{error.message}. colocate close {name} --force ends a pool that doesn't answer"
             ) from None
     try:
         pool = attach(connection, name, own=True)
-    except Exception:  # its record is of another version, say: end it without asking its workers
+    except Exception:  # the record is of another version, say: end the pool without asking the workers
         try:
             connection.services.executor.release(executor.adopt(name, _who(), True, lambda by: None).reservation)
         except ClusterError:
             executor.end(name)
     else:
-        with contextlib.suppress(ExceptionGroup):  # what had gone wrong with it before
+        with contextlib.suppress(ExceptionGroup):  # errors from before this close
             pool.close_here(by, 10.0, False)
     finally:
         if borrowed is not None:

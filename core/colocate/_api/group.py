@@ -1,4 +1,4 @@
-"""`ColocatedGroup`: one worker per slot that holds every role of its slot, as users hold it."""
+"""`ColocatedGroup`: the users' handle of a group, with one worker per slot that holds every role of the slot."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class ColocatedGroup(Held[WorkerGroup], node=WorkerGroup, by="pool.spawn"):
 
     @property
     def generation(self) -> int:
-        """How often it has been restarted."""
+        """How often the group has been restarted."""
         return self._node.generation
 
     @overload
@@ -54,7 +54,7 @@ class ColocatedGroup(Held[WorkerGroup], node=WorkerGroup, by="pool.spawn"):
     @overload
     def role(self, name: str, cls: Callable[..., R]) -> R: ...
     def role(self, name: str, cls: Any = None) -> Any:
-        """The view of a role. With its class it is typed as that class, so type checkers check calls.
+        """Return the view of a role. With its class, the view is typed as that class, so type checkers check calls.
 
         Args:
             name: The role's name.
@@ -91,7 +91,7 @@ class ColocatedGroup(Held[WorkerGroup], node=WorkerGroup, by="pool.spawn"):
         return self._shown(table(roles))
 
     def _is_of(self, info: RoleInfo, cls: type) -> bool:
-        """Whether a role's class is the one of that name here: that of an attached pool may have come by value."""
+        """Compare a role's class with a class by name: an attached pool's classes may have come by value."""
         names = [(each.__module__, each.__qualname__) for each in info.cls.__mro__]
         return self._node.home.attachment is not None and (cls.__module__, cls.__qualname__) in names
 
@@ -114,8 +114,8 @@ class ColocatedGroup(Held[WorkerGroup], node=WorkerGroup, by="pool.spawn"):
             )
         return self.role(found[0])
 
-    if not TYPE_CHECKING:  # who reads an attribute that there isn't is told by type checkers, too
-        __iter__ = __contains__ = None  # Python would ask for the view of 0
+    if not TYPE_CHECKING:  # Type checkers report unknown attributes.
+        __iter__ = __contains__ = None  # Python would otherwise iterate by index, and ask for the view of 0.
 
         def __getattr__(self, name: str) -> NoReturn:
             node = self.__dict__.get("_node")
@@ -124,7 +124,7 @@ class ColocatedGroup(Held[WorkerGroup], node=WorkerGroup, by="pool.spawn"):
 
     @property
     def roles(self) -> dict[str, RoleInfo]:
-        """Return the roles of the group by name."""
+        """The roles of the group, by name."""
         return dict(self._node.roles)
 
     # -- calls
@@ -139,28 +139,38 @@ class ColocatedGroup(Held[WorkerGroup], node=WorkerGroup, by="pool.spawn"):
         """Run a plain function on every worker, in the order of the group's calls, and wait.
 
         Args:
-            function: Its first parameter is the worker's context: `role` is None, every slot is a rank. One from an
-                installed distribution goes by name, any other by value. An async one is run to its end.
-            *args: Its further arguments; residents arrive as their values.
-            **kwargs: Its further arguments by name.
+            function: The first parameter is the worker's context: `role` is None, every slot is a rank. A function
+                from an installed distribution is sent by name, any other by value. An async function runs to its
+                end.
+            *args: Further arguments; residents arrive as values.
+            **kwargs: Further arguments by name.
 
         Returns:
-            What it returned, one item per worker.
+            The results, one item per worker.
         """
         results: list[Any] = features.module("functions.driver").run(self._node, function, args, kwargs).result()
         return results
 
     def scope(self) -> AbstractContextManager[None]:
-        """Free what this thread or task keeps inside the block; raise the failures of kept calls that nobody has used.
+        """Free the residents that this thread or task keeps in the block; raise failures of unused kept calls.
 
-        These are what was kept inside, and what was dropped before outside of any block that is open.
+        The failures are those of calls kept inside, and of residents dropped before, outside of any open block.
         """
         if self._node.forked:
             self._node.check()
         return self._node.residents.scope()
 
     def pipeline(self) -> AbstractContextManager[None]:
-        """Send the `.submit` and `.keep` calls made inside the block as one message per worker, when it ends.
+        """Send the `.submit` and `.keep` calls of the block as one message per worker, at the block's end.
+
+        The calls take consecutive places in the group's order. Residents kept inside can be used by later calls
+        inside. Calls of other threads and tasks, and of other groups, are sent at once as usual; pipelines of
+        several groups may be nested, and are all sent at the end of the outermost block. An exception in the block
+        sends nothing.
+
+        Raises:
+            PipelineError: Inside the block, by an operation that needs an answer: a plain call, `result()`,
+                `fetch()`.
 
         They take their places in the group's order together. Residents kept inside can be used by later calls inside.
         Calls of other threads and tasks, and of other groups, go out at once as ever; pipelines of several groups may
@@ -190,33 +200,32 @@ class ColocatedGroup(Held[WorkerGroup], node=WorkerGroup, by="pool.spawn"):
     def checkpoint(
         self, directory: str | os.PathLike[str], tag: str | int | float | None = None, wait: bool = True
     ) -> Call[None] | None:
-        """Have every role that has `save(dir)` and `restore(dir)` save itself, between the group's calls.
+        """Save every role that has `save(dir)` and `restore(dir)`, between the group's calls.
 
-        Each role gets a folder of its own, the same for all of its ranks; the states of `ctx.generator` are kept too.
-        What a `save` returns is waited for: a future, a coroutine, what `dcp.async_save` returns, a thread, a process,
-        or a list of these. So is a future that it leaves in an attribute of the role. A restart goes on from the last
+        Each role gets a folder of its own, the same for all of its ranks; the states of `ctx.generator` are saved,
+        too. The result of a `save` is waited for: a future, a coroutine, the result of `dcp.async_save`, a thread, a
+        process, or a list of these; so is a future in an attribute of the role. A restart begins from the last
         checkpoint.
 
-        A `save` may have two halves: it takes copies of its state, yields once, and writes them.
+        A `save` may have two halves: it copies its state, yields once, and writes the copies.
 
         Args:
-            directory: Becomes the checkpoint's folder when all of it is written. An earlier checkpoint of the same
-                roles, or an empty folder, is replaced then. The driver and all workers have to see it.
-            tag: What `wait_ready` returns after a restart from it; None for the folder's name.
-            wait: Whether it is all written when this returns. Otherwise roles have their states: second halves of
-                `save`, and what it has returned, go on beside the calls that follow. The checkpoint counts when all
-                ranks have written. The next one, a restore and `close` (within its grace) wait for it.
+            directory: The checkpoint's folder, once all is written. An earlier checkpoint of the same roles, or an
+                empty folder, is replaced then. The driver and all workers must see the same folder.
+            tag: The result of `wait_ready` after a restart from this checkpoint; None for the folder's name.
+            wait: Whether to return only after everything is written. Otherwise roles have copied their states:
+                second halves of `save`, and its results, run on beside later calls. The checkpoint counts once all
+                ranks have written. The next checkpoint, a restore and `close` (within its grace) wait for it.
 
         Returns:
-            With `wait=False` a call that is done when the checkpoint counts. What it has failed of is raised by the
-            next checkpoint, or by `close`, unless its result was asked for.
+            With `wait=False`, a call that is done when the checkpoint counts. The next checkpoint, or `close`,
+                raises its failure, unless the result was asked for.
 
         Raises:
-            ConfigError: A role has only one of the two methods, or no role has them. Or something else lies there
-                (other files, the working directory, a file, a link): nothing was touched.
-            RoleError: A `save` raised, or what it has returned failed, or something isn't written when both are over;
-                or a kept call has failed whose resident was dropped before anybody used it: what was in the directory
-                stays.
+            ConfigError: A role has only one of the two methods, or no role has them. Or the directory is in use
+                otherwise (other files, the working directory, a file, a link): nothing was touched.
+            RoleError: A `save` or its result failed, or a file is missing after both; or a kept call failed whose
+                resident was dropped unused. The directory's old contents stay.
         """
         refuse_here(self._node, "checkpoint")
         refuse_to_wait(f"the checkpoint of group {self.name!r}")
@@ -230,22 +239,22 @@ class ColocatedGroup(Held[WorkerGroup], node=WorkerGroup, by="pool.spawn"):
         return Call(begun)
 
     def restore(self, directory: str | os.PathLike[str]) -> str | int | float | None:
-        """Have every role that was saved in a checkpoint go on from it, between the group's calls.
+        """Restore every role that a checkpoint has saved, between the group's calls.
 
-        All ranks go on from the same checkpoint, or it is an error. Roles that have no `save` stay as they are. A
-        restart goes on from that one too, as long as there is no newer one.
+        All ranks restore the same checkpoint, or fail. Roles without a `save` stay unchanged. Restarts begin from
+        this checkpoint, too, until there is a newer one.
 
         Args:
             directory: The checkpoint's folder.
 
         Returns:
-            Its tag, as `wait_ready` returns it from now on.
+            The checkpoint's tag, from now on the result of `wait_ready`.
 
         Raises:
-            ConfigError: There is no checkpoint, or it isn't of these roles and numbers of ranks, or a file of it is
-                missing or has another size.
-            RoleError: A `restore` raised, or another checkpoint has taken the place of this one meanwhile, or a file of
-                it has other contents than were saved; some ranks may have been restored. Restore again, or close the
+            ConfigError: There is no checkpoint, its roles or numbers of ranks differ, or a file is missing or has
+                another size.
+            RoleError: A `restore` raised, or another checkpoint has replaced this one meanwhile, or a file's
+                contents differ from the saved ones; some ranks may have been restored. Restore again, or close the
                 group.
         """
         refuse_here(self._node, "restore")
@@ -256,15 +265,15 @@ class ColocatedGroup(Held[WorkerGroup], node=WorkerGroup, by="pool.spawn"):
         return tag
 
     def memory(self, timeout: float | None = LEDGERS_WITHIN_S) -> GroupMemory:
-        """Return what the memory of its workers is used for, by role and kind; each byte counts once.
+        """Return the use of the workers' memory, by role and kind; each byte counts once.
 
-        Found by looking at the roles' modules, optimizers and attributes, on a thread beside the one that runs role
-        code, so that it may be asked at any time; gradients are those of between two calls. Of what a role holds
-        otherwise (in C++, say) its method `device_state()`, if it has one, returns the tensors. It is called on that
-        thread, also while a method runs, so that it must not read `.grad`.
+        The roles' modules, optimizers and attributes are inspected on a thread beside the lane, so this may be
+        called at any time; gradients are those between two calls. For memory that a role holds elsewhere (in C++,
+        say), the role's method `device_state()`, if there is one, returns the tensors. It is called on that thread,
+        also while a method runs, so it must not read `.grad`.
 
         Args:
-            timeout: Seconds to wait at most; None waits as long as it takes.
+            timeout: Seconds to wait at most; None for no limit.
 
         Raises:
             RoleError: A `device_state` raised.
@@ -285,80 +294,79 @@ class ColocatedGroup(Held[WorkerGroup], node=WorkerGroup, by="pool.spawn"):
         on_call: Literal["wake", "fail"] = "wake",
         discard: Sequence[Discardable] = (),
     ) -> int:
-        """Put memory of a role to sleep: that of a device goes to pinned memory, the host's to a file on a disk.
+        """Put memory of a role to sleep: device memory goes to pinned memory, host memory to a file on a disk.
 
-        A call in the group's order. All ranks of the role do it, or none does. Tensors stay the same objects, the
-        host's at the same addresses. A call on the role wakes what its method needs (`@method(awake=...)`; by default
-        everything), and so does a checkpoint; `ctx.sibling` refuses a role of which memory sleeps. What another role,
-        which is awake, holds as well stays, and so does what lies in residents. A role with methods `sleep(tags)` and
-        `wake(tags)`, which aren't `@method`, has them called beside it: for what colocate can't find.
+        Sleeping is a call in the group's order. All ranks of the role sleep, or none does. Tensors stay the same
+        objects, those on the host at the same addresses. A call on the role wakes the memory that its method needs
+        (`@method(awake=...)`; by default all), and so does a checkpoint; `ctx.sibling` refuses a role with sleeping
+        memory. Memory that an awake role shares stays, and so do residents. A role's plain methods `sleep(tags)` and
+        `wake(tags)`, if there are any, are called in addition: for memory that colocate can't find.
 
         Args:
             role: The role's name.
-            tags: What of it: "weights" (and buffers), "grads", "optimizer", "cache" (other tensors, and what
-                `device_state()` returns); None for all of it.
-            timeout: Seconds until it is given up; None for never.
-            on_call: What a call of the role does that needs it: "wake" it, or "fail", with a `SleepingError`, until
-                `wake`. A checkpoint wakes it all the same.
-            discard: Those tags whose contents nobody needs, "grads" and "cache": they aren't copied, and come back as
-                zeros, also where they sleep already. What else leads to, by another tag, from another role or a
-                resident, comes back as it was.
+            tags: Kinds of memory: "weights" (and buffers), "grads", "optimizer", "cache" (other tensors, and the
+                results of `device_state()`); None for all.
+            timeout: Seconds until the sleep is given up; None for never.
+            on_call: What a call that needs the memory does: "wake" it, or "fail", with a `SleepingError`, until
+                `wake`. A checkpoint wakes it in either case.
+            discard: Tags with disposable contents, "grads" and "cache": they aren't copied, and come back as zeros,
+                also if already asleep. Memory that another tag, another role or a resident also refers to comes back
+                unchanged.
 
         Returns:
-            How many bytes have left the memory of the workers.
+            Number of bytes that have left the memory of the workers.
 
         Raises:
-            CapabilityError: Slots are threads of the driver's, which has the same memory: use processes.
-            MemoryBudgetError: There is no room where it would go: nothing has changed.
-            RoleError: It can't be done; nothing has changed.
+            CapabilityError: Slots are threads of the driver, with the same memory: use processes.
+            MemoryBudgetError: There is no room at the destination: nothing has changed.
+            RoleError: The sleep is impossible; nothing has changed.
         """
         limited = limit(timeout, "sleep(timeout)", positive=True)
         nbytes: int = cast("Any", self._node.part("memory")).sleep(role, tags, limited, on_call, discard)
         return nbytes
 
     def wake(self, role: str, tags: Sequence[Tag] | None = None, timeout: float | None = None) -> int:
-        """Have memory of a role that sleeps be there again, on all of its ranks or on none.
+        """Wake sleeping memory of a role, on all ranks or on none.
 
         Args:
             role: The role's name.
-            tags: What of it, as in `sleep`; None for all of it.
-            timeout: Seconds until it is given up; None for never.
+            tags: Kinds of memory, as in `sleep`; None for all.
+            timeout: Seconds until the wake is given up; None for never.
 
         Returns:
-            How many bytes have come back.
+            Number of bytes that have come back.
 
         Raises:
-            MemoryBudgetError: They don't fit: nothing has changed.
-            RoleError: It can't be done, or the role's `wake` has raised.
+            MemoryBudgetError: The bytes don't fit: nothing has changed.
+            RoleError: The wake is impossible, or the role's `wake` has raised.
         """
         limited = limit(timeout, "wake(timeout)", positive=True)
         nbytes: int = cast("Any", self._node.part("memory")).wake(role, tags, limited)
         return nbytes
 
     def pause(self, role: str, how: Literal["wait", "keep", "abort"] = "wait", timeout: float | None = None) -> None:
-        """Have a background role begin no further call until `resume`, and wait until it does nothing.
+        """Pause a background role until `resume`: begin no further call, and wait until the role is idle.
 
-        Meanwhile `sync_weights`, `sleep`, `wake`, `checkpoint` and `restore` come before its calls that wait. Without a
-        pause they wait for all calls of the role that were made before them. Deadlines of calls go on. What calls of
-        other roles use is made before the role pauses.
+        Meanwhile `sync_weights`, `sleep`, `wake`, `checkpoint` and `restore` overtake the role's waiting calls.
+        Without a pause these wait for all earlier calls of the role. Deadlines of calls go on. Residents for calls
+        of other roles are made before the role pauses.
 
         Args:
             role: The role's name.
-            how: What becomes of a call that runs: it is waited for ("wait"); it stops where its method calls
-                `ctx.pause_point()`, and goes on from there ("keep"); or it is given up ("abort"), and its caller gets a
-                `RoleError`.
-            timeout: Seconds to wait; None for as long as it takes.
+            how: The fate of a running call: wait for its end ("wait"); stop at `ctx.pause_point()`, and continue
+                there later ("keep"); or abort the call ("abort"), whose caller gets a `RoleError`.
+            timeout: Seconds to wait; None for no limit.
 
         Raises:
             ConfigError: There is no such background role.
-            TimeoutError: A call still runs; the role goes on, or stays paused as it was before.
-            ColocateError: Another thread has resumed the role, or paused it anew, before it did nothing.
+            TimeoutError: A call still runs; the role goes on, or stays paused as before.
+            ColocateError: Another thread has resumed the role, or paused it again, before it was idle.
         """
         limited = limit(timeout, "pause(timeout)", positive=True)
         cast("Any", self._node.part("pausing")).pause(role, how, limited)  # of features/pausing
 
     def resume(self, role: str) -> None:
-        """Have a background role go on after `pause`; one that isn't paused does so anyway.
+        """Resume a background role after `pause`; no effect on a role that isn't paused.
 
         Args:
             role: The role's name.
@@ -369,21 +377,21 @@ class ColocatedGroup(Held[WorkerGroup], node=WorkerGroup, by="pool.spawn"):
         cast("Any", self._node.part("pausing")).resume(role)
 
     def resize(self, timeout: float | None = None) -> int:
-        """Go on with as many slots as there are now, where the pool may have fewer and had lost some.
+        """Continue with all slots that are available now, in a pool with a range of slots that had lost some.
 
-        Where there are more than it has, it is restarted from its last checkpoint, and waited for: so call it right
-        after `checkpoint`. Residents end as by any restart. Otherwise nothing happens.
+        If there are more slots than the group has, the group restarts from its last checkpoint, and this waits: so
+        call it right after `checkpoint`. Residents end as by any restart. Otherwise nothing happens.
 
         Args:
-            timeout: Seconds to wait for it; None waits as long as it takes.
+            timeout: Seconds to wait for the restart; None for no limit.
 
         Returns:
-            How many slots it has now.
+            The group's number of slots now.
 
         Raises:
-            ConfigError: It has `on_failure="fail"`, or no checkpoint to go on from.
-            ColocateError: Calls are pending, or it has failed for good, or is closed.
-            TimeoutError: It isn't ready yet.
+            ConfigError: The group has `on_failure="fail"`, or no checkpoint to continue from.
+            ColocateError: Calls are pending, or the group has failed for good, or is closed.
+            TimeoutError: The group isn't ready yet.
         """
         node = self._node
         refuse_here(node, "resize")
@@ -393,33 +401,33 @@ class ColocatedGroup(Held[WorkerGroup], node=WorkerGroup, by="pool.spawn"):
         return size
 
     def wait_ready(self, timeout: float | None = None) -> str | int | float | None:
-        """Wait until it can be called; after a restart calls are refused until somebody has.
+        """Wait until the group can be called; after a restart, calls are refused until somebody has waited.
 
         Args:
-            timeout: Seconds to wait at most; None waits as long as it takes.
+            timeout: Seconds to wait at most; None for no limit.
 
         Returns:
-            The tag of the checkpoint that the roles were restored from; None when they are as constructed.
+            The tag of the checkpoint that the roles were restored from; None for roles as constructed.
 
         Raises:
-            TimeoutError: It isn't ready yet.
-            ColocateError: It has failed for good, or is closed.
+            TimeoutError: The group isn't ready yet.
+            ColocateError: The group has failed for good, or is closed.
         """
         limited = limit(timeout, "wait_ready(timeout)")
         refuse_to_wait(f"wait_ready of group {self.name!r}")
         return run_deferred(lambda: self._node.restarts.wait(limited))
 
     def close(self, grace: float = 10.0, force: bool = False) -> None:
-        """Close it: new calls are refused, running ones have `grace` seconds, then its workers are ended.
+        """Close the group: new calls are refused, running ones have `grace` seconds, then the workers are ended.
 
-        One that `colocate.spawn` has made closes its pool and its runtime, too.
+        A group made by `colocate.spawn` closes its pool and its runtime, too.
 
         Args:
-            grace: Seconds that running calls have to finish; `math.inf` waits for them for ever.
-            force: Close it although other groups use its residents; their calls fail with a clear error.
+            grace: Seconds that running calls have to finish; `math.inf` waits for ever.
+            force: Close the group although other groups use its residents; their calls fail with a clear error.
 
         Raises:
-            BorrowedError: Another group uses one of its residents (without `force`).
-            ExceptionGroup: What went wrong, after everything has been freed.
+            BorrowedError: Another group uses one of the group's residents (without `force`).
+            ExceptionGroup: The errors, after everything has been freed.
         """
         self._node.close_by_caller(grace, force)

@@ -1,4 +1,4 @@
-"""`Held`: what users hold of a node of the ownership graph, a name of it."""
+"""`Held`: base of the users' handles of ownership nodes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _names: dict[type[Owned], type[Held[Any]]] = {}
 
 
 class Held(OnDriver, Generic[N]):
-    """A name of a node, with what users do with it. It owns nothing: the node's owner does."""
+    """A user's handle of a node. It owns nothing: the node's owner does."""
 
     _by: ClassVar[str]
     _unsent = " to a worker or pickled"
@@ -33,8 +33,8 @@ class Held(OnDriver, Generic[N]):
 
     @classmethod
     def _of(cls, node: N) -> Self:
-        """Return what users hold of a node: the same object as long as it lives."""
-        # By `setdefault`, as other threads may ask for the same.
+        """Return the user's handle of a node: the same object as long as the handle lives."""
+        # By `setdefault`, as other threads may ask at the same time.
         found: Self = node.names.get(cls) or node.names.setdefault(cls, cls(node))
         return found
 
@@ -45,18 +45,18 @@ class Held(OnDriver, Generic[N]):
 
     @property
     def owner(self) -> Any:
-        """Return what closes it at the latest: a group's pool, a pool's runtime; None for a runtime."""
+        """The owner that closes this at the latest: a group's pool, a pool's runtime; None for a runtime."""
         owner = self._node.owner
         return None if owner is None else _names[type(owner)]._of(owner)
 
     @property
     def alive(self) -> bool:
-        """Whether it can be used."""
+        """Whether this is usable."""
         return self._node.alive
 
     @property
     def state(self) -> str:
-        """Return what it is doing."""
+        """The current state, in a word."""
         return self._node.state
 
     def __repr__(self) -> str:
@@ -66,7 +66,7 @@ class Held(OnDriver, Generic[N]):
         return self._shown()
 
     def _shown(self, *more: str) -> str:
-        """Return what a notebook shows, with more of its own."""
+        """Return the HTML for a notebook, with more parts."""
         return str(features.module("looking.graph").shown(self._node, *more))
 
     def __enter__(self) -> Self:

@@ -1,4 +1,4 @@
-"""`Pool`: slots reserved together, as users hold it, and the groups that they spawn there."""
+"""`Pool`: the users' handle of slots reserved together."""
 
 from __future__ import annotations
 
@@ -29,6 +29,12 @@ from colocate.executor import OwnProcess
 @attrs.frozen
 class Slot:
     """One slot of a pool.
+
+    Attributes:
+        index: The slot's index in the pool.
+        node: Name of the machine.
+        devices: Indices of the slot's GPUs on the machine.
+        state: "free", the names of the slot's groups ("policy", "policy, judge"), or "lost", if no group runs there.
 
     Attributes:
         index: Its index in the pool.
@@ -71,14 +77,14 @@ class PoolPart:
         step: Sequence[str] | None = None,
         env: Mapping[str, str] | None = None,
     ) -> ColocatedGroup:
-        """As `Pool.spawn`, on these slots."""
+        """Spawn a group on these slots; see `Pool.spawn`."""
         budget = Budget.of(device_memory, host_memory, "spawn() ")
         how = name, mesh, on_failure, timeout, restarts, restore, budget, residency, step, env
         return self.pool._spawn(self.indices, roles, *how)
 
 
 class Pool(Held[Slots], node=Slots, by="runtime.reserve"):
-    """Slots reserved together, all or none. Made by `runtime.reserve`; a context manager that closes it."""
+    """Slots reserved together, all or none. Made by `runtime.reserve`; a `with` block closes the pool."""
 
     @property
     def slots(self) -> list[Slot]:
@@ -93,12 +99,12 @@ class Pool(Held[Slots], node=Slots, by="runtime.reserve"):
 
     @property
     def groups(self) -> dict[str, ColocatedGroup]:
-        """The groups on it by name."""
+        """The groups of the pool, by name."""
         return {worker_group.name: ColocatedGroup._of(worker_group) for worker_group in self._node.worker_groups}
 
     @property
     def spares(self) -> list[Slot]:
-        """The pool's spares (`reserve(..., spares=1)`), with the index of none; their state is "spare" or "lost"."""
+        """The pool's spares (`reserve(..., spares=1)`), with index -1; a spare's state is "spare" or "lost"."""
         lost = self._node.connection.services.executor.lost
         return [Slot(-1, place.node, place.devices, "lost" if lost(place) else "spare") for place in self._node.spares]
 
@@ -110,7 +116,7 @@ class Pool(Held[Slots], node=Slots, by="runtime.reserve"):
     @overload
     def __getitem__(self, key: slice) -> PoolPart: ...
     def __getitem__(self, key: int | slice) -> PoolPart:
-        """Pick some slots of the pool, to spawn on."""
+        """Return some slots of the pool, to spawn on."""
         everything = range(len(self))
         picked: Sequence[int] = everything[key] if isinstance(key, slice) else [everything[key]]
         if not picked:
@@ -136,25 +142,25 @@ class Pool(Held[Slots], node=Slots, by="runtime.reserve"):
 
         Args:
             roles: The roles by name, as `colocate.role(...)` declares them; constructed in this order.
-            name: Name of the group, unique in the runtime: letters, digits, '-', '_' and '.', as files are called so.
-            mesh: Mesh of the roles that live on all slots and name none of their own.
-            on_failure: What happens when the group fails: "fail", or "restart": it is rebuilt in its pool, from its
-                last `group.checkpoint(...)`; see `group.wait_ready`.
-            timeout: Seconds that starting may take at most, also of a restart; None for no limit.
-            restarts: How often it is rebuilt without a new checkpoint in between, before it fails for good.
+            name: Name of the group, unique in the runtime: letters, digits, '-', '_' and '.', for file names.
+            mesh: Mesh of the roles on all slots without a mesh of their own.
+            on_failure: The consequence of a failure of the group: "fail", or "restart": the group is rebuilt in its
+                pool, from the last `group.checkpoint(...)`; see `group.wait_ready`.
+            timeout: Seconds for the start, and for each restart; None for no limit.
+            restarts: Number of restarts without a new checkpoint in between, before the group fails for good.
             restore: Folder of a checkpoint to start from.
-            device_memory: How much memory of each slot's device its roles may have together, as "40GiB" or in bytes;
-                see `group.memory()` for what is counted. When they hold more as one is constructed or after a call,
-                that fails with `MemoryBudgetError`, which says who has what.
-            host_memory: How much of the host's, with what sleeps.
-            residency: "swap": roles take turns. Where `device_memory` needs it, who isn't called sleeps, and wakes for
-                its call. For slots that are processes.
-            step: The roles in the order in which they are called, again and again, as in `("actor", "critic")`: whose
-                next turn is farthest makes room then. By default who was called longest ago does.
-            env: Environment variables of its workers, on top of the pool's (`Runtime.reserve`).
+            device_memory: Limit of the roles' memory together on each slot's device, as "40GiB" or in bytes; see
+                `group.memory()` for the count. A constructor or a call after which the roles exceed the limit fails
+                with `MemoryBudgetError`, which lists each role's memory.
+            host_memory: Limit on the host, sleeping memory included.
+            residency: "swap": roles take turns. If `device_memory` requires it, idle roles sleep, and wake for their
+                calls. For slots that are processes.
+            step: The roles in the order of calls in one step, as in `("actor", "critic")`: the role with the
+                farthest next turn sleeps first. By default, the least recently called role does.
+            env: Environment variables of the workers, on top of the pool's (`Runtime.reserve`).
 
         Raises:
-            ConfigError: The declaration is wrong; says all mistakes.
+            ConfigError: The declaration is wrong; lists all mistakes.
             RoleStartError: A role could not be constructed; `errors` names each rank. Nothing is left running.
         """
         budget = Budget.of(device_memory, host_memory, "spawn() ")
@@ -225,48 +231,49 @@ class Pool(Held[Slots], node=Slots, by="runtime.reserve"):
 
         try:
             return making.run(start, ColocatedGroup._of)
-        except ColocateError as error:  # which says itself what is wrong: not one of these frames does
+        except ColocateError as error:  # The error is complete without these frames.
             raise without_own_frames(error)  # noqa: B904 - it is the same one
 
     def detach(self, name: str, ttl: float) -> None:
-        """Give it, with its groups, to the cluster; this driver is through with it, as if it were closed.
+        """Give the pool, with its groups, to the cluster; for this driver, the pool is then closed.
 
-        Any driver of the cluster may go on with it: `runtime.attach(name)`. Residents are freed.
+        Any driver of the cluster may continue with the pool: `runtime.attach(name)`. Residents are freed.
 
         Args:
-            name: What it is called there; unique in the cluster.
-            ttl: Seconds that it lives without a driver, from now on and from the end of each borrow. Then it ends.
+            name: The pool's name in the cluster, unique there.
+            ttl: Seconds that the pool lives without a driver, from now on and from the end of each borrow. Then it
+                ends.
 
         Raises:
             CapabilityError: The executor ends with its driver, and everything with it.
-            ConfigError: It was reserved without `detachable=True`, or the name is taken.
-            ColocateError: Calls are pending, or another group uses its residents.
+            ConfigError: The pool was reserved without `detachable=True`, or the name is taken.
+            ColocateError: Calls are pending, or another group uses the pool's residents.
         """
         refuse_to_wait(f"detaching {self._node.kind} {self.name!r}")
 
         def detach() -> None:
-            from colocate._api import detached  # which nothing else of core needs
+            from colocate._api import detached  # imported here only
 
             detached.detach(self._node, name, ttl)
 
         run_deferred(detach)
 
     def close(self, grace: float = 10.0, force: bool = False) -> None:
-        """Close its groups, the newest first, and give its slots back. One that is attached without `own=True` goes on.
+        """Close the groups, the newest first, and release the slots. A pool attached without `own=True` lives on.
 
         Args:
-            grace: Seconds that running calls have to finish; `math.inf` waits for them for ever.
-            force: Close it although groups elsewhere use residents of its groups.
+            grace: Seconds that running calls have to finish; `math.inf` waits for ever.
+            force: Close the pool although groups elsewhere use residents of its groups.
 
         Raises:
             BorrowedError: A group elsewhere uses a resident (without `force`).
-            ExceptionGroup: What went wrong, after everything has been freed.
+            ExceptionGroup: The errors, after everything has been freed.
         """
         self._node.close_by_caller(grace, force)
 
 
 def environment(env: Any, what: str) -> dict[str, str]:
-    """Return environment variables as they were given to `what`, or raise `ConfigError` with all that is wrong."""
+    """Return environment variables as strings, or raise `ConfigError` with all mistakes; `what` names the call."""
     given = {} if env is None else env
     if not isinstance(given, Mapping):
         raise ConfigError(f"{what} env must be a mapping from variables to values, not {shown(env)}")

@@ -66,7 +66,7 @@ def begin(
     debug: bool,
     replace: bool,
 ) -> Runtime:
-    """As `connect`, whose executor has been found."""
+    """Connect to an executor's class, with the arguments of `connect`."""
     if strict:
         options["strict"] = True
     call_timeout = limit(call_timeout, "connect(call_timeout)", positive=True)
@@ -80,7 +80,7 @@ def begin(
     if debug:
         features.needed("debugging")
         require(cls.variant(options), OwnProcess, "stop where a role raises (debug=True)")
-        collective_timeout = max(collective_timeout, DEBUGGED_S)  # others wait there for who is stopped
+        collective_timeout = max(collective_timeout, DEBUGGED_S)  # the other ranks wait there for the stopped one
     span = port_range(ports, "connect(ports)")
     cut_s = limit(cut_s, "connect(cut_s)", positive=True)
     making: Making[Connection] = Making(f"connect({executor!r})")
@@ -91,7 +91,7 @@ def begin(
         with told_when_slow(f"connect({executor!r})"):
             accepted = options_of(cls)
             if "strict" not in accepted.parameters:
-                options.pop("strict", None)  # its workers are processes: everything goes through the wire format anyway
+                options.pop("strict", None)  # workers are processes: values go through the wire format anyway
             if problems := list(accepted.problems(options)):
                 mistakes = tuple(Mistake(path_text(p.place), None, p.message, p.nearest) for p in problems)
                 raise ConfigError(f"connect({executor!r}, ...): the options don't fit", mistakes=mistakes)
@@ -101,7 +101,7 @@ def begin(
         told = seed, strict, call_timeout, collective_timeout, spill, span, cut_s
         connection = making.made(Connection(executor, connected, *told))
         hook = os.environ.get("PYTHONBREAKPOINT", "")
-        if hook.startswith("ray."):  # Ray has set it, by an earlier connection
+        if hook.startswith("ray."):  # an earlier connection of Ray has set this
             hook = ""
         if (debug or hook) and not connected.in_process:
             connection.services.debugging = debug, hook
@@ -116,7 +116,7 @@ def _close_earlier(executor: str) -> None:
         if connection.name == executor and not connection.forked:
             try:
                 connection.close_for(f"connect({executor!r}, replace=True) at {where}", 2.0, True)
-            except BaseExceptionGroup as errors:  # they were the earlier cell's: this one gets its runtime
+            except BaseExceptionGroup as errors:  # The errors belong to the earlier cell: this one gets its runtime.
                 told = "".join(f"\n  {type(each).__name__}: {each}" for each in errors.exceptions)
                 line = at(connection.line)
                 _log.warning("%s (connected at %s; replaced at %s)%s", errors.message, line, where, told)
@@ -127,21 +127,31 @@ class Runtime(Held[Connection], node=Connection, by="colocate.connect"):
 
     @property
     def seed(self) -> int:
-        """Return what every `ctx.generator` is derived from."""
+        """The seed of every `ctx.generator`."""
         return self._node.services.seed
 
     @property
     def groups(self) -> dict[str, ColocatedGroup]:
-        """The groups that live, by name."""
+        """The living groups, by name."""
         return {name: ColocatedGroup._of(worker_group) for name, worker_group in list(self._node.worker_groups.items())}
 
     @property
     def graph(self) -> Graph:
-        """Everything that it owns: `runtime.graph.render("tree")`."""
+        """The tree of all owned nodes: `runtime.graph.render("tree")`."""
         return cast("Graph", features.module("looking.graph").Graph(self._node))
 
     def observe(self, plugin: Any) -> None:
-        """Tell an object what happens, by the hooks that it has, on the runtime's dispatcher thread.
+        """Register an observer: an object with hooks for events, called on the runtime's dispatcher thread.
+
+        Hooks are `colocate_group_spawned(group)`, `colocate_call_finished(record)` (a `CallRecord`),
+        `colocate_worker_died(error)`, `colocate_group_changed(name, state, cause)` (the new state, and the error
+        behind a failure), `colocate_group_closed(name)`, `colocate_memory_moved(record)` (a `MoveRecord`: a role
+        sleeps, or was woken), `colocate_group_checkpointed(record)` (a `CheckpointRecord`: it is complete) and
+        `colocate_result_fetched(record)` (a `FetchRecord`). Calls are reported a moment after their end, those of
+        the same moment one after the other, and before any later event.
+
+        Raises:
+            ConfigError: The object has no hook, or an unknown one.
 
         Hooks are `colocate_group_spawned(group)`, `colocate_call_finished(record)` (a `CallRecord`),
         `colocate_worker_died(error)`, `colocate_group_changed(name, state, cause)` (its new state, and the error that
@@ -157,17 +167,17 @@ class Runtime(Held[Connection], node=Connection, by="colocate.connect"):
         self._node.services.observers.append(plugin)
 
     def trace(self, path: str | os.PathLike[str]) -> Trace:
-        """Write calls from now on, and what else happens, into a file, for Perfetto (ui.perfetto.dev) or chrome://tracing.
+        """Write a trace of calls and events from now on, for Perfetto (ui.perfetto.dev) or chrome://tracing.
 
-        Each group is a process there and each of its slots a thread, with what its roles ran and for how long a call
-        had waited, and for whom; with what came to it from other workers, sleeps and wakes, and their bytes. The
-        driver's calls have the bytes of their arguments and results.
+        Each group is a process there and each of its slots a thread, with the calls of its roles, the waits before
+        them and their reasons; with transfers from other workers, sleeps and wakes, and their bytes. The driver's
+        calls have the bytes of their arguments and results.
 
         Args:
-            path: The file; one that is there is replaced.
+            path: The file; an existing one is replaced.
 
         Returns:
-            The trace, a context manager that ends it. What has been told is in the file at any time.
+            The trace, a context manager that ends it. The file is up to date at any time.
 
         Raises:
             OSError: The file can't be written, or another trace is being written there.
@@ -181,9 +191,9 @@ class Runtime(Held[Connection], node=Connection, by="colocate.connect"):
         zero: float = 0.0,
         without: Collection[str] = (),
     ) -> Trace:
-        """Write a trace in a time of its own, see `Trace`."""
+        """Write a trace with a separate time axis, see `Trace`."""
         self._node.check()
-        # A package beside core: only traces need colocate_report.
+        # Imported here: only traces need colocate_report.
         trace: Trace = import_module("colocate_report.trace").Trace(self, path, ahead or {}, zero, without)
         self.observe(trace)
         return trace
@@ -191,23 +201,24 @@ class Runtime(Held[Connection], node=Connection, by="colocate.connect"):
     def record(
         self, views: Any, folder: str | os.PathLike[str], *, limit: str | int | None = None, inputs: Any = ()
     ) -> Recorder:
-        """Write what the calls of roles give into a folder, from now on: to look at, to replay, to compare with.
+        """Record the results of roles' calls in a folder, from now on: to inspect, to replay, to compare.
 
-        Each rank writes its own part, beside its calls: values as they are when a call ends, rows with their order,
-        errors, and what tells arguments from others. The folder is one that driver and workers share.
-        `colocate.load_recording` reads it, also while it grows.
+        Each rank writes its own part, beside its calls: values at the end of each call, rows with their order,
+        errors, and digests of arguments. Driver and workers share the folder. `colocate.load_recording` reads the
+        recording, also while it grows.
 
         Args:
-            views: A view, as `group.role(name)` gives it, or several.
-            folder: Where to; none that is there, or one with recordings of other roles.
-            limit: How much is written at most, as "20GiB": the recording ends there with a warning.
-            inputs: Of `views` the one, or those, whose calls' arguments are written, too: as each rank gets them.
+            views: A view, as `group.role(name)` returns it, or several.
+            folder: A new folder, or one with recordings of other roles.
+            limit: Limit on the written bytes, as "20GiB": the recording ends there with a warning.
+            inputs: The view, or views, among `views` whose calls' arguments are recorded, too: as each rank receives
+                them.
 
         Returns:
-            What records them; a context manager that ends it.
+            The recorder; a context manager that ends the recording.
 
         Raises:
-            ConfigError: What is given is no view of this runtime, or the role is recorded already, also there.
+            ConfigError: An argument is no view of this runtime, or the role is recorded already, also in the folder.
         """
         module = features.module("recordings.driver")
         found: Recorder = module.record(views, folder, limit, inputs, self._node.services)
@@ -236,39 +247,40 @@ class Runtime(Held[Connection], node=Connection, by="colocate.connect"):
         """Reserve slots together, all or none.
 
         Args:
-            slots: How many. Two numbers are the least and the most, as in `(6, 8)`: the most are reserved. A restart
-                that can't have as many within `regrow_timeout` goes on with what there is, and a later one, or
-                `group.resize()`, with all of them again.
-            gpus: GPUs of each.
-            cpus: CPUs of each.
-            host_memory: The host's memory of each ("8GiB" or bytes): where the executor counts it, it is reserved; and
-                it is the budget of what roles hold there, with what sleeps.
-            device_memory: The budget of what roles hold of each one's device: a group in which they hold more fails
-                with `MemoryBudgetError` where that shows.
+            slots: Number of slots. Two numbers are the least and the most, as in `(6, 8)`: the most are reserved. A
+                restart that can't have as many within `regrow_timeout` continues with the available slots, and a
+                later restart, or `group.resize()`, with all of them again.
+            gpus: GPUs of each slot.
+            cpus: CPUs of each slot.
+            host_memory: Host memory of each slot ("8GiB" or bytes): reserved, if the executor counts memory; and the
+                budget of the roles there, sleeping memory included.
+            device_memory: The budget of the roles' memory on each slot's device: a group that exceeds it fails with
+                `MemoryBudgetError` at the next check.
             strategy: "pack" on as few nodes as possible, or "spread" over as many; "strict_pack" all on one node, or
                 "strict_spread" each on a node of its own.
-            timeout: Seconds to wait while they could fit but don't now; `math.inf` waits for ever.
-            env: Environment variables, set in the workers before torch or a role is imported. With one that is read
-                before that (`LD_*`, `PYTHON*`, `OMP_*`, `CUDA_*` ...) a worker is no fork but gets an interpreter of
-                its own.
+            timeout: Seconds to wait for slots that could fit but don't now; `math.inf` waits for ever.
+            env: Environment variables, set in the workers before torch or a role is imported. With a variable that
+                is read earlier (`LD_*`, `PYTHON*`, `OMP_*`, `CUDA_*` ...) a worker isn't a fork but gets an
+                interpreter of its own.
             detachable: Whether the pool may be given to the cluster later.
             name: Name of the pool: letters, digits, '-', '_' and '.'.
-            groups: How many groups may share each slot at a time: each has a worker there, on the same devices.
-            regrow_timeout: Seconds that a restart (`on_failure="restart"`) waits for slots in the place of lost ones,
-                also for what can't fit before a machine has come; `math.inf` waits for ever.
-            spares: Slots held besides: a restart takes one where a slot is lost, or lies on a node on which workers
-                have died twice, and another spare is reserved meanwhile.
-            labels: Labels that each one's node has, as `{"ray.io/accelerator-type": "H100"}`. A value may be several,
+            groups: Number of groups that may share each slot at a time: each has a worker there, on the same
+                devices.
+            regrow_timeout: Seconds that a restart (`on_failure="restart"`) waits for replacements of lost slots,
+                also for ones that need a new machine; `math.inf` waits for ever.
+            spares: Number of additional slots: a restart takes one to replace a slot that is lost, or whose node has
+                seen workers die twice; another spare is reserved meanwhile.
+            labels: Labels of each slot's node, as `{"ray.io/accelerator-type": "H100"}`. A value may be several,
                 "in(A100,H100)", or any but some, "!H100" and "!in(A100,H100)".
-            resources: How much each has of what its node offers besides, by name, as `{"tpu_host": 1}`.
-            together: A label of which all their nodes have one value, as "ray.io/gpu-domain".
-            grow: Whether slots are waited for, up to `timeout`, for which the cluster has to grow: its autoscaler is
-                told. By default where the cluster says that it has one.
+            resources: Amounts of the node's other resources for each slot, by name, as `{"tpu_host": 1}`.
+            together: A label with one value on all nodes of the slots, as "ray.io/gpu-domain".
+            grow: Whether to wait, up to `timeout`, for slots for which the cluster must grow: its autoscaler is
+                told. By default, if the cluster reports an autoscaler.
 
         Raises:
-            PlacementError: It can never fit; has a table of the nodes.
-            PlacementTimeout: It doesn't fit now.
-            CapabilityError: The executor lacks what was asked.
+            PlacementError: The request can never fit; has a table of the nodes.
+            PlacementTimeout: The request doesn't fit now.
+            CapabilityError: The executor lacks a requested capability.
         """
         connection = self._node
         connection.check()
@@ -308,7 +320,7 @@ class Runtime(Held[Connection], node=Connection, by="colocate.connect"):
         def reserve() -> Slots:
             slots = making.made(Slots(connection, chosen, request, budget, regrow_timeout, spares, least))
             try:
-                connection.check()  # again: who has closed it meanwhile didn't see the pool
+                connection.check()  # Checked again: a close before `made` didn't see the pool.
                 with told_when_slow(f"reserve(name={chosen!r}, slots={request.slots})"):
                     reservation = connection.services.executor.reserve(slots.wanted)
             except BaseException as error:
@@ -322,18 +334,19 @@ class Runtime(Held[Connection], node=Connection, by="colocate.connect"):
         return making.run(reserve, Pool._of)
 
     def attach(self, name: str, own: bool = False) -> Pool:
-        """Go on with a pool that was detached; its groups are in `pool.groups`.
+        """Attach a pool that was detached; `pool.groups` has the groups.
 
-        It is borrowed: closing it, or the end of this driver in whatever manner, leaves it as it is for the next one.
+        The pool is borrowed: closing it, or the end of this driver of whatever kind, leaves the pool alive for the
+        next driver.
 
         Args:
-            name: What it was detached as.
-            own: Take it from whoever has it, whose uses of it end with `ClosedError`. It is this driver's then: it ends
-                with it, unless it is detached again.
+            name: The name given to `detach`.
+            own: Whether to take the pool from its present driver, whose uses end with `ClosedError`. The pool then
+                ends with this driver, unless it is detached again.
 
         Raises:
             ConfigError: There is no such pool.
-            BorrowedError: Another driver has it (without `own`).
+            BorrowedError: Another driver has the pool (without `own`).
             CapabilityError: The executor can't detach pools.
         """
         self._node.check()
@@ -341,16 +354,16 @@ class Runtime(Held[Connection], node=Connection, by="colocate.connect"):
         making: Making[Slots] = Making(f"attach({name!r})")
 
         def attach() -> Slots:
-            from colocate._api import detached  # which nothing else of core needs
+            from colocate._api import detached  # imported here only
 
             return making.made(detached.attach(self._node, name, own))
 
         return making.run(attach, Pool._of)
 
     def detached(self) -> list[dict[str, Any]]:
-        """The detached pools of the cluster: name, groups, slots, nodes, driver, seconds left, epoch.
+        """Return the detached pools of the cluster: name, groups, slots, nodes, driver, seconds left, epoch.
 
-        One that doesn't answer, within seconds, is listed too, with `answers` False and as it was when detached.
+        A pool that doesn't answer, within seconds, is listed too, with `answers` False and its state when detached.
 
         Raises:
             CapabilityError: The executor can't detach pools.
@@ -363,31 +376,31 @@ class Runtime(Held[Connection], node=Connection, by="colocate.connect"):
         )
 
     def audit(self) -> Audit:
-        """Compare the graph with what the cluster really runs and holds; false when they agree.
+        """Compare the graph with the objects that the cluster really runs and holds; false if both agree.
 
         Returns:
-            What the cluster has under our name and no graph owns (`.leaked`), and what the graph claims and the cluster
-            lacks (`.missing`). What is just starting or closing is in neither.
+            The cluster's objects under colocate's name that no graph owns (`.leaked`), and the graph's objects that
+                the cluster lacks (`.missing`). Starting and closing objects are in neither.
         """
         self._node.check()
         refuse_to_wait("audit()")
         return cast("Audit", run_deferred(lambda: features.module("looking.audit").audit(self._node)))
 
     def close(self, grace: float = 10.0, force: bool = False) -> None:
-        """Close its pools, the newest first, and disconnect.
+        """Close the runtime's pools, the newest first, and disconnect.
 
         Args:
-            grace: Seconds that running calls have to finish; `math.inf` waits for them for ever.
-            force: Close it although somebody else borrows from it.
+            grace: Seconds that running calls have to finish; `math.inf` waits for ever.
+            force: Close the runtime despite borrows.
 
         Raises:
-            ExceptionGroup: What went wrong, after everything has been freed.
+            ExceptionGroup: The errors, after everything has been freed.
         """
         self._node.close_by_caller(grace, force)
 
 
 def _least_and_most(slots: Any, groups: Any, detachable: Any) -> tuple[int | None, int]:
-    """Return both numbers of slots; None for a least one that nobody gave."""
+    """Return the least and the most number of slots; None for no least number."""
     if not isinstance(slots, tuple | list):
         return None, slots
     if len(slots) != 2 or any(amount_problem(each, whole=True, least=1) for each in slots) or slots[0] > slots[1]:
@@ -399,7 +412,7 @@ def _least_and_most(slots: Any, groups: Any, detachable: Any) -> tuple[int | Non
 
 
 def _name_holders(error: PlacementTimeout, waited: Slots) -> None:
-    """Say which pools of this runtime have slots: in a notebook, the one of a cell that is run again."""
+    """Add this runtime's pools with slots to the error: in a notebook, an earlier run of the cell may hold them."""
     children = list(waited.connection.children.values())
     pools = [child for child in children if isinstance(child, Slots) and child is not waited]
     held = [f"pool {pool.name!r} has {len(pool.places)} (reserved at {at(pool.line)})" for pool in pools if pool.places]

@@ -1,4 +1,4 @@
-"""`Slots`: the slots of a pool, what is reserved in the place of lost ones, and the worker groups on them."""
+"""`Slots`: the slots of a pool, replacements for lost slots, and the worker groups there."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _log = logging.getLogger("colocate")
 
 
 class _Refused(Exception):
-    """Slots can't be had now."""
+    """A refusal of the executor: the slots aren't available now."""
 
     def __init__(self, why: PlacementError) -> None:
         super().__init__(why.message)
@@ -51,7 +51,7 @@ class _Refused(Exception):
 
 @contextlib.contextmanager
 def _refused() -> Iterator[None]:
-    """A block in which a `PlacementError` is the executor's, and is waited for."""
+    """Convert `PlacementError` inside a block into `_Refused`: the executor's refusals are retried."""
     try:
         yield
     except PlacementError as error:
@@ -59,21 +59,22 @@ def _refused() -> Iterator[None]:
 
 
 class Slots(Owned):
-    """The slots of a pool, and the worker groups on them.
+    """The slots of a pool, and the worker groups there.
 
     Attributes:
-        connection: Of its runtime.
-        request: What was asked for.
-        budget: How much memory the roles of each may have.
-        reservation: What the executor has given; None before, and while lost slots are reserved anew.
-        places: Where its slots lie.
-        spares: Where those lie that take the place of lost ones, and those that are lost and aren't replaced yet.
-        taken: The worker groups on each that isn't free; replaced by another mapping when one goes.
-        regrow_timeout: Seconds to wait for slots in the place of lost ones.
-        epoch: How many drivers have commanded it.
-        attachment: How this driver has it, if it was detached once.
-        lock: Held while any of these changes.
-        telling: Held while workers on a slot are told of one another, which is in order then.
+        connection: The runtime's connection.
+        request: The user's request.
+        budget: The memory budget of the roles on each slot.
+        reservation: The executor's reservation; None before, and between release and a new reservation of lost
+            slots.
+        places: The places of the slots.
+        spares: The places of spares, including lost slots without a replacement yet.
+        taken: The worker groups of each taken slot; replaced by another mapping when a group goes.
+        regrow_timeout: Seconds to wait for replacements of lost slots.
+        epoch: The number of drivers so far.
+        attachment: The terms of this driver's hold on a pool that was detached once.
+        lock: Lock for all of these.
+        telling: Lock under which workers on a slot are told of each other, in order.
     """
 
     def __init__(
@@ -92,8 +93,8 @@ class Slots(Owned):
         self.where = where(request)
         self.budget = budget
         self.regrow_timeout = regrow_timeout
-        self.least = request.slots if least is None else least  # with how many slots a group that has all of it goes on
-        self.wanted = attrs.evolve(request, slots=request.slots + spares)  # what is reserved
+        self.least = request.slots if least is None else least  # the least number of slots for a group on all slots
+        self.wanted = attrs.evolve(request, slots=request.slots + spares)  # the request with spares
         self.reservation: Reservation | None = None
         self.epoch = 1
         self.attachment: Attachment | None = None
@@ -101,8 +102,8 @@ class Slots(Owned):
         self.spares: tuple[Place, ...] = ()
         self.taken: dict[int, tuple[WorkerGroup, ...]] = {}
         self.lock = Section()
-        self._renewing = threading.Lock()  # held while lost slots are reserved anew, for all groups on them
-        self._regrows_until: Deadline | None = None  # when slots are lost, and others are waited for
+        self._renewing = threading.Lock()  # held while lost slots are replaced, for all groups on them
+        self._regrows_until: Deadline | None = None  # set while lost slots await replacements
         self._spares_thread: threading.Thread | None = None
         self._closing = threading.Event()
         self._deaths: Counter[str] = Counter()  # of workers, by node
@@ -111,11 +112,10 @@ class Slots(Owned):
 
     @property
     def worker_groups(self) -> list[WorkerGroup]:
-        """The worker groups on the pool's slots."""
         return list(dict.fromkeys(chain.from_iterable(list(self.taken.values()))))
 
     def hold(self, reservation: Reservation) -> None:
-        """Take the slots, or give them back at once when it has been closed meanwhile."""
+        """Store the reservation, or release the slots at once if the pool has been closed meanwhile."""
         with self.lock:
             if self.closed_by is None:
                 self.reservation = reservation
@@ -123,7 +123,7 @@ class Slots(Owned):
                 self.spares = reservation.places[self.request.slots :]
                 if self.spares and self._spares_thread is None:
                     keeping = Thread(target=self._keep_spares, name=f"colocate-spares-{self.name}")
-                    with contextlib.suppress(RuntimeError):  # no thread is to be had: what there is will do
+                    with contextlib.suppress(RuntimeError):  # no thread available: no spares are replaced
                         keeping.start()
                         self._spares_thread = keeping
                 return
@@ -131,7 +131,7 @@ class Slots(Owned):
         self.check()
 
     def occupy(self, indices: tuple[int, ...], declared: Declared, name: str | None, restarts: int) -> WorkerGroup:
-        """Put a group on slots that have to have room for it; nothing is started."""
+        """Place a group on slots, after a check for room; nothing is started."""
         with self.lock:
             self.check()
             if self.reservation is None:
@@ -152,9 +152,9 @@ class Slots(Owned):
     def place(
         self, indices: Sequence[int], declared: Declared, name: str | None, restarts: int, generation: int = 0
     ) -> WorkerGroup:
-        """Put a group on slots that have room for it; nothing is started."""
+        """Place a group on slots with room; nothing is started."""
         with self.lock:
-            self.check()  # another driver may have taken it: whoever closes it has all groups that were put here
+            self.check()  # Another driver may have taken the pool: its close finds all groups that were placed here.
             with self.connection.naming:
                 name = self.connection.group_name(name)
                 places = [self.places[index] for index in indices]
@@ -168,7 +168,13 @@ class Slots(Owned):
             return worker_group
 
     def places_for(self, worker_group: WorkerGroup) -> list[Place]:
-        """Return where a group's slots lie. If the cluster has lost some, there are others in their place.
+        """Return places for a group's slots, with replacements for lost ones; update `indices` if the group shrinks.
+
+        Replacements are spares, or new reservations: for the lost slots, or for the whole pool if the executor can't
+        replace slots. Of several groups with the same lost slots, the first one replaces them for all. A request
+        that doesn't fit, now or on the present machines, is retried until `regrow_timeout`: machines may come. So is
+        a cluster that doesn't answer, unless the cluster is this driver's own or the driver's process in the cluster
+        has ended.
 
         Where the group may have fewer, set which it has (`indices`).
 
@@ -177,7 +183,7 @@ class Slots(Owned):
         fit into the machines that are left, is waited for: others may come. So is a cluster that doesn't answer, unless
         it is this driver's own or the process that was in it has ended.
         """
-        newly = any(map(self._is_lost, worker_group.indices))  # what it was without already isn't waited for again
+        newly = any(map(self._is_lost, worker_group.indices))  # Slots that were lost before aren't waited for again.
         missing: ColocateError | None
         while True:
             with self._renewing:
@@ -205,34 +211,34 @@ class Slots(Owned):
             worker_group.refuse_closed()
 
     def regrow(self, worker_group: WorkerGroup) -> int:
-        """Return how many slots a group would have if it were restarted now."""
+        """Return the number of slots that a restart now would give a group."""
         executor = self.connection.services.executor
         with self._renewing:
             missing = self.request.slots - len(self.places)
             if not missing:
                 self._renew(worker_group)
                 return len([index for index in worker_group.whole if not self._is_lost(index)])
-            with contextlib.suppress(PlacementError):  # all are reserved anew if there are as many
+            with contextlib.suppress(PlacementError):  # All slots are reserved again if there are as many.
                 request = attrs.evolve(self.request, slots=missing, timeout=REPLACED_EVERY_S)
                 executor.release(executor.reserve(request))
                 return self.request.slots
             return len(self.places)
 
     def _is_lost(self, index: int) -> bool:
-        """Whether a slot isn't held, or nothing can be launched there any more."""
+        """Whether a slot isn't reserved, or no worker can be launched there any more."""
         if self.reservation is None or index >= len(self.places):
             return True
         return self.connection.services.executor.lost(self.places[index])
 
     @property
     def is_replacing(self) -> bool:
-        """Whether others are reserved in the place of lost slots: by the restart of a group, or as spares."""
+        """Whether lost slots are being replaced: by the restart of a group, or as spares."""
         restarting = chain.from_iterable(each.whole for each in self.worker_groups if each.life.recovers)
         lost = self.connection.services.executor.lost
         return any(map(self._is_lost, restarting)) or (self._spares_thread is not None and any(map(lost, self.spares)))
 
     def _goes_on_with_fewer(self) -> bool:
-        """Whether there are slots for a group that may have fewer; where all were given back, reserve what there is."""
+        """Whether a smaller group can go on; without a reservation, reserve as many slots as possible first."""
         most = self.request.slots - 1
         for slots in range(most, self.least - 1, -1) if self.reservation is None else ():
             with contextlib.suppress(_Refused), _refused():
@@ -243,8 +249,8 @@ class Slots(Owned):
         return self.least <= self.request.slots - lost <= most
 
     def _renew(self, worker_group: WorkerGroup) -> PlacementError | None:
-        """Have others in the place of a group's lost slots, if there are any; return why they can't be had now."""
-        # By an attempt before this one, or fewer were reserved then.
+        """Replace a group's lost slots, if any; return the executor's refusal, or None."""
+        # An earlier attempt has released all slots, or has reserved fewer.
         given_back = self.reservation is None or len(self.places) < self.request.slots
         lost = [index for index in worker_group.whole if given_back or self._is_lost(index)]
         for each in self.worker_groups:
@@ -270,10 +276,10 @@ class Slots(Owned):
         return None
 
     def _take_spare(self, index: int, avoided: Collection[str] = ()) -> bool:
-        """Have a spare in the place of a slot, which is the spare from then on; whether there was one."""
+        """Swap a slot with a spare; return whether there was one."""
         lost, here = self.connection.services.executor.lost, self.places[index].node
 
-        def worse(spare: Place) -> tuple[bool, bool]:  # what lies on the machine of a lost slot may be about to be lost
+        def worse(spare: Place) -> tuple[bool, bool]:  # a spare beside a lost slot may be lost next
             return spare.node == here, self._deaths[spare.node] >= AVOIDED_AFTER_DEATHS
 
         for which, spare in sorted(enumerate(self.spares), key=lambda each: worse(each[1])):
@@ -285,7 +291,7 @@ class Slots(Owned):
         return False
 
     def _avoid(self, worker_group: WorkerGroup) -> None:
-        """Have spares elsewhere in the place of a group's slots on nodes on which workers died again and again."""
+        """Move a group's slots to spares on other nodes, away from nodes with repeated deaths of workers."""
         avoided = [node for node, deaths in self._deaths.items() if deaths >= AVOIDED_AFTER_DEATHS]
         for index in worker_group.whole if avoided and self.spares else ():
             alone = all(each is worker_group or not each.live() for each in self.taken.get(index, ()))
@@ -293,7 +299,7 @@ class Slots(Owned):
                 self._take_spare(index, avoided)
 
     def died(self, node: str) -> str:
-        """Note that a worker has died on a node; return what is to be said of that node, if anything."""
+        """Record a worker's death on a node; return a note about the node for the error text, or ""."""
         self._deaths[node] += 1
         deaths = self._deaths[node]
         if deaths < AVOIDED_AFTER_DEATHS or len({place.node for place in (*self.places, *self.spares)}) == 1:
@@ -304,10 +310,10 @@ class Slots(Owned):
         return f"workers of pool {self.name!r} have died {deaths} times on node {node}{then}"
 
     def _replace(self, lost: Sequence[Place], within_s: float = REPLACED_EVERY_S) -> bool:
-        """Have the executor hold others in the place of lost slots; False where it can't.
+        """Replace lost slots by the executor's `replace`; return False if unsupported.
 
         Raises:
-            _Refused: They can't be had now.
+            _Refused: There are no slots now.
         """
         reservation = self.reservation
         assert reservation is not None
@@ -324,7 +330,7 @@ class Slots(Owned):
         return True
 
     def _give_up_slots(self, worker_group: WorkerGroup, gone: str) -> None:
-        """Give all slots back, of which some are lost, if nothing lives on the others."""
+        """Release all slots, some of which are lost, unless other groups live on the rest."""
         with self.lock:
             self.check()
             others = {each.name for each in self.worker_groups if each is not worker_group and each.live()}
@@ -338,10 +344,10 @@ class Slots(Owned):
             self.connection.services.executor.release(reservation)
 
     def _reserve_anew(self) -> None:
-        """Reserve all slots anew, without the spares if these can't be had.
+        """Reserve all slots again, without the spares if necessary.
 
         Raises:
-            _Refused: They can't be had now.
+            _Refused: There are no slots now.
         """
         reserve, has_spares = self.connection.services.executor.reserve, self.wanted != self.request
         for request in (self.wanted, self.request) if has_spares else (self.request,):
@@ -354,7 +360,7 @@ class Slots(Owned):
                     raise
 
     def _keep_spares(self) -> None:
-        """Have others in the place of lost spares, until the pool is closed. On a thread of its own."""
+        """Replace lost spares until the pool is closed. On a thread of its own."""
         lost, told = self.connection.services.executor.lost, ""
         while not self._closing.wait(LOOKS_FOR_SLOTS_EVERY_S):
             try:
@@ -372,7 +378,7 @@ class Slots(Owned):
                 self._closing.wait(SLOW_EVERY_S)
 
     def unreserved(self, what: str = "") -> ColocateError:
-        """The error of a use while no slots are reserved for it; `what` comes of that. Its lock is held."""
+        """Return the error for a use without reserved slots, `what` included. The lock is held."""
         if any(worker_group.life.recovers for worker_group in self.worker_groups):
             then = "which the restart of its group does: wait for that with group.wait_ready(), or reserve another pool"
         else:
@@ -382,7 +388,7 @@ class Slots(Owned):
         )
 
     def vacate(self, worker_group: WorkerGroup) -> None:
-        """A group has gone: its place on its slots is free."""
+        """Remove a closed group from the pool's slots."""
         with self.lock:
             left = {
                 index: tuple(each for each in there if each is not worker_group) for index, there in self.taken.items()
@@ -392,7 +398,7 @@ class Slots(Owned):
         self.changed()
 
     def beside(self, worker_group: WorkerGroup, slot: int) -> list[Worker]:
-        """Return the workers of other groups that share a slot of a group."""
+        """Return the workers of other groups on a slot of a group."""
         index = worker_group.indices[slot]
         there = [each for each in self.taken.get(index, ()) if each is not worker_group and index in each.indices]
         return [each.workforce.workers[each.indices.index(index)] for each in there]
@@ -400,25 +406,24 @@ class Slots(Owned):
     # -- from driver to driver
 
     def goes_on(self, worker_group: WorkerGroup) -> bool:
-        """Whether a group lives on when this driver lets go of it."""
+        """Whether a group survives this driver."""
         return self.attachment is not None and not self.attachment.own and worker_group.name in self.attachment.groups
 
     def changed(self) -> None:
-        """Note that what drivers after this one are to know of its groups has changed."""
+        """Update the record for later drivers: the groups have changed."""
         if self.attachment is not None:
             self.attachment.changed()
 
     def close_for(self, by: str, grace: float, force: bool) -> None:
-        """Close it on behalf of `by`."""
         if not self.take_closing(by, force):
             return
-        with self.lock:  # whoever has passed the check before is done: its group is a child, its slots are held
+        with self.lock:  # a concurrent spawn or reservation has finished: its group is a child, its slots are held
             self._closing.set()
         errors: list[BaseException] = []
         try:
             errors += self.close_children(grace)
         finally:
-            renewed = self._renewing.acquire(timeout=RESTART_ENDS_WITHIN_S)  # what is just being replaced is held then
+            renewed = self._renewing.acquire(timeout=RESTART_ENDS_WITHIN_S)  # a replacement is then stored
             try:
                 if self.reservation is not None:
                     self._give_back(self.reservation)
@@ -434,7 +439,7 @@ class Slots(Owned):
         raise_together(f"pool {self.name!r} was closed, and this had gone wrong", errors)
 
     def give_up(self, by: str) -> None:
-        """Close it at once: who was making it has been interrupted. One that was to be attached goes on."""
+        """Close the pool at once: an interruption of its maker. An attached pool lives on."""
         if self.attachment is not None:
             self.attachment.own = False
         elif self.reservation is None:
@@ -445,5 +450,5 @@ class Slots(Owned):
         executor: Any = self.connection.services.executor
         if self.attachment is None or (self.attachment.own and executor.retain(reservation)):
             executor.release(reservation)
-        else:  # it goes on: it is borrowed, or another driver has taken it while it was being closed here
+        else:  # borrowed, or taken by another driver during this close
             executor.let_go(reservation)

@@ -1,4 +1,4 @@
-"""A word about starts that take long, and calls and constructors that take suspiciously long.
+"""Warnings about slow starts, and about suspiciously slow calls and constructors.
 
 Nothing has a deadline by default, but nothing hangs silently.
 """
@@ -21,11 +21,11 @@ from colocate._worker_group.worker_group import WorkerGroup
 from colocate._worker_group.workforce import Workforce
 
 _log = logging.getLogger("colocate")
-_NAMED = 8  # so many workers at most
+_NAMED = 8  # limit of listed workers
 
 
 class SlowCalls:
-    """Looks now and then at each group's oldest call, or its start; warns once of each, with the late ranks' stacks."""
+    """Checks each group's oldest call or start at intervals; warns once of each, with the late ranks' stacks."""
 
     def __init__(self, services: Services, worker_groups: Mapping[str, WorkerGroup]) -> None:
         self._services = services
@@ -36,7 +36,7 @@ class SlowCalls:
         self._timer = services.timers.after(SLOW_EVERY_S, self._look)
 
     def close(self) -> None:
-        """Look no more."""
+        """Stop the checks."""
         self._timer.cancel()
 
     def _look(self) -> None:
@@ -85,7 +85,11 @@ class SlowCalls:
 
 @attrs.define(eq=False)
 class SlowStart:
-    """What one generation of a group's workers is doing while it starts: imports and large models take long.
+    """Progress of one start of a group's workers: imports and large models take long.
+
+    Attributes:
+        steps: Each slot's current step, and the time of its begin.
+        said: The last report's steps, and the age of the start then.
 
     Attributes:
         steps: What the worker of each slot is at, and since when.
@@ -98,7 +102,7 @@ class SlowStart:
     said: tuple[set[str], float] = (set(), 0.0)
 
     def look(self) -> None:
-        """Find out what those that aren't ready do, and say that, if it is new or has taken twice as long."""
+        """Ask the slots that aren't ready for their steps; report new steps, or the same after twice the time."""
         slots = self.workforce.starting(STARTING_S)
         heard = [slot for slot in slots if self.workforce.workers[slot].hello is not None]
         if slots:
@@ -109,10 +113,10 @@ class SlowStart:
         found: dict[str, list[int]] = defaultdict(list)
         for slot in slots:
             step = "starting its process"
-            if slot in heard:  # the first line of its stack says what it does
+            if slot in heard:  # The first line of a stack names the step.
                 constructor, importing, module = stacks.of(slot).partition("\n")[0].partition(", importing ")
                 constructor = constructor.removeprefix("running ")
-                if not importing and constructor == "nothing":  # it waits for others to start
+                if not importing and constructor == "nothing":  # The worker waits for others to start.
                     continue
                 step = f"importing {module}" if importing else constructor
             before = self.steps.get(slot)
