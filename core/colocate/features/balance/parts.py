@@ -50,7 +50,7 @@ def row_costs(value: Any, parameter: str) -> list[int]:
 
 
 def balanced(costs: Sequence[int], count: int, of: int = 1) -> Partition | None:
-    """Return `count` parts of the rows whose costs are nearly equal; `of` rows at a time stay together.
+    """Return `count` parts of the rows, of nearly equal cost; each set of `of` rows stays together.
 
     The largest differencing method (Karmarkar and Karp 1982): its largest part is at most 4/3 - 1/(3 count) times as
     large as the optimum's. None: contiguous parts of as many rows (`even_sizes`) are as good.
@@ -118,7 +118,7 @@ def keeps_sets(partition: Partition, of: int) -> bool:
 
 
 def check_aligned(rows: Sequence[int], size: int, rank: int) -> None:
-    """Raise a `DispatchError` unless a rank has returned as many rows as it was given."""
+    """Raise a `DispatchError` unless a rank has returned one row for each row given."""
     if len(rows) != size:
         raise DispatchError(
             f"rank {rank} was given {plural(len(rows), 'row')} that were chosen by what they cost, and returned "

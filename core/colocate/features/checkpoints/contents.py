@@ -91,7 +91,6 @@ def refusal(folder: Path, wrong: Sequence[str]) -> str:
 
 
 def _changed(folder: Path, files: Mapping[str, Sequence[object]]) -> list[str]:
-    """Return the files of a checkpoint that differ from the record, in words. Reads all files if the sizes match."""
     if found := changed_sizes(folder, files):
         return found
     now = digests_of(folder, files)

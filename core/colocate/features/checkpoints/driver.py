@@ -63,13 +63,13 @@ class CheckpointsOfGroup(OfGroup):
         self.saves = Saves(worker_group)
         self.writing = threading.Lock()
         self._restored: Tag = None  # the tag of the checkpoint that the roles were restored from
-        self._began: str | None = None  # the identity of that checkpoint
+        self._began: str | None = None  # the identity of this checkpoint
         self._first: Path | None = None  # the folder that the group first restores from; None after that
 
     # -- hooks
 
     def starts(self) -> tuple[str, str] | None:
-        """Check the checkpoint that the roles restore from, and return its folder and identity."""
+        """Check the checkpoint that the roles restore from, and return folder and identity."""
         group, found = self._worker_group, self.checkpoint
         if self._first is not None:
             found, self._first = Checkpoint.read(self._first, group.roles), None
@@ -448,7 +448,7 @@ def _submit(
 
 
 def resize(worker_group: WorkerGroup, timeout: float | None) -> int:
-    """Restart a group from its last checkpoint if more slots are available; return the new number of slots.
+    """Restart a group from the last checkpoint if more slots are available; return the new number of slots.
 
     Raises:
         ConfigError: The group doesn't restart, or has no checkpoint.

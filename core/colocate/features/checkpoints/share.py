@@ -182,7 +182,6 @@ def takes_ranks(cls: type) -> bool:
 
 
 def _save(role: RoleInstance, folder: Path) -> SecondHalf | None:
-    """Call a role's `save` and return the remaining work; None without `save`."""
     assert role.name is not None
     own = folder / role.name
     if not own.is_dir() or role.stands_in:

@@ -16,16 +16,16 @@ T = TypeVar("T")
 
 
 def host_copy(state: T) -> T:
-    """Copy a state to host memory, for a role's `save` before its `yield`.
+    """Copy a state to host memory, for a role's `save` before the `yield`.
 
-    What lies on a GPU goes to pinned memory, which torch keeps for the next time. Of a tensor that ranks share (a
-    DTensor) it is this rank's part. Tied tensors stay tied.
+    Tensors on a GPU are copied to pinned memory, which torch reuses. Of a DTensor this rank's part is copied. Tied
+    tensors stay tied.
 
     Args:
         state: Tensors, NumPy arrays and other values in dicts, lists and tuples, as `state_dict()` has them.
 
     Returns:
-        The same structure, with nothing in it that changes when the role goes on.
+        The same structure, independent of the role's later changes.
     """
     copies = _Copies()
     copied: T = copies.of(state)
@@ -137,6 +137,5 @@ class _Copies:
         return self._done[key][1]
 
     def wait(self) -> None:
-        """Wait for the copies from devices to complete."""
         for device in self._devices:
             torch.get_device_module(device).current_stream(device).synchronize()

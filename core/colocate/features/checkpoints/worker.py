@@ -61,7 +61,6 @@ class CheckpointsOfWorker(OfWorker, calls={CHECKPOINT: "save", RESTORE: "restore
         return [role for role in self._worker_context.roles.values() if role.name is not None]
 
     def _restore(self, role: RoleInstance, directory: str, identity: str) -> None:
-        """Restore a role from a checkpoint, within the role's memory budget."""
         context = self._worker_context
         with context.awake(role, "to be restored"):
             share.restore(context, role, directory, identity)

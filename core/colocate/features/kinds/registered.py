@@ -18,8 +18,6 @@ _OWN = {*NAMED, "tensordict.base.TensorDictBase"}
 
 @attrs.frozen
 class _Registered(Kind):
-    """A type registered by `register_batch`, with the given functions."""
-
     count: Callable[[Any], int]
     cut: Callable[[Any, Sequence[int]], Sequence[Any]]
     join: Callable[[Sequence[Any]], Any]
@@ -57,26 +55,26 @@ def register_batch(
     leaves: Callable[[B], Mapping[Any, Any] | Sequence[Any]] | None = None,
     rebuild: Callable[[type[B], Any], B] | None = None,
 ) -> None:
-    """Register a type and its subclasses as batches of rows, for scatter and gather.
+    """Register a type and all subclasses as batches of rows, for scatter and gather.
 
-    Register in the module that defines the type: workers import it too. With `leaves` and `rebuild` a value is looked
-    into as a dict of these leaves would be: what is kept has no graph, its bytes are counted, writes into it are told
-    of, its tensors go to the worker's device; and it is sent as its leaves, with tensors and arrays uncopied, instead
-    of in its own pickle's way. Without them nobody looks into it.
+    Register in the module that defines the type: workers import it too. With `leaves` and `rebuild` colocate looks
+    into a value as into a dict of its leaves: a kept value has no graph, its bytes are counted, writes into it are
+    noticed, and its tensors go to the worker's device. It is sent as its leaves, with tensors and arrays uncopied,
+    instead of pickled. Without both the value is opaque.
 
     Args:
         cls: The type.
         length: The number of rows of a value.
-        split: `split(value, sizes)` gives contiguous parts with these numbers of rows, leaving the value as it is.
+        split: `split(value, sizes)` returns contiguous parts with these numbers of rows; the value stays unchanged.
         concat: The inverse: one value from parts.
-        leaves: `leaves(value)` gives all that the value consists of: a mapping, list or tuple of tensors, arrays and
-            whatever else, in which dicts and lists may lie. It is asked often, so it copies nothing.
-        rebuild: `rebuild(cls, leaves)` makes a value of the type, or of a subclass, of what `leaves` gave: a dict,
-            list or tuple.
+        leaves: `leaves(value)` returns the value's contents: a mapping, list or tuple of tensors, arrays and other
+            values, with nested dicts and lists. It is called often and must not copy.
+        rebuild: `rebuild(cls, leaves)` makes a value of the type, or of a subclass, from the result of `leaves`: a
+            dict, list or tuple.
 
     Raises:
-        ConfigError: The type is known already, unless it was registered with these very functions; there are leaves
-            without `rebuild`, or the other way round; or leaves of a type into which colocate looks by itself.
+        ConfigError: The type is registered already with other functions; or only one of `leaves` and `rebuild` is
+            given; or `leaves` is given for a type into which colocate looks by itself.
     """
     if (leaves is None) is not (rebuild is None):
         there, gone = ("leaves", "rebuild") if rebuild is None else ("rebuild", "leaves")

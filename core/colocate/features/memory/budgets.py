@@ -69,7 +69,6 @@ def budgets(
 
 
 def _limits(budget: Budget, owner: str, role: str | None = None, is_shared: bool = False) -> list[Limit]:
-    """Return the limits of a budget: one for the device, one for the host, if set."""
     sizes = ((True, budget.device), (False, budget.host))
     return [Limit(owner, role, device, nbytes, is_shared) for device, nbytes in sizes if nbytes is not None]
 

@@ -169,7 +169,6 @@ def note(sleepers: Sleepers, marks: Mapping[Mark, Slept], call: PendingCall) -> 
 
 
 def _needs(draft: Draft) -> Mapping[str, Sequence[str]]:
-    """Return the tags of memory that a call needs, by role."""
     role, spec = draft.call.role, draft.call.spec
     if draft.wakes is not None or spec is None or role not in draft.worker_group.roles:
         return draft.wakes or {}
@@ -177,12 +176,10 @@ def _needs(draft: Draft) -> Mapping[str, Sequence[str]]:
 
 
 def _arguments(role: str, tags: Sequence[str], why: str = "asked for") -> dict[str, Any]:
-    """Return the arguments of a sleep or wake call."""
     return {"role": role, "tags": list(tags), "why": why}
 
 
 def _outcomes(call: PendingCall) -> Sequence[Outcome]:
-    """Return the outcomes of a sleep or wake, one per slot."""
     found: Sequence[Outcome] = call.result()
     return found
 

@@ -46,7 +46,7 @@ class MemoryOfGroup(OfGroup):
         return self._worker_group.declared.budgets.plain(), self._worker_group.services.spill_dir
 
     def builds(self) -> Mapping[str, bool]:
-        """Return the roles whose memory keeps addresses across a sleep (`sleep="vmm"`)."""
+        """Return the roles with fixed addresses of memory across a sleep (`sleep="vmm"`)."""
         return {name: True for name, spec in self._worker_group.declared.specs.items() if spec.sleep == "vmm"}
 
     def renewed(self) -> None:
@@ -105,7 +105,6 @@ class MemoryOfGroup(OfGroup):
             self.sleepers.mark(role, tags, until_woken=True)
 
     def _share(self, worker: Worker, message: Holds) -> None:
-        """Send the holdings of a worker's roles to the other workers on the slot."""
         group, home = self._worker_group, self._worker_group.home
         with home.telling:
             worker.parts["memory"] = message.roles

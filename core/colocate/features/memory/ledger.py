@@ -137,7 +137,6 @@ class Accounts:
         return {"private": private_bytes(), "empty": self._worker_context.empty, "pinned": pinned, "shared": shared}
 
     def _of_features(self) -> dict[str, dict[str, Any]]:
-        """Return the features' reports on roles, by feature and role."""
         roles = named(self._worker_context)
         told = {
             feature: {name: plain for name, role in roles.items() if (plain := part.told(role)) is not None}
@@ -252,7 +251,6 @@ class Accounts:
         return own + sum(sum(parts.values()) for _, _, parts in self._others(limit))
 
     def _others(self, limit: Limit) -> Iterator[tuple[str, str, Mapping[str, int]]]:
-        """Yield group, name and bytes by kind of each role of another group that counts towards a limit."""
         for group, roles in sorted(self.beside.items()) if limit.is_shared else ():
             for role, (on_device, on_host) in sorted(roles.items()):
                 yield group, role, on_device if limit.device else on_host
@@ -336,7 +334,6 @@ class Accounts:
 
 
 def _words(role: str, parts: Mapping[str, int]) -> str:
-    """Return a role's bytes by kind, in words for errors."""
     order = [*(purpose.word for purpose in Purpose), "asleep", _CHILDREN]
     kinds = ", ".join(f"{kind} {size_text(parts[kind])}" for kind in order if kind in parts)
     return f"{role or 'functions'} {size_text(sum(parts.values()))} ({kinds})"

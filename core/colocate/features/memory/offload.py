@@ -265,7 +265,6 @@ class Offload:
 
 
 def _view(storage: Any) -> Any:
-    """Return a storage's bytes as a tensor."""
     torch = imported("torch")
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (storage.nbytes(),), (1,))
 
@@ -287,13 +286,9 @@ class _Kept(Protocol):
         """
         ...
 
-    def write(self, view: Any, start: int) -> None:
-        """Copy a tensor of bytes to the offset `start`."""
-        ...
+    def write(self, view: Any, start: int) -> None: ...
 
-    def read(self, view: Any, start: int) -> None:
-        """Fill a tensor of bytes from the offset `start`."""
-        ...
+    def read(self, view: Any, start: int) -> None: ...
 
 
 def starts_beside(taken: Iterable[tuple[int, int]], sizes: Iterable[int]) -> list[int]:
@@ -370,7 +365,6 @@ class Pinned:
         self._regions = []
 
     def _along(self, view: Any, start: int) -> Iterator[tuple[Any, Any]]:
-        """Yield the parts of a view, each with the piece of a region beside it."""
         done, begin = 0, 0
         for region in self._regions:
             first = start + done - begin

@@ -221,7 +221,6 @@ class TurnScheduler:
             del self._uses[name]
 
     def _in_use(self) -> frozenset[str]:
-        """Return the roles that must stay awake."""
         return frozenset().union(*(use.awake for use in self._uses.values()))
 
     def _with_siblings(self, name: str) -> frozenset[str]:
@@ -241,7 +240,6 @@ class TurnScheduler:
             self._wake(name, asleep, why)
 
     def _clear(self, name: str) -> None:
-        """Put all unused roles to sleep, as far as possible."""
         with contextlib.suppress(MemoryBudgetError):  # the room may not be needed; otherwise a later check raises
             self._have_others_go(self._accounts.shares(), name, lambda shares: 1)
 
@@ -306,7 +304,6 @@ class TurnScheduler:
         return any(self._worker_context.roles[name].hook(each) is not None for each in ("sleep", "wake"))
 
     def _awake(self, name: str, shares: Shares) -> int:
-        """Return the bytes of a role that a sleep could move."""
         here, residents = self._worker_context.boot.device, Purpose.RESIDENTS.word
         owned = shares.owned.get(name, {})
         return sum(size for (kind, where), size in owned.items() if where == here and kind != residents)

@@ -194,7 +194,6 @@ class MemoryOfWorker(OfWorker, calls={SLEEP: "sleep", WAKE: "wake"}):
         return outcome
 
     def _asleep(self, role: str) -> int:
-        """Return the sleeping bytes of a role."""
         tags = self.sleeper.asleep.tags(role)
         return self.sleeper.asleep.coming(role, tags).size if tags else 0
 
@@ -207,7 +206,6 @@ class MemoryOfWorker(OfWorker, calls={SLEEP: "sleep", WAKE: "wake"}):
         why: str,
         kept: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
-        """Report moved memory to the driver and to the accounts."""
         self._accounts.moved(role)
         whole = asleep and len(self.sleeper.asleep.tags(role)) == len(TAGS)
         self._worker_context.say(Moved(role, asleep, nbytes, start, time.time(), whole, why, kept_awake=dict(kept)))

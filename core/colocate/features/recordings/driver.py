@@ -310,7 +310,6 @@ def _meshes(role: RoleInfo) -> dict[str, dict[str, int]]:
 
 
 def _before(found: RoleFolder, step: int) -> int:
-    """Return the number of the last call before a step."""
     told = lines_of(found.path.parent / STEPS, _check_step)
     if not any(each["step"] == step for each in told):
         has = f"{told[0]['step']} to {told[-1]['step']}" if told else "none"

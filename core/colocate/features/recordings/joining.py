@@ -81,7 +81,6 @@ class Joining:
     # -- on the comparison's thread
 
     def _count_left(self) -> None:
-        """Count the recorded calls that haven't come."""
         ended = {key for calls in self._recorded for key, call in calls.all().items() if call.end is not None}
         # Calls from before the restored checkpoint count as come.
         with_left(self.methods, [key for key in ended if key[1] >= self._next.get(key[0], 0)])

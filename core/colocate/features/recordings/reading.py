@@ -81,7 +81,7 @@ class RecordedRow:
     def value(self) -> Any:
         """Return the row's value. Errors: see `RecordedCall.value`."""
         value = _value(self._document, self._find, self.error)
-        return value if self._document.about["digest"] else value[1]  # else yielded: (index, item)
+        return value if self._document.about["digest"] else value[1]  # a method that yields gives (index, item)
 
     @property
     def inputs(self) -> Any:

@@ -26,7 +26,6 @@ class DocumentTap(Tap):
         self._told: set[str] = set()
 
     def _is_over(self) -> bool:
-        """Whether the receiver takes no more documents."""
         return False
 
     @abc.abstractmethod

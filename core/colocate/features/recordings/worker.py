@@ -50,7 +50,6 @@ class RecordingsOfWorker(OfWorker, calls={RECORDING: "record", COMPARISON: "comp
             self._begin(role)
 
     def _begin(self, role: RoleInstance) -> None:
-        """Start a role's replay and comparisons at the first recorded call."""
         tapped, tell = self._of(role), partial(self.tell, role)
         tapped.taps = tuple(tap for tap in tapped.taps if isinstance(tap, RecordingTap))
         for played in self._played.get(str(role.name), ()):
