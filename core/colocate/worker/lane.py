@@ -1,7 +1,4 @@
-"""The lane: the one thread on which a worker runs role code, in the order that `lane_order` tells.
-
-A call that nobody waits for any more is told so, if it looks; of an async method, what it awaits is cancelled.
-"""
+"""The lane: the one thread on which a worker runs role code, in the order of `lane_order`."""
 
 from __future__ import annotations
 
@@ -34,67 +31,70 @@ if TYPE_CHECKING:
 
 @attrs.define(eq=False)
 class Work(CallState):
-    """One call for the lane. `run` says whether it went well; for an async method it returns a coroutine of that.
+    """One call for the lane. `run` returns whether the call went well; for an async method, a coroutine that does.
 
-    None says that it hasn't begun, though it had: it takes its place again.
+    None puts the call back: the lane takes it up again later.
     """
 
     stands: ClassVar[bool] = False
 
-    # Made for each call: given by position, and what begins as nothing isn't given at all.
+    # Instances are made for each call, so fields are passed by position, and fields with an initial value not at all.
     run: Callable[[Work], bool | Coroutine[Any, Any, bool] | None]
     label: str
     message: Message | None = None
     body: Any = None
-    concurrency: int = 0  # 0: a sync method, which waits for everything before it and is waited for
-    spec: Any = None  # of its method; none for what constructs roles
+    concurrency: int = 0  # 0 for a sync method, which is a barrier among the calls
+    spec: Any = None  # the method's spec; none for the construction of roles
     rows: int | None = attrs.field(default=None, init=False)
-    role: Any = attrs.field(default=None, init=False)  # the role's instance, as its worker has it
+    role: Any = attrs.field(default=None, init=False)  # the worker's instance of the role
     on_drop: Callable[[], None] | None = attrs.field(default=None, init=False)
-    given_up: bool = attrs.field(default=False, init=False)  # its await was cancelled here, for want of who waits
+    # Whether the await was cancelled here because nobody waits for the call.
+    given_up: bool = attrs.field(default=False, init=False)
     allocated: int | None = attrs.field(default=None, init=False)  # see `Device.begin`
-    bundles_seen: int = attrs.field(default=0, init=False)  # how many bundles of definitions came before it
-    began: float = attrs.field(default=0.0, init=False)  # when, in seconds of time.time()
-    taken: Sequence[Taken] | None = attrs.field(default=None, init=False)  # what it has got of residents so far
-    used: Sequence[int] = attrs.field(default=(), init=False)  # the residents that it was given
-    watches: Mapping[str, Watch] = attrs.field(factory=dict, init=False)  # its arguments, where writes are noticed
-    raised: BaseException | None = attrs.field(default=None, init=False)  # by a handler while an async method awaited
-    active_tasks: int = attrs.field(default=1, init=False)  # how many things go on in it: itself, and its rows
-    kept: int = attrs.field(default=0, init=False)  # how many of them are at a pause point
+    bundles_seen: int = attrs.field(default=0, init=False)  # number of bundles of definitions that came before
+    began: float = attrs.field(default=0.0, init=False)  # start, in seconds of time.time()
+    taken: Sequence[Taken] | None = attrs.field(default=None, init=False)  # parts of residents read so far
+    used: Sequence[int] = attrs.field(default=(), init=False)  # keys of the residents among the arguments
+    watches: Mapping[str, Watch] = attrs.field(factory=dict, init=False)  # arguments under a check for writes
+    # Error of a signal handler during an async method's await.
+    raised: BaseException | None = attrs.field(default=None, init=False)
+    # Number of running tasks in the call: the call itself and rows.
+    active_tasks: int = attrs.field(default=1, init=False)
+    kept: int = attrs.field(default=0, init=False)  # number of those tasks that rest at a pause point
 
     @property
     def is_whole(self) -> bool:
-        """Whether it ends at once, so that features are told of its end; else they are told of that of its parts."""
+        """Whether features are told of the call's end as one; otherwise they are told of each row's end."""
         return True
 
     @property
     def may_wait(self) -> bool:
-        """Whether role code goes on in it, or is waited for by it."""
+        """Whether role code goes on during the call, or is waited for."""
         return True
 
     def awaiting(self, frames: Sequence[FrameType]) -> Sequence[tuple[str, Sequence[FrameType]]]:
-        """Return where it waits, by what that is called, with the frames; `frames` are those of its own task."""
+        """Return the call's waiting places: names with frames; `frames` are those of the call's own task."""
         return [(self.label, frames)]
 
     def interrupt(self, tasks: Tasks, error: Callable[[], BaseException], row: RowState | None) -> None:
-        """Fail of an error, as what it awaits is cancelled. Args: row: Of its parts only this one, where it has any."""
+        """Fail the call with an error, and cancel the await. Args: row: Only this row, if the call has rows."""
         self.raised = error()
         tasks.cancel(self.seq)
 
     def drop(self) -> None:
-        """Hear that it will never begin: it counts among the calls of its method all the same, as on other ranks."""
+        """Finish a call that never begins. It counts among the calls of the method, as on other ranks."""
         if self.role is not None and isinstance(self.message, Call):
             self.role.ctx.count(self, self.message.method)
         if self.on_drop is not None:
             self.on_drop()
 
     def forget(self) -> None:
-        """Let go of what is a user's, as it is over: its role remembers its last call, and so do tasks begun in it."""
+        """Drop references to a user's objects after the end: the role and started tasks refer to the last call."""
         self.watches, self.raised, self.role = {}, None, None
 
 
 class BarrierWork(Work):
-    """What a lane does about a call of another lane: it stands still."""
+    """Stand-in for a call of another lane, during which this lane stands still."""
 
     stands = True
 
@@ -120,7 +120,7 @@ _NEVER = sys.maxsize
 
 
 class Lane:
-    """Runs work in order on one thread; `hold` and `resume` come from the thread that receives messages."""
+    """Runs work in order on one thread; `hold` and `resume` come from the receiving thread."""
 
     def __init__(
         self,
@@ -132,17 +132,17 @@ class Lane:
         own_thread: bool = True,
         on_end: Callable[[], object] = lambda: None,
     ) -> None:
-        """Start the thread, if it is to have one of its own: else it is the main thread, which calls `run`.
+        """Start the thread, if the lane has one; otherwise the main thread calls `run`.
 
         Args:
-            name: Name of its own thread.
+            name: Name of the lane's own thread.
             scope: Which drivers' calls count, and whether the worker ends.
             on_held: Called on the lane with (hold, highest call begun) once this rank is back.
-            on_broken: Called on the lane when it ends by an exception, which no role can cause but a mistake here.
-            turns: How the lane receives messages itself while it idles; None where others always bring them.
-            own_thread: Whether it has one, for whose end, and that of threads which role code starts, the process
-                doesn't wait.
-            on_end: Called on the lane when it has run its last call.
+            on_broken: Called on the lane when it ends by an exception: a bug here, as roles can't cause any.
+            turns: Receives messages on the idle lane itself; None if other threads always do.
+            own_thread: Whether the lane has its own thread. The process doesn't wait for this thread, nor for threads
+                that role code starts there.
+            on_end: Called on the lane after the last call.
         """
         self._queue: queue.SimpleQueue[_Item] = queue.SimpleQueue()
         self._on_end = on_end
@@ -152,7 +152,7 @@ class Lane:
         self._turns = turns
         self._order = LaneOrder(scope)
         self.running = self._order.running
-        self.tasks: Tasks | None = None  # of async methods, once there was one
+        self.tasks: Tasks | None = None  # made for the first async call
         self._places = 0
         self._over = threading.Event()
         self.thread = threading.main_thread()
@@ -162,29 +162,29 @@ class Lane:
 
     @property
     def last_hold(self) -> int:
-        """The last hold in which it was back."""
+        """Number of the last hold in which the lane was back."""
         return self._order.reported
 
     def last(self) -> Work | None:
-        """The last of the calls that run; from any thread."""
+        """Return the last running call, or None; from any thread."""
         running = dict(self.running)
         return running[max(running)] if running else None
 
     def started(self) -> list[Work]:
-        """The calls that run; from any thread."""
+        """Return the running calls; from any thread."""
         return [work for work in dict(self.running).values() if work.began]
 
     @property
     def waiting(self) -> int:
-        """How many calls haven't begun, nearly: holds on their way count, too; from any thread."""
+        """Approximate number of queued calls (holds on their way included); from any thread."""
         return self._order.waiting + self._queue.qsize()
 
     # -- from the receiving thread
 
     def hold(self, number: int, failed: int) -> None:
-        """Take up no work from the failed call on; nobody waits for that one any more.
+        """Begin no call from the failed one on, and give up the failed call.
 
-        Roles (call 0) are constructed nevertheless, so that every rank on which that fails says so.
+        Roles (call 0) are constructed nevertheless, so that every rank with a failing constructor reports the failure.
         """
         item = self._order.hold(number, failed)
         self.give_up(failed, failed)
@@ -192,19 +192,19 @@ class Lane:
 
     @property
     def resumed(self) -> int:
-        """The last hold that is over: the same on all ranks for a call that all of them begin."""
+        """Number of the last finished hold: equal on all ranks for a call that all ranks begin."""
         return self._order.resumed
 
     def hold_up(self, token: int, seq: int) -> bool:
-        """Don't begin a call before it is decided whether it is withdrawn; False when it has been begun already."""
+        """Hold up a call until a decision about the withdrawal; False if the call has begun already."""
         return self._order.hold_up(token, seq)
 
     def decide(self, token: int, dropped: int | None) -> None:
-        """Go on after `hold_up`, without the call that is dropped, if it is."""
+        """Go on after `hold_up`, without the dropped call, if any."""
         self.put(lane_order.Decided(token, dropped))
 
     def cancel(self, first: int, last: int) -> None:
-        """Tell running calls of these numbers that they had better end, if they look; their results still count."""
+        """Mark running calls of these numbers as cancelled, for role code to check; their results still count."""
         rest = False
         for seq, work in list(self.running.items()):
             work.cancelled, rest = work.cancelled or first <= seq <= last, rest or work.kept > 0
@@ -212,17 +212,17 @@ class Lane:
             self.look_around()
 
     def give_up(self, first: int, last: int) -> None:
-        """Nobody waits for calls of these numbers any more: those that run end as soon as they can."""
+        """Cancel calls of these numbers for which nobody waits any more; running ones end as soon as possible."""
         self.cancel(first, last)
         self.put(_GivenUp(first, last))
 
     def stop(self) -> None:
-        """Begin nothing any more for this driver, which is about to close; what runs has a while to end."""
+        """Begin no call any more for a driver that will close; running calls have a grace period."""
         self._order.stop()
         self.cancel(0, _NEVER)
 
     def do(self, action: Callable[[], object]) -> None:
-        """Do something on the lane that is no call, also during a hold: it must not raise."""
+        """Run an action on the lane that isn't a call, also during a hold. Must not raise."""
         self.put(_Action(action))
 
     def resume(self, number: int, withdrawn: frozenset[int]) -> None:
@@ -230,17 +230,17 @@ class Lane:
         self.put(lane_order.Resume(number, withdrawn))
 
     def pause(self, number: int) -> int:
-        """Begin no further call, and return the last one that was begun; `pause_after` or `go_on` follows."""
+        """Begin no further call, and return the number of the last begun one; `pause_after` or `go_on` follows."""
         return self._order.pause(number)
 
     def pause_after(self, number: int, last: int, keeps: bool, on_rest: Callable[[], object]) -> None:
-        """Begin no call after the last that any rank has begun, until `go_on`.
+        """Begin no call after the last one begun by any rank, until `go_on`.
 
         Args:
-            number: The pause's.
-            last: That of the call.
-            keeps: Whether calls that run may stop at their pause points.
-            on_rest: Called on the lane once nothing goes on here.
+            number: Number of the pause.
+            last: Number of the last call to begin.
+            keeps: Whether running calls may stop at their pause points.
+            on_rest: Called on the lane once nothing runs here.
         """
         self.put(lane_order.Pause(number, last, keeps, on_rest))
 
@@ -249,24 +249,24 @@ class Lane:
         self.put(lane_order.GoOn(number))
 
     def renew(self) -> None:
-        """Drop what a driver has left behind; the next one's calls and holds have numbers above the base."""
+        """Drop a former driver's calls; numbers of the next driver's calls and holds are above the base."""
         base = self._scope.base
         self.give_up(0, base)
         self.put(lane_order.Renewed(base))
 
     def take_unfinished(self) -> list[tuple[int, str]]:
-        """Return number and label of the calls that drivers have left unfinished here, once. On the lane."""
+        """Return number and label of calls that former drivers left unfinished, once. On the lane."""
         calls, self._order.unfinished = self._order.unfinished, []
         return [(call.seq, call.label) for call in calls if call.seq]
 
     def turn_to(self, lane: SocketLane) -> None:
-        """Messages come by another lane from now on."""
+        """Receive messages from another lane of the driver from now on."""
         self.put(_Turned(lane))
 
     def interrupt(self, error: BaseException) -> bool:
-        """The last of the async calls that run fails of an error, as what it awaits is cancelled; False if none does.
+        """Fail the last running async call with an error, and cancel the await; False when none runs.
 
-        On the lane, while it runs no step of theirs.
+        On the lane, between steps of async calls.
         """
         work = self.last()
         if work is None or self.tasks is None:
@@ -276,45 +276,46 @@ class Lane:
         return True
 
     def ends_soon(self) -> None:
-        """Hear that a call of a method that isn't async is about to say its end. On the lane."""
-        if self._turns is not None and not (self._order.waiting or self.tasks):  # else what runs next is here already
+        """Prepare to receive messages on the lane: a sync call is about to report the end. On the lane."""
+        # Otherwise the next call is here already.
+        if self._turns is not None and not (self._order.waiting or self.tasks):
             self._turns.soon()
 
     def waits(self) -> None:
-        """Hear that something is about to wait here, perhaps after `ends_soon`: the other thread receives meanwhile."""
+        """Return the receiving to the other thread: the lane is about to wait, perhaps after `ends_soon`."""
         if self._turns is not None and threading.current_thread() is self.thread:
             self._turns.over()
 
     def join(self) -> None:
-        """Wait until it has ended."""
+        """Wait until the lane has ended."""
         self._over.wait()
         if self.thread is not threading.main_thread():
             self.thread.join()
 
     def close(self) -> None:
-        """End the lane after what runs now, now that its scope is closed; queued work is dropped.
+        """End the lane after the running calls, now that the scope is closed; queued work is dropped.
 
-        What runs has its grace, in which its results still count: async methods go on awaiting, too.
+        Running calls have a grace period, in which their results still count: async methods go on awaiting, too.
         """
         self.cancel(0, _NEVER)
         self.put(None)
 
     def look_again(self) -> None:
-        """Something has come: have the lane see that, if it doesn't wait for its queue alone."""
+        """Wake the lane for a new item, if the lane waits for more than the queue."""
         if self._turns is not None:
             self._turns.wake()
         if self.tasks is not None:
             self.tasks.wake()
 
     def put(self, item: _Item) -> None:
-        """Queue work, or something else that the lane is to do."""
+        """Queue work, or another item for the lane."""
         self._queue.put(item)
         self.look_again()
 
     # -- on the lane
 
     def run(self) -> None:
-        """Be the lane until it is closed."""
+        """Run the lane until `close`."""
         try:
             while (work := self._next()) is not None:
                 if self._order.begins(work, len(self.tasks or ())):
@@ -322,21 +323,21 @@ class Lane:
                         self._start(work)
                     else:
                         self._run(work)
-                del work  # with its arguments, of which some are large
+                del work  # frees the arguments, which may be large
         except BaseException as error:
             self._on_broken(error)
         finally:
             if self._turns is not None:
                 self._turns.over()
-            self._on_end()  # first: roles may end what they have left in the loop
+            self._on_end()  # first: roles may end work in the loop
             if self.tasks is not None:
                 self.tasks.close()
             self._over.set()
 
     def _next(self) -> Work | None:
-        """The next call to begin, or None to end."""
+        """Return the next call to begin, or None to end."""
         while True:
-            if self._is_plain():  # as nearly always: the next item in the queue is what to do
+            if self._is_plain():  # nearly always: the next item in the queue is the next call
                 item = self._queue.get()
                 if isinstance(item, Work):
                     return item
@@ -349,20 +350,20 @@ class Lane:
             self._take()
 
     def _tell(self, runs: int) -> None:
-        """Tell what is to be told of a lane on which so many calls run, and nothing can begin."""
+        """Report a hold or pause that this lane has reached, with this number of running calls."""
         if (back := self._order.back(runs)) is not None:
             self._on_held(*back)
         if (pause := self._order.rests(runs)) is not None:
             pause.on_rest()
 
     def _is_plain(self) -> bool:
-        """Whether nothing runs, waits or is held, and something has come."""
+        """Return whether nothing runs, waits or is held, and an item has arrived."""
         if self._loop_goes_on() or self._scope.closed is not None or not self._order.is_plain:
             return False
         return self._turns is None or self._turns.wait(self._has_news)
 
     def _take(self) -> None:
-        """Wait for something to happen and take note of it."""
+        """Wait for news and handle all items."""
         if self._loop_goes_on():
             assert self.tasks is not None
             if self._turns is not None:
@@ -376,18 +377,18 @@ class Lane:
         self._note_all()
 
     def _loop_goes_on(self) -> bool:
-        """Whether calls await something, or role code has left something in the loop."""
+        """Return whether calls await something, or role code has left work in the loop."""
         if self.tasks is None:
             if "asyncio" not in sys.modules:
                 return False
-            return self._with_loop().go_on()  # what role code had as its current loop, before there was a call
+            return self._with_loop().go_on()  # role code may have used a current loop before the first async call
         return len(self.tasks) > 0 or self.tasks.go_on()
 
     def _has_news(self) -> bool:
         return not self._queue.empty()
 
     def _note_all(self) -> None:
-        while self._has_news():  # nobody else takes from it
+        while self._has_news():  # no other thread takes from the queue
             self._note(self._queue.get())
 
     def _note(self, item: _Item) -> None:
@@ -416,13 +417,13 @@ class Lane:
     # -- pause points
 
     def keeps(self) -> bool:
-        """Whether the call that runs is to stop at its next pause point."""
-        if not self.tasks and threading.current_thread() is self.thread:  # else the lane takes note by itself
+        """Return whether the running call should stop at the next pause point."""
+        if not self.tasks and threading.current_thread() is self.thread:  # otherwise the lane handles items by itself
             self._note_all()
         return self._order.keeps
 
     def rest_here(self, work: Work, goes_on: Callable[[], bool]) -> None:
-        """Wait amid a call that isn't async, at one of its pause points; who changes something has it `look_around`."""
+        """Block a sync call at a pause point; code that changes the condition calls `look_around`."""
         self._rests(work, 1)
         try:
             self._wait(goes_on, may_begin=True)
@@ -430,9 +431,9 @@ class Lane:
             self._rests(work, -1)
 
     async def rest(self, work: Work, until: asyncio.Future[None] | None = None) -> None:
-        """Wait at a pause point of an async call, until the lane has heard something, or until what is given is done.
+        """Wait at a pause point of an async call for any news of the lane, or for a given future.
 
-        A call rests when all that goes on in it does (`Work.active_tasks`).
+        A call rests when all tasks in it do (`Work.active_tasks`).
         """
         assert self.tasks is not None
         with self.resting(work):
@@ -440,7 +441,7 @@ class Lane:
 
     @contextlib.contextmanager
     def resting(self, work: Work) -> Iterator[None]:
-        """A block in which something of an async call only waits."""
+        """Return a block in which a task of an async call only waits."""
         assert self.tasks is not None
         self._rests(work, 1)
         self.tasks.look()
@@ -454,7 +455,7 @@ class Lane:
         self._order.resting = sum(0 < each.kept >= each.active_tasks for each in self.running.values())
 
     def stand(self, is_over: Callable[[], bool]) -> None:
-        """Stand still amid a call until something is over; who ends that has the lane `look_around`."""
+        """Stand still during a call until a condition holds; code that ends the wait calls `look_around`."""
         self._order.standing += 1
         try:
             self._wait(is_over, may_begin=False)
@@ -462,11 +463,11 @@ class Lane:
             self._order.standing -= 1
 
     def look_around(self) -> None:
-        """Something may be over; from any thread."""
+        """Wake a waiting lane for new checks; from any thread."""
         self.do(lambda: None)
 
     def _wait(self, goes_on: Callable[[], bool], may_begin: bool) -> None:
-        """Do amid a call what a lane does that waits, so that nothing waits for it."""
+        """Handle the lane's items during a call, so that nothing waits for this lane."""
         while not goes_on():
             self._tell(runs := len(self.running))
             if not may_begin or (other := self._order.next_stand(runs)) is None:
@@ -477,14 +478,14 @@ class Lane:
     # -- async methods
 
     def have_places(self, count: int) -> None:
-        """So many calls, or rows, of one async method run at once here, at most."""
+        """Size the loop's executor for the concurrent calls, or rows, of one async method."""
         if count > self._places:
             self._places = count
             if self.tasks is not None:
                 self.tasks.have_threads(count)
 
     def have_loop(self) -> None:
-        """See that role code that is about to run has a current event loop; without asyncio nobody asks for one."""
+        """Ensure a current event loop for role code; without asyncio, no code asks for one."""
         if "asyncio" in sys.modules:
             self._with_loop()
 
@@ -498,7 +499,7 @@ class Lane:
 
     def _start(self, work: Work) -> None:
         coroutine = work.run(work)
-        if coroutine is None or isinstance(coroutine, bool):  # it failed before there was anything to await
+        if coroutine is None or isinstance(coroutine, bool):  # the call failed before the first await
             del self.running[work.seq]
             if not coroutine:
                 self._order.failed(work)
@@ -506,7 +507,7 @@ class Lane:
         self._with_loop().begin(work.seq, self._await(work, coroutine))
 
     def _give_up(self, first: int, last: int) -> None:
-        for seq, work in list(self.running.items()):  # one that isn't async is at a pause point, and looks by itself
+        for seq, work in list(self.running.items()):  # a sync call at a pause point checks the mark by itself
             if first <= seq <= last and self.tasks is not None and work.concurrency:
                 work.given_up = True
                 self.tasks.cancel(seq)

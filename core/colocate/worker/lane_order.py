@@ -1,12 +1,12 @@
-"""Order and the hold, the worker's half: which call a lane begins next. Without threads, sockets and clocks.
+"""Order and the hold, the worker's half: the choice of a lane's next call, without threads, sockets and clocks.
 
-After a failed call no rank takes up that call or a later one until all ranks are back; earlier ones it still runs, as
-others may wait for their results. This rank stops itself when a call fails here, and on the driver's word when one
-failed elsewhere. Holds are numbered; the lane is held while the highest hold that it knows of hasn't been resumed.
+After a failed call no rank begins that call or a later one until all ranks are back; earlier ones still run, as other
+ranks may wait for their results. This rank stops by itself when a call fails here, and on the driver's word when one
+failed elsewhere. Holds are numbered; the lane is held while its highest known hold hasn't been resumed.
 `_calls/order.py` has the driver's half.
 
-A lane of a background role can be paused: the ranks agree on the last call that they begin, and nothing after it begins
-until they go on, but for calls that have a place in all lanes. For those a lane only stands still.
+The lane of a background role can be paused: the ranks agree on the last call to begin, and no later one begins until
+they go on, except for calls with a place in all lanes. For those a lane only stands still.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _NEVER = sys.maxsize
 
 @attrs.frozen
 class Hold:
-    """A hold has begun; everything that was sent before the failed call comes before this."""
+    """A hold has begun; everything sent before the failed call comes before this item."""
 
     number: int
 
@@ -43,7 +43,7 @@ class Resume:
 
 @attrs.frozen
 class Decided:
-    """A decision whether a call that was held up is dropped; see `LaneOrder.hold_up`."""
+    """Decision whether a held-up call is dropped; see `LaneOrder.hold_up`."""
 
     token: int
     dropped: int | None
@@ -51,17 +51,17 @@ class Decided:
 
 @attrs.frozen
 class Renewed:
-    """A driver has let go; calls and holds of the next one have numbers above the base."""
+    """A driver has released the worker; numbers of the next driver's calls and holds are above the base."""
 
     base: int
 
 
 @attrs.frozen
 class Pause:
-    """Begin no call after this one until `GoOn`; what has come for which the lane stands still comes before those.
+    """Begin no call after `last` until `GoOn`; a barrier queued meanwhile is moved before the held-up calls.
 
-    `keeps`: calls that run may stop at their next pause point, once that last one has begun.
-    `on_rest`: Called on the lane once nothing goes on here.
+    `keeps`: running calls may stop at their next pause point, once the last call has begun.
+    `on_rest`: Called on the lane once nothing runs here.
     """
 
     number: int
@@ -72,7 +72,7 @@ class Pause:
 
 @attrs.frozen
 class GoOn:
-    """A pause is over, and so are those before it."""
+    """End a pause, and all pauses before."""
 
     number: int
 
@@ -83,90 +83,91 @@ Item: TypeAlias = Hold | Resume | Decided | Renewed | Pause | GoOn
 class LaneOrder:
     """The calls of one lane.
 
-    What is heard by the thread that receives holds at once; what has to keep its place among the calls is an item,
-    which the lane notes when it comes to that.
+    Methods of the receiving thread hold at once; items keep their place among the calls, and take effect when the lane
+    notes them.
 
     Attributes:
-        running: Those that run, by number.
-        resumed: The last hold that is over: the same on all ranks for a call that all of them begin.
-        reported: The last hold in which it was back.
-        resting: How many of those that run have stopped at a pause point.
-        standing: How many of them only stand still for another lane.
-        unfinished: Calls of a driver that has let go which have failed here, or never begun.
+        running: Running calls by number.
+        resumed: The last finished hold: equal on all ranks for a call that all ranks begin.
+        reported: The last hold in which this lane was back.
+        resting: Number of running calls that have stopped at a pause point.
+        standing: Number of running calls that only stand still for another lane.
+        unfinished: A former driver's calls that have failed here, or never begun.
     """
 
     def __init__(self, scope: Scope) -> None:
-        """Begin with none. Args: scope: Which drivers' calls count, and whether the worker ends."""
+        """Make an empty order. Args: scope: Says which drivers' calls count, and whether the worker ends."""
         self.running: dict[int, Work] = {}
         self.unfinished: list[Work] = []
         self.resumed = self.reported = self.resting = self.standing = 0
         self._paused: Pause | None = None
         self._told_rest = False
-        # Of calls for which it stands still and that come before what a pause holds up, behind which call they come.
+        # Places of barriers that were moved before a pause's held-up calls.
         self._places: dict[int, float] = {}
         self._scope = scope
         self._waiting: deque[Work] = deque()
         self._held = self._noted = 0
-        self._limits: dict[int, int] = {}  # by hold that isn't over: only calls before this one begin
-        # By question, calls that may be withdrawn; by pause, of negative numbers here, the first that it holds up:
-        # they and later ones wait.
+        self._limits: dict[int, int] = {}  # by unfinished hold, the first call that doesn't begin
+        # By question, calls that may be withdrawn; by pause (as negative numbers), the first held-up call. These and
+        # later calls wait.
         self._held_up: dict[int, int] = {}
         self._begun = -1
-        self._stopped_for = -1  # the base of the driver that wants nothing begun any more
+        self._stopped_for = -1  # the base of the driver that stops
 
     @property
     def waiting(self) -> int:
-        """How many have come and not begun."""
+        """Number of queued calls."""
         return len(self._waiting)
 
-    # -- heard by the thread that receives
+    # -- called by the receiving thread
 
     def hold(self, number: int, failed: int) -> Hold:
-        """Take up no call from the failed one on. What is returned is an item.
+        """Begin no call from the failed one on; return the item for the lane.
 
-        Roles (call 0) are constructed nevertheless, so that every rank on which that fails says so.
+        Roles (call 0) are constructed nevertheless, so that every rank with a failing constructor reports the failure.
         """
         self._limit_to(number, max(failed, 1))
         self._held = max(self._held, number)
         return Hold(number)
 
     def hold_up(self, token: int, seq: int) -> bool:
-        """Don't begin a call before it is decided whether it is withdrawn; False when it has been begun already."""
-        self._held_up[token] = seq  # before looking: what the lane begins after this it has looked at this for
+        """Hold up a call until a decision about the withdrawal; False if the call has begun already."""
+        # Set before the check: a call that the lane begins later is checked against this entry.
+        self._held_up[token] = seq
         return seq not in self.running and seq > self._begun
 
     def pause(self, number: int) -> int:
-        """Begin no further call, and return the last one that was begun. A `Pause` or `GoOn` follows."""
-        self._held_up[-number] = 1  # before looking, as above
+        """Begin no further call, and return the number of the last begun one. A `Pause` or `GoOn` follows."""
+        self._held_up[-number] = 1  # set before the check, as above
         begun = max((seq for seq, call in list(self.running.items()) if not call.stands), default=0)
         return max(begun, self._begun)
 
     def stop(self) -> None:
-        """Begin nothing any more for this driver, which is about to close."""
-        # Before anybody looks at what runs: what the lane begins after this it has looked at this for.
+        """Begin no call any more for a driver that will close."""
+        # Set before any check of running calls: a call that the lane begins later is checked against this value.
         self._stopped_for = self._scope.base
 
     # -- on the lane
 
     @property
     def is_plain(self) -> bool:
-        """Whether the next call that comes is the next to begin, as nearly always: nothing waits or is held."""
+        """Whether the next arriving call begins at once, as nearly always: nothing waits or is held."""
         return not (self._waiting or self._is_limited or self.reported < self._held)
 
     def next(self, overlapping: int) -> Work | None:
-        """Take the next of those that wait, if it may begin beside so many async ones that run."""
+        """Pop the next queued call, if the call may begin beside this number of running async calls."""
         if self._waiting and self._scope.closed is None and self._may_begin(self._waiting[0], overlapping):
             return self._waiting.popleft()
         return None
 
     def next_stand(self, overlapping: int) -> Work | None:
-        """As `next`, amid a call that isn't async: only what the lane stands still for may begin beside it."""
+        """Pop the next item during a sync call: only a barrier, for which the lane stands still, may begin."""
         return self.next(overlapping) if self._waiting and self._waiting[0].stands else None
 
     def begins(self, call: Work, overlapping: int) -> bool:
-        """Note that a call runs; False when a hold, or the end, has come meanwhile and looked at what runs before."""
+        """Record a call as running; False if a hold, or the end, has come meanwhile, after a check of running calls."""
         self.running[call.seq] = call
-        if self._scope.let_go(call.seq):  # its driver has let go, of which the queue will tell
+        if self._scope.let_go(call.seq):  # the call's driver has released the worker, and a queued item will say so
             del self.running[call.seq]
             self.unfinished.append(call)
             call.drop()
@@ -182,22 +183,22 @@ class LaneOrder:
         return False
 
     def put_back(self, call: Work) -> None:
-        """Have a call be the next again."""
+        """Queue a call again as the next one."""
         self._waiting.appendleft(call)
 
     def failed(self, call: Work) -> None:
-        """A call has failed here: this rank stops by itself."""
-        if self._scope.let_go(call.seq):  # nobody leads the hold that would follow
+        """Record a failed call: this rank stops by itself."""
+        if self._scope.let_go(call.seq):  # no driver leads the hold that would follow
             self.unfinished.append(call)
             return
-        # The hold that this failure will lead to is the next one, unless one is under way already.
+        # The hold that follows this failure is the next one, unless a hold is under way already.
         self._noted = self._held = max(self._held, self.resumed + 1)
         self._limit_to(self._held, call.seq)
 
     def back(self, overlapping: int) -> tuple[int, int] | None:
-        """A hold, and the highest call begun, if it is to be told now that this rank is back; once for each hold.
+        """Return a hold to report and the highest call begun, once for each hold, when this rank is back.
 
-        It is when nothing runs, and nothing that came before the failed call waits; but for what a pause holds up.
+        A rank is back when nothing runs, and no call before the failed one waits, except for calls held up by a pause.
         """
         if overlapping > self._at_rest or self.reported >= self._held or self._noted < self._held:
             return None
@@ -209,18 +210,18 @@ class LaneOrder:
 
     @property
     def keeps(self) -> bool:
-        """Whether calls that run are to stop at their pause points."""
+        """Whether running calls should stop at their pause points."""
         return self._paused is not None and self._paused.keeps and self._has_begun_all
 
     def rests(self, overlapping: int) -> Pause | None:
-        """A pause, if it is to be told now that it has come to rest: nothing goes on; once for each pause."""
+        """Return a pause to report, once for each pause, when nothing runs."""
         if self._told_rest or self._paused is None or overlapping > self._at_rest or not self._has_begun_all:
             return None
         self._told_rest = True
         return self._paused
 
     def note(self, item: Work | Item) -> None:
-        """Come to a call, or to another item."""
+        """Queue a call, or apply another item."""
         if isinstance(item, Hold):
             self._noted = max(self._noted, item.number)
         elif isinstance(item, Resume):
@@ -252,7 +253,7 @@ class LaneOrder:
             self._paused = None
 
     def _put_first(self, calls: Iterable[Work]) -> None:
-        """Have calls come before those that a pause holds up: on all ranks, to which messages come in one order."""
+        """Move barriers before a pause's held-up calls: on all ranks, which get messages in one order."""
         assert self._paused is not None
         for call in calls:
             self._places.setdefault(call.seq, self._paused.last + 0.5)
@@ -266,16 +267,16 @@ class LaneOrder:
 
     @property
     def _has_begun_all(self) -> bool:
-        """Whether all calls have begun that come before a pause."""
+        """Whether all calls before a pause have begun."""
         return self._paused is None or not self._waiting or self._place(self._waiting[0]) > self._paused.last
 
     @property
     def _at_rest(self) -> int:
-        """How many of those that run don't go on."""
+        """Number of running calls that stand still or rest."""
         return self.standing + (self.resting if self._paused is not None and self._paused.keeps else 0)
 
     def _forget(self, base: int) -> None:
-        """Nothing is known of what a driver did that has let go. The next one's first hold may be known already."""
+        """Drop all state of a former driver. The next driver's first hold may be known already."""
         for number in [number for number in list(self._limits) if number <= base]:
             del self._limits[number]
         for token in [token for token, seq in list(self._held_up.items()) if seq <= base or token < 0]:
@@ -300,11 +301,11 @@ class LaneOrder:
             return False
         if call.stands:
             return overlapping <= self._at_rest
-        # Async methods overlap up to their own limit; a sync one is a barrier, whose turn comes when nothing runs.
+        # Async methods overlap up to their limit; a sync one is a barrier that begins when nothing runs.
         return overlapping < max(1, call.concurrency)
 
     def _limit_to(self, number: int, failed: int) -> None:
-        # Each hold has its own: the next one may be heard of before the lane has taken note of the end of this one.
+        # Each hold has a separate limit: the next hold may arrive before the lane has noted the end of the last.
         self._limits[number] = min(self._limits.get(number, _NEVER), failed)
 
     @property

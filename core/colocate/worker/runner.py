@@ -1,4 +1,4 @@
-"""What a worker's lanes do: they construct roles, and run their methods."""
+"""Execution on a worker's lanes: roles are constructed, and their methods run."""
 
 from __future__ import annotations
 
@@ -37,29 +37,29 @@ from colocate.worker.settings import OwnSettings, Steps, own_block
 
 
 class Runner:
-    """Runs what a lane of a host gives it, on that lane, and answers."""
+    """Runs a lane's work, on the lane, and sends the results."""
 
     def __init__(
         self, worker_context: WorkerContext, broken: Callable[[str], None], background: Background | None = None
     ) -> None:
-        """Make it.
+        """Make a runner.
 
         Args:
-            worker_context: Whose roles it constructs and runs.
-            broken: What the worker is told when it can't run them any more.
-            background: Whose lane it is; None for the main one.
+            worker_context: The worker whose roles are constructed and run.
+            broken: Called with a reason when the worker can't run its roles any more.
+            background: The background role with the lane; None for the main lane.
         """
         self._worker_context = worker_context
         self._broken = broken
         lane = worker_context if background is None else background
         self._lane, self._device, self._setting = lane.lane, lane.device, lane.setting
         self._background, self._is_main = background, background is None
-        # In a process of its own the main lane's thread is the main one, which is never the framework's.
+        # In a worker process the main lane's thread is the main one, never one of colocate's.
         has_thread = worker_context.in_process or not self._is_main
         self._role_code, self._awaited_code = RoleCode(has_thread), RoleCode(has_thread=False)
 
     def build(self, work: Work) -> bool:
-        """Construct this slot's roles, and restore them if that is asked for; whether it went well."""
+        """Construct this slot's roles, and restore the roles if requested; return whether everything went well."""
         worker_context = self._worker_context
         message = work.message
         assert isinstance(message, to_worker.Build)
@@ -68,7 +68,7 @@ class Runner:
             worker_context.definitions.compare_modules()
             for name, plain in message.given.items():
                 worker_context.part(name).given(plain)
-        except Exception as error:  # of torch, say, which can't make the default group
+        except Exception as error:  # torch's, say, when the default group can't be made
             self._failed(0, None, None, error)
             return False
         builds: list[RoleBuild] = worker_context.codec.unpack(work.body, None)
@@ -110,14 +110,14 @@ class Runner:
         return True
 
     def call(self, work: Work) -> Any:
-        """Run a method; whether it went well, or a coroutine that says so.
+        """Run a method; return whether the call went well, or a coroutine with that result.
 
-        What only some roles, devices or drivers need is asked for here, so that it costs the others nothing.
+        Steps for only some roles, devices or drivers are conditional, so that other calls don't pay for them.
         """
         worker_context = self._worker_context
         call = work.message
         assert isinstance(call, to_worker.Call)
-        body, work.body = work.body, None  # it may be large, and the role remembers its last call
+        body, work.body = work.body, None  # frees the body, which may be large: the role refers to the last call
         role = work.role
         assert role is not None
         spec: MethodSpec = work.spec
@@ -130,7 +130,7 @@ class Runner:
             if worker_context.enters:
                 for enters in worker_context.enters:
                     enters(call.seq, role, spec)
-            if self._device.is_gpu and not spec.is_async:  # not where others run beside it
+            if self._device.is_gpu and not spec.is_async:  # only for sync calls, as others run beside async ones
                 work.allocated = self._device.begin()
             if worker_context.begins and not spec.revives:
                 for begins in worker_context.begins:
@@ -144,7 +144,7 @@ class Runner:
             work.valid_rows = resolver.valid if call.valid is None and resolver is not None else call.valid
             if spec.padded is not None:
                 work.rows = batch.rows(arguments[spec.padded], spec.padded)
-            if not spec.is_async and "asyncio" in sys.modules:  # else nobody asks for a current loop
+            if not spec.is_async and "asyncio" in sys.modules:  # without asyncio, no code asks for a current loop
                 self._lane.have_loop()
             code = spec.call if spec.feature is None else worker_context.part(spec.feature).runs(work, role)
             with self._role_code:
@@ -159,7 +159,7 @@ class Runner:
             worker_context.left(call.seq)
             work.body = body
             return None
-        except BaseException as error:  # whatever role code raises is the caller's to see, SystemExit included
+        except BaseException as error:  # any error of role code is the caller's to see, SystemExit included
             worker_context.left(call.seq)
             worker_context.peers.given_back(work.seq, work.label)
             worker_context.wait_for_cause(error, role.name)
@@ -172,9 +172,9 @@ class Runner:
         return True
 
     def close(self) -> None:
-        """Have roles of the lane end what they have begun, the last first: by a method `close`, if they have it.
+        """End the background work of the lane's roles, last role first, by their `close` hooks.
 
-        What one raises is told, and the next one's turn comes.
+        An error is printed, and the next role follows.
         """
         background = self._worker_context.background
         for role in reversed([*self._worker_context.roles.values()]):
@@ -184,7 +184,7 @@ class Runner:
             try:
                 with self._role_code:
                     role.close()
-                if role.name is not None:  # what functions run in is a role without one
+                if role.name is not None:  # the runner of functions is a role without a name
                     for part in self._worker_context.parts.values():
                         part.closed(role.name)
             except BaseException as error:
@@ -212,7 +212,7 @@ class Runner:
         resolver: Resolver | None,
         start: float,
     ) -> bool:
-        # A task has a context of its own, in which nothing has to be reset.
+        # A task has a separate context, so that nothing has to be reset.
         set_current(role.ctx)
         running_call.set(work)
         own_block.set(partial(OwnSettings, self._setting))
@@ -287,9 +287,9 @@ class Runner:
             if work.rows is not None and (result is not None or counts(spec, role.ctx)):
                 result = without_padding(result, work.rows, work.valid_rows, label)
             if result is not returned and device.is_gpu:
-                device.end(label)  # with what was copied of it
+                device.end(label)  # the copies above
             is_of_worker = call.method in GROUP_WIDE_CALLS
-            if is_of_worker:  # what changes there is no resident, and they have looked whether there is room
+            if is_of_worker:  # such calls change no residents, and features have checked for room
                 worker_context.changed(None)
             else:
                 if worker_context.store.entries or resolver is not None or work.watches:
@@ -302,7 +302,7 @@ class Runner:
                     told = {**(told or {}), **plain}
             taken = summed(work.taken) if work.taken else ()
             body = None if result is None or call.keep is not None else worker_context.packed(result, label)
-            if put_off and self._is_main and not is_of_worker:  # of which each has done all that it does, or nothing
+            if put_off and self._is_main and not is_of_worker:  # a call on a whole worker is never cut short
                 raise_put_off()
             kept = None
             if call.keep is not None:
@@ -324,14 +324,14 @@ class Runner:
 
     def _check_writes(self, work: Work, role: RoleInstance, resolver: Resolver | None) -> None:
         worker_context, label = self._worker_context, work.label
-        # All of them, so that nobody gets what any has become.
+        # All are listed first, so that nobody reads a changed value.
         written = self._writes(work, role.name)
         if resolver is not None:
             written += [
                 (key, maker, by or label) for key, maker, by in worker_context.peers.given_back(work.seq, label)
             ]
-            # As if they were here, since of several ranks one has the very value: which is heard of first makes no
-            # difference.
+            # As if these residents were here: among several ranks one has the value itself, and the order of reports
+            # must make no difference.
             written += [(source.key, source.label, self._suspects(work)) for source in resolver.written()]
         for key, maker, by in written:
             raise _written(by, maker, key)
@@ -340,16 +340,16 @@ class Runner:
                 raise RoleError(f"{label} changed its argument {name!r} in place; {_CURE}")
 
     def _writes(self, work: Work, role: str | None) -> list[tuple[int, str, str]]:
-        """Return what a call has written into of the residents here."""
+        """Return the residents here that a call has written into."""
         store = self._worker_context.store
-        # A role may write into what it got now, or into what it returned before and still refers to.
+        # A role may write into its arguments, or into a former result that the role still refers to.
         everything = store.strict or role is None  # a function may have asked any role for anything
         keys = None if everything else dict.fromkeys((*work.used, *store.made_by(role or "")))
         by = self._suspects(work)
         return [(key, maker, by) for key, maker, _ in store.written(keys, by)]
 
     def _suspects(self, work: Work) -> str:
-        """Return who may have written into what a call could: it, or one that runs beside it on another lane."""
+        """Return the label of the calls that may have written: this one, and those running on other lanes."""
         context = self._worker_context
         if not context.background:
             return work.label
@@ -365,9 +365,9 @@ class Runner:
     ) -> None:
         worker_context = self._worker_context
         error = worker_context.blamed(error, role)
-        worker_context.changed(role)  # it has let go of something, or has something besides
+        worker_context.changed(role)  # the role may have released or kept memory
         if failure.is_out_of_memory(error):
-            # There is perhaps no memory even to look.
+            # There may be too little memory even for the look.
             with suppress(RoleError, MemoryError, CapabilityError):
                 failure.note(error, worker_context.who_has_what())
         self._lane.waits()
@@ -375,18 +375,19 @@ class Runner:
         secondary = isinstance(error, Consequence) or (work is not None and work.given_up)
         secondary = secondary or (self._is_main and worker_context.is_consequence())
         told, body = failure.failed(error, worker_context.codec, worker_context.definitions, role, secondary)
-        if not worker_context.scope.let_go(seq):  # otherwise nobody would lead the hold that follows
+        if not worker_context.scope.let_go(seq):  # otherwise no driver leads the hold that follows
             taken = summed(work.taken) if work is not None and work.taken else ()
             end = time.time()
             start = end if work is None else work.began
             lane = "" if self._is_main or role is None else role
             worker_context.say(from_worker.Failed(seq, told, parts, start, end, taken, lane), body)
-        if keep is not None:  # who uses it fails of that in turn, and is to be heard of later than this
+        if keep is not None:  # dependents fail of this in turn, and should be reported later
             worker_context.store.fail(keep, f"{told.type}: {told.text}")
-        # Not before it is told: what the device has to do may wait for other ranks, which hear of it by that.
+        # Checked after the report: the device's work may wait for other ranks, which learn of the failure by the
+        # report.
         if seq and (lost := self._device.why_lost()) is not None:
             self._broken(lost)
-        elif work is not None:  # it may have written before it failed, of which no other call is to be told
+        elif work is not None:  # the call may have written before the failure: later calls mustn't be blamed
             self._writes(work, role)
 
 
