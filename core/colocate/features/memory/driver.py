@@ -108,7 +108,8 @@ class MemoryOfGroup(OfGroup):
         group, home = self._worker_group, self._worker_group.home
         with home.telling:
             worker.parts["memory"] = message.roles
-            for other in home.beside(group, worker.slot) if home.closed_by is None else ():  # else detached
+            # The workers of a detached pool run on after this driver's close, and so keep their memory.
+            for other in home.beside(group, worker.slot) if home.closed_by is None else ():
                 other.send(Beside(group.name, message.roles))
 
     # -- for users
