@@ -20,10 +20,10 @@ LAST = "(after the last call)"
 class Piece:
     """An interval in which a slot's call did nothing but communicate.
 
-    start: The start, in seconds of the driver's clock.
+    Attributes:
+        start: The start, in seconds of the driver's clock.
         end: The end.
         met: The arrival of the last participant: until then the slot waited for the others.
-        met: Since when all that have a part were there: before that the slot waited for them.
     """
 
     start: float
@@ -35,9 +35,9 @@ class Piece:
 class Part:
     """The time of one method of one role.
 
-    calls: The number of calls, on all slots.
+    Attributes:
+        calls: The number of calls, on all slots.
         seconds: The seconds of all slots, by kind of work or wait.
-        seconds: By what the time went into, of all slots.
     """
 
     calls: int = 0

@@ -155,8 +155,8 @@ class RowsCall(PendingCall, abc.ABC):
         on_error: The effect of an error of one row.
         count: The number of rows.
         ends: The outcome of each ended row, by index: the slot, and the packed value or an error.
-        heard: Called with the call and the index of each ended row, on a thread of the framework, with the order's lock
-        held.
+        heard: Called with the call and the index of each ended row, on a framework thread, with the order's lock held.
+        is_read: Whether rows are read one by one; otherwise the call's value has all rows.
         order: The order of the group's calls.
     """
 
