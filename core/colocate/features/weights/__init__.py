@@ -1,1 +1,1 @@
-"""The weights of a role reach another one: `colocate.sync_weights`. The page: docs/weights.md."""
+"""Copies of a role's weights for another role: `colocate.sync_weights`. The page: docs/weights.md."""

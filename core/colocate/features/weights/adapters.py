@@ -1,8 +1,8 @@
-"""Weights of a model with adapters of PEFT's, as PEFT itself merges them, one layer at a time.
+"""Weights of a model with PEFT adapters, merged by PEFT itself, one layer at a time.
 
-A layer that has adapters gets a twin: the same classes and settings, with tensors of its own. PEFT merges the twin, and
-the model that trains is as before. A twin without memory (on the meta device) tells beforehand what will come, and
-whether PEFT can merge it at all.
+A layer with adapters gets a twin: the same classes and settings, with tensors of its own. PEFT merges the twin, and
+the trained model stays as it is. A twin without memory (on the meta device) gives names, shapes and dtypes in advance,
+and shows whether PEFT can merge the adapters at all.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from colocate.features.weights.weights import WeightSpec
 
 Tensors = dict[str, torch.Tensor]
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
-"""What modules that wrap others put before the names of these."""
+"""Prefixes that wrapping modules add to names."""
 
 
 class Part(NamedTuple):
-    """A weight that is merged as it comes.
+    """A weight that is merged on demand.
 
     Attributes:
-        layer: The layer that has it.
-        name: Its name in the layer that PEFT has wrapped.
-        spec: What it will be.
+        layer: The layer of the weight.
+        name: The weight's name in the layer that PEFT has wrapped.
+        spec: The merged weight's shape and dtype.
     """
 
     layer: AdaptedLayer
@@ -38,20 +38,20 @@ class Part(NamedTuple):
 
 
 def unwrapped(name: str) -> str:
-    """Return a name without what modules that wrap others put into it; some leave it out of their `state_dict`."""
+    """Return a name without the prefixes of wrapping modules; some of these leave the prefix out of `state_dict`."""
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
     return name
 
 
 def merged(module: nn.Module) -> dict[str, torch.Tensor | Part] | None:
-    """Return a model's weights as they are without PEFT, under the names of the model that PEFT wraps.
+    """Return a model's weights with adapters merged, under the names of the model that PEFT wraps.
 
     Returns:
-        The weights by name, or None where the model has no adapters.
+        The weights by name, or None if the model has no adapters.
 
     Raises:
-        ConfigError: PEFT can't merge the adapters, or what comes would not be what the model computes with.
+        ConfigError: PEFT can't merge the adapters, or the merged weights would differ from the model's computation.
     """
     if "peft" not in sys.modules:
         return None
@@ -80,7 +80,7 @@ def merged(module: nn.Module) -> dict[str, torch.Tensor | Part] | None:
 
 
 def _peft() -> tuple[Any, Any]:
-    """Return PEFT's modules with the classes of layers that it puts around others."""
+    """Return PEFT's modules with the base classes of wrapping layers."""
     return sys.modules["peft.tuners.tuners_utils"], sys.modules["peft.utils.other"]
 
 
@@ -94,7 +94,7 @@ def _modules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _above(name: str) -> Iterator[str]:
-    """Yield the paths of the modules that a weight lies in, the outermost first."""
+    """Yield the paths of the modules above a weight, the outermost first."""
     at = name.find(".")
     while at >= 0:
         yield name[:at]
@@ -102,7 +102,7 @@ def _above(name: str) -> Iterator[str]:
 
 
 def _outermost(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the layers that have adapters, but for those inside of others."""
+    """Yield the layers with adapters, without layers inside of others."""
     kinds, found = _layer_kinds(), set[str]()
     for path, each in _modules(module):
         if isinstance(each, kinds) and not any(above in found for above in _above(path)):
@@ -111,10 +111,10 @@ def _outermost(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _wraps(module: nn.Module) -> Iterator[tuple[str, str]]:
-    """Yield where PEFT has put something around a model: the path before, and what it adds to names.
+    """Yield PEFT's wrappers around models: the path in front, and the prefix added to names.
 
     Raises:
-        ConfigError: What it adds can't be merged into weights.
+        ConfigError: The adapters can't be merged into weights.
     """
     peft, (tuners, _) = cast("Any", sys.modules["peft"]), _peft()
     for path, each in _modules(module):
@@ -137,7 +137,7 @@ _ADVICE = "; send the adapters alone (adapters='alone'), to a role that has such
 
 
 def _named(name: str, wraps: list[tuple[str, str]]) -> str | None:
-    """Return the name of a weight without PEFT; None for what belongs to PEFT's own."""
+    """Return the name of a weight without PEFT's prefixes; None for a weight of PEFT's own."""
     for before, added in reversed(wraps):  # the innermost first
         if name.startswith(before):
             if not name.startswith(before + added):
@@ -147,28 +147,28 @@ def _named(name: str, wraps: list[tuple[str, str]]) -> str | None:
 
 
 class AdaptedLayer:
-    """The outermost of what PEFT has put around a layer of a model."""
+    """The outermost PEFT wrapper around a layer of a model."""
 
     def __init__(self, path: str, layer: nn.Module) -> None:
-        """`path`: where it is in the model."""
+        """`path`: the layer's path in the model."""
         self._path, self._layer = path, layer
 
     def parts(self) -> list[Part]:
-        """Return what will come of it.
+        """Return the names, shapes and dtypes of the merged weights.
 
         Raises:
-            ConfigError: PEFT can't merge its adapters.
+            ConfigError: PEFT can't merge the adapters.
         """
         try:
             found = self._weights(_without_memory)
-        except ConfigError:  # some kinds look at numbers as they merge, or PEFT says here why it can't
+        except ConfigError:  # some kinds need numbers to merge, or PEFT gives the reason only here
             found = self._weights(_own)
         return [Part(self, name, WeightSpec(tuple(each.shape), each.dtype)) for name, each in found.items()]
 
     def whole(self) -> Tensors:
-        """Return its weights with what the adapters add; the model's own where there is nothing to add.
+        """Return the layer's weights with the adapters merged; the model's own tensors without any active adapters.
 
-        Shards are gathered: all ranks call it.
+        Shards are gathered: all ranks must call this.
 
         Raises:
             ConfigError: As `parts`.
@@ -176,12 +176,12 @@ class AdaptedLayer:
         return self._weights(_own)
 
     def before(self) -> Tensors:
-        """Return the model's own tensors, as they would be without any adapter."""
+        """Return the model's own tensors, without any adapter."""
         layer = _twin(self._layer, lambda tensor: tensor)
         return _tensors(getattr(layer, "original_module", None) or _bare(layer, merge=False))
 
     def trained(self) -> set[int]:
-        """Return the memory of what is trained beside the layer's own tensors."""
+        """Return the addresses of the trained parameters besides the layer's own tensors."""
         own = {id(each) for each in self.before().values()}
         return {_address(each) for each in self._layer.parameters() if id(each) not in own}
 
@@ -192,7 +192,7 @@ class AdaptedLayer:
         try:
             with torch.no_grad():
                 bare = _bare(layer, merge=merges)
-        except Exception as error:  # whatever PEFT says to what it can't merge
+        except Exception as error:  # PEFT may raise anything here
             raise self._refusal(f"PEFT can't merge them: {type(error).__name__}: {error}") from error
         return _tensors(bare)
 
@@ -201,14 +201,14 @@ class AdaptedLayer:
         return (each for each in self._layer.modules() if isinstance(each, tuners.BaseTunerLayer))
 
     def _missing(self, layer: Any) -> bool:
-        """Whether adapters are to be merged into it yet."""
+        """Return whether a layer has active adapters that aren't merged yet."""
         return bool(layer._get_available_adapters() & {*layer.active_adapters} - {*layer.merged_adapters})
 
     def _check(self) -> None:
-        """Refuse what PEFT would merge into something else than the model computes with.
+        """Refuse adapters with a merge that would differ from the model's computation.
 
         Raises:
-            ConfigError: Adapters are disabled, or others are merged than are active, or weights are quantized.
+            ConfigError: Adapters are disabled, merged and active adapters differ, or weights are quantized.
         """
         tuners, _ = _peft()
         for each in self._layer.modules():
@@ -238,19 +238,19 @@ class AdaptedLayer:
 
 
 def _kind(layer: nn.Module) -> str:
-    """Return a class as PEFT's users know it: `lora.Linear`."""
+    """Return a class name familiar to PEFT's users: `lora.Linear`."""
     cls = next((each for each in type(layer).__mro__ if each.__module__.startswith("peft.")), type(layer))
     words = cls.__module__.split(".")
     return f"{words[2]}.{cls.__name__}" if words[1:2] == ["tuners"] else cls.__name__
 
 
 def _refuse_parted(found: Mapping[str, torch.Tensor | Part]) -> None:
-    """Refuse names that were one weight, as a tied head and embeddings, and are different ones with adapters.
+    """Refuse tied weights, as of a head and embeddings, that adapters make different.
 
-    Who has a model of that config has one weight for both: the later one would be all that is left.
+    A target with the same config has one weight for both: the later one would win.
 
     Raises:
-        ConfigError: There are such.
+        ConfigError: There are such weights.
     """
     before: dict[int, list[tuple[str, torch.Tensor | Part]]] = {}
     origins: dict[AdaptedLayer, Tensors] = {}
@@ -296,7 +296,7 @@ def _as_is(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _own(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor that is whole and nobody else's."""
+    """Return a private, whole copy of a tensor."""
     return cast("Any", tensor.detach()).full_tensor() if _is_on_mesh(tensor) else tensor.detach().clone()
 
 
@@ -305,7 +305,7 @@ def _without_memory(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _twin(module: nn.Module, place: Callable[[torch.Tensor], torch.Tensor]) -> nn.Module:
-    """Return a module of the same class and settings, with other tensors, those that are tied tied again."""
+    """Return a module of the same class and settings with other tensors; tied tensors stay tied."""
     known: dict[int, Any] = {}
 
     def placed(value: Any) -> Any:
@@ -319,7 +319,7 @@ def _twin(module: nn.Module, place: Callable[[torch.Tensor], torch.Tensor]) -> n
     def made(module: nn.Module) -> nn.Module:
         if id(module) in known:
             return cast("nn.Module", known[id(module)])
-        twin: nn.Module = object.__new__(type(module))  # classes of FSDP2's have a __new__ of their own
+        twin: nn.Module = object.__new__(type(module))  # FSDP2's classes override __new__
         known[id(module)] = twin
         for name, value in vars(module).items():
             if name.endswith("_hooks"):
@@ -339,7 +339,7 @@ def _twin(module: nn.Module, place: Callable[[torch.Tensor], torch.Tensor]) -> n
 
 
 def _bare(layer: nn.Module, merge: bool) -> nn.Module:
-    """Return what a layer is without PEFT, as `merge_and_unload` and `unload` do it."""
+    """Return a layer without PEFT, as `merge_and_unload` and `unload` do."""
     its: Any = layer
     if hasattr(its, "unload_and_optionally_merge_module"):
         found: nn.Module = its.unload_and_optionally_merge_module(merge=merge, safe_merge=False, adapter_names=None)

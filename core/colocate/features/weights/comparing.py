@@ -1,4 +1,4 @@
-"""`compare_weights`: whether two roles have the same weights, bit by bit, by their digests."""
+"""`compare_weights`: a comparison of two roles' weights, bit by bit, by digests."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from colocate.features.weights.weights import awake_for
 from colocate.features.weights.worker import WeightsOfWorker
 
 _SHOWN = 32
-"""So many weights a table's text has."""
+"""The number of weights in a table's text."""
 _TO_SEE = "What it yields is what is compared; for modules colocate.torch.named_weights(module) does it"
 Found = Sequence[Mapping[str, Digest]]
-"""Digests by name, of each rank."""
+"""Digests by name, for each rank."""
 
 
 @attrs.frozen
@@ -38,15 +38,15 @@ class _Weight:
 
 @attrs.frozen
 class WeightsTable:
-    """The weights of two roles, side by side: by `compare_weights`.
+    """The weights of two roles, side by side: the result of `compare_weights`.
 
-    It is neither true nor false: ask for `same`.
+    A table has no truth value: use `same`.
 
     Attributes:
-        a: The first role, with its group.
-        b: The second one.
-        rows: For each weight of either, by b's names, what the two have ("[8, 8] float32", "" for nothing) and how they
-            differ ("" for not at all), by `name`, `a`, `b` and `differs`.
+        a: The first role, with the group.
+        b: The second role, with the group.
+        rows: For each weight of either, under b's name: `name`, `a` and `b` ("[8, 8] float32", "" if missing), and
+            `differs` (the difference in words, "" for none).
     """
 
     a: str
@@ -55,12 +55,12 @@ class WeightsTable:
 
     @property
     def same(self) -> bool:
-        """Whether all ranks of both have the same weights."""
+        """Whether all ranks of both roles have the same weights."""
         return not self.differing
 
     @property
     def differing(self) -> Sequence[Mapping[str, str]]:
-        """The rows of those that differ."""
+        """The rows of differing weights."""
         return [row for row in self.rows if row["differs"]]
 
     def __bool__(self) -> NoReturn:
@@ -86,21 +86,21 @@ class WeightsTable:
 def compare_weights(
     a: Any, b: Any, *, names: Mapping[str, str | None] | None = None, timeout: float | None = None
 ) -> WeightsTable:
-    """Compare the weights of two roles bit by bit, as their methods `named_weights` give them, and wait for it.
+    """Compare the weights of two roles bit by bit, as given by the roles' `named_weights`, and wait for the result.
 
     Each rank of either digests its tensors where they lie, and all are compared with those of a's first rank, so that
-    ranks which have drifted apart are told, too; `compare_weights(a, a)` compares a's ranks alone. Where dtypes of
+    ranks that have drifted apart show up, too; `compare_weights(a, a)` compares a's ranks alone. If dtypes of
     floating-point numbers differ, a's weights are compared as a sync to b would have converted them. The two may be of
     any groups and runtimes. Both calls have their place in their groups' orders, b's before a's.
 
     Args:
         a: The view of a role with `named_weights`, as an actor's: gathered whole, if it is sharded.
         b: Likewise, as of a role with an engine.
-        names: What b calls weights, by what a calls them; None for one that isn't compared.
+        names: b's names by a's names; None for a weight that isn't compared.
         timeout: Seconds until a call is given up; None for never.
 
     Raises:
-        ConfigError: One has no `named_weights`, or what comes are no whole tensors.
+        ConfigError: A role has no `named_weights`, or one that yields no whole tensors.
         SleepingError: A weight sleeps, and is only woken by `group.wake`.
         RoleError: `named_weights` has raised.
     """
@@ -125,7 +125,7 @@ def compare_weights(
 
 
 def _origin(name: str, names: Mapping[str, str | None]) -> str:
-    """Return what role a calls a weight of role b."""
+    """Return role a's name of a weight of role b."""
     return next((own for own, called in names.items() if called == name), name)
 
 
@@ -147,7 +147,7 @@ def _rows(a: Found, b: Found) -> Iterator[_Weight]:
         if other is None:
             how = "only in a"
         elif own is None:
-            if other.tied in first:  # the same tensor, of which a has one name
+            if other.tied in first:  # one tensor with two names, and role a has one of the names
                 continue
             how = "only in b"
         else:
@@ -163,7 +163,7 @@ def _content(digest: Digest | None) -> object:
 
 
 def _ranks(differ: Sequence[bool], whose: str) -> str:
-    """Say on which ranks something differs from a's first rank."""
+    """Return the ranks that differ from a's first rank, in words."""
     ranks = [rank for rank, found in enumerate(differ) if found]
     if not ranks:
         return ""

@@ -1,9 +1,9 @@
-"""Digests of tensors, eight bytes each, made where a tensor lies: by them both ends of a sync are compared.
+"""Digests of tensors, eight bytes each, computed on the tensor's device: a sync compares both ends by digests.
 
-A digest is of a tensor's bits in the order of its elements: 0.0 and -0.0 have different ones, and so have two NaNs of
-different bits. It is the sum, modulo 2**64, over all words of eight bytes of a permutation of word and place. So one
-word that is another one always changes it, as two words do that have changed places, but for one chance in 2**64;
-sums of integers depend neither on a device nor on the order in which one adds them up. Shape and dtype are beside it.
+A digest covers a tensor's bits in the order of the elements: 0.0 and -0.0 differ, and so do NaNs of different bits.
+It is the sum, modulo 2**64, over all words of eight bytes, of a permutation of word and place. One changed word
+always changes the digest, and so do two swapped words, but for one chance in 2**64; sums of integers
+depend neither on a device nor on the order of the summation. Shape and dtype are beside it.
 """
 
 from __future__ import annotations
@@ -15,27 +15,27 @@ from colocate.errors import ConfigError
 from colocate.features.weights.messages import Digest
 
 _ON_HOST, _ON_DEVICE = 1 << 15, 1 << 23
-"""Words that are mixed at once: on the host as many as a core's cache has beside two copies of them."""
+"""Words mixed at once: on the host, as many as fit a core's cache with two copies."""
 _WORD = 8
 _BITS = 64
-# Of MurmurHash3's 64-bit finalizer; between places lies an odd number without a pattern.
+# From MurmurHash3's 64-bit finalizer; the stride between places is an odd number without a pattern.
 _SHIFT, _FACTORS, _STRIDE = 33, (0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53), 0x9E3779B97F4A7C15
 
 
 class Digests:
-    """The digests of some tensors, which stay on their devices until somebody asks for them."""
+    """The digests of tensors; the digests stay on the devices until requested."""
 
     def __init__(self, whose: str) -> None:
-        """Args: whose: What has the tensors, as errors say it."""
+        """Args: whose: The name of the tensors' owner, for error texts."""
         self._whose = whose
         self._found: dict[str, tuple[torch.Tensor, tuple[int, ...], str, tuple[object, ...]]] = {}
         self._places: dict[torch.device, torch.Tensor] = {}
 
     def add(self, name: str, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> None:
-        """Digest a tensor as it is now; with `dtype` as it is when converted to that, if both are floating-point.
+        """Digest the current bits of a tensor; with `dtype`, as converted, if both are floating-point.
 
         Raises:
-            ConfigError: Its bits aren't all here: it is one of shards, or has no memory, or is no plain tensor.
+            ConfigError: The tensor is a shard, has no memory, or is no plain tensor: not all bits are here.
         """
         _refuse(name, tensor, self._whose)
         memory = tensor.device, tensor.data_ptr(), tensor.stride()
@@ -45,14 +45,14 @@ class Digests:
         self._found[name] = self._digest(found), tuple(found.shape), dtype_name(found.dtype), memory
 
     def told(self) -> dict[str, Digest]:
-        """Return the digests by name, in order: all of a device come from there at once."""
+        """Return the digests by name, in order, with one transfer per device."""
         values: dict[str, int] = {}
         for device in {each.device for each, *_ in self._found.values()}:
             names = [name for name, (each, *_) in self._found.items() if each.device == device]
             stacked = torch.stack([self._found[name][0] for name in names])
             values |= zip(names, stacked.tolist(), strict=True)
         first: dict[tuple[object, ...], str] = {}
-        # Memory that was made for one tensor may have been another's before: only what has its bits, too, is it.
+        # Memory of a former tensor may be reused: names are tied only if the bits are equal, too.
         return {
             name: Digest(shape, dtype, values[name], first.setdefault((*memory, shape, dtype, values[name]), name))
             for name, (_, shape, dtype, memory) in self._found.items()
@@ -64,7 +64,7 @@ class Digests:
         whole = data.numel() // _WORD * _WORD
         if whole:
             words = data[:whole]
-            # A view into the midst of other memory may begin between two words.
+            # A view into other memory may begin between two words.
             words = (words.clone() if words.storage_offset() % _WORD or words.data_ptr() % _WORD else words).view(
                 torch.int64
             )
@@ -76,7 +76,7 @@ class Digests:
         return total
 
     def _add_up(self, words: torch.Tensor, before: int, total: torch.Tensor) -> None:
-        """Add what words come to, of which so many lie before them."""
+        """Add the mixed words to the total; `before` is the number of earlier words."""
         device = words.device
         most = _ON_HOST if device.type == "cpu" else _ON_DEVICE
         size = min(most, words.numel())
@@ -92,7 +92,7 @@ class Digests:
             torch.add(part, places[:count], out=a)
             a.add_(_signed((before + begin + 1) * _STRIDE))
             for factor in (*_FACTORS, 1):
-                # Without the sign, which a shift of torch's goes on with: that would lose a bit.
+                # Mask the sign bits: torch's right shift is arithmetic, and would lose a bit of information.
                 torch.bitwise_right_shift(a, _SHIFT, out=b)
                 a.bitwise_xor_(b.bitwise_and_((1 << _BITS - _SHIFT) - 1))
                 if factor != 1:
@@ -101,12 +101,12 @@ class Digests:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return what torch calls a dtype, without where it is."""
+    """Return a dtype's name without the "torch." prefix."""
     return str(dtype).removeprefix("torch.")
 
 
 def _signed(number: int) -> int:
-    """Return a number modulo 2**64 as torch's signed integers have it."""
+    """Return a number modulo 2**64 as a signed 64-bit integer, as torch has."""
     number &= (1 << _BITS) - 1
     return number - (1 << _BITS) if number >> (_BITS - 1) else number
 

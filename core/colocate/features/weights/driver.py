@@ -1,4 +1,4 @@
-"""`sync_weights`: the weights of a role reach another one, in the order of its group's calls, all of them or none."""
+"""`sync_weights`: a role gets all weights of another role, or none, at one place in the order of calls."""
 
 from __future__ import annotations
 
@@ -51,19 +51,19 @@ _DTYPES = ("float32", "float16", "bfloat16", "float64")
 
 
 _waits: ContextVar[bool] = ContextVar("colocate_waits", default=False)
-"""Whether who sends waits at once: what would wait for ever isn't sent then."""
+"""Whether the sender waits at once: a call that would wait forever isn't sent then."""
 
 
 class WeightsOfGroup(OfGroup):
-    """What a driver knows of the weights that roles of a group have from others.
+    """The driver's record of synced weights of a group's roles.
 
     Attributes:
-        synced: How often roles have got weights, and when they last did, 0.0 where that isn't known here.
-        stale: The roles whose weights are stale as far as is known here, and why.
-        described: The roles of which all ranks know what weights they give.
-        updates: Those of the source of each role since the last sync.
-        behind: How many updates rows of a role were behind, at most, since somebody has asked; by role.
-        last_behind: How many the last rows were.
+        synced: By role, the number of syncs, and the time of the last one; 0.0 if unknown here.
+        stale: Roles with stale weights, as far as is known here, with the reasons.
+        described: Roles with `named_weights` known to all ranks (names, shapes and dtypes).
+        updates: By target, the updates of the source since the last sync.
+        behind: By role, the maximal lag of rows in updates since the last `take_behind`.
+        last_behind: By role, the lag of the last rows.
     """
 
     def __init__(self, worker_group: WorkerGroup) -> None:
@@ -79,7 +79,7 @@ class WeightsOfGroup(OfGroup):
         self._warned: set[str] = set()
 
     def ended(self, call: PendingCall, slot: int, plain: Any) -> None:
-        """Note a sync, an update of a source, or rows of a target."""
+        """Record a sync, an update of a source, or rows of a target."""
         what, at = plain
         if what == "sync":
             sync: StartedSync | None = call.parts.get("weights")
@@ -109,12 +109,12 @@ class WeightsOfGroup(OfGroup):
                 self._worker_group.services.printer.soon(lambda: _log.warning("%s", words))
 
     def take_behind(self) -> dict[str, int]:
-        """Return `behind`, which begins again."""
+        """Return `behind`, and reset the record."""
         behind, self.behind = self.behind, {}
         return behind
 
     def builds(self) -> Mapping[str, tuple[int, str]]:
-        """Return how often roles have got weights that they need again, and why."""
+        """Return the roles that need a sync, with the number of syncs so far, and the reason."""
         found = {
             name: (0, "it was declared to have none before the first sync (weights='from sync')")
             for name, spec in self._worker_group.declared.specs.items()
@@ -125,7 +125,7 @@ class WeightsOfGroup(OfGroup):
         return found
 
     def keeps(self, taker: str, giver: str) -> None:
-        """Tell, once, that a role keeps the weights that it has, as the one that would give it others is replayed."""
+        """Log once that a target keeps the current weights, since the source is replayed."""
         if taker not in self._keeping:
             self._keeping.add(taker)
             words = (
@@ -134,45 +134,45 @@ class WeightsOfGroup(OfGroup):
             self._worker_group.services.printer.soon(lambda: _log.warning("%s", words))
 
     def renewed(self) -> None:
-        """Know no longer what sources give: the ranks are new ones."""
+        """Drop the knowledge of sources: the ranks are new ones."""
         self.described.clear()
 
     def restored(self, saved: Any) -> None:
-        """Have all that was synced be stale."""
+        """Mark all synced weights as stale: the group was restored from a checkpoint."""
         self.stale |= dict.fromkeys(self.synced, "the group was restored from a checkpoint since")
 
     def told(self, told: Mapping[str, tuple[int, str | None]]) -> None:
-        """Note what only a worker knew of the weights that its roles have from others, as these were restored, say."""
+        """Record versions and reasons that only a worker knew, as after a restore."""
         for name, (version, stale) in told.items():
             known, _ = self.synced.get(name, (0, 0.0))
-            if version > known:  # of a sync that is noted in a moment, or of a checkpoint
+            if version > known:  # from a sync that is about to be recorded, or from a checkpoint
                 self.synced[name] = version, time.time() if stale is None else 0.0
                 self.stale.pop(name, None)
-            if stale is not None and version >= known:  # else they have come since
+            if stale is not None and version >= known:  # otherwise newer weights have come since
                 self.stale.setdefault(name, stale)
 
     def shown(self, role: str) -> Mapping[str, str]:
-        """Return which weights a role has, if it has another one's."""
+        """Return the state of a role's synced weights for the graph."""
         if role not in self.synced and role not in self.stale:
             return {}
         return {"weights": weights_age(self.synced.get(role), self.stale.get(role))}
 
     def memory(self) -> Mapping[str, Any]:
-        """Return which weights roles have."""
+        """Return versions and stale roles, for the memory report."""
         return {"weights": dict(self.synced), "stale": dict(self.stale)}
 
     def kept(self) -> dict[str, tuple[int, float]] | None:
-        """Return how often roles have got weights."""
+        """Return the numbers of syncs by role, or None without any."""
         return dict(self.synced) or None
 
     def take(self, kept: dict[str, tuple[int, float]]) -> None:
-        """Take up how often roles have got weights."""
+        """Restore the numbers of syncs by role."""
         self.synced.update(kept)
 
 
 @attrs.frozen
 class StartedSync:
-    """A started sync, as seen by a group's call."""
+    """The data of a started sync on a group's call."""
 
     updates: SourceUpdates
     source: str | None  # the role's name, if the source is in this group
@@ -180,20 +180,20 @@ class StartedSync:
 
 
 def weights_of(worker_group: WorkerGroup) -> WeightsOfGroup:
-    """Return what is known of the weights of a group's roles."""
+    """Return the driver's record of the weights of a group's roles."""
     return cast("WeightsOfGroup", worker_group.part("weights"))
 
 
 class Submitted(Generic[P, R]):
-    """A function of calls that are sent: called it waits for their result, `submit` returns at once."""
+    """A function that sends calls: calling waits for the result, `submit` returns at once."""
 
     def __init__(self, send: Callable[P, R]) -> None:
-        """Args: send: Sends it; what it returns is the call, which stands for a result of that type."""
+        """Args: send: Sends the call and returns the call, typed as the result."""
         self._send = send
         functools.update_wrapper(self, send)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Send it, wait, and return its result."""
+        """Send the call, wait, and return the result."""
         refuse_to_wait(self._send.__name__)
         token = _waits.set(True)
         try:
@@ -203,7 +203,7 @@ class Submitted(Generic[P, R]):
         return call.result()  # type: ignore[no-any-return]
 
     def submit(self, *args: P.args, **kwargs: P.kwargs) -> Call[R]:
-        """Send it and return at once; what it raises is the call's error."""
+        """Send the call and return at once; an exception becomes the call's error."""
         return Call(cast("PendingCall", self._send(*args, **kwargs)))
 
 
@@ -220,45 +220,45 @@ def sync_weights(
     staleness: int = 0,
     timeout: float | None = None,
 ) -> WeightSync:
-    """Bring the weights of a role to another one, and wait until all of its ranks have them.
+    """Copy the weights of a role to another one, and wait until all ranks of the target have all weights.
 
     `sync_weights.submit(...)` returns a `Call` at once.
 
     The source has a method `named_weights(self)` that yields `(name, tensor)`: whole tensors, one at a time, the
     same names in the same order on all ranks. The target has `load_weights(self, weights, version)`, which copies
-    what comes from the iterator `weights` (`colocate.Weights`), or, declared with `@method(shares=True)`, has these
+    the tensors from the iterator `weights` (`colocate.Weights`), or, declared with `@method(shares=True)`, keeps these
     very tensors. Neither needs `@method`. `colocate.torch.named_weights` and `load_weights` do it for modules.
 
-    A sync takes its place in the order of the group's calls. Memory that sleeps is woken as far as it is needed:
-    "weights" and "cache" of both roles, or what `@method(awake=...)` of these two methods says. Until all ranks of the
-    target have all weights, and after a failure amid that, calls of the target are refused (`StaleWeightsError`); so
-    they are when a source whose tensors it shares has written into them, and after a restart or a `restore` of the
+    A sync takes its place in the order of the group's calls. Sleeping memory is woken as far as needed:
+    "weights" and "cache" of both roles, or the tags in `@method(awake=...)` of the two methods. Until all ranks of the
+    target have all weights, and after a failure midway, calls of the target are refused (`StaleWeightsError`); so
+    they are when a source has written into tensors that the target shares, and after a restart or a `restore` of the
     group.
 
     Args:
         source: The view of the role that has the weights.
         target: The view of the role that gets them: of the same group, or of another one of the runtime.
-        names: What the target calls weights, by what the source calls them; None for one that it doesn't get.
-            Others keep their names.
-        dtype: What floating-point weights are converted to before the target gets them, as torch.bfloat16.
-        bucket: How many bytes travel together between workers, as "256MiB": two of these are there at once.
+        names: The target's names by the source's names; None for a weight that the target doesn't get.
+            Other weights keep their names.
+        dtype: The dtype that floating-point weights are converted to before the target gets them, as torch.bfloat16.
+        bucket: The bytes that travel together between workers, as "256MiB": two of these exist at once.
         finite: Whether a weight that isn't finite is an error.
-        check: Whether the bits of what the target has then are compared with what was to arrive, converted to the
-            target's dtypes. The target has a method `named_weights` for that, too, which gives what it has under the
-            names under which it takes it. Each rank digests its tensors where they lie. Without it, nothing is.
-        staleness: How many updates of the source rows of the target may be behind until the next sync; beyond that a
-            warning is logged, once. An update is a call in which an optimizer of torch's has made a step. A run's
+        check: Whether the bits of the target's weights are compared afterwards with the weights sent, converted to the
+            target's dtypes. The target then needs a method `named_weights`, too, which yields its weights under the
+            names of `load_weights`. Each rank digests its tensors where they lie. Without it, there is no comparison.
+        staleness: The updates of the source that rows of the target may be behind until the next sync; beyond that a
+            warning is logged, once. An update is a call with a step of a torch optimizer. A run's
             metric `weights_behind` has the number.
-        timeout: Seconds until it is given up; None for never.
+        timeout: Seconds until the sync is given up; None for never.
 
     Returns:
-        The version of the target's weights, their bytes, how long it took, and by which way they came.
+        The version of the target's weights, their bytes, the seconds, and the ways of the transfer.
 
     Raises:
-        ConfigError: They don't fit; all that doesn't is told, and nothing was written.
+        ConfigError: The weights don't fit; the text lists all mismatches, and nothing was written.
         RoleError: `named_weights` or `load_weights` has raised; the target is stale if it had got some.
-        WeightsDifferError: A rank of the target has something else; the target is stale.
-        SleepingError: Memory of one of them, or a weight, sleeps and is only woken by `group.wake`.
+        WeightsDifferError: A rank of the target has other weights; the target is stale.
+        SleepingError: Memory of one of the roles, or a weight, sleeps and is only woken by `group.wake`.
     """
     limited = limit(timeout, "sync_weights(timeout)", positive=True)
     worker_group, giver = viewed(source, "sync_weights(source")
@@ -311,16 +311,16 @@ _FOR_CHECK = (
 
 
 def has_method(asks: str, role: RoleInfo, name: str, more: str = "") -> None:
-    """Refuse a role that hasn't a method, or one that can't be called so.
+    """Refuse a role without a method of a certain signature.
 
     Args:
-        asks: What needs it.
+        asks: The caller, for error texts.
         role: The role.
         name: The method's name.
-        more: What else errors say.
+        more: An addition to error texts.
 
     Raises:
-        ConfigError: It hasn't.
+        ConfigError: The method is missing, or has another signature.
     """
     count, example = _METHODS[name]
     found = getattr(role.cls, name, None)
@@ -347,10 +347,10 @@ def _planned(
     finite: bool,
     check: bool,
 ) -> SyncPlan:
-    """How weights get from a role to another: in a slot that both have by reference, else each takes them from a rank.
+    """Plan a sync: ranks in the source's slots get the weights by reference, and each other slot takes from a rank.
 
-    Of the ranks that have the weights each serves as many others as the next one, those of its own node first. But what
-    is written to the host's memory is written once for all of a node.
+    The load is spread evenly over the source's ranks, ranks of the taker's node first. But weights written to the
+    host's memory are written once for all takers of a node.
     """
     is_one, services = worker_group is other, worker_group.services
     shares = getattr(getattr(getattr(taker.cls, "load_weights", None), "spec", None), "shares", False)
@@ -436,17 +436,17 @@ def _draft(worker_group: WorkerGroup, label: str, given: SyncPlan, timeout: floa
 
 
 _both = threading.Lock()
-"""Held while the two calls of a sync between groups are sent: two such syncs have one order in both."""
+"""Held while the two calls of a sync between groups are sent: two such syncs have one order in both groups."""
 
 
 def _send_both(gives: Draft, takes: Draft) -> None:
-    """Send the calls of a sync between two groups. When one of them fails, so does the other."""
+    """Send the calls of a sync between two groups. A failure of one call fails the other one."""
     for one, other in ((gives, takes), (takes, gives)):
         one.call.partner = other.call
         one.call._then(partial(_fail_too, other))
 
     def send() -> None:
-        with suppress(BaseException), _both:  # which the calls have been given
+        with suppress(BaseException), _both:  # the calls have the error already
             for draft in (gives, takes):
                 send_now(draft)
 
@@ -472,7 +472,7 @@ def _dtype(dtype: torch.dtype | str | None) -> str | None:
 
 
 def _note(worker_group: WorkerGroup, source: str, other: WorkerGroup, target: str, call: PendingCall) -> None:
-    """Note how often a role has got weights, for a group that is rebuilt, and for who looks; and what ranks know."""
+    """Record the outcome of a sync: the target's number of syncs, staleness, and the source's description."""
     error = call.peek_error()
     if error is None:
         found: WeightSync = call.result()

@@ -1,4 +1,4 @@
-"""What workers are told of a sync of weights, and what they tell."""
+"""Data of weight syncs on the way to workers and back."""
 
 from __future__ import annotations
 
@@ -10,35 +10,35 @@ import attrs
 from colocate._protocol.uses import Source
 
 SYNC = "the sync of weights"
-"""What the call on whole workers says that it is."""
+"""The label of a sync's call on whole workers."""
 DIGESTS = "the digests of weights"
-"""Likewise of the call by which weights are compared."""
+"""The label of a comparison's call on whole workers."""
 BUCKETS = 32
-"""Bits for the numbers of what is offered in a sync: keys go down from the first one."""
+"""Bits for the numbers of offers in a sync: keys go down from the first one."""
 
 
 @attrs.frozen
 class SyncPlan:
-    """A sync as a group's workers have to know it.
+    """The plan of a sync for a group's workers.
 
     Attributes:
-        giver: What has the weights, as errors say it: "actor", or "policy.actor" of another group.
-        taker: What gets them, likewise.
-        source: The role of this group that has the weights; None where that is another group's.
-        target: The role of this group that gets them; None likewise.
-        members: How many ranks the target has.
-        names: What the target calls weights, by what the source calls them; None for what it doesn't get.
-        dtype: What floating-point weights are converted to, as torch calls it; None for what they are.
+        giver: The source's name for error texts: "actor", or "policy.actor" in another group.
+        taker: The target's name, in the same form.
+        source: The source's role in this group; None if the source is in another group.
+        target: The target's role in this group; None if the target is in another group.
+        members: The number of ranks of the target.
+        names: The target's names by the source's names; None for weights that the target doesn't get.
+        dtype: The dtype for floating-point weights, without "torch."; None for no conversion.
         finite: Whether a weight that isn't finite is an error.
-        check: Whether what the target has then is compared with what was to arrive.
-        shares: Whether the target is to have the source's very tensors.
-        described: Whether all ranks know what the source yields, where that doesn't say it itself.
-        bucket: How many bytes travel together to ranks of the target on other slots.
-        offers: Where that is done: what is offered there, as workers know it, with the source's ranks and slots. The
-            keys of what is offered go down from its own.
-        idle: Whether nothing is brought, as the object of one of both roles only stands in for one.
-        takes: By slot of this group from which of these ranks it takes them.
-        serves: By slot of this group how many take them from it.
+        check: Whether the target's weights are compared with the source's afterwards.
+        shares: Whether the target keeps the source's very tensors.
+        described: Whether all ranks know the source's names, shapes and dtypes, if `named_weights` has no `specs`.
+        bucket: The bytes that travel together to ranks of the target on other slots.
+        offers: The first offer to other workers, with the source's ranks and slots; None without takers. The keys of
+            offers go down from this one's.
+        idle: Whether nothing is copied, since one of the roles is only a stand-in.
+        takes: By slot of this group, the source's rank that the slot takes the weights from.
+        serves: By slot of this group, the number of takers.
     """
 
     giver: str
@@ -61,14 +61,14 @@ class SyncPlan:
 
 @attrs.frozen
 class Synced:
-    """What a sync has done on a rank of the target.
+    """The result of a sync on one rank of the target.
 
     Attributes:
-        version: Of its weights now.
-        nbytes: Their bytes, as they came.
-        seconds: How long it took.
-        by: How they came; see `WeightSync`.
-        checked: How many were compared; None where that wasn't wanted.
+        version: The version of the rank's weights.
+        nbytes: The bytes of the weights, as they came.
+        seconds: The duration.
+        by: The way of the transfer; see `WeightSync`.
+        checked: The number of compared weights; None without a check.
     """
 
     version: int
@@ -80,12 +80,12 @@ class Synced:
 
 @attrs.frozen
 class Wanted:
-    """A wish for the digests of a role's weights.
+    """A request for the digests of a role's weights.
 
     Attributes:
-        role: The role that has the weights.
-        whose: The same, as errors say it.
-        dtypes: What weights are converted to before, by name, as torch calls it; others are as they are.
+        role: The role with the weights.
+        whose: The role's name in error texts.
+        dtypes: The dtypes to convert weights to before, by name, without "torch."; other weights stay as they are.
     """
 
     role: str
@@ -94,13 +94,13 @@ class Wanted:
 
 
 class Digest(NamedTuple):
-    """A tensor without its bytes.
+    """The digest of a tensor, with shape and dtype.
 
     Attributes:
-        shape: Its shape.
-        dtype: Its dtype, as "bfloat16".
-        value: The digest of its bits.
-        tied: The first of the names under which this very memory is there.
+        shape: The shape.
+        dtype: The dtype, as "bfloat16".
+        value: The digest of the bits.
+        tied: The first of the names that share this memory.
     """
 
     shape: tuple[int, ...]
@@ -110,7 +110,7 @@ class Digest(NamedTuple):
 
     @property
     def content(self) -> tuple[tuple[int, ...], str, int]:
-        """The digest without its names."""
+        """Shape, dtype and value, without the tied name."""
         return self[:3]
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""Weights of modules of torch: what a source gives, and what a target takes (`colocate.torch`)."""
+"""Weights of torch modules: the source's and the target's side of a sync (`colocate.torch`)."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 _SMALL, _TOGETHER = 1 << 20, 16 << 20
-"""Bytes of a weight, when it is whole, that is gathered with others, and of all of these."""
+"""Limits in bytes: of a whole weight that is gathered together with others, and of all weights gathered together."""
 
 
 class NamedWeights:
-    """A module's weights by name, whole, one at a time: what a role's `named_weights` returns."""
+    """A module's whole weights by name, one at a time: the result of a role's `named_weights`."""
 
     def __init__(
         self,
@@ -31,7 +31,7 @@ class NamedWeights:
         names: Callable[[str], str | None] | None = None,
         adapters: Literal["merged", "alone"] = "merged",
     ) -> None:
-        """Made by `named_weights`."""
+        """Created by `named_weights`."""
         while isinstance(inner := getattr(module, "_orig_mod", None), nn.Module) or isinstance(
             module, DistributedDataParallel
         ):
@@ -69,7 +69,7 @@ class NamedWeights:
 
     @property
     def specs(self) -> dict[str, WeightSpec]:
-        """Shape and dtype of each, in order."""
+        """Shape and dtype of each weight, in order."""
         return {
             name: each.spec if isinstance(each, Part) else WeightSpec(tuple(each.shape), each.dtype)
             for name, each in self._tensors.items()
@@ -90,7 +90,7 @@ class NamedWeights:
         yield from _gathered(together)
 
     def _merged(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield each as it is, and those of a layer that has adapters with what these add."""
+        """Yield the weights; layers with adapters are merged on demand."""
         layer, made = None, dict[str, torch.Tensor]()
         for name, each in self._tensors.items():
             if not isinstance(each, Part):
@@ -107,7 +107,7 @@ def _is_extra(name: str) -> bool:
 
 
 def _goes_with(tensor: torch.Tensor, other: torch.Tensor, room: int) -> bool:
-    """Whether a weight is a small one, by rows of one mesh of several ranks as the other is, that there is room for."""
+    """Return whether a weight can be gathered together with another one: small, split by rows over the same mesh."""
     if not is_on_mesh(tensor) or tensor.nbytes > min(_SMALL, room):
         return False
     from torch.distributed.tensor import Shard
@@ -119,7 +119,7 @@ def _goes_with(tensor: torch.Tensor, other: torch.Tensor, room: int) -> bool:
 
 
 def _gathered(shards: list[tuple[str, DTensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Gather several weights by one collective: for small ones its latency is all that counts."""
+    """Gather several weights by one collective: small ones cost only latency."""
     if not shards:
         return
     mesh = shards[0][1].device_mesh
@@ -132,15 +132,16 @@ def _gathered(shards: list[tuple[str, DTensor]]) -> Iterator[tuple[str, torch.Te
     mine = torch.cat([part.flatten() for part in parts])
     whole = mine.new_empty(ranks * len(mine))
     dist: Any = torch.distributed
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # of torch before 2.13
-    gather(whole.view(torch.uint8), mine.view(torch.uint8), group=mesh.get_group())  # some have fewer kinds of numbers
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # before torch 2.13
+    # As bytes: some backends support fewer dtypes.
+    gather(whole.view(torch.uint8), mine.view(torch.uint8), group=mesh.get_group())
     columns = torch.split(whole.view(ranks, -1), [part.numel() for part in parts], 1)
     for (name, each), part, column in zip(shards, parts, columns, strict=True):
         yield name, column.reshape(ranks * len(part), *each.shape[1:])[: each.shape[0]]
 
 
 def _adapters(module: Any) -> dict[str, Any]:
-    """Return what PEFT saves of a model: its adapters, and the modules that were trained beside them."""
+    """Return PEFT's saved state of a model: the adapters, and the modules trained beside the adapters."""
     if not hasattr(module, "peft_config"):
         raise ConfigError(f"named_weights(adapters='alone'): {type(module).__name__} is no model of PEFT's")
     found: dict[str, Any] = importlib.import_module("peft").get_peft_model_state_dict(module)
@@ -152,25 +153,25 @@ def named_weights(
     names: Callable[[str], str | None] | None = None,
     adapters: Literal["merged", "alone"] = "merged",
 ) -> NamedWeights:
-    """Return the weights of a module for `colocate.sync_weights`: what a source's `named_weights(self)` returns.
+    """Return the weights of a module for `colocate.sync_weights`: the result of a source's `named_weights(self)`.
 
-    They are the module's parameters and the buffers that it saves, under the names of its `state_dict()`, without what
-    DDP, `torch.compile` and activation checkpointing put before these. A weight that is there under several names comes
-    under each. Of a model that is sharded by FSDP2 or tensor parallelism each is gathered as it comes, on the mesh that
-    it lies on, small ones of FSDP2's together: all ranks go through them together, and whole is one large weight at a
-    time.
+    These are the module's parameters and saved buffers, under the names of its `state_dict()`, without the prefixes
+    of DDP, `torch.compile` and activation checkpointing. A weight with several names comes
+    under each. Weights of a model sharded by FSDP2 or tensor parallelism are gathered one at a time, on the mesh that
+    they lie on, small ones of FSDP2's together: all ranks must iterate together, and one large weight at a time
+    is whole.
 
     Args:
         module: The module.
-        names: Gives the name that the target has for each, or None for a weight that isn't to come.
-        adapters: Of a model of PEFT's: "merged" for the weights of the model that it wraps, as PEFT's
-            `merge_and_unload` makes them, layer by layer; "alone" for the adapters only, under the names by which PEFT
-            saves them.
+        names: Returns the target's name for each name, or None for a weight to leave out.
+        adapters: For a model of PEFT's: "merged" for the weights of the wrapped model, as PEFT's
+            `merge_and_unload` makes them, layer by layer; "alone" for the adapters only, under the names of PEFT's
+            checkpoints.
 
     Raises:
-        ConfigError: It is sharded by FSDP1; its state has something else than weights (`get_extra_state`), which
-            `names` doesn't leave out; its adapters can't be merged, are disabled, or make two weights of one
-            that is tied; or adapters are asked of a model that has none.
+        ConfigError: The module is sharded by FSDP1; its state has other data than weights (`get_extra_state`), which
+            `names` doesn't leave out; its adapters can't be merged, are disabled, or split a tied weight in
+            two; or `adapters="alone"` for a model without any.
     """
     return NamedWeights(module, names, adapters)
 
@@ -179,15 +180,15 @@ def load_weights(module: nn.Module, weights: Weights) -> None:
     """Load the weights of another role into a module: for a target's `load_weights(self, weights, version)`.
 
     All names, shapes and dtypes are compared before anything is written. Floating-point weights are converted to the
-    dtype that the module has. Where the method is declared with `@method(shares=True)`, parameters and buffers become
-    the source's tensors, and the memory that they had is free.
+    module's dtype. If the method is declared with `@method(shares=True)`, parameters and buffers become
+    the source's tensors, and their former memory is freed.
 
     Args:
-        module: The module, on whichever device; not sharded.
-        weights: What the method was given.
+        module: The module, on any device; not sharded.
+        weights: The argument of the role's method.
 
     Raises:
-        ConfigError: They don't fit; nothing was written.
+        ConfigError: The weights don't fit; nothing was written.
     """
     state = module.state_dict(keep_vars=True)
     own = {name: each for name, each in state.items() if isinstance(each, torch.Tensor) and not _is_extra(name)}

@@ -15,7 +15,7 @@ from colocate._role.context import Context, current
 from colocate._system.imported import imported
 
 _steps: WeakKeyDictionary[Context, int] = WeakKeyDictionary()
-_hooks: list[Any] = []  # the one of this process
+_hooks: list[Any] = []  # the hook of this process
 
 
 @attrs.define(eq=False)
@@ -23,9 +23,9 @@ class SourceUpdates:
     """The updates of a source since a sync, on the driver.
 
     Attributes:
-        source: What errors call the source.
-        staleness: How many updates rows may be behind without a warning.
-        times: When each has ended, in seconds of time.time().
+        source: The source's name in error texts.
+        staleness: The number of updates that rows may be behind without a warning.
+        times: The end of each update, in seconds of time.time().
     """
 
     source: str

@@ -1,4 +1,4 @@
-"""Weights on their way from one role to another: what the target's `load_weights` gets, and what it says to them."""
+"""Weights on the way from one role to another: the argument of the target's `load_weights`, and the target's state."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from colocate._values.leaving import Watch
 
 _TOLD = 8
-"""Mistakes of one kind that an error names."""
+"""The number of mistakes of one kind in an error text."""
 _WRITTEN = "the role whose tensors it shares has written into them since then"
 
 
 class WeightSpec(NamedTuple):
-    """What is known of a weight before it comes."""
+    """Shape and dtype of a weight, known in advance."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -34,23 +34,23 @@ class WeightSpec(NamedTuple):
 
 
 class Weights(Iterator[tuple[str, "torch.Tensor"]]):
-    """The weights of a source, by name, one at a time: what a target's `load_weights` gets.
+    """The weights of a source, by name, one at a time: the argument of a target's `load_weights`.
 
-    Each tensor is the source's or one of transport's: the target copies what it needs before it asks for the next one,
+    Each tensor is the source's or the transport's: the target copies it before the next one is requested,
     and keeps none, unless they are `shared`.
 
     Attributes:
-        specs: All names that will come, in order, with shape and dtype.
-        shared: Whether the target is to have these very tensors.
-        loaded: How many have come.
+        specs: All names to come, in order, with shape and dtype.
+        shared: Whether the target keeps these very tensors.
+        loaded: The number of weights so far.
         skipped: Whether the target takes none of them.
-        mismatch: What `check` has found.
+        mismatch: The error of `check`.
     """
 
     def __init__(
         self, source: str, given: Iterator[tuple[str, torch.Tensor]], specs: Mapping[str, WeightSpec], shared: bool
     ) -> None:
-        """Made by `colocate.sync_weights`. `source`: whose they are, as errors say it."""
+        """Created by `colocate.sync_weights`. `source`: the source's name in error texts."""
         self.source = source
         self.specs = specs
         self.shared = shared
@@ -61,14 +61,14 @@ class Weights(Iterator[tuple[str, "torch.Tensor"]]):
 
     @classmethod
     def of(cls, given: Iterable[tuple[str, torch.Tensor]], source: str = "the caller") -> Weights:
-        """Return weights for a `load_weights` that is called by hand, as in a test.
+        """Return weights for a `load_weights` called by hand, as in a test.
 
         Args:
-            given: Pairs of a name and a tensor. They are gone through at once, unless `specs` of it says what they are.
-            source: Whose they are, as errors say it.
+            given: Pairs of a name and a tensor. All are iterated at once, unless `given.specs` exists.
+            source: The source's name in error texts.
 
         Raises:
-            ConfigError: They are no such pairs, a name comes twice, or there are none.
+            ConfigError: An item is no such pair, a name comes twice, or there are none.
         """
         specs = getattr(given, "specs", None)
         if specs is None:
@@ -82,18 +82,18 @@ class Weights(Iterator[tuple[str, "torch.Tensor"]]):
         return found
 
     def skip(self) -> None:
-        """Take none of them, as a target that computes by the source's own module, on all of its ranks.
+        """Take no weights, on all ranks, as for a target that computes by the source's own module.
 
-        Nothing is gathered then, and the version counts.
+        Nothing is gathered then, and the version still counts.
         """
         self.skipped = True
 
     def check(self, wanted: Mapping[str, torch.Tensor], whose: str = "the target") -> None:
-        """Compare what will come with what there is, before anything is written.
+        """Compare the weights to come with a target's tensors, before anything is written.
 
         Args:
-            wanted: The target's tensors by name. Of several names of one tensor it is enough that one comes.
-            whose: What has them, as the error says it.
+            wanted: The target's tensors by name. For a tensor with several names, one of them is enough.
+            whose: The target's name in the error text.
 
         Raises:
             ConfigError: All names, shapes and dtypes that don't match, with the nearest names.
@@ -122,7 +122,7 @@ class Weights(Iterator[tuple[str, "torch.Tensor"]]):
 
 
 def few(said: Iterable[str]) -> list[str]:
-    """Return the first mistakes of a kind, and how many others there are."""
+    """Return the first mistakes of a kind, and the number of others."""
     found = [*said]
     return found if len(found) <= _TOLD else [*found[:_TOLD], f"... and {len(found) - _TOLD} more"]
 
@@ -132,16 +132,16 @@ def _spec(tensor: torch.Tensor) -> WeightSpec:
 
 
 def _fits(spec: WeightSpec, tensor: torch.Tensor, shared: bool) -> bool:
-    """Whether a weight can be a tensor's. Floating-point numbers are converted where they are copied."""
+    """Return whether a weight fits a tensor. Floating-point numbers are converted by a copy."""
     floats = spec.dtype.is_floating_point and tensor.dtype.is_floating_point
     alike = spec.dtype == tensor.dtype or (floats and not shared)
     return alike and spec.shape == tuple(tensor.shape)
 
 
 def differences(arrived: Mapping[str, Digest], has: Mapping[str, Digest]) -> dict[str, str]:
-    """Return which weights aren't what has arrived, by the target's names, and how; both ends under these names.
+    """Return the weights that differ from the arrived ones, by the target's names, with the difference in words.
 
-    What a target has under several names is right under each of them when it is under one that has come.
+    A tensor that the target has under several names is right if one of the names has come.
     """
     found: dict[str, str] = {}
     for name, digest in arrived.items():
@@ -158,19 +158,19 @@ def differences(arrived: Mapping[str, Digest], has: Mapping[str, Digest]) -> dic
 
 
 def awake_for(cls: type, name: str) -> Sequence[str]:
-    """Return what of a role's memory its method needs in a sync: what it is declared with.
+    """Return the tags of memory that a role's method needs in a sync, from `@method(awake=...)`.
 
-    Otherwise the weights, and tensors that no module has: they may be weights, too, or be computed on.
+    The default is the weights, and tensors outside modules: these may be weights, too, or be computed on.
     """
     spec = getattr(getattr(cls, name, None), "spec", None)
     return ("weights", "cache") if spec is None or spec.awake is None else spec.awake
 
 
 def pairs(weights: Iterable[Any], source: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield weights, which are such.
+    """Yield pairs of name and tensor after a check of each pair.
 
     Raises:
-        ConfigError: They are no pairs of a name and a tensor, a name comes twice, or there are none.
+        ConfigError: An item is no such pair, a name comes twice, or there are none.
     """
     import torch
 
@@ -197,15 +197,15 @@ def described(weights: Iterable[Any], source: str) -> dict[str, WeightSpec]:
 
 @attrs.define(eq=False)
 class Received:
-    """The weights that a role has got from another one.
+    """The state of the weights that a role has from another one.
 
     Attributes:
-        version: How often it has got them; 0 for those that its constructor has made.
-        stale: Why they can't be used; None where they can.
-        since: When that was known, in seconds of time.time().
-        whole: Whether stale ones are whole all the same, as they were once: another role may get them.
-        watch: Notices that the source has written into them, where both roles have the very tensors.
-        shared: These, by name.
+        version: The number of syncs; 0 for the constructor's weights.
+        stale: The reason why the weights can't be used; None if they can.
+        since: The time of the last change, in seconds of time.time().
+        whole: Whether stale weights are complete all the same, so that another role may get them.
+        watch: Notices writes of the source into shared tensors.
+        shared: The shared tensors, by name.
     """
 
     version: int = 0
@@ -217,33 +217,33 @@ class Received:
 
     @property
     def torn(self) -> str | None:
-        """Why no other role may get them; None where it may, as far as is known by now."""
+        """The reason why no other role may get the weights; None if none is known."""
         return None if self.whole else self.stale
 
     def fail(self, why: str, whole: bool = False) -> None:
-        """Note that the weights can't be used from now on; `whole`: see there."""
+        """Mark the weights as stale; `whole`: see the attribute."""
         if self.stale is None:
             self.since = time.time()
         self.stale, self.whole, self.watch, self.shared = why, whole, None, {}
 
     def came(self, shared: Mapping[str, torch.Tensor], watch: Watch | None) -> None:
-        """Note that all weights have come, on all ranks."""
+        """Mark the weights as complete, on all ranks."""
         self.stale, self.since, self.whole, self.watch, self.shared = None, time.time(), False, watch, shared
         self.version += 1
 
     def known(self) -> tuple[int, str | None]:
-        """Return the weights' version, and why they can't be used if so. On any thread; changes nothing."""
-        version, stale, watch = self.version, self.stale, self.watch  # in this order: `came` has the other one
+        """Return the weights' version, and the reason if unusable. On any thread; changes nothing."""
+        version, stale, watch = self.version, self.stale, self.watch  # in this order, the reverse of `came`
         return version, _WRITTEN if stale is None and watch is not None and watch.touched() else stale
 
     def check(self, role: str, label: str) -> None:
         """Refuse a call that would use stale weights.
 
         Raises:
-            StaleWeightsError: They are stale.
+            StaleWeightsError: The weights are stale.
         """
         if self.stale is None and self.watch is not None and self.watch.written():
-            self.stale, self.since = _WRITTEN, time.time()  # a sync only has to look at what is shared
+            self.stale, self.since = _WRITTEN, time.time()  # a sync only checks the shared tensors
         if self.stale is not None:
             at = time.strftime("%H:%M:%S", time.localtime(self.since))
             last = f"version {self.version} was the last whole one" if self.version else "no sync has brought them yet"
@@ -255,16 +255,16 @@ class Received:
 
 @attrs.frozen
 class WeightSync:
-    """What `sync_weights` has done.
+    """The result of `sync_weights`.
 
     Attributes:
-        version: Of the target's weights now: how often it has got them.
-        nbytes: The bytes of the weights, once, as they came.
-        seconds: How long the slowest rank took.
+        version: The version of the target's weights: the number of syncs.
+        nbytes: The bytes of the weights, counted once, as sent.
+        seconds: The duration on the slowest rank.
         by: "shared" (the same tensors), "reference" (the source's tensors, copied by the target), "peers" (from worker
-            to worker); several, in this order, where ranks differ.
-        checked: How many weights of the target were compared with the source's, and are right, with `check=True`; else
-            None.
+            to worker); several, in this order, if ranks differ.
+        checked: The number of the target's weights compared with the source's, all of them right, with `check=True`;
+            else None.
     """
 
     version: int

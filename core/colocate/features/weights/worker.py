@@ -1,8 +1,8 @@
-"""Weights in sync, the worker's half: a role's weights reach another role of its slot, or leave that one stale.
+"""Syncs of weights, the worker's half: a copy from one role to another, complete or marked stale.
 
-The source's `named_weights` yields them, and the target's `load_weights` takes them from one iterator, so that there is
-no more memory than for one tensor between both. What has been described by the first pass over the source is compared
-before the target writes anything. The target's ranks meet when each has all of them: until then, and after a failure,
+The source's `named_weights` yields the weights, and the target's `load_weights` takes them from one iterator, so that
+only one tensor's memory is needed in between. The target compares the description from a first pass over the source
+before it writes anything. The target's ranks meet when each has all weights: until then, and after a failure,
 its weights are stale.
 """
 
@@ -59,18 +59,18 @@ if TYPE_CHECKING:
     from colocate.features.weights.digests import Digests
 
 _IN_CACHE = 16 << 20
-"""What goes by the host's memory goes in so large parts, or weight by weight: what one process writes the other reads
-from the processor's cache."""
+"""The size of parts, in bytes, through the host's memory: written parts are still in the processor's cache when read.
+"""
 _AT_ONCE = 2
-"""So many buckets are offered at once; the next one is made meanwhile."""
+"""The number of buckets on offer at once; the next one is prepared meanwhile."""
 _AREAS = _AT_ONCE + 1
 
 
 class _JoinSynced(Collect):
-    """Makes what a sync has done of what it has done on each rank of the target."""
+    """Combines the target ranks' results into the result of a sync."""
 
     def join(self, results: Sequence[Synced | None], ranks: Ranks) -> WeightSync | None:
-        """Return what it has done; None of a group that has no rank of the target."""
+        """Return the result; None for a group without a rank of the target."""
         found = [each for each in results if each is not None]
         if not found:
             return None
@@ -81,24 +81,24 @@ class _JoinSynced(Collect):
 
 
 class WeightsOfWorker(OfWorker, calls={SYNC: "sync", DIGESTS: "digests"}):
-    """The syncs of a worker, and what its roles have received by them. A sync is run on the worker's lane."""
+    """The syncs of a worker, and the state of the roles' synced weights. Syncs run on the worker's lane."""
 
     def __init__(self, worker_context: WorkerContext) -> None:
         self._worker_context = worker_context
-        self._specs: dict[str, dict[str, WeightSpec]] = {}  # what sources yield that don't say it, by role, once known
-        self._copies: set[tuple[str, str]] = set()  # sources and targets of which it is known that the latter copy
-        self._told: ColocateError | None = None  # what is wrong with a source
-        self._areas = [Area() for _ in range(_AREAS)]  # of what is offered: new memory costs more than a copy
-        self._over: deque[tuple[int, list[WeakStorage]]] = deque()  # what was taken and isn't told to be over
-        self._buffered: list[WeakStorage] = []  # what was taken, and was there when it was told to be over
-        self._sent: Mapping[str, Digest] | None = None  # what another worker says that it has offered
-        self._steps: dict[str, int] = {}  # of the optimizers of sources that are looked at, by role
+        self._specs: dict[str, dict[str, WeightSpec]] = {}  # descriptions of sources without `specs`, by role
+        self._copies: set[tuple[str, str]] = set()  # pairs of source and target with a target known to copy
+        self._told: ColocateError | None = None  # the error of a source
+        self._areas = [Area() for _ in range(_AREAS)]  # for offers, reused: new memory costs more than a copy
+        self._over: deque[tuple[int, list[WeakStorage]]] = deque()  # taken buckets that weren't reported as done
+        self._buffered: list[WeakStorage] = []  # storages still alive when reported as done
+        self._sent: Mapping[str, Digest] | None = None  # the digests sent by another worker
+        self._steps: dict[str, int] = {}  # the optimizer steps of sources, by role
         self._synced: CallState | None = None  # the last sync
 
     # -- hooks
 
     def built(self, role: RoleInstance, plain: tuple[int, str] | None) -> None:
-        """Have a role's weights be stale, as its group says."""
+        """Mark a role's weights as stale, as the group says."""
         if plain is not None:
             version, why = plain
             received = role.parts["weights"] = Received(version)
@@ -127,17 +127,17 @@ class WeightsOfWorker(OfWorker, calls={SYNC: "sync", DIGESTS: "digests"}):
         return None
 
     def told(self, role: RoleInstance) -> tuple[int, str | None] | None:
-        """Return the version of a role's weights, and why they can't be used if so."""
+        """Return the version of a role's weights, and the reason if unusable."""
         received = received_by(role)
         return None if received is None else received.known()
 
     def saved(self, role: RoleInstance) -> str | None:
-        """Return the version of a role's weights, and why no other role may get them."""
+        """Return the version of a role's weights, and the reason if no other role may get the weights."""
         received = received_by(role)
         return None if received is None else f"{received.version} {received.torn or ''}"
 
     def restored(self, role: RoleInstance, told: str | None, by_role: bool) -> None:
-        """Have weights be stale: they may be of another age than what their source has."""
+        """Mark synced weights as stale: the source may have weights of another age now."""
         received = received_by(role)
         if received is None and told is None:
             return
@@ -158,7 +158,7 @@ class WeightsOfWorker(OfWorker, calls={SYNC: "sync", DIGESTS: "digests"}):
 
     @method(collect=_JoinSynced())
     def sync(self, plan: SyncPlan) -> Synced | None:
-        """Do this worker's part of a sync (`_run`). Who waits afterwards for what it was to offer is told."""
+        """Run this worker's part of a sync (`_run`), and refuse late takers of offers afterwards."""
         if plan.offers is None or self._worker_context.boot.slot not in plan.serves:
             return self._run(plan)
         store, key = self._worker_context.store, plan.offers.key
@@ -169,13 +169,13 @@ class WeightsOfWorker(OfWorker, calls={SYNC: "sync", DIGESTS: "digests"}):
             store.nothing_from(key - (1 << BUCKETS) + 1)
 
     def _run(self, plan: SyncPlan) -> Synced | None:
-        """Do this worker's part of a sync; None where it has no rank of the target.
+        """Run this worker's part of a sync; return None without a rank of the target.
 
         Raises:
-            ConfigError: The weights don't fit, or a role doesn't do what a source or a target does.
-            RoleError: The target has kept what it was to copy, or hasn't taken all; a weight isn't finite.
+            ConfigError: The weights don't fit, or a role lacks a method of a source or a target.
+            RoleError: The target has kept a tensor instead of copying, or hasn't taken all; a weight isn't finite.
             SleepingError: A weight of the source sleeps.
-            BaseException: A role's code has raised.
+            BaseException: Role code has raised.
         """
         roles = self._worker_context.roles
         source, target = roles.get(plan.source), roles.get(plan.target)
@@ -186,7 +186,7 @@ class WeightsOfWorker(OfWorker, calls={SYNC: "sync", DIGESTS: "digests"}):
         if source is not None and source.name is not None:
             self._steps[source.name] = steps_of(source.ctx)
         self._told = self._sent = None
-        self._over.clear()  # of one that has failed
+        self._over.clear()  # of a failed sync
         needs = [(source, "named_weights"), (target, "load_weights"), (target if plan.check else None, "named_weights")]
         for role, name in needs:
             if role is not None:
@@ -201,15 +201,15 @@ class WeightsOfWorker(OfWorker, calls={SYNC: "sync", DIGESTS: "digests"}):
             if takers := plan.serves.get(slot, 0):
                 sent = _digests(plan.giver) if plan.check else None
                 given = self._offered(given, specs, takers, plan, sent)
-                # What will come is offered now: the target's ranks may wait for each other before they take any.
+                # Offer the first bucket now: the target's ranks may wait for each other before any takes one.
                 next(given)
         elif target is not None:
             given, by, source = self._taken(plan), "peers", None
             specs = self._take(plan, next(_keys(plan)))
         else:
             return None
-        with closing(given):  # here and now, where it has to be told to those who take from it
-            if target is None:  # other ranks may wait for what it does in common with them
+        with closing(given):  # closed here and now, to report the end to takers
+            if target is None:  # other ranks may wait for collectives in there
                 deque(given, maxlen=0)
                 return None
             received = target.parts["weights"] = received_by(target) or Received()
@@ -244,10 +244,10 @@ class WeightsOfWorker(OfWorker, calls={SYNC: "sync", DIGESTS: "digests"}):
 
     @method(collect=Gather())
     def digests(self, wanted: Wanted) -> dict[str, Digest] | None:
-        """Return the digests of a role's weights as they are now, by name; None where the worker hasn't the role.
+        """Return the digests of a role's current weights by name; None without the role.
 
         Raises:
-            ConfigError: The role gives no weights, or none whose bits are here.
+            ConfigError: The role yields no weights, or tensors without all bits here.
             SleepingError: A weight sleeps.
             BaseException: The role's code has raised.
         """
@@ -265,10 +265,10 @@ class WeightsOfWorker(OfWorker, calls={SYNC: "sync", DIGESTS: "digests"}):
         return found.told()
 
     def weights_of(self, role: RoleInstance, whose: str) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield what a role has, as its `named_weights` gives it; `whose` is what errors call the role.
+        """Yield a role's weights from `named_weights`, with `whose` as the role's name in error texts.
 
         Raises:
-            ConfigError: It gives no pairs of a name and a tensor, or a name twice, or nothing.
+            ConfigError: An item is no pair of a name and a tensor, a name comes twice, or there are none.
             SleepingError: A weight sleeps.
         """
         aways = [part.away() for part in self._worker_context.parts.values()]
@@ -284,12 +284,12 @@ class WeightsOfWorker(OfWorker, calls={SYNC: "sync", DIGESTS: "digests"}):
     def _source(
         self, source: RoleInstance, plan: SyncPlan
     ) -> tuple[dict[str, WeightSpec], Generator[tuple[str, torch.Tensor]]]:
-        """Return what will come, by the target's names, and a generator of that."""
+        """Return the description of the weights, by the target's names, and a generator of the weights."""
         name = str(source.name)
         function = _function(source, "named_weights", plan.giver)
         weights = _in_its_place(source, function)
         specs: Mapping[str, WeightSpec] | None = getattr(weights, "specs", None)
-        if specs is None:  # all that it yields is looked at once
+        if specs is None:  # describe the weights by a first pass, once
             if not plan.described or name not in self._specs:
                 self._specs[name] = described(_each(source, weights), plan.giver)
                 weights = _in_its_place(source, function)
@@ -312,7 +312,7 @@ class WeightsOfWorker(OfWorker, calls={SYNC: "sync", DIGESTS: "digests"}):
     def _given(
         self, source: RoleInstance, weights: Any, specs: Mapping[str, WeightSpec], plan: SyncPlan
     ) -> Generator[tuple[str, torch.Tensor]]:
-        """Yield the weights as the target gets them, checked against what was said of them."""
+        """Yield the weights under the target's names, checked against the description."""
         import torch
 
         dtype, left, came = _dtype(plan), iter(specs.items()), set[str]()
@@ -361,9 +361,9 @@ class WeightsOfWorker(OfWorker, calls={SYNC: "sync", DIGESTS: "digests"}):
         plan: SyncPlan,
         sent: Digests | None,
     ) -> Generator[tuple[str, torch.Tensor]]:
-        """Offer weights to other workers bucket by bucket, of which two are there at once, and yield them here, too.
+        """Offer weights to other workers bucket by bucket, two at once, and yield the weights here, too.
 
-        The first thing that it yields is of no use. `sent` has the digests of all that is offered, which follow it.
+        The first yielded item is a dummy. `sent` has the digests of all offers, and is offered last.
         """
         worker_context, keys = self._worker_context, _keys(plan)
         store, why_not = worker_context.store, worker_context.why_not
@@ -376,9 +376,9 @@ class WeightsOfWorker(OfWorker, calls={SYNC: "sync", DIGESTS: "digests"}):
             offered.append(key := next(keys))
             if in_files:
                 value = areas[key % len(areas)].write(worker_context.packed(value, plan.giver))
-            store.offer(key, value, f"{plan.source}.named_weights", takers)  # of whose memory it is
+            store.offer(key, value, f"{plan.source}.named_weights", takers)  # the label names the owner of the memory
             while len(offered) > _AT_ONCE:
-                if store.wait_taken(taken := offered.popleft(), why_not):  # somebody keeps what is there
+                if store.wait_taken(taken := offered.popleft(), why_not):  # a taker has kept memory of the bucket
                     areas[taken % len(areas)].close()
 
         try:
@@ -400,10 +400,10 @@ class WeightsOfWorker(OfWorker, calls={SYNC: "sync", DIGESTS: "digests"}):
                 nbytes += _nbytes(specs[name])
                 del tensor
                 if nbytes >= most:
-                    offer(bucket)  # first: the target may wait for its other ranks with each weight
+                    offer(bucket)  # first: the target may wait for the other ranks with each weight
                     yield from bucket.items()
                     bucket, versions, nbytes = {}, [], 0
-            if bucket:  # not without any: the target has the last tensor until it gets another one
+            if bucket:  # no empty bucket: the target has the last tensor until the next one comes
                 offer(bucket)
                 yield from bucket.items()
             del bucket
@@ -413,7 +413,7 @@ class WeightsOfWorker(OfWorker, calls={SYNC: "sync", DIGESTS: "digests"}):
                     areas[taken % len(areas)].close()
         except BaseException:
             store.free(offered)
-            for area in areas:  # somebody may be at it yet
+            for area in areas:  # a taker may still read
                 area.close()
             raise
         finally:
@@ -422,21 +422,21 @@ class WeightsOfWorker(OfWorker, calls={SYNC: "sync", DIGESTS: "digests"}):
                 area.close(above=2 * _IN_CACHE)
 
     def _take(self, plan: SyncPlan, key: int, taking: Taking | None = None) -> Any:
-        """Take what another worker offers by a key, and tell that one of what is over."""
+        """Take an offer of another worker by key, and report a finished bucket."""
         peers, rank = self._worker_context.peers, plan.takes[self._worker_context.boot.slot]
         assert plan.offers is not None
         try:
             return peers.part(Source(key, plan.offers.origin), rank, None, taking)
-        except ColocateError as error:  # its cause is told by the group of the source, whose end ends this call
+        except ColocateError as error:  # the cause follows from the source's group, and ends this call
             self._worker_context.lane.waits()
             self._worker_context.store.wait_for(lambda: self._worker_context.why_not() is not None, CAUSE_WITHIN_S)
             raise Poisoned(f"{plan.giver} doesn't give its weights to the end: {error.message}") from error
 
     def _taken(self, plan: SyncPlan) -> Generator[tuple[str, torch.Tensor]]:
-        """Yield weights that another worker offers.
+        """Yield weights from another worker's offers.
 
-        That a bucket is over is told two later: until the target has got something else it has the last tensor. What
-        they lie in is mapped once, and until the end.
+        A bucket is reported as done two buckets later: the target holds the last tensor until the next one comes. The
+        memory of a bucket is mapped once, until the end.
         """
         keys, over, taking = _keys(plan), self._over, Taking(deque(maxlen=_AREAS))
         self._buffered.clear()
@@ -447,7 +447,7 @@ class WeightsOfWorker(OfWorker, calls={SYNC: "sync", DIGESTS: "digests"}):
             if first is not None:
                 taking.over = first[0], _is_kept(first[1])
                 if taking.over[1]:
-                    self._buffered += first[1]  # perhaps until the target has all of them
+                    self._buffered += first[1]  # possibly only until the target has all weights
             bucket: dict[str, torch.Tensor] | tuple[tuple[str, Digest], ...] = self._take(plan, key, taking)
             if not isinstance(bucket, dict):
                 over.append((key, []))
@@ -458,13 +458,13 @@ class WeightsOfWorker(OfWorker, calls={SYNC: "sync", DIGESTS: "digests"}):
             del bucket
 
     def _tell_over(self, plan: SyncPlan) -> None:
-        """Tell that the last buckets are over, now that the target has nothing of them.
+        """Report the last buckets as done, once the target holds no tensor from there.
 
         Raises:
-            RoleError: It has: others may have the same memory.
+            RoleError: The target holds one, although others may share the memory.
         """
         taken = [*self._buffered, *(each for _, storages in self._over for each in storages)]
-        # else `_load` has looked
+        # Otherwise `_load` has checked.
         if self._worker_context.codec.name != "reference" and self._has_kept(lambda: _is_kept(taken)):
             raise self._keeps(plan)
         while self._over:
@@ -478,7 +478,7 @@ class WeightsOfWorker(OfWorker, calls={SYNC: "sync", DIGESTS: "digests"}):
     def _load(
         self, source: RoleInstance | None, target: RoleInstance, weights: Weights, received: Received, plan: SyncPlan
     ) -> Mapping[str, torch.Tensor]:
-        """Have the target take all weights; those that both roles have from now on."""
+        """Run the target's `load_weights`; return the tensors shared by both roles."""
         for begins in self._worker_context.begins:
             begins(target, (), f"the sync of {plan.giver} to {plan.taker}")
         shared: dict[str, torch.Tensor] = {}
@@ -488,12 +488,12 @@ class WeightsOfWorker(OfWorker, calls={SYNC: "sync", DIGESTS: "digests"}):
             if shared.keys() == received.shared.keys() and all(
                 map(_is_same, shared.values(), received.shared.values())
             ):
-                return shared  # it has them
+                return shared  # shared already
             weights._given = iter(shared.items())
         alive: list[weakref.ref[torch.Tensor]] = []
         handed: list[WeakStorage] = []
         names = plan.giver, str(target.name)
-        # What comes from another worker's process is the target's own.
+        # Tensors from another worker's process are the target's own.
         by_reference = not plan.shares and (source is not None or self._worker_context.codec.name == "reference")
         strict = self._worker_context.store.strict
         looks = by_reference and (strict or names not in self._copies)
@@ -503,19 +503,20 @@ class WeightsOfWorker(OfWorker, calls={SYNC: "sync", DIGESTS: "digests"}):
         try:
             target.run_hook(partial(_without_grad, load, weights, received.version + 1), name="load_weights")
         except BaseException:
-            if (ours := weights.mismatch or self._told) is not None:  # and not what the target makes of it
+            # The framework's error takes precedence over the target's.
+            if (ours := weights.mismatch or self._told) is not None:
                 raise ours.with_traceback(None) from None
             raise
         if weights.skipped:
             if plan.check or plan.serves or plan.takes or source is None or source.ctx.world_size > plan.members:
-                deque(weights._given, maxlen=0)  # others take them, or are at what is done in common with them
+                deque(weights._given, maxlen=0)  # other workers take the weights, or wait in collectives
         elif (left := next(weights._given, None)) is not None:
             raise RoleError(
                 f"load_weights of {plan.taker} returned before it had taken all weights of {plan.giver}: "
                 f"{weights.loaded} of {len(weights.specs)} had come, and {left[0]} is next"
             )
         if by_reference:
-            # Where others take the same tensors, these may be alive for them.
+            # Other takers may keep the same tensors alive.
             is_alone = not (plan.serves or plan.takes)
             keeps = is_alone and self._has_kept(lambda: any(ref() is not None for ref in alive))
             new = self._storages(target) - before if looks else set()
@@ -525,13 +526,13 @@ class WeightsOfWorker(OfWorker, calls={SYNC: "sync", DIGESTS: "digests"}):
         return shared
 
     def _has_kept(self, is_there: Callable[[], bool]) -> bool:
-        """Whether the target has some of what it was given, and not only who looks at what it does, or holds."""
+        """Return whether the target keeps given tensors; references of the framework's own lookers don't count."""
         if not is_there():
             return False
         for looking in (LOOKING, self._worker_context.looking):
-            with looking:  # whoever looked before has let go of it
+            with looking:  # a looker holds the lock until all references are gone
                 pass
-        gc.collect()  # some may be part of a circle
+        gc.collect()  # some may be in reference cycles
         return is_there()
 
     @staticmethod
@@ -548,7 +549,7 @@ class WeightsOfWorker(OfWorker, calls={SYNC: "sync", DIGESTS: "digests"}):
     def _lasting(
         self, source: RoleInstance, weights: Weights, received: Received, plan: SyncPlan
     ) -> dict[str, torch.Tensor]:
-        """The tensors of a source, all of which it holds itself, so that another role can have them, too."""
+        """Return the source's tensors for sharing, all held by the source itself."""
         found: dict[str, torch.Tensor] = {}
         own: set[int] | None = None
         for name, tensor in weights._given:
@@ -564,7 +565,7 @@ class WeightsOfWorker(OfWorker, calls={SYNC: "sync", DIGESTS: "digests"}):
         return found
 
     def _meet(self, members: int, what: str = "", value: Any = None) -> Any:
-        """Wait until all ranks of the target have all weights, or are so far; return what one of them has brought."""
+        """Wait for all ranks of the target, and return the value brought by one rank."""
         if members == 1:
             return value
         call = running_call.get()
@@ -574,16 +575,16 @@ class WeightsOfWorker(OfWorker, calls={SYNC: "sync", DIGESTS: "digests"}):
 
 
 def _idle(target: RoleInstance) -> Synced:
-    """Have a target be as if it had got weights, if it only stands in for one; another one has those that it had."""
+    """Raise a stand-in target's version as after a sync; leave another target unchanged."""
     target.ctx.weights_version += target.stands_in
     return Synced(target.ctx.weights_version, 0, 0.0, "", None)
 
 
 class _Check:
-    """The comparing of what a rank of a target has with what was to arrive there.
+    """A comparison of a target rank's weights with the arrived ones.
 
-    A weight's bits are those of the source, converted as the target's own tensor has it. What another worker has sent
-    is compared with what has come, too.
+    A weight's bits are the source's, converted to the dtype of the target's own tensor. Weights from another worker are
+    also compared with the digests sent.
     """
 
     def __init__(self, worker: WeightsOfWorker, target: RoleInstance, plan: SyncPlan) -> None:
@@ -595,7 +596,7 @@ class _Check:
         self._came, self._wanted = _digests(plan.giver), _digests(plan.giver)
 
     def arriving(self, given: Generator[tuple[str, torch.Tensor]]) -> Generator[tuple[str, torch.Tensor]]:
-        """Yield weights, of which each is noted before."""
+        """Yield weights after digesting each."""
         for name, tensor in given:
             dtype = self._dtypes.get(name, tensor.dtype)
             self._wanted.add(name, tensor, dtype)
@@ -605,10 +606,10 @@ class _Check:
             del tensor
 
     def compared(self, sent: Mapping[str, Digest] | None) -> int:
-        """Return how many weights the target has, all of which are right.
+        """Return the number of the target's weights if all are right.
 
         Raises:
-            WeightsDifferError: Some aren't.
+            WeightsDifferError: Some are wrong.
         """
         taker, rank = self._plan.taker, self._target.ctx.rank
         self._arrived = wanted = self._wanted.told()
@@ -634,11 +635,11 @@ class _Check:
         )
 
     def first(self) -> dict[str, int] | None:
-        """Return what the target's other ranks are to have got, on its first rank."""
+        """Return the digests for the other ranks, on the target's first rank; None elsewhere."""
         return None if self._target.ctx.rank else {name: each.value for name, each in self._arrived.items()}
 
     def agree(self, first: Mapping[str, int]) -> None:
-        """Compare with what the target's first rank has got.
+        """Compare the arrived weights with the first rank's.
 
         Raises:
             WeightsDifferError: This rank has other weights, from another rank of the source.
@@ -655,18 +656,18 @@ class _Check:
 
 
 def received_by(role: RoleInstance) -> Received | None:
-    """Return the weights that a role has from another one; None where it has its own."""
+    """Return the state of a role's synced weights; None for a role with own weights."""
     return role.parts.get("weights")
 
 
 def _digests(whose: str) -> Digests:
-    from colocate.features.weights.digests import Digests  # which imports torch
+    from colocate.features.weights.digests import Digests  # imports torch
 
     return Digests(whose)
 
 
 def _keys(plan: SyncPlan) -> Iterator[int]:
-    """The keys of what is offered, one after the other."""
+    """Return the keys of offers, in order."""
     assert plan.offers is not None
     return itertools.count(plan.offers.key, -1)
 
@@ -685,7 +686,7 @@ def _nbytes(spec: WeightSpec) -> int:
 
 
 def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors of one shape have the same memory."""
+    """Return whether two tensors of one shape have the same memory."""
     return one.data_ptr() == other.data_ptr() and one.untyped_storage()._cdata == other.untyped_storage()._cdata
 
 
@@ -700,10 +701,10 @@ def _noted(
     taker: str,
     strict: bool,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield weights, and note the tensors that are given away, and their storages. `strict`: contents are compared.
+    """Yield weights, and record the given tensors and storages. `strict`: compare contents.
 
     Raises:
-        RoleError: The target has written into one, which the source has, or others that take it.
+        RoleError: The target has written into a tensor that the source, or other takers, have.
     """
     for name, tensor in given:
         alive.append(weakref.ref(tensor))
@@ -720,7 +721,7 @@ def _noted(
 
 
 def _function(role: RoleInstance, name: str, whose: str) -> Callable[..., Any]:
-    """Return a role's method for its part in a sync, whether or not its callers may call it."""
+    """Return a role's method for a sync, with or without `@method`."""
     found = getattr(type(role.instance), name, None)
     if isinstance(found, RoleMethod):
         return MethodType(found.spec.function, role.instance)
@@ -739,7 +740,7 @@ def _without_grad(code: Callable[..., Any], *args: Any) -> Any:
 
 
 def _in_its_place(role: RoleInstance, code: Callable[..., Any], *args: Any) -> Any:
-    """Run code of a role, perhaps amid another one's."""
+    """Run code of a role with this role's context and settings, perhaps within another role's code."""
     setting = role.setting
     token, before = set_current(role.ctx), setting.now()
     setting.have(role.settings or setting.base)
@@ -754,7 +755,7 @@ _END = object()
 
 
 def _each(source: RoleInstance, weights: Any) -> Iterator[Any]:
-    """Yield what a source yields, whose code runs as its own, whoever asks."""
+    """Yield a source's items; the source's code runs with the source's own context."""
     if not isinstance(weights, Iterable):
         raise ConfigError(f"named_weights of {source.name} gives {type(weights).__name__}: it yields (name, tensor)")
     items = _in_its_place(source, iter, weights)
@@ -763,5 +764,5 @@ def _each(source: RoleInstance, weights: Any) -> Iterator[Any]:
             yield found
             del found
     finally:
-        with suppress(AttributeError):  # what isn't a generator has nothing to end
+        with suppress(AttributeError):  # only generators need a close
             items.close()
