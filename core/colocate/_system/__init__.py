@@ -1,1 +1,1 @@
-"""What the framework needs of the machine and of Python: files, processes, threads, clocks, lines of code."""
+"""Wrap the machine and Python for the framework: files, processes, threads, clocks, lines of code."""

@@ -1,4 +1,4 @@
-"""What is worked out once for each type, without holding the type."""
+"""Cache results by type without keeping types alive."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ T = TypeVar("T")
 
 
 def by_type(find: Callable[[type], T]) -> Callable[[type], T]:
-    """Remember a function's result for each type as long as the type is there; the result must not hold the type.
+    """Cache a function's result for each type as long as the type lives.
 
-    As fast as `functools.lru_cache`, which would keep users' classes, and all that hangs on them, for ever.
+    The result must not refer to the type. As fast as `functools.lru_cache`, which would keep users' classes, and all
+    objects below them, for ever.
     """
     found: dict[int, tuple[T, weakref.ref[type]]] = {}
     _caches.append(found)
@@ -27,8 +28,8 @@ def by_type(find: Callable[[type], T]) -> Callable[[type], T]:
             return found[key][0]
         except KeyError:
             result = find(kind)
-            # Its entry goes before anything else can have its id. No Python code runs then, so that no signal's
-            # handler comes between: this is `found.pop(key, the reference)`.
+            # The entry disappears before another object can get this id. No Python code runs then, so no signal handler
+            # can come between: the callback is `found.pop(key, reference)` in C.
             found[key] = result, weakref.ref(kind, functools.partial(found.pop, key))
             return result
 
@@ -36,6 +37,6 @@ def by_type(find: Callable[[type], T]) -> Callable[[type], T]:
 
 
 def forget() -> None:
-    """Have every such function work its results out anew: somebody has said what a type is."""
+    """Clear all caches: a type was registered."""
     for found in _caches:
         found.clear()

@@ -1,4 +1,4 @@
-"""`Deadline`: one moment for all that waits below whoever has set it."""
+"""Share one deadline among several waits (`Deadline`)."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import time
 
 
 class Deadline:
-    """A moment until which something is waited for. It is handed down, so that waits one after the other share it.
+    """A time limit, passed down so that consecutive waits share the same end.
 
     Attributes:
-        at: When it is, by `time.monotonic()`; `math.inf` when it never comes.
+        at: The time of the end, by `time.monotonic()`; `math.inf` for no deadline.
     """
 
     __slots__ = ("at",)
@@ -20,26 +20,26 @@ class Deadline:
 
     @property
     def left(self) -> float | None:
-        """Seconds until it, never below zero; None for ever: as what waits takes it."""
+        """Seconds until the deadline, never negative; None for no deadline, as waiting functions expect."""
         return None if self.at == math.inf else max(0.0, self.at - time.monotonic())
 
     @property
     def is_over(self) -> bool:
-        """Whether it has passed."""
+        """Whether the deadline has passed."""
         return self.at != math.inf and time.monotonic() >= self.at
 
     def at_most(self, seconds: float) -> float:
-        """Seconds until it, or so many, whichever is less: for who looks around meanwhile."""
+        """Return the smaller of `seconds` and the seconds left: the timeout of one polling step."""
         return seconds if (left := self.left) is None else min(left, seconds)
 
     def before(self, seconds: float) -> Deadline:
-        """Return the moment so many seconds before it."""
+        """Return a deadline that is earlier by some seconds."""
         earlier = Deadline()
         earlier.at = self.at - seconds
         return earlier
 
     def or_sooner(self, other: Deadline) -> Deadline:
-        """Whichever of the two is first."""
+        """Return the earlier of two deadlines."""
         return other if other.at < self.at else self
 
 

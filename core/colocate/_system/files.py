@@ -1,4 +1,4 @@
-"""Folders and files that are complete, or not there; and files that grow by whole pieces."""
+"""Write files and folders that are complete or absent, and files that grow by whole pieces."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from io import BufferedReader, FileIO
 from pathlib import Path
 from typing import Any
 
-_OLD, _PART = ".old-", ".part-"  # prefixes of the folders that are replaced or written
-_AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of Linux
+_OLD, _PART = ".old-", ".part-"  # prefixes of replaced and of unfinished folders
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # Linux constants
 _MOST_JSON = 2**26  # bytes of a file
 _numbers = itertools.count(1)
 _naming = threading.Lock()
@@ -28,15 +28,15 @@ _naming = threading.Lock()
 
 @contextlib.contextmanager
 def atomic_folder(final: Path, naming: AbstractContextManager[object] | None = None) -> Iterator[Path]:
-    """A folder to write into, which gets its name when the block ends well, and is removed otherwise.
+    """Yield a folder to write into, which gets the final name if the block ends well, and is removed otherwise.
 
-    Several threads, processes, or handlers of signals, may write folders of one name at once: the last one to end well
-    stays. A folder of that name is replaced in one step. Some file systems (NFS) can't do that: readers look in both
-    `places` there.
+    Several threads, processes or signal handlers may write folders of one name at once: the last one to end well stays.
+    An existing folder is replaced atomically. Some file systems (NFS) can't do that: readers look in both `places`
+    there.
 
     Args:
-        final: The name. What is there already is replaced as a whole.
-        naming: Is entered while the folder gets its name; when that raises, it gets none.
+        final: The final name. An existing folder is replaced as a whole.
+        naming: Entered while the folder is renamed; an exception prevents the renaming.
     """
     final.parent.mkdir(parents=True, exist_ok=True)
     tidy(final.parent, re.escape(final.name))
@@ -44,24 +44,25 @@ def atomic_folder(final: Path, naming: AbstractContextManager[object] | None = N
     part.mkdir()
     try:
         yield part
-        for path in [*part.rglob("*"), part]:  # on the disk before the name says that it is complete
+        for path in [*part.rglob("*"), part]:  # flush to disk before the name marks the folder as complete
             _sync(path)
         _name(part, final, naming)
     finally:
-        _discard(part)  # half a folder, or what was replaced
+        _discard(part)  # an unfinished or a replaced folder
     _sync(final.parent)
 
 
 def places(final: Path) -> tuple[Path, Path]:
-    """Return where the complete folder of a name may be: under its name, or beside it while another one replaces it.
+    """Return the two paths where a complete folder may be: the name, and a path beside during a replacement.
 
-    A replacement that was cut short leaves it beside. Who looks may be overtaken, and looks twice.
+    A killed replacement leaves the folder on the second path. A reader may race with a replacement, and must look
+    twice.
     """
     return final, final.with_name(f"{_OLD}{final.name}")
 
 
 def complete_folders(parent: Path) -> dict[str, Path]:
-    """Return the complete folders in a folder by name, and where each lies: one of `places`."""
+    """Return the complete folders in a folder by name, with their paths: one of `places` each."""
     if not parent.is_dir():
         return {}
     with nobody_renames(parent / _OLD):
@@ -71,20 +72,21 @@ def complete_folders(parent: Path) -> dict[str, Path]:
 
 
 def remove_folder(final: Path) -> None:
-    """Remove a complete folder. A removal that is cut short leaves no half of a folder under its name."""
+    """Remove a complete folder. A killed removal leaves no partial folder under the name."""
     doomed = final.rename(_part(final))
     _remove(doomed)
 
 
 def tidy(parent: Path, name: str = ".*", *, is_alone: bool = False) -> None:
-    """Finish the replacements of killed writers in a folder, and remove their half folders.
+    """Finish the replacements of killed writers in a folder, and remove unfinished folders.
 
     Args:
         parent: The folder.
-        name: A pattern of the names that are tidied.
-        is_alone: Whether no process of another machine writes there. Its half folders are removed then, too.
+        name: A regular expression for the names to tidy.
+        is_alone: Whether no process of another machine writes here. Unfinished folders of other machines are then
+            removed, too.
     """
-    import psutil  # an import from disk, unlike our own modules: on failure only this call fails
+    import psutil  # imported late: a failed import from disk fails only this call
 
     replaced = re.compile(f"{re.escape(_OLD)}(?P<name>{name})")
     written = re.compile(rf"{re.escape(_PART)}{name}-(?P<pid>\d+)-\d+x?(?:@(?P<host>.*))?")
@@ -100,21 +102,22 @@ def tidy(parent: Path, name: str = ".*", *, is_alone: bool = False) -> None:
 
 @contextlib.contextmanager
 def nobody_renames(final: Path) -> Iterator[None]:
-    """A block in which nobody else gives a name in this folder's parent: no thread, and no process of this machine.
+    """Hold the lock for renames in this path's parent: no thread or process of this machine renames meanwhile.
 
-    Across machines nothing is locked, nor where a file system knows no locks.
+    The lock doesn't reach across machines, or file systems without locks.
     """
     with _naming, contextlib.ExitStack() as stack:
-        with contextlib.suppress(OSError):  # a file system without such locks, or no parent
+        with contextlib.suppress(OSError):  # a file system without locks, or no parent
             descriptor = os.open(final.parent, os.O_RDONLY)
             stack.callback(os.close, descriptor)
             fcntl.flock(descriptor, fcntl.LOCK_EX)
-            stack.callback(fcntl.flock, descriptor, fcntl.LOCK_UN)  # a fork may have the descriptor, too
+            # Explicit: a forked child may keep the descriptor open
+            stack.callback(fcntl.flock, descriptor, fcntl.LOCK_UN)
         yield
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file, all of it or nothing."""
+    """Write a file, whole or not at all."""
     part = path.with_name(f".{path.name}.part")
     try:
         part.write_text(text, encoding="utf-8", errors="backslashreplace")  # a user's text may have lone surrogates
@@ -125,11 +128,11 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def open_file(path: Path) -> BufferedReader:
-    """Open a file to read.
+    """Open a regular file to read.
 
     Raises:
-        OSError: It can't be read.
-        ValueError: It is no file but a pipe or a device, which may never end.
+        OSError: The file can't be read.
+        ValueError: The path is a pipe or a device, which may never end.
     """
     file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115 - the caller's
     if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
@@ -139,11 +142,11 @@ def open_file(path: Path) -> BufferedReader:
 
 
 def json_of(path: Path) -> Any:
-    """Return what a file of JSON says.
+    """Parse a JSON file.
 
     Raises:
-        OSError: It can't be read.
-        ValueError: It isn't JSON, or too much of that, or no file; see `open_file`.
+        OSError: The file can't be read.
+        ValueError: The content isn't JSON or is too large, or the path is no regular file; see `open_file`.
     """
     with open_file(path) as file:
         size = os.fstat(file.fileno()).st_size
@@ -174,7 +177,7 @@ def _name(part: Path, final: Path, naming: AbstractContextManager[object] | None
 
 
 def _exchange(path: Path, other: Path) -> bool:
-    """Exchange two names in one step. Return False if the system or the file system can't, or it fails."""
+    """Exchange two names atomically. Return False on any failure, such as no support by the system."""
     renameat2 = getattr(ctypes.CDLL(None), "renameat2", None)
     if renameat2 is None:
         return False
@@ -183,7 +186,7 @@ def _exchange(path: Path, other: Path) -> bool:
 
 
 def _discard(part: Path) -> None:
-    """Remove it. An interruption may have left who would give it the final name still at that, or about to be."""
+    """Remove an unfinished folder. After an interruption another thread may still be renaming it, or about to."""
     with _naming:
         if not os.path.lexists(part):
             return
@@ -194,7 +197,7 @@ def _discard(part: Path) -> None:
 
 
 def _settle(final: Path) -> None:
-    """A replacement may have been cut short between its two steps: what it was to replace has its name again."""
+    """Repair a replacement that was cut short between two renames: the old folder gets the name again."""
     _, old = places(final)
     if os.path.lexists(old):
         if os.path.lexists(final):
@@ -204,7 +207,7 @@ def _settle(final: Path) -> None:
 
 
 def _part(final: Path) -> Path:
-    """Return a new name for a folder that isn't complete."""
+    """Return a new name for an unfinished folder."""
     return final.with_name(f"{_PART}{final.name}-{os.getpid()}-{next(_numbers)}@{socket.gethostname()}")
 
 
@@ -224,19 +227,19 @@ def _sync(path: Path) -> None:
 
 
 class GrowingFile:
-    """A file to which text is added: all of a piece, or, where the disk is full, nothing of it."""
+    """A file that grows by whole pieces: on a full disk, a piece is taken back."""
 
     def __init__(self, path: Path, *, anew: bool = False) -> None:
         self.path = path
         self._file = FileIO(path, "w" if anew else "a")
 
     def add(self, text: str) -> None:
-        """Add a piece; who reads the file sees it from now on.
+        """Append a text, visible to readers at once.
 
         Raises:
-            OSError: The disk is full, or the like; its `filename` says which file it is about.
+            OSError: The disk is full, for example; `filename` is the path.
         """
-        end = self._file.seek(0, 2) if self._file.seekable() else None  # of a pipe nothing can be taken back
+        end = self._file.seek(0, 2) if self._file.seekable() else None  # a pipe can't be truncated
         left = memoryview(text.encode())
         try:
             while left:
@@ -249,5 +252,5 @@ class GrowingFile:
             raise
 
     def close(self) -> None:
-        """Add nothing any more."""
+        """Close the file."""
         self._file.close()

@@ -1,4 +1,4 @@
-"""`Here`: a thread and task, so that what one of them has opened isn't taken for another's."""
+"""Identify a thread and task (`Here`), so that blocks opened by one don't affect others."""
 
 from __future__ import annotations
 
@@ -14,24 +14,25 @@ if TYPE_CHECKING:
 
 
 def _task() -> asyncio.Task[Any] | None:
-    module = imported("asyncio")  # there are no tasks without it, nor while another thread is about to import it
+    # Without asyncio there are no tasks, nor while another thread is importing asyncio.
+    module = imported("asyncio")
     loop = None if module is None else module._get_running_loop()
     return None if loop is None or module is None else module.current_task(loop)
 
 
 @attrs.frozen(eq=False)
 class Here:
-    """Where it was made. A context variable alone doesn't tell: a task has those of the one that has started it."""
+    """The thread and task that created the object. A context variable wouldn't do: a task inherits its creator's."""
 
     thread: int = attrs.field(factory=threading.get_ident, init=False)
     _task: asyncio.Task[Any] | None = attrs.field(factory=_task, init=False)
 
     @property
     def is_current(self) -> bool:
-        """Whether it is this thread and task."""
+        """Whether the caller is in the same thread and task."""
         return self.is_current_thread and self._task is _task()
 
     @property
     def is_current_thread(self) -> bool:
-        """Whether it is this thread, in whichever task."""
+        """Whether the caller is in the same thread, in any task."""
         return self.thread == threading.get_ident()

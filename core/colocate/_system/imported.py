@@ -7,9 +7,10 @@ from typing import Any
 
 
 def imported(name: str) -> Any:
-    """Return the module, or None when nobody has imported it yet.
+    """Return a module, or None if not imported yet.
 
-    One that another thread is about to import doesn't count: half of it isn't there, and no value is made of it yet.
+    A module that another thread is still importing doesn't count: the module is incomplete, and no values of its types
+    exist.
     """
     module = sys.modules.get(name)
     if module is None or getattr(module.__spec__, "_initializing", False):

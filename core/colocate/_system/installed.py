@@ -1,7 +1,7 @@
-"""What is installed, as metadata tells, and what installs it, as messages say.
+"""Report installed distributions by their metadata, and name install commands for messages.
 
-Never colocate by its name, which is another project's on the public index: who lacks an extra is told what that
-consists of, which holds for a wheel and for a checkout.
+Commands never name colocate on the public index, where the name is another project's. A missing extra is described by
+its requirements, which hold for a wheel and for a checkout.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from typing import Any
 
 
 def name_and_version(found: Distribution) -> tuple[str, str] | None:
-    """Return the name and the version of a distribution; None where its folder has no METADATA."""
+    """Return name and version of a distribution; None if METADATA is missing."""
     try:
-        text = found.read_text("METADATA")  # in which a whole README may follow the fields
+        text = found.read_text("METADATA")  # a whole README may follow the fields
         metadata: Any = found.metadata if text is None else message_from_string(text.partition("\n\n")[0])
-    except FileNotFoundError:  # importlib_metadata raises it; Python's own has nothing to tell
+    except FileNotFoundError:  # raised by importlib_metadata only
         return None
     return (metadata["Name"], metadata["Version"]) if "Name" in metadata and "Version" in metadata else None
 
 
 def without_metadata(found: Distribution) -> str:
-    """Return whose metadata is lost, and what to do, in words."""
-    place: Any = getattr(found, "_path", "a distribution")  # no public name leads to the folder
+    """Return an error text for a distribution without METADATA, with advice."""
+    place: Any = getattr(found, "_path", "a distribution")  # no public attribute has the folder
     return f"{place}, which has no METADATA: install it again, or delete this folder"
 
 
 def version_of(name: str) -> str | None:
-    """Return the version of a distribution; None where it isn't installed, or doesn't tell."""
+    """Return the version of a distribution; None if the distribution isn't installed or has no METADATA."""
     try:
         known = name_and_version(importlib.metadata.distribution(name))
     except PackageNotFoundError:
@@ -49,26 +49,26 @@ def pip_line(extra: str | None = None) -> str:
 
 
 def same_line() -> str:
-    """Return what makes two sides the same."""
+    """Return the command that installs the same colocate on two machines."""
     same = "pip install . in checkouts of colocate of the same commit"
     return same if _from_checkout() else "pip install the same wheel of colocate"
 
 
 def distribution_line(distribution: str, extra: str | None) -> str:
-    """Return what installs any distribution, with an extra."""
+    """Return the command that installs a distribution, with an extra."""
     if distribution == "colocate":
         return pip_line(extra)
     return f"pip install '{distribution}[{extra}]'" if extra else f"pip install {distribution}"
 
 
 def version_line(distribution: str, version: str | None) -> str:
-    """Return what installs any distribution in one version."""
+    """Return the command that installs a distribution in one version."""
     return same_line() if distribution == "colocate" else f"pip install '{distribution}=={version}'"
 
 
 @functools.cache
 def _from_checkout() -> bool:
-    """Return whether it was installed from a folder, or only lies on the path."""
+    """Return whether colocate was installed from a folder, or isn't installed but on the path."""
     try:
         origin = distribution("colocate").read_text("direct_url.json")
     except PackageNotFoundError:
@@ -77,7 +77,7 @@ def _from_checkout() -> bool:
 
 
 def _extra(name: str) -> list[str]:
-    """Return the requirements of an extra of ours. What it names of other extras is among them since the build."""
+    """Return the requirements of an extra of colocate, with those of nested extras, which the build includes."""
     wanted = re.compile(rf"extra == ['\"]{re.escape(name)}['\"]")
     try:
         needed = [each.partition(";") for each in distribution("colocate").requires or ()]

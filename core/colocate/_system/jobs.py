@@ -1,7 +1,7 @@
-"""`JobThread`: a thread of the framework that runs jobs, soon or later, in order.
+"""Run jobs on threads of the framework, at once or after a delay, in order (`JobThread`).
 
-What the framework needs runs on such threads, and nothing of the user's runs beside it: a callback that blocks stops
-callbacks, and no deadline. They take no lock, so a signal's handler may give them jobs wherever it has interrupted.
+Only framework code runs on such threads, so that a user's callback that blocks can't delay a deadline. Adding a job
+takes no lock: signal handlers may add jobs anywhere.
 """
 
 from __future__ import annotations
@@ -28,65 +28,65 @@ from colocate._system.limits import THREAD_ENDS_WITHIN_S
 from colocate._system.threads import Thread
 
 _SWEEP = 1000
-_LOOKS_EVERY_S = 3600.0  # a wait may not be as long as a timer
+_LOOKS_EVERY_S = 3600.0  # seconds; timers' delays may exceed the limit of a wait
 
 
 @attrs.define(eq=False)
 class Timer:
-    """A job for later; `cancel` keeps it from running."""
+    """A delayed job; `cancel` prevents the run."""
 
     job: Callable[[], object] | None
 
     def cancel(self) -> None:
-        """Forget it; harmless when it has run."""
+        """Cancel the job; harmless after the run."""
         self.job = None
 
 
 class JobThread:
-    """Runs jobs in order on one thread, which starts with the first of them.
+    """Runs jobs in order on one thread, which starts with the first job.
 
-    A job that raises ends nothing but itself: what it has raised is told to the owner, who knows what can't go on
-    without it, and the jobs after it run.
+    A job that raises affects no later job: the exception goes to the owner's `on_fault`.
     """
 
     def __init__(self, name: str, on_fault: Callable[[BaseException], None]) -> None:
         self._on_fault = on_fault
-        self._jobs: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()  # None: look around
+        self._jobs: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()  # None wakes the thread
         self._coming: deque[tuple[float, int, Timer]] = deque()  # timers that the thread hasn't taken yet
-        self._timers: list[tuple[float, int, Timer]] = []  # the thread's own
+        self._timers: list[tuple[float, int, Timer]] = []  # used by the thread only
         self._order = itertools.count()
-        self._looks_at = math.inf  # when it will look at the timers without being told to
+        self._looks_at = math.inf  # time at which the thread will look at timers, unless woken
         self._swept = _SWEEP
         self._closing = self._ended = False
-        self.note = self._jobs.put  # a job, as `soon`, by a function in C; once the thread has started, and not ended
+        # Adds a job, like `soon`, by a function in C; only between start and end of the thread
+        self.note = self._jobs.put
         self._thread = Thread(target=self._main, name=name)
         self._unstarted = [self._thread]
 
     @property
     def is_current(self) -> bool:
-        """Whether the caller runs on its thread."""
+        """Whether the caller runs on this thread."""
         return threading.current_thread() is self._thread
 
     def start(self) -> None:
-        """Start the thread now, if it hasn't been.
+        """Start the thread now, unless started before.
 
         Raises:
-            RuntimeError: No thread can be started, for now.
+            RuntimeError: No thread can be started at present.
         """
         if self._unstarted:
-            with suppress(IndexError):  # somebody else has just taken it
+            with suppress(IndexError):  # another thread has just started it
                 thread = self._unstarted.pop()
                 try:
                     thread.start()
                 except BaseException:
-                    self._unstarted.append(thread)  # the next job tries it again
+                    self._unstarted.append(thread)  # the next job tries again
                     raise
 
     def soon(self, job: Callable[[], object]) -> None:
-        """Run a job as soon as the earlier ones are done; here and now once the thread has ended.
+        """Queue a job to run after all earlier ones; run directly if the thread has ended.
 
         Raises:
-            RuntimeError: There is no thread yet, and none can be started: the job won't be run.
+            RuntimeError: There is no thread yet, and none can be started: the job won't run.
         """
         self.start()
         self._jobs.put(job)
@@ -94,17 +94,17 @@ class JobThread:
             self._run_what_is_left()
 
     def after(self, delay_s: float, job: Callable[[], object]) -> Timer:
-        """Run a job after a delay; never, once the thread has ended. Raises RuntimeError as `soon` does."""
+        """Run a job after a delay in seconds, or never if the thread ends before. Raises RuntimeError like `soon`."""
         self.start()
         timer = Timer(job)
         due = time.monotonic() + delay_s
         self._coming.append((due, next(self._order), timer))
-        if due < self._looks_at or len(self._coming) > _SWEEP:  # after it was added: see `_due`
+        if due < self._looks_at or len(self._coming) > _SWEEP:  # checked after the append: see `_due`
             self._jobs.put(None)
         return timer
 
     def run(self, job: Callable[[], object]) -> None:
-        """Run a job on the thread, wait for it, and raise what it raises."""
+        """Run a job on the thread, wait, and raise the job's exception."""
         outcome: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
 
         def answered() -> None:
@@ -120,16 +120,17 @@ class JobThread:
             raise error
 
     def close(self, within_s: float | None = None) -> bool:
-        """Run what is queued, drop the timers, end the thread; whether it has ended, which a job may keep it from.
+        """Run the queued jobs, drop the timers, and end the thread; return whether the thread has ended in time.
 
-        What that keeps waiting is run once it has. On the thread itself this returns at once.
+        A job that blocks may keep the thread alive; the remaining jobs run afterwards. On the thread itself the method
+        returns at once.
         """
         last: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._closing = True
         self._jobs.put(partial(last.put, None))
         try:
             self._unstarted.pop()
-        except IndexError:  # it has begun, or somebody else is just starting it, or it never will, having been closed
+        except IndexError:  # the thread has begun or is being started, or was closed before a start
             if self._ended:
                 self._run_what_is_left()
             if self.is_current or (self._ended and not self._thread.is_alive()):
@@ -149,11 +150,11 @@ class JobThread:
     def _main(self) -> None:
         while (job := self._next()) is not None:
             self._run(job)
-            del job  # with what it holds
+            del job  # releases references
         self._finish()
 
     def _finish(self) -> None:
-        self._ended = True  # before looking: whoever adds a job after that runs it
+        self._ended = True  # set before the last look: a later `soon` runs its job directly
         self._coming.clear()
         self._timers.clear()
         self._run_what_is_left()
@@ -170,11 +171,11 @@ class JobThread:
         except BaseException as error:
             try:
                 self._on_fault(error)
-            except BaseException:  # there is nobody else to be told
+            except BaseException:  # no other way to report
                 report_exception()
 
     def _next(self) -> Callable[[], object] | None:
-        """Return the next job, once there is one; None to end."""
+        """Wait for the next job; return None to end the thread."""
         while True:
             try:
                 found = self._jobs.get_nowait()
@@ -192,15 +193,15 @@ class JobThread:
                     return found
 
     def _due(self) -> Callable[[], object] | None:
-        """Return a timer's job that is due."""
+        """Return the job of a due timer, or None."""
         while True:
-            if len(self._timers) > self._swept:  # cancelled ones needn't stay until they are due
+            if len(self._timers) > self._swept:  # cancelled timers are removed before their time
                 self._timers = [entry for entry in self._timers if entry[2].job is not None]
                 heapq.heapify(self._timers)
                 self._swept = max(_SWEEP, 2 * len(self._timers))
             while self._timers and self._timers[0][2].job is None:
                 heapq.heappop(self._timers)
-            # First this, then the look at what is coming: whoever adds a timer does so before looking at this.
+            # The order matters: `after` appends a timer before reading `_looks_at`.
             self._looks_at = self._timers[0][0] if self._timers else math.inf
             if not self._coming:
                 break
@@ -212,13 +213,13 @@ class JobThread:
         if self._looks_at > time.monotonic():
             return None
         timer = heapq.heappop(self._timers)[2]
-        return timer.job  # None when it was cancelled just now: the thread looks again
+        return timer.job  # None if cancelled just now: the caller looks again
 
 
 def message_of(error: BaseException) -> str:
-    """Return the message of an exception, whatever its `__str__` does: a user's code on a thread of the framework."""
+    """Return the message of an exception, also if a user's `__str__` raises."""
     try:
-        return str.__str__(str(error))  # which may have given an instance of a class of its own
+        return str.__str__(str(error))  # a user's `__str__` may return a subclass of str
     except BaseException as fault:
         return f"<its __str__ raised {type(fault).__name__}>"
 
@@ -233,10 +234,10 @@ OUR_FAULT = "That is a fault of colocate's own: please report it, with the trace
 
 
 def report_exception() -> None:
-    """Report the exception being handled as one that ended a thread would be."""
+    """Report the current exception like one that ends a thread."""
     kind, value, trace = sys.exc_info()
     if kind is not None:
-        with suppress(BaseException):  # hook and stream may be users' own, and this thread is to go on
+        with suppress(BaseException):  # the hook and the stream may be a user's, and this thread must go on
             threading.excepthook(threading.ExceptHookArgs((kind, value, trace, threading.current_thread())))
 
 
@@ -245,17 +246,17 @@ _R = TypeVar("_R")
 
 
 def by_threads(do: Callable[[_T], _R], items: Sequence[_T], most: int) -> list[_R]:
-    """Return what a function makes of each item, in their order; all is over then, also when the first error is raised.
+    """Apply a function to each item on several threads; return the results in order.
 
-    The caller's thread is one of them, and does all by itself where no memory is left for more: to start a
-    `threading.Thread` waits for ever for one that then dies as it begins, and so does a pool of them.
+    All threads have finished when the first error is raised. The caller's thread takes part, and does all the work if
+    no thread can start: without memory `threading.Thread.start` and thread pools would wait for ever.
 
     Args:
-        do: That, which lets others run meanwhile.
-        items: They.
-        most: How many threads there are at most. There are no more than processors.
+        do: The function; should release the GIL.
+        items: The items.
+        most: The maximum number of threads; never more than processors.
     """
-    from concurrent.futures import Future, wait  # takes a while, and few workers need it
+    from concurrent.futures import Future, wait  # slow import, rarely used
 
     made: list[Future[_R]] = [Future() for _ in items]
     left = deque(zip(made, items, strict=True))
@@ -264,14 +265,14 @@ def by_threads(do: Callable[[_T], _R], items: Sequence[_T], most: int) -> list[_
         while left:
             try:
                 future, item = left.popleft()
-            except IndexError:  # another one has just taken the last
+            except IndexError:  # another thread has taken the last item
                 return
             try:
                 future.set_result(do(item))
-            except BaseException as error:  # the caller raises it
+            except BaseException as error:  # raised by the caller
                 future.set_exception(error)
 
-    with contextlib.suppress(RuntimeError, MemoryError):  # none can be started
+    with contextlib.suppress(RuntimeError, MemoryError):  # no thread can start
         for _ in range(min(most, len(os.sched_getaffinity(0)), len(items)) - 1):
             _thread.start_new_thread(work, ())
     work()

@@ -1,4 +1,4 @@
-"""Lines of users' code: which of them called, as messages have it; what is the framework's own code."""
+"""Find the lines of users' code for messages, and tell users' code from the framework's."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from colocate.errors import ConfigError
 
 _CORE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _OWN = tuple(os.path.join(os.path.dirname(_CORE), name, "") for name in ("colocate", "colocate_run", "colocate_report"))
-_TESTING = os.path.join(_CORE, "testing", "")  # its suites are users of colocate
-_libraries: dict[str, tuple[str, ...]] = {}  # by name, the files and folders of modules that are built on colocate
+_TESTING = os.path.join(_CORE, "testing", "")  # test suites are users of colocate
+_libraries: dict[str, tuple[str, ...]] = {}  # files and folders of libraries built on colocate, by name
 
 
 def library(name: str) -> None:
-    """Have the lines of a library that is built on colocate be passed by, as colocate's own are.
+    """Skip the lines of a library built on colocate in messages, like colocate's own lines.
 
-    Errors and the graph then name the line of the library's user that made a call or a group, and not the library's.
+    Errors and the graph then name the line in the user's code that made a call or a group, not the library's.
 
     Args:
-        name: The library's package, or one module: usually `__name__`, in the package's `__init__.py`. With a package
-            go all modules below it.
+        name: The library's package, or one module: usually `__name__`, in the package's `__init__.py`. A package
+            includes all modules below.
 
     Raises:
-        ConfigError: No such module is imported, or it has no file.
+        ConfigError: No such module is imported, or the module has no file.
     """
     module = sys.modules.get(name)
     folders = [os.path.join(os.path.abspath(folder), "") for folder in getattr(module, "__path__", ())]
@@ -52,10 +52,10 @@ def caller() -> tuple[str, int]:
 
 
 def place(depth: int) -> tuple[CodeType | str, int]:
-    """Code and line of the user's code that called into colocate, from `depth` frames above the caller's own on."""
+    """Return code and line of the user's code that called into colocate, from `depth` frames above the caller."""
     try:
         frame = sys._getframe(depth + 1)
-    except ValueError:  # it wasn't Python code that has called
+    except ValueError:  # the caller isn't Python code
         frame = sys._getframe(1)
     code = frame.f_code
     if not _is_passed_by(code.co_filename):
@@ -67,12 +67,12 @@ def place(depth: int) -> tuple[CodeType | str, int]:
 
 
 def shown(code: CodeType) -> str:
-    """Return the file of some code, as its user knows it."""
+    """Return the file of a code object, by a name that users know."""
     return cell(code.co_filename) or code.co_filename
 
 
 def cell(file: str) -> str | None:
-    """Return what IPython calls a cell, which it runs as a file of a name that tells nobody anything: "Cell In[3]"."""
+    """Return IPython's name of a cell ("Cell In[3]"), given the file name of the cell's code; None for other files."""
     running = getattr(sys.modules.get("IPython"), "get_ipython", None)
     shell = None if running is None else running()
     name = None if shell is None else shell.compile.format_code_name(file)
@@ -80,7 +80,7 @@ def cell(file: str) -> str | None:
 
 
 def with_cells(trace: str) -> str:
-    """Return a worker's traceback, with cells as their user knows them, and their source, which isn't a file there."""
+    """Return a worker's traceback with IPython's names of cells, and their source, which workers lack."""
     return _FRAME.sub(_of_cell, trace) if "IPython" in sys.modules else trace
 
 
@@ -98,7 +98,7 @@ def _of_cell(frame: re.Match[str]) -> str:
 
 
 def at(line: tuple[str, int]) -> str:
-    """Return a line as messages have it. What a command-line option has made has no number, and the option's text."""
+    """Format a line for messages. An option of the command line has number 0, and its text as the file."""
     where, number = line
     return f"{where}:{number}" if number else where
 
@@ -107,13 +107,13 @@ _made_for: ContextVar[tuple[str, int] | None] = ContextVar("made_for", default=N
 
 
 def origin() -> tuple[str, int]:
-    """Return the line that what is made now is made for."""
+    """Return the line to record as the origin of new objects."""
     return _made_for.get() or caller()
 
 
 @contextlib.contextmanager
 def made_for(line: tuple[str, int] | None) -> Iterator[None]:
-    """Count what this thread makes in the block as made for a line, of a config say, not for the code that does so."""
+    """Set the origin of all objects made in a block on this thread, to a line of a config, say."""
     token = _made_for.set(line)
     try:
         yield
@@ -123,10 +123,10 @@ def made_for(line: tuple[str, int] | None) -> Iterator[None]:
 
 @functools.lru_cache(maxsize=1024)
 def _is_passed_by(file: str) -> bool:
-    """Return whether code in a file is none of the user's: colocate's, a library's, or what enters a block for it."""
+    """Return whether a file's code is skipped: colocate's, a library's, or contextlib's."""
     return "contextlib" in file or is_own_code(file) or any(map(file.startswith, _libraries.values()))
 
 
 def is_own_code(file: str) -> bool:
-    """Return whether a file is a part of colocate's core, or of what runs jobs and reports them."""
+    """Return whether a file belongs to colocate's core, runner or report."""
     return file.startswith(_OWN) and not file.startswith(_TESTING)

@@ -1,4 +1,4 @@
-"""What somebody may have meant by a name that isn't there."""
+"""Suggest names for misspelt ones."""
 
 from __future__ import annotations
 
@@ -12,6 +12,6 @@ def nearest(name: str, names: Iterable[str], cutoff: float = 0.6) -> str | None:
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:
-    """Return a question with the nearest name, at the end of a sentence; or nothing."""
+    """Return a question with the nearest name, for the end of a sentence; empty if none is near."""
     near = nearest(name, names)
     return f"; did you mean {near!r}?" if near else ""

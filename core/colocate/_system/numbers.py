@@ -1,7 +1,6 @@
-"""Numbers that users give, durations, amounts, sizes and ports, and variables: checked alike wherever one is taken.
+"""Check numbers that users give: durations, amounts, sizes and ports; also names and variables.
 
-Every duration is a finite number from here on, small enough for any call of the system. What nobody will live to see
-the end of is for ever, and a comparison with `FOREVER_S` tells it.
+Every checked duration is finite and small enough for any system call. `FOREVER_S` stands for no limit.
 """
 
 from __future__ import annotations
@@ -16,13 +15,13 @@ from typing import Any, SupportsIndex
 
 from colocate.errors import ConfigError
 
-FOREVER_S = 1e9  # 31 years; a lock can't be waited for longer than 292, nor epoll without being asked again
-_MOST = 1_000_000  # of anything that is counted: more isn't on one machine
-_LONGEST_NAME = 100  # bytes; files are called so, with a process, a host or a rank beside it, in at most 255
+FOREVER_S = 1e9  # 31 years; locks are limited to 292, and epoll to less without a renewed call
+_MOST = 1_000_000  # of any counted thing: more doesn't fit on one machine
+_LONGEST_NAME = 100  # bytes; file names add a process, a host or a rank, within 255
 
 
 def duration_problem(value: Any, *, positive: bool = False) -> str | None:
-    """Return what is wrong with a number of seconds, in words; None when nothing is."""
+    """Return an error text for an invalid number of seconds, or None."""
     wanted = "a number of seconds, more than 0" if positive else "a number of seconds, 0 or more"
     if not _is_number(value) or value != value or value < 0 or (positive and value == 0):
         return f"must be {wanted} (math.inf, in YAML .inf, for ever), not {shown(value)}"
@@ -30,22 +29,26 @@ def duration_problem(value: Any, *, positive: bool = False) -> str | None:
 
 
 def seconds(value: Any, what: str, *, positive: bool = False) -> float:
-    """Return a duration: at most `FOREVER_S`."""
+    """Return a duration in seconds, at most `FOREVER_S`.
+
+    Raises:
+        ConfigError: The value is no valid duration.
+    """
     problem = duration_problem(value, positive=positive)
     if problem is not None:
         raise ConfigError(f"{what} {problem}")
     if value >= FOREVER_S:
         return FOREVER_S
-    return value if type(value) in (int, float) else float(value)  # as the user wrote it, for errors that say it
+    return value if type(value) in (int, float) else float(value)  # unchanged, for errors that quote the number
 
 
 def limit(value: Any, what: str, *, positive: bool = False) -> float | None:
-    """Return a duration, or None as it was given."""
+    """Return a duration in seconds, or None for None."""
     return None if value is None else seconds(value, what, positive=positive)
 
 
 def amount_problem(value: Any, *, whole: bool = False, least: int = 0, most: int = _MOST) -> str | None:
-    """Return what is wrong with a number of things (CPUs, slots), in words; None when nothing is."""
+    """Return an error text for an invalid amount (of CPUs or slots, say), or None."""
     fits = isinstance(value, numbers.Integral) if whole else _is_number(value)
     if not fits or isinstance(value, bool) or value != value or not least <= value <= most:
         kind = "a whole number" if whole else "a number"
@@ -54,11 +57,11 @@ def amount_problem(value: Any, *, whole: bool = False, least: int = 0, most: int
 
 
 step_problem = partial(amount_problem, whole=True, most=2**63 - 1)
-"""Returns what is wrong with a step's number, in words; None when nothing is."""
+"""Returns an error text for an invalid step number, or None."""
 
 
 def gpus_problem(value: Any) -> str | None:
-    """Return what is wrong with a number of GPUs, in words; None when nothing is."""
+    """Return an error text for an invalid number of GPUs, or None."""
     problem = amount_problem(value, whole=True)
     if isinstance(value, float) and 0 < value < _MOST and not value.is_integer():
         return f"{problem}: only its group uses the GPUs of a slot, which several roles share by being in one group"
@@ -66,7 +69,7 @@ def gpus_problem(value: Any) -> str | None:
 
 
 def ports_problem(value: object) -> str | None:
-    """Return what is wrong with a range of ports, in words; None when nothing is, or none is given."""
+    """Return an error text for an invalid range of ports, or None."""
     found = re.fullmatch("([0-9]{4,5})-([0-9]{4,5})", value) if isinstance(value, str) else None
     if value is None or (found is not None and 1024 <= int(found[1]) <= int(found[2]) <= 65535):
         return None
@@ -74,7 +77,7 @@ def ports_problem(value: object) -> str | None:
 
 
 def port_range(value: str | None, what: str) -> tuple[int, int] | None:
-    """Return a range of ports: its first and its last; None where none is given."""
+    """Return the first and last port of a range; None if no range is given."""
     if (problem := ports_problem(value)) is not None:
         raise ConfigError(f"{what} {problem}")
     if value is None:
@@ -84,9 +87,9 @@ def port_range(value: str | None, what: str) -> tuple[int, int] | None:
 
 
 def name_problem(name: object) -> str | None:
-    """Return what is wrong with the name of something, in words; None when nothing is, or none is given.
+    """Return an error text for an invalid name of a run, pool, group or role, or None.
 
-    Files and folders are called so: of runs, pools, groups and roles.
+    Files and folders get these names.
     """
     if name is None:
         return None
@@ -102,14 +105,14 @@ def name_problem(name: object) -> str | None:
 
 
 def variable_problem(name: object, value: object) -> str | None:
-    """Return what is wrong with an environment variable, in words; None when nothing is."""
+    """Return an error text for an invalid environment variable, or None."""
     if not isinstance(name, str) or not name or "=" in name or "\0" in f"{name}{value}":
         return f"is {value!r}; no environment can have such a variable"
     return None
 
 
 def labels_problem(value: object) -> str | None:
-    """Return what is wrong with the labels that nodes are to have, in words; None when nothing is."""
+    """Return an error text for invalid node labels, or None."""
     if not isinstance(value, Mapping) or not all(
         isinstance(each, str) and each for pair in value.items() for each in pair
     ):
@@ -121,7 +124,7 @@ def labels_problem(value: object) -> str | None:
 
 
 def resources_problem(value: object) -> str | None:
-    """Return what is wrong with amounts of a node's further resources, in words; None when nothing is."""
+    """Return an error text for invalid amounts of further node resources, or None."""
     if not isinstance(value, Mapping) or not all(isinstance(name, str) and name for name in value):
         return f"must be a mapping from names of resources to numbers, not {shown(value)}"
     for name, amount in value.items():
@@ -136,14 +139,14 @@ _OWN_RESOURCES = {"cpu": "cpus", "gpu": "gpus", "memory": "host_memory"}
 
 
 def url_problem(url: object) -> str | None:
-    """Return why something can't be where checkpoints are kept, in words; None where it can."""
+    """Return an error text for an invalid address of a checkpoint store, or None."""
     if url is None or (isinstance(url, str) and re.fullmatch(r"[a-z][a-z0-9+.-]*://.+", url)):
         return None
     return f"must be the address of a folder in a store, as s3://bucket/folder, not {shown(url)}"
 
 
 def together_problem(value: object) -> str | None:
-    """Return what is wrong with the name of a label that nodes are to share, in words; None when nothing is."""
+    """Return an error text for an invalid name of a shared node label, or None."""
     if value is None or (isinstance(value, str) and value):
         return None
     return f"must be the name of a label, not {shown(value)}"
@@ -154,27 +157,31 @@ def _is_number(value: Any) -> bool:
 
 
 def plural(count: int, noun: str) -> str:
-    """`3 slots`, `1 slot`, `2 processes`."""
+    """Format a count with a noun: `3 slots`, `1 slot`, `2 processes`."""
     return f"{count:,} {noun}{'' if count == 1 else 'es' if noun.endswith('s') else 's'}"
 
 
 def shown(value: Any) -> str:
-    """Return a value as an error shows it: of bounded length."""
+    """Return the repr of a value, shortened for errors."""
     try:
         text = repr(value)
-    except ValueError:  # an integer of more digits than Python prints
+    except ValueError:  # an integer with more digits than Python prints
         return "a number of thousands of digits"
     return text if len(text) <= 40 else f"{text[:40]}..."
 
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-_MOST_BYTES = 1 << 60  # an exbibyte: more isn't in one machine
+_MOST_BYTES = 1 << 60  # an exbibyte: more doesn't fit into one machine
 _LEAST_WITHOUT_UNIT = 1024
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
 def parse_bytes(value: str | SupportsIndex, what: str) -> int:
-    """Return a number of bytes from "20GiB", "512MB" or a whole number, of NumPy's kinds, too."""
+    """Parse a number of bytes: "20GiB", "512MB", or a whole number, also of NumPy's types.
+
+    Raises:
+        ConfigError: The value is no valid size.
+    """
     unit, size = "", -1.0
     if isinstance(value, str):
         found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", value)
@@ -182,7 +189,7 @@ def parse_bytes(value: str | SupportsIndex, what: str) -> int:
             unit = found[2]
             size = float(found[1]) * _UNITS[unit.upper()]
     elif not isinstance(value, bool):
-        with contextlib.suppress(TypeError):  # it is no whole number
+        with contextlib.suppress(TypeError):  # not a whole number
             size = operator.index(value)
     if not 0 <= size <= _MOST_BYTES:
         raise ConfigError(f"{what}={shown(value)} is no size; write it like '20GiB', '512MB' or a number of bytes")
@@ -195,7 +202,7 @@ def parse_bytes(value: str | SupportsIndex, what: str) -> int:
 
 
 def size_problem(value: Any) -> str | None:
-    """Return what is wrong with a number of bytes, in words; None when nothing is."""
+    """Return an error text for an invalid number of bytes, or None."""
     try:
         parse_bytes(value, "")
     except ConfigError as error:
@@ -204,7 +211,7 @@ def size_problem(value: Any) -> str | None:
 
 
 def size_text(count: float) -> str:
-    """Return a number of bytes as people read it."""
+    """Format a number of bytes for people."""
     units = ["B", "KiB", "MiB", "GiB", "TiB"]
     while abs(count) >= 1024 and len(units) > 1:
         count /= 1024

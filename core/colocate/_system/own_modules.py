@@ -1,8 +1,8 @@
-"""Modules of colocate that nobody has imported yet, in memory: their files may change or go while a process runs.
+"""Read colocate's modules into memory before the first import: files may change or disappear while a process runs.
 
-A feature is imported when it is first used, perhaps days after the start. By then `pip install -U` or `git pull` may
-have replaced its files, and the process may have no free descriptor to open one. To read all of them takes ten
-milliseconds; to import them would take half as long as the rest of a worker's start.
+A feature is imported on first use, perhaps days after the start. By then `pip install -U` or `git pull` may have
+replaced its files, and the process may lack a free descriptor to open one. Reading all files takes ten milliseconds;
+importing all would take half as long as the rest of a worker's start.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from types import ModuleType
 from typing import Any
 
 _FOR_TESTS = "testing"
-# Python's own modules that features need and no worker has imported yet.
+# Modules of the standard library that features need, and no worker has imported yet.
 _OF_PYTHON = ("decimal", "fractions")
 _packages: set[str] = set()
 _loaders: dict[str, _Loader] = {}
-# As Python's own finders have them: a package named colocate_… may have compiled modules.
+# Like Python's own finders: a package named colocate_… may have compiled modules.
 _KINDS = (
     (ExtensionFileLoader, EXTENSION_SUFFIXES),
     (SourceFileLoader, SOURCE_SUFFIXES),
@@ -40,7 +40,7 @@ _KINDS = (
 
 
 def keep_modules() -> None:
-    """Read the modules of colocate's packages that are imported by now: the others will be imported from memory."""
+    """Read all modules of the imported colocate packages; later imports use these copies."""
     for name in _OF_PYTHON:
         import_module(name)
     for package in [name for name in list(sys.modules) if "." not in name and name.startswith("colocate")]:
@@ -74,7 +74,7 @@ class _Loader(SourceFileLoader):
         with contextlib.suppress(OSError):
             self._data[compiled] = super().get_data(compiled)
         times = b"".join(int(self._stats[key]).to_bytes(8, "little")[:4] for key in ("mtime", "size"))
-        if self._data.get(compiled, b"")[4:16] != b"\0\0\0\0" + times:  # missing, or of another source
+        if self._data.get(compiled, b"")[4:16] != b"\0\0\0\0" + times:  # missing, or compiled from another source
             self._data[path] = super().get_data(path)
 
     def path_stats(self, path: Any) -> Any:
@@ -88,10 +88,10 @@ class _Loader(SourceFileLoader):
 
 
 class _Finder(FileFinder):
-    """Finds the modules of one folder: those in memory first."""
+    """Finds the modules of one folder, first in memory."""
 
     def find_spec(self, fullname: str, target: ModuleType | None = None) -> ModuleSpec | None:
-        """Return where a module is imported from."""
+        """Return the import spec of a module."""
         loader = _loaders.get(fullname)
         if loader is None:
             return super().find_spec(fullname, target)

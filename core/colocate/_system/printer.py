@@ -1,4 +1,4 @@
-"""What workers print, on the driver's `sys.stderr`: by a thread of its own, so that nothing else waits for a reader."""
+"""Print the output of workers on the driver's `sys.stderr`, on a separate thread: a slow reader delays nothing."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ from colocate._system.jobs import JobThread, error_text, report_exception
 from colocate._system.limits import CONNECTING_S, PRINTED_WITHIN_S
 from colocate._system.threads import Thread
 
-_BUFFER_CHARS = 1 << 20  # what waits for a reader that is late; what comes beyond that is dropped
-_CHUNK = 4096  # what a pipe takes whole when it says that it takes something (PIPE_BUF)
+_BUFFER_CHARS = 1 << 20  # characters that wait for a slow reader; further lines are dropped
+_CHUNK = 4096  # bytes that a ready pipe accepts without blocking (PIPE_BUF)
 _LOOK_MS = 50
 
 
 class Printer:
-    """Prints lines in order. What isn't taken in time is dropped, and a line in its place says how much that was.
+    """Prints lines in order. Lines that a reader doesn't take in time are dropped, and a note has their number.
 
-    All of a user's that is told something by the framework is told here: `sys.stderr`, which may be anything, and
+    All messages of the framework to user code pass through here: to `sys.stderr`, which may be any object, and to
     handlers of logs.
     """
 
     def __init__(self, name: str) -> None:
         self._jobs = JobThread(name, lambda error: report_exception())
         self.note = self._jobs.note
-        self._lock = threading.Lock()  # nothing is printed while it is held
-        self._lines: deque[str | int] = deque()  # a number stands for so many that were dropped
+        self._lock = threading.Lock()  # protects the queue; nothing is printed under this lock
+        self._lines: deque[str | int] = deque()  # a number stands for that many dropped lines
         self._waiting = 0  # characters
-        self._dropping = False  # until there is room again, not for a line but for many
+        self._dropping = False  # until half of the buffer is free again
         self._dropped = 0
         self._why = ""
         self._given_up = False
         self._jobs.start()
 
     def line(self, text: str) -> None:
-        """Print a line, some time soon. From any thread; never waits."""
+        """Queue a line for printing. Safe on any thread; never blocks."""
         with self._lock:
             self._dropping = self._waiting > (_BUFFER_CHARS // 2 if self._dropping else _BUFFER_CHARS)
             if self._dropping:
@@ -57,13 +57,13 @@ class Printer:
             self._jobs.soon(self._print)
 
     def soon(self, job: Callable[[], object]) -> None:
-        """Log something. From any thread; never waits."""
+        """Queue a log call. Safe on any thread; never blocks."""
         self._jobs.soon(job)
 
     def close(self) -> None:
-        """Print what is left, for a moment at most: what isn't taken by then is lost, and so is what comes later."""
+        """Print the remaining lines within `PRINTED_WITHIN_S` seconds; drop the rest and all later lines."""
         self._jobs.close(PRINTED_WITHIN_S)
-        self._given_up = True  # the thread looks at this now and then, unless it is in a stream of the user's own
+        self._given_up = True  # checked by the thread now and then, except inside a user's own stream
 
     # -- on the thread
 
@@ -71,19 +71,19 @@ class Printer:
         while not self._given_up and (lines := self._take()):
             try:
                 _write("".join(f"{self._text(line)}\n" for line in lines), lambda: self._given_up)
-            except (OSError, ValueError):  # the driver's own output is closed: nobody reads it
+            except (OSError, ValueError):  # the driver's output is closed: no reader
                 pass
-            except BaseException as error:  # it may be a stream of the user's, which raises what it likes
+            except BaseException as error:  # a user's stream may raise anything
                 with self._lock:
                     self._dropped += sum(line if isinstance(line, int) else 1 for line in lines)
                     self._why = f"sys.stderr raised {error_text(error)}"
 
     def _take(self) -> list[str | int]:
-        """Return some lines, that make up a chunk."""
+        """Return enough lines for a chunk."""
         found: list[str | int] = []
         size = 0
         with self._lock:
-            if self._dropping and not self._lines:  # nothing may come any more
+            if self._dropping and not self._lines:  # no further line may come to report the dropped ones
                 self._dropping = False
                 if self._dropped:
                     self._lines.append(self._dropped)
@@ -105,18 +105,18 @@ class Printer:
 
 @contextlib.contextmanager
 def told_when_slow(what: str) -> Iterator[None]:
-    """While the block runs, print what is done once that takes long, and again when it has taken twice as long."""
+    """Print a message if the block takes long, and again each time that the duration has doubled."""
     over, began = threading.Event(), time.monotonic()
 
     def tell() -> None:
         wait = CONNECTING_S
         while not over.wait(wait):
             wait = time.monotonic() - began
-            with contextlib.suppress(Exception):  # nobody reads it, or it is a stream of the user's
+            with contextlib.suppress(Exception):  # a closed stream, or an error of a user's stream
                 _write(f"[colocate] {what}: {wait:.0f} s\n", over.is_set)
 
     thread = Thread(target=tell, name="colocate-start")
-    with contextlib.suppress(RuntimeError):  # no thread is to be had: then nothing is told
+    with contextlib.suppress(RuntimeError):  # no thread can start: no message
         thread.start()
     try:
         yield
@@ -127,14 +127,14 @@ def told_when_slow(what: str) -> Iterator[None]:
 
 
 def _write(text: str, given_up: Callable[[], bool]) -> None:
-    """Write to `sys.stderr`. To the process's own by its descriptor, and only when that takes something.
+    """Write to `sys.stderr`; to the process's own by descriptor, and only while the descriptor accepts data.
 
-    A thread that hangs in the stream itself would keep its lock, of which the interpreter would die at its exit.
+    A thread that blocks inside the stream would keep the stream's lock, and crash the interpreter at exit.
     """
     stream = sys.stderr
     own = sys.__stderr__
     if own is None or stream is not own:
-        if stream is not None:  # as in a process without a terminal
+        if stream is not None:  # None in a process without a terminal
             stream.write(text)
             stream.flush()
         return

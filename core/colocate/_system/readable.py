@@ -1,4 +1,4 @@
-"""`readable`: whether there is something to read, whatever number a descriptor has."""
+"""Wait for readable descriptors, of any number."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import select
 
 
 def readable(descriptor: int, within_s: float) -> bool:
-    """Wait until something can be read, or has ended; False when nothing has by then.
+    """Wait until a descriptor is readable or closed, at most `within_s` seconds; return whether it is.
 
-    By `poll`: `select` can't take descriptors from 1024 on, which a driver with many open files has.
+    By `poll`: `select` is limited to descriptors below 1024, and a driver with many open files has higher ones.
     """
     news = select.poll()
     news.register(descriptor, select.POLLIN)

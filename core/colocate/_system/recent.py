@@ -1,4 +1,4 @@
-"""Intervals of time, and which part of the last seconds something was busy."""
+"""Merge time intervals, and compute the busy share of the last seconds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Interval: TypeAlias = tuple[float, float]
 
 
 def merged(intervals: Iterable[Interval]) -> list[Interval]:
-    """Return the same time in intervals that don't overlap, in order."""
+    """Merge intervals into disjoint ones, in order."""
     found: list[Interval] = []
     for start, end in sorted(intervals):
         if found and start <= found[-1][1]:
@@ -23,12 +23,12 @@ def merged(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def length(intervals: Iterable[Interval]) -> float:
-    """Return how long they are together; what is in several of them counts once."""
+    """Return the total length of intervals, overlaps counted once."""
     return sum(end - start for start, end in merged(intervals))
 
 
 def without(some: Iterable[Interval], others: Sequence[Interval]) -> list[Interval]:
-    """Return what of some intervals is in none of the others, which are merged."""
+    """Return the parts of intervals outside of `others`, which must be merged."""
     found: list[Interval] = []
     for start, end in some:
         place = max(0, bisect_right(others, (start, start)) - 1)
@@ -43,14 +43,14 @@ def without(some: Iterable[Interval], others: Sequence[Interval]) -> list[Interv
 
 
 RECENT_S = 10.0
-"""Of so much time the busy share is told."""
+"""Seconds over which a busy share is computed."""
 _MOST = 20_000
 
 Key = TypeVar("Key", bound=Hashable)
 
 
 class RecentSpans(Generic[Key]):
-    """Spans of the last seconds, by whose they are. From any thread."""
+    """Spans of the last seconds, by key. Safe on any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -58,18 +58,18 @@ class RecentSpans(Generic[Key]):
         self._ends: dict[Key, float] = {}
 
     def add(self, key: Key, start: float, end: float) -> None:
-        """Note a span that has ended; both in seconds of time.time()."""
+        """Add a finished span, in seconds of time.time()."""
         with self._lock:
             self._spans.append((key, start, end))
             self._ends[key] = max(end, self._ends.get(key, end))
 
     def ends(self) -> dict[Key, float]:
-        """Return when the last one ended, however long ago, by whose it was."""
+        """Return the end of the last span of each key, however long ago."""
         with self._lock:
             return dict(self._ends)
 
     def shares(self, now: float, more: Iterable[tuple[Key, float, float]] = ()) -> dict[Key, float]:
-        """Return the part of the last seconds that was spent, by whose it was; what overlaps counts once."""
+        """Return the busy share of the last seconds, by key; overlaps count once."""
         since = now - RECENT_S
         found: dict[Key, list[Interval]] = {}
         with self._lock:

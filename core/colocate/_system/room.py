@@ -1,4 +1,4 @@
-"""Memory that this process has, and that is free for it; who was killed for lack of it; the file where it may go."""
+"""Measure memory: free, used and limited; count kills for lack of memory; and hold sleeping memory in a file."""
 
 from __future__ import annotations
 
@@ -21,38 +21,38 @@ _COUNTS = Path("/proc/vmstat")
 
 
 def free_memory() -> int:
-    """Return bytes that this process may have before the machine, or the limit of its control group, has no more."""
-    import psutil  # by what is rarely asked for, and a worker starts sooner
+    """Return the bytes that this process can still get from the machine, or within its control group's limit."""
+    import psutil  # imported late, for a fast start of workers
 
     free = int(psutil.virtual_memory().available)
     return min([free, *(left for group in _control_groups() if (left := group.left()) is not None)])
 
 
 def private_bytes(pid: int | None = None) -> int:
-    """Return the memory of this process, or another, that isn't mapped from files or shared on purpose."""
-    # Not by psutil: each worker asks once as it starts, and to import that takes as long as all the rest of a start.
+    """Return the bytes of a process that aren't mapped from files or shared; 0 for an ended process."""
+    # Not by psutil: each worker asks once at its start, and the import takes as long as the rest of the start.
     try:
         with open(f"/proc/{pid or 'self'}/statm") as file:
             _, resident, shared, *_ = map(int, file.read().split())
-    except OSError:  # it is gone
+    except OSError:  # the process has ended
         return 0
     return (resident - shared) * os.sysconf("SC_PAGESIZE")
 
 
 @attrs.frozen
 class _ControlGroup:
-    """A control group that this process is in, whose memory is limited and counted.
+    """A control group of this process, with a memory limit and counters.
 
     Attributes:
-        folder: Where the kernel shows it.
-        unified: Whether it is of cgroup v2.
+        folder: The group's folder in the kernel's file system.
+        unified: Whether the group belongs to cgroup v2.
     """
 
     folder: Path
     unified: bool
 
     def left(self) -> int | None:
-        """Return what its limit leaves; None without one."""
+        """Return the bytes below the limit; None without a limit."""
         limit, used, of_all = (
             ("memory.max", "memory.current", "")
             if self.unified
@@ -61,25 +61,25 @@ class _ControlGroup:
         try:
             most, now = (self.folder / limit).read_text().strip(), int((self.folder / used).read_text())
             numbers = dict(line.split() for line in (self.folder / "memory.stat").read_text().splitlines())
-            # What files have in memory goes when it is wanted.
+            # The page cache is freed on demand.
             files = sum(int(numbers.get(f"{of_all}{kind}_file", 0)) for kind in ("inactive", "active"))
             return None if most == "max" else max(0, int(most) - now + files)
-        except (OSError, ValueError):  # the outermost has none
+        except (OSError, ValueError):  # the outermost group has no such files
             return None
 
     @property
     def events(self) -> Path:
-        """Where the processes are counted that the kernel has killed."""
+        """The file with the kernel's count of OOM kills."""
         return self.folder / ("memory.events" if self.unified else "memory.oom_control")
 
 
 def _control_groups() -> list[_ControlGroup]:
-    """Return those of this process, from its own to the outermost."""
+    """Return the control groups of this process, innermost first."""
     try:
         lines = [line.split(":", 2) for line in _OWN.read_text().splitlines()]
     except OSError:
         return []
-    # Where both versions are, memory may be the older one's affair. The newer one's line names nothing.
+    # With both versions mounted, v1 may control memory. The line of v2 has no controllers.
     for wanted, root in (("memory", _CGROUPS / "memory"), ("", _CGROUPS)):
         for _, controllers, path in lines:
             if wanted in controllers.split(","):
@@ -91,12 +91,12 @@ def _control_groups() -> list[_ControlGroup]:
 
 @attrs.frozen
 class OomKills:
-    """How many processes the kernel has killed for lack of memory.
+    """A count of processes that the kernel has killed for lack of memory.
 
     Attributes:
-        number: So many; 0 where nobody counts.
-        whose: Of what.
-        path: Where it counts them.
+        number: The count; 0 if there is no counter.
+        whose: The counter's scope, in words.
+        path: The counter's file.
     """
 
     number: int
@@ -105,9 +105,10 @@ class OomKills:
 
     @classmethod
     def now(cls) -> OomKills:
-        """Return those of this process's control group, or, where that has no count, of the machine.
+        """Read the counter of this process's control group, or else of the machine.
 
-        In a container the own one may be called as it is outside, where its folder isn't; one around it is it then.
+        In a container the group's path may be the outside one, which has no folder inside; then an enclosing group
+        counts.
         """
         groups = [(group.events, "its control group") for group in _control_groups()]
         for path, whose in [*groups, (_COUNTS, "this machine")]:
@@ -119,7 +120,7 @@ class OomKills:
         return cls(0, "nobody", _COUNTS)
 
     def since(self) -> str | None:
-        """Return those that have come since, as what a worker's death has to do with; None without any."""
+        """Describe the kills since this count, as a hint at a worker's death; None for no kills."""
         more = (now := self.now()).number - self.number
         if more <= 0 or now.path != self.path:
             return None
@@ -129,7 +130,7 @@ class OomKills:
 
 
 def spill_problem(value: Any) -> str | None:
-    """Return what is wrong with the name of a folder for what sleeps, in words; None when nothing is."""
+    """Return an error text for an invalid spill folder, or None."""
     if isinstance(value, str) and os.path.isabs(value):
         return None
     return f"must be an absolute path, since it is one on the workers' machines, not {value!r}"
@@ -139,11 +140,11 @@ _MEMORY_FILE_SYSTEMS = {"tmpfs", "ramfs"}
 
 
 class SpillFile:
-    """The file.
+    """An unnamed temporary file for sleeping memory.
 
     Attributes:
-        directory: Where its bytes lie.
-        close: Frees them.
+        directory: The folder of the file.
+        close: Frees the disk space.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -156,12 +157,12 @@ class SpillFile:
 
     @classmethod
     def somewhere(cls, wanted: str | None) -> SpillFile:
-        """Make one in the folder that was named, or in the first of the usual ones where that can be.
+        """Create a file in the given folder, or in the first usual one that works.
 
         Raises:
-            ValueError: There is none.
+            ValueError: No folder works.
         """
-        # Not `tempfile.gettempdir()`, which writes a file there to see whether it may: who is killed then leaves that.
+        # Not `tempfile.gettempdir()`: its test file stays behind if the process is killed.
         named = [os.environ[name] for name in ("TMPDIR", "TEMP", "TMP") if os.environ.get(name)]
         usual = dict.fromkeys([*named, "/tmp", "/var/tmp", os.getcwd()])
         reasons = []
@@ -176,10 +177,10 @@ class SpillFile:
         )
 
     def grow(self, nbytes: int) -> None:
-        """Have so many bytes at least, for which the disk has room.
+        """Grow the file to at least `nbytes` bytes, reserving disk space.
 
         Raises:
-            OSError: It has none, or the process may have no more of it: the file is as it was.
+            OSError: The disk is full, or a limit of the process is reached: the file is unchanged.
         """
         more = nbytes - self._size
         if more <= 0:
@@ -192,31 +193,31 @@ class SpillFile:
             if error.errno == errno.EFBIG:
                 why += ", as the limit of this process has it (ulimit -f)"
             why += f": {size_text(more)} are to sleep in {self.directory} (spill_dir)"
-            with suppress(OSError):  # the folder isn't there any more, of which the file has no need
+            with suppress(OSError):  # the folder was removed; the open file doesn't need a name
                 disk = os.statvfs(self.directory)
                 why += f", on whose disk {size_text(disk.f_bavail * disk.f_frsize)} are free"
             raise OSError(error.errno, why) from error
         self._size = nbytes
 
     def write(self, view: Any, start: int) -> None:
-        """Write a tensor of bytes."""
+        """Write a tensor of bytes at an offset."""
         self._move(os.pwritev, view, start)
 
     def read(self, view: Any, start: int) -> None:
-        """Read into one."""
+        """Read into a tensor of bytes from an offset."""
         self._move(os.preadv, view, start)
 
     def _move(self, move: Callable[[int, list[memoryview], int], int], view: Any, start: int) -> None:
-        # Not by an array of the tensor: who has made one of it can't have it lose its memory any more.
+        # Not by an array of the tensor: afterwards torch couldn't free the tensor's memory.
         memory = memoryview((ctypes.c_ubyte * view.numel()).from_address(view.data_ptr()))
-        while memory:  # the kernel moves 2 GiB at most
+        while memory:  # the kernel moves at most 2 GiB per call
             if not (done := move(self._descriptor, [memory], start)):
                 raise OSError(errno.EIO, f"the file in {self.directory} (spill_dir) has lost what slept there")
             memory, start = memory[done:], start + done
 
 
 def file_system(directory: Path) -> str:
-    """Return the type of the file system that a directory lies on."""
+    """Return the type of the file system of a directory."""
     path = directory.resolve(strict=True)
     kind, longest = "", -1
     for line in Path("/proc/self/mounts").read_text(errors="replace").splitlines():

@@ -1,4 +1,4 @@
-"""The driver's terminal, where something else is about to use it."""
+"""Coordinate the use of the driver's terminal."""
 
 from __future__ import annotations
 
@@ -6,4 +6,4 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 drawing: list[Callable[[], AbstractContextManager[object]]] = []
-"""What draws on the terminal now and then: in a block of each of these it doesn't."""
+"""Context managers of displays that draw on the terminal: inside each block the display is paused."""

@@ -1,4 +1,4 @@
-"""`Thread`: a thread of the framework, which begins, or isn't there."""
+"""Start threads that begin, or raise (`Thread`)."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _LOOKS_S = 0.05
 
 
 class Thread(threading.Thread):
-    """A thread whose `start` raises RuntimeError wherever it can't begin.
+    """A thread whose `start` raises RuntimeError if the thread can't begin.
 
-    One that finds no memory as it begins dies before it runs any code of Python's, and `threading.Thread.start` waits
-    for it for ever. What a thread is to run goes with it: that is seen here.
+    A new thread without memory dies before running any Python code, and `threading.Thread.start` would wait for ever.
+    The death frees the thread's target, which is noticed here.
     """
 
     def __init__(self, *, target: Callable[..., object], name: str, args: tuple[Any, ...] = ()) -> None:
@@ -24,37 +24,37 @@ class Thread(threading.Thread):
 
     @property
     def _bootstrap(self) -> Callable[[], object]:
-        """Return what the thread runs, and nobody else holds. For `threading`."""
+        """Return the target of the thread, without keeping a reference. For `threading`."""
         whole: Any = threading.Thread
         runs = partial(whole._bootstrap, self)
         self._started.runs = weakref.ref(runs)
         return runs
 
     def start(self) -> None:
-        """Start it.
+        """Start the thread.
 
         Raises:
-            RuntimeError: No thread can be started, for now. It can be tried again.
+            RuntimeError: No thread can be started at present. A later attempt may succeed.
         """
         try:
             super().start()
         except RuntimeError:
-            if not self._started.is_set():  # else it was started before
+            if not self._started.is_set():  # otherwise the thread was started before
                 of: Any = threading
                 with of._active_limbo_lock:
                     of._limbo.pop(self, None)
-                if hasattr(self, "_handle"):  # since Python 3.13, for one attempt
+                if hasattr(self, "_handle"):  # one handle per attempt, since Python 3.13
                     self._handle: Any = of._ThreadHandle()
             raise
 
 
 class _Begins(threading.Event):
-    """Set when a thread has begun. Who waits hears when it never will."""
+    """Set when a thread has begun. `wait` raises if the thread never will."""
 
     runs: Callable[[], object] = staticmethod(lambda: None)
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait for as long as that can be. For `threading`."""
+        """Wait until the thread has begun. For `threading`."""
         while not super().wait(_LOOKS_S):
             if self.runs() is None and not self.is_set():
                 raise RuntimeError("can't start new thread: no memory is left for it")

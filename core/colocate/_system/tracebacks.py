@@ -1,4 +1,4 @@
-"""Tracebacks as users read them: with their own frames, and the framework's as a number; and what can't be rebuilt."""
+"""Format tracebacks for users: with users' frames, and runs of the framework's frames as a count."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from colocate._system.jobs import error_text
 from colocate._system.lines import is_own_code, with_cells
 from colocate.errors import ColocateError, RoleError, RoleStartError
 
-_executors: set[str] = set()  # where the code of executors lies that are in use
-_BETWEEN = (  # what the framework is called through, or calls users' code through
-    "<frozen ",  # the interpreter's own
+_executors: set[str] = set()  # folders of the code of used executors
+_BETWEEN = (  # code through which users call the framework, or the framework calls users' code
+    "<frozen ",  # the interpreter's own code
     *(f"{os.sep}{name}" for name in ("contextlib.py", "functools.py", "threading.py", f"bin{os.sep}colocate")),
     *(f"{os.sep}{name}{os.sep}" for name in ("typer", "cloudpickle")),
 )
@@ -33,7 +33,7 @@ _CARRIED: Any = object()
 
 
 def fold_frames_of(packages: Iterable[str]) -> None:
-    """The frames of some packages, or modules, are the framework's: those of an executor that is used."""
+    """Count frames of these packages or modules as the framework's: the packages of a used executor."""
     for name in packages:
         spec = importlib.util.find_spec(name)
         if spec is not None:
@@ -42,29 +42,29 @@ def fold_frames_of(packages: Iterable[str]) -> None:
 
 
 def told(error: BaseException, trace: TracebackType | None = _CARRIED, *, whole: bool = True) -> str:
-    """Return an exception with its causes, as Python prints them, but with the framework's frames as a number.
+    """Format an exception with all causes like Python, but with runs of framework frames as a count.
 
-    One without a frame of anybody else's is told in full: the fault is the framework's then, unless it tells what role
-    code has raised, or is a group of errors of which one tells whose fault it is.
+    An exception with framework frames only is formatted in full, because the fault is the framework's; except errors
+    that report a role's exception, and groups that contain a user's error.
 
     Args:
         error: The exception.
-        trace: Its traceback, when that isn't what it carries.
-        whole: Whether also those of the framework's frames are counted by which users' code was called.
+        trace: A traceback to use instead of the exception's own.
+        whole: Whether to count framework frames before the first user frame, too.
     """
     trace = error.__traceback__ if trace is _CARRIED else trace
     try:
         found = traceback.TracebackException(type(error), error, trace)
         _fold(found, error, whole)
         return "".join(found.format())
-    except Exception as fault:  # of what the exception's class has, or with no end to its parts
+    except Exception as fault:  # an error in the exception's class, or an endless chain of parts
         frames = "".join(folded(traceback.extract_tb(trace), whole).format())
         head = f"Traceback (most recent call last):\n{frames}" if frames else ""
         return f"{head}{error_text(error)}\n(what belongs to it can't be told: {error_text(fault)})\n"
 
 
 def fold_uncaught() -> None:
-    """Have an error that ends a script, or a cell of IPython, told as by `told`, unless somebody else tells it."""
+    """Format uncaught errors of a script or an IPython cell by `told`, unless other code has set a hook."""
     if sys.excepthook is sys.__excepthook__:
         sys.excepthook = _tell_uncaught
     running = getattr(sys.modules.get("IPython"), "get_ipython", None)
@@ -84,10 +84,10 @@ def _tell_uncaught(kind: type[BaseException], error: BaseException, trace: Trace
 def _tell_of_cell(
     shell: Any, kind: type[BaseException], error: Any, trace: TracebackType, tb_offset: int | None = None
 ) -> None:
-    text = with_cells(told(error, trace.tb_next))  # without the frame that runs cells
+    text = with_cells(told(error, trace.tb_next))  # without IPython's own frame
     if _FOLDED.search(text):
-        with contextlib.suppress(AttributeError):  # one that has no room for it
-            error._render_traceback_ = text.rstrip().splitlines  # what IPython asks for
+        with contextlib.suppress(AttributeError):  # an exception class with slots
+            error._render_traceback_ = text.rstrip().splitlines  # read by IPython
     shell.showtraceback((kind, error, trace), tb_offset=tb_offset)
 
 
@@ -95,19 +95,19 @@ _FOLDED = re.compile(r"^  \.\.\. \d+ frames? of colocate$", re.MULTILINE)
 
 
 def frames_of_users(error: BaseException) -> str:
-    """Return the frames of an exception, the framework's as a number; empty when there are no others."""
+    """Return the frames of an exception, the framework's as counts; empty if all frames are the framework's."""
     frames = traceback.extract_tb(error.__traceback__)
     shown = folded(frames, whole=True)
     return "".join(shown.format()) if shown is not frames else ""
 
 
 def without_own_frames(error: BaseException) -> BaseException:
-    """Return the exception, to be raised on: without the frames so far where there are none but the framework's."""
+    """Return the exception for raising again; without its frames so far if all are the framework's."""
     return error if frames_of_users(error) else error.with_traceback(None)
 
 
 def folded(frames: traceback.StackSummary, whole: bool, in_full: bool = True) -> traceback.StackSummary:
-    """Return a stack with runs of the framework's frames as one line; with `in_full` itself, when it has no others."""
+    """Replace runs of framework frames in a stack by counts; with `in_full`, keep a pure framework stack."""
     ours = [is_own_code(each.filename) or each.filename.startswith(tuple(_executors)) for each in frames]
     between = [any(part in each.filename for part in _BETWEEN) for each in frames]
     users = [not (a or b) for a, b in zip(ours, between, strict=True)]
@@ -124,11 +124,11 @@ def folded(frames: traceback.StackSummary, whole: bool, in_full: bool = True) ->
 
 
 def _fold(found: traceback.TracebackException, error: BaseException, whole: bool) -> None:
-    """Fold the stacks of an exception, of its causes, and of the exceptions of a group."""
+    """Fold the stacks of an exception, all causes, and the members of a group."""
     todo = [(found, error)]
-    while todo:  # a chain of causes may be longer than calls can be nested
+    while todo:  # a loop: a chain of causes may exceed the recursion limit
         found, error = todo.pop()
-        if _of_a_role(error):  # it tells the cause and its place
+        if _of_a_role(error):  # the message has cause and place
             found.__cause__ = found.__context__ = None
         found.stack = folded(found.stack, whole, in_full=not _tells(error))
         parts = error.exceptions if isinstance(error, BaseExceptionGroup) else ()
@@ -143,15 +143,13 @@ def _of_a_role(error: BaseException) -> bool:
 
 
 def _tells(error: BaseException) -> bool:
-    """Return whether it says by something else than its own stack whose fault it is."""
+    """Return whether an error names the culprit by other means than a stack."""
     if isinstance(error, BaseExceptionGroup):
         return any(_tells(each) or frames_of_users(each) for each in error.exceptions)
     return _of_a_role(error)
 
 
 class _Fold(traceback.FrameSummary):
-    """Stands for some frames."""
-
     __slots__ = ("count",)
 
     def __init__(self, count: int) -> None:
@@ -160,8 +158,6 @@ class _Fold(traceback.FrameSummary):
 
 
 class _Folded(traceback.StackSummary):
-    """A stack with folds in it."""
-
     def format_frame_summary(self, frame_summary: traceback.FrameSummary, **options: Any) -> str:
         if isinstance(frame_summary, _Fold):
             return f"  ... {frame_summary.count} frame{'s' if frame_summary.count > 1 else ''} of colocate\n"
@@ -169,14 +165,14 @@ class _Folded(traceback.StackSummary):
 
 
 class NotRebuilt(ColocateError):
-    """Something that has come can't be rebuilt; `what` it is, and `why`, which a class of the user's has raised."""
+    """Raised if received data can't be rebuilt: `what` names the data, `why` is the error of a user's class."""
 
     what: str = ""
     why: BaseException
 
 
 class rebuilding:
-    """A block that unpacks something. An error of colocate's own is raised as it is."""
+    """A block that unpacks data; an error becomes `NotRebuilt`. Errors of colocate pass unchanged."""
 
     def __init__(self, what: str | Callable[[], str]) -> None:
         self._what = what
@@ -196,12 +192,12 @@ class rebuilding:
 
 
 def is_of_handler(error: BaseException) -> bool:
-    """Return whether a handler of a signal has raised an error, anywhere on the main thread: it isn't the value's."""
+    """Return whether a signal handler on the main thread has raised an error, which isn't the fault of the data."""
     if threading.current_thread() is not threading.main_thread():
         return False
     handlers: set[CodeType | None] = set()
     for number in signal.valid_signals():
-        if callable(handler := signal.getsignal(number)):  # otherwise it is the default, or none
+        if callable(handler := signal.getsignal(number)):  # otherwise the default, or none
             handler = getattr(handler, "func", handler)  # of a partial
             code = getattr(handler, "__code__", None) or getattr(type(handler).__call__, "__code__", None)
             handlers.add(code)  # of a function, of a method, or of an object's `__call__`
