@@ -1,11 +1,11 @@
 """Keepers: processes that start, watch and end the workers of one slot, on the slot's machine.
 
-An executor for a cluster of its own places a `Keeper` in some process of that cluster for each slot that it reserves,
-and tells the driver's `Keepers` its address. Everything else is done here, alike on all clusters. The worker is a
-process of its own beside the cluster's, and its lane goes straight to the driver. Its exit code, signal and output are
-known, it is killed in milliseconds whatever it does, and it dies with the keeper and with the driver.
+An executor for a cluster places a `Keeper` in a process of the cluster for each reserved slot, and gives the keeper's
+address to the driver's `Keepers`. Everything else happens here, in the same way on all clusters. The worker is a
+process of its own beside the cluster's processes, and its lane goes straight to the driver. Its exit code, signal and
+output are known, a kill takes milliseconds whatever the worker does, and it dies with the keeper and with the driver.
 
-Names are imported when they are first used: a driver that is about to start workers needs the template before the rest.
+Names are imported at their first use: a driver that is about to start workers needs the template before the rest.
 """
 
 from importlib import import_module

@@ -121,16 +121,16 @@ def fork(
 ) -> Fork:
     """Fork a worker from the template.
 
-    arguments: Command-line arguments after the descriptor of its socket.
+    Args:
+        arguments: Command-line arguments after the descriptor of the socket.
         env: The worker's whole environment.
         base: The default environment of workers.
         sock: The worker's socket.
         output: Descriptor for stdout and stderr.
         imports: Modules that the roles need (`Boot.imports`).
-        imports: What its roles need (`Boot.imports`).
 
-    NoFork: The worker can't be a fork.
-        NoFork: It can't be one.
+    Raises:
+        NoFork: The worker can't be a fork.
     """
     if imports is None:
         raise NoFork("the driver has modules of its own in place of Python's, which the template may have imported")

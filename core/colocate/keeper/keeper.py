@@ -1,8 +1,9 @@
 """The far side: a keeper in a process of the cluster, and the worker processes of one driver.
 
-The driver dials it and says by a token what the connection is: its commands (`_protocol.commands`), or the lane of a
-worker, which is handed to that worker as it is. When the connection of the commands ends, the driver has let go of the
-keeper or is gone: the workers are killed. One whose pool may be detached (`Leased`) has one driver after the other.
+The driver dials the keeper, and a token says what the connection is for: the driver's commands (`_protocol.commands`),
+or the lane of a worker, which is passed on to that worker as it is. When the commands' connection ends, the driver has
+released the keeper or is gone: the workers are killed. A keeper whose pool may be detached (`Leased`) has one driver
+after another.
 """
 
 from __future__ import annotations

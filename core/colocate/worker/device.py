@@ -1,12 +1,11 @@
 """The device of a slot, which works asynchronously: torch's calls return before the device is done.
 
-A call of a role has ended when its work there has. So an error of the device is that of the call that has caused it,
-what a call has kept is complete for whoever uses it, on whatever stream, and how long a call took is how long the
-device took. Work that a role begins on other streams than its current one, which may be one of its own, is the role's
-to wait for, as ever with torch.
+A role's call ends when its work on the device has ended. So a device error belongs to the call that has caused it, a
+kept result is complete for every reader on every stream, and a call's duration includes the device's. If a role begins
+work on streams other than its current one, the role itself must wait for that work, as always with torch.
 
-So nothing has to be recorded on streams either: what a call was given, or has been lent, is held until it has ended,
-and whoever gets its memory then, on whatever stream, comes after all that was computed with it.
+Tensors need no `record_stream` either: arguments and borrowed values are held until the call has ended, and later users
+of the memory, on any stream, come after the call's computation.
 """
 
 from __future__ import annotations

@@ -500,7 +500,6 @@ def _usual(torch: Any) -> frozenset[str]:
 
 
 def _by_kind(items: Iterable[Any]) -> dict[type, list[Any]]:
-    """Group items by type, without types that can't lead to memory."""
     found: dict[type, list[Any]] = {}
     for item in items:
         if (kind := type(item)) in found:
@@ -511,7 +510,6 @@ def _by_kind(items: Iterable[Any]) -> dict[type, list[Any]]:
 
 
 def _values(mappings: Iterable[Any]) -> list[Any]:
-    """Return the values of dicts, or similar mappings, without None."""
     return [each for held in mappings if held for each in list(held.values()) if each is not None]
 
 

@@ -335,7 +335,6 @@ class Lane:
             self._over.set()
 
     def _next(self) -> Work | None:
-        """Return the next call to begin, or None to end."""
         while True:
             if self._is_plain():  # nearly always: the next item in the queue is the next call
                 item = self._queue.get()
@@ -363,7 +362,6 @@ class Lane:
         return self._turns is None or self._turns.wait(self._has_news)
 
     def _take(self) -> None:
-        """Wait for news and handle all items."""
         if self._loop_goes_on():
             assert self.tasks is not None
             if self._turns is not None:

@@ -340,7 +340,6 @@ class Runner:
                 raise RoleError(f"{label} changed its argument {name!r} in place; {_CURE}")
 
     def _writes(self, work: Work, role: str | None) -> list[tuple[int, str, str]]:
-        """Return the residents here that a call has written into."""
         store = self._worker_context.store
         # A role may write into its arguments, or into a former result that the role still refers to.
         everything = store.strict or role is None  # a function may have asked any role for anything

@@ -251,7 +251,6 @@ def _modes(torch: Any) -> _Modes | None:
 
 
 def _pop_modes(torch: Any) -> None:
-    """Empty torch's stacks of modes."""
     c = torch._C
     if c._len_torch_function_stack():
         while c._len_torch_function_stack():
@@ -263,7 +262,6 @@ def _pop_modes(torch: Any) -> None:
 
 
 def _push_modes(torch: Any, wanted: _Modes | None) -> None:
-    """Fill torch's empty stacks of modes."""
     if wanted is None:
         return
     if wanted.functions:

@@ -1,8 +1,8 @@
 """Callbacks for the first import of torch or NumPy in a worker, whichever code imports the module.
 
-Two threads of a worker may need it first: the lane, for a role, and the one that makes the default process group.
-While one of them is in `import torch`, `import torch.distributed` doesn't wait for that in the other: Python locks each
-module by itself, and a part of a package is imported as soon as the package is begun. So they take turns.
+Two threads of a worker may import torch first: the lane, for a role, and the thread that makes the default process
+group. While one thread is in `import torch`, `import torch.distributed` in the other doesn't wait: Python locks each
+module by itself, and a submodule is imported as soon as its package has begun. So the imports take turns.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 def when_imported(acts: Mapping[str, Callable[[], object]]) -> None:
     """Register callbacks for the import of modules, and run the callbacks of imported modules now.
 
-    In a process of its own: until then imports of torch take turns there.
+    For worker processes only: until all modules are there, imports of torch take turns.
 
     Args:
         acts: By module ("torch", "numpy.random") the callback, run on the importing thread. It must not raise.

@@ -45,15 +45,12 @@ class _Loader(SourceFileLoader):
         self._source = source
 
     def is_package(self, fullname: str) -> bool:
-        """Return whether the module is a package."""
         return self._source.package
 
     def get_source(self, fullname: str) -> str:
-        """Return the module's source."""
         return importlib.util.decode_source(self._source.text)
 
     def get_code(self, fullname: str) -> CodeType:
-        """Return the module's code object."""
         code: CodeType = compile(self._source.text, self.path or f"<{fullname}>", "exec", dont_inherit=True)
         return code
 

@@ -1,9 +1,8 @@
 """A worker process: `python -m colocate.worker FD PARENT_PID serves|waits LABEL`.
 
-The descriptor is its end of the lane, or with `waits` a socket on which that comes later; the label, which is for
-whoever looks at the processes of this machine, says whose it is. The worker lives as long as its driver and whoever
-started it: it ends when the lane does (in a pool that may be detached: when its keeper says so), and its supervisors
-kill it when the launching thread ends, even while role code holds the GIL.
+FD is the worker's end of the lane, or with `waits` a socket on which that end will come. LABEL names the owner in
+process listings of the machine. The worker ends with its lane (in a pool that may be detached, when its keeper says
+so), and so with its driver. Its supervisors kill it when the launching thread ends, even while role code holds the GIL.
 """
 
 from __future__ import annotations

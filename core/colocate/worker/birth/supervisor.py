@@ -2,20 +2,20 @@
 
     starter → supervisor → supervisor → worker → whatever roles start
 
-Before it imports anything, a process that is to be a worker forks twice, and its grandchild is the worker. The kernel
-gives a supervisor each descendant whose parent has ended, whatever session or process group that is in
-(`PR_SET_CHILD_SUBREAPER`). So when the worker ends, in whichever way, nothing that it has started is out of reach: a
-supervisor kills until nothing is left, and then ends as the worker did, by the same exit code or signal. Whoever waits
-for it hears the worker's end when all of it is over.
+Before any import, a process that will be a worker forks twice, and its grandchild is the worker. Each supervisor is a
+subreaper (`PR_SET_CHILD_SUBREAPER`): the kernel gives it all descendants whose parent has ended, in any session or
+process group. So no process that the worker has started is out of reach when the worker ends, in whichever way. A
+supervisor kills until nothing is left, and then ends as the worker did, by the same exit code or signal: a waiting
+starter sees the worker's end when all of it is over.
 
-It does the same when what is above it ends, or says `ENDS`. There are two because one may be killed (Ray, for one,
-kills the children of a process that it ends): the other one then does its work. Whoever kills both at once leaves
-processes that can be told by `MARK` in their environment, or, if they have cleared that, by a limit (`starter_of`).
+A supervisor does the same when its parent ends or sends `ENDS`. There are two because one may be killed (Ray, for one,
+kills the children of a process that it ends): the other then does its work. If both are killed at once, the processes
+left behind are recognized by `MARK` in their environment, or by a limit if they have cleared that (`starter_of`).
 
-A child that a role starts by `ctx.start` has two supervisors of its own, also where the worker is a thread of the
-driver: this file run as a script puts them above the program that it becomes.
+A child that a role starts by `ctx.start` has two supervisors of its own, also in a worker on a thread of the driver:
+this file, run as a script, puts them above the child's program.
 
-Nothing but the standard library is imported here, and little of that: pages that are touched are a supervisor's own.
+Only parts of the standard library are imported here: every page that is written to is a supervisor's own.
 """
 
 from __future__ import annotations

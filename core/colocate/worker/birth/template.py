@@ -1,17 +1,17 @@
-"""The template: a process with one thread and no role, whose forks are workers.
+"""The template: a process with one thread and no role, whose forks are workers. They share its imports.
 
     starter → template
             → supervisor → supervisor → worker → whatever roles start
 
-It is its starter's child, and so are the processes that it forks, its siblings (`CLONE_PARENT`). So a worker is below
-its starter as one that was started by itself is: whoever waits for it, kills it, or ends with it does so in the same
-way, and the end of the template is the end of nothing else. Such a fork has the template's command line and environment
-in its memory, from which the kernel shows them; it writes its own there, so that the machine's processes show whose it
-is.
+The template is its starter's child, and so are its forks, as siblings (`CLONE_PARENT`). So a forked worker is below the
+starter like a worker that was started by itself: it is waited for, killed, and ended with the starter in the same way,
+and the end of the template ends nothing else. The kernel shows a process's command line and environment from the
+process's memory, which a fork shares with the template: the worker writes its own there, so that process listings show
+its owner.
 
-A fork has one thread, and of other threads only the locks that they held. So the template never starts one, and forks
-only while the kernel says that it has one: it imports what workers import first and, once a role needs it, torch, but
-nothing of a user's and no engine; it computes nothing, and asks CUDA nothing.
+A fork has one thread, and of other threads only the locks that they held. So the template never starts a thread, and
+forks only while the kernel counts one. It imports the modules that workers import first and, once a role needs it,
+torch, but no user's module and no engine; it computes nothing, and doesn't initialize CUDA.
 """
 
 from __future__ import annotations

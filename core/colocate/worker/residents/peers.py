@@ -37,8 +37,8 @@ _Body = wire.Packed | None
 class Peers(abc.ABC):
     """A worker's access to parts of residents, local and remote. Every method waits until the part exists.
 
-    A part of this very worker is taken from its store, on whichever device it is.
-    Arguments are brought to the slot's device when they are complete.
+    A part of this very worker comes from its store, on whichever device it is. Complete arguments are moved to the
+    slot's device later.
     """
 
     def __init__(self, host: WorkerHost) -> None:
@@ -47,9 +47,8 @@ class Peers(abc.ABC):
     def part(self, source: Source, rank: int, taken: list[Taken] | None, taking: Taking | None = None) -> Any:
         """Return the whole part of a rank.
 
-        The read is recorded in `taken`, unless that is None or the part is passed on between threads. `taking` is for
-            one
-        of several parts that are offered.
+        The read is recorded in `taken`, unless that is None or the other worker is a thread of this process.
+        `taking` is for one of several parts that are offered.
         """
         return self._read(source, rank, None, taken, taking)
 

@@ -200,7 +200,6 @@ class WorkerHost(WorkerContext):
         self.close(close.reason)
 
     def _work_of(self, call: to_worker.Call, body: Any) -> Work | None:
-        """Return the lane's work for a call."""
         if call.frees:
             self.store.free(call.frees)
         if self.ended:
@@ -285,10 +284,9 @@ class WorkerHost(WorkerContext):
     def renew(self, base: int) -> None:
         """Drop a former driver's queued calls, cancel the running ones, and forget the residents of that driver.
 
-        Process groups aren't cut yet. A step that all ranks are in ends by itself. If some ranks drop a step, the
-        others wait
-        in vain, and the next driver's hold ends that. A cut amid a transfer would make gloo forget the waiting threads
-        (`features/process_groups/waits.py`), and in a backward pass nothing else unblocks them.
+        Process groups aren't cut yet. A step that all ranks are in ends by itself. If some ranks drop a step,
+        the others wait in vain, and the next driver's hold ends that. A cut amid a transfer would make gloo forget the
+        waiting threads (`features/process_groups/waits.py`), and in a backward pass nothing else unblocks them.
         """
         self.scope.renew(base)
         self.definitions.renew()
@@ -378,7 +376,6 @@ _HANDLERS: Mapping[type[Message], Callable[[WorkerHost, Any, Any], None]] = {
 
 
 def _runs(lane: Lane) -> dict[int, Work]:
-    """Return the running calls of a lane, by number."""
     return {seq: work for seq, work in dict(lane.running).items() if not work.stands}
 
 

@@ -165,7 +165,6 @@ class Tasks:
         self._woken.clear()  # not before: tasks that ran ahead may have set the event
 
     def _task(self, loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> asyncio.Task[Any]:
-        """Make a task for role code."""
         self._may_have_others = True
         block = own_block.get()
         return asyncio.Task(coroutine if block is None else Steps(coroutine, block()), loop=loop, **options)
