@@ -1,4 +1,4 @@
-"""Process groups of role objects outside any worker: of this process alone, with the names of a worker's `groups`."""
+"""Process groups for role objects outside any worker: one process per group, with the names of a worker's `groups`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _stores: list[tuple[Any, tuple[str, int]]] = []
 
 
 def get(ctx: Context, axis: str | None) -> ProcessGroup:
-    """See `Context.process_group`: the group is shared by all such objects."""
+    """See `Context.process_group`: all such objects share one group."""
     with _lock:
         if not _alone:
             with _to_the_end():
@@ -32,13 +32,13 @@ def get(ctx: Context, axis: str | None) -> ProcessGroup:
 
 
 def lasting_descriptors() -> frozenset[tuple[int, str]]:
-    """Descriptors of what role objects outside any worker share, and their files: the process has them to its end."""
+    """Return descriptors and files shared by role objects outside workers: open until the process ends."""
     return frozenset(_lasting)
 
 
 @contextlib.contextmanager
 def _to_the_end() -> Iterator[None]:
-    """Note which descriptors the block opens: they stay, whoever was first to need them."""
+    """Record the descriptors opened by the block: all stay open, also after the first user."""
     before = _descriptors()
     yield
     _lasting.update(_descriptors() - before)
@@ -47,7 +47,7 @@ def _to_the_end() -> Iterator[None]:
 def _descriptors() -> set[tuple[int, str]]:
     found: set[tuple[int, str]] = set()
     for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(FileNotFoundError):  # that of the listing
+        with contextlib.suppress(FileNotFoundError):  # the descriptor of the listing itself
             found.add((int(name), os.readlink(f"/proc/self/fd/{name}")))
     return found
 
@@ -58,7 +58,7 @@ def mesh(ctx: Context, name: str | None) -> DeviceMesh:
     from torch.distributed.device_mesh import DeviceMesh
 
     with _to_the_end():
-        share_default(_alone)  # never given back: it is the whole process's
+        share_default(_alone)  # never given back: the default group belongs to the whole process
     axes = (*ctx.mesh.shape,)
     return DeviceMesh.from_group(
         [get(ctx, None)] * len(axes),
@@ -78,4 +78,4 @@ def rendezvous() -> tuple[str, int]:
 
 
 def make_again(ctx: Context) -> None:
-    """Do nothing: no group of one rank is ever cut."""
+    """Do nothing: a group of one rank is never cut."""

@@ -1,7 +1,7 @@
-"""Torch's books, which it keeps of all process groups of a process: read, and groups cut, and taken out of them again.
+"""Torch's tables of all process groups of a process: read, and changed when groups are cut and removed.
 
-What is asked here of any group is read from those, so that one that a role has made by itself (`init_process_group`,
-`new_group`) is counted and cut as colocate's own are.
+All questions about groups are answered from these tables, so that a group made by a role itself
+(`init_process_group`, `new_group`) is counted and cut like colocate's own.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 _sockets: dict[str, list[socket.socket]] = {}  # duplicates of groups' connected sockets, which outlive gloo's own
-_transfers: dict[str, int] = {}  # sends and receives of groups, as far as gloo has counted them
+_transfers: dict[str, int] = {}  # counts of point-to-point operations by group, as counted by gloo
 _books = threading.Lock()
 
 
 def record() -> None:
-    """From now on, know of each group its sockets and its sends and receives, whoever in this process makes it."""
+    """Start to record sockets and transfers of every group that is made in this process."""
     from torch.distributed import ProcessGroup, distributed_c10d as c10d
 
-    # With TORCH_DISTRIBUTED_DEBUG=DETAIL, ranks would wait for each other before each operation, within torch, where
-    # nobody sees them: who waits there in vain couldn't be freed.
+    # With TORCH_DISTRIBUTED_DEBUG=DETAIL, torch's wrapper blocks ranks before each operation, where nobody could free a
+    # rank.
     c10d._create_process_group_wrapper = lambda wrapped_pg, **_: wrapped_pg
     make: Callable[..., Any] = c10d._new_process_group_helper
     if getattr(make, "records_sockets", False):
@@ -45,14 +45,14 @@ def record() -> None:
         with on_a_device(c10d) as device:
             before = {inode for _, inode in device.sockets()} if group_size > 1 else set()
             group, store = make(group_size, *args, **kwargs)
-            # NCCL has sockets too, and is cut by its own means.
+            # NCCL has sockets too, but other means to cut a group.
             if group_size > 1 and (name := _name_of(group)) is not None and all(map(_is_gloo, _backends(group))):
                 with _books:
                     _sockets[name] = connections(device, before)
         return group, store
 
     def counting(transfer: Callable[..., Any]) -> Callable[..., Any]:
-        # Gloo counts them as operations of the group, which they aren't: two ranks have a part in each.
+        # Gloo counts transfers as operations of the group, but only two ranks take part in each.
         def counted(group: Any, tensors: list[Any], *args: Any) -> Any:
             found = transfer(group, tensors, *args)
             name = _name_of(group)
@@ -69,9 +69,9 @@ def record() -> None:
 
 
 def all_groups() -> dict[str, ProcessGroup]:
-    """Return the groups of this process by name, the default one last. Who keeps one looks like a role that does."""
-    c10d = sys.modules.get("torch.distributed.distributed_c10d")  # there are none where nobody needs torch
-    world = getattr(c10d, "_world", None)  # None while it is being imported
+    """Return the groups of this process by name, the default one last. A kept reference looks like a role's."""
+    c10d = sys.modules.get("torch.distributed.distributed_c10d")  # None without torch
+    world = getattr(c10d, "_world", None)  # None during torch's import
     if world is None:
         return {}
     found = sorted(world.pg_names.items(), key=lambda item: item[0] is world.default_pg)
@@ -79,19 +79,19 @@ def all_groups() -> dict[str, ProcessGroup]:
 
 
 def are_any() -> bool:
-    """Whether there are any."""
+    """Return whether this process has groups."""
     return bool(all_groups())
 
 
 def named(name: str) -> ProcessGroup | None:
-    """The group of a name; of one that a role has made, its ranks go with that."""
+    """Return the group of a name; the name of a role's own group includes a hash of the ranks."""
     bare, hash_mark, _ = name.partition("#")
     group = all_groups().get(bare)
     return None if group is None or (hash_mark and _known_as(bare, group) != name) else group
 
 
 def _known_as(name: str, group: ProcessGroup) -> str:
-    """Return what a group is called among the slots: torch counts those that roles make, in each process from 0."""
+    """Return a group's name among the slots: torch numbers the groups made by roles per process, from 0."""
     from torch.distributed import distributed_c10d as c10d
 
     if "/" in name:
@@ -101,19 +101,19 @@ def _known_as(name: str, group: ProcessGroup) -> str:
 
 
 def known_as(group: ProcessGroup) -> str:
-    """Return what a group of this process is called among the slots; "" of one that has no name."""
+    """Return the name of a group among the slots; "" for a group without a name."""
     name = _name_of(group)
     return "" if name is None else _known_as(name, group)
 
 
 def reference(name: str) -> weakref.ref[ProcessGroup] | None:
-    """Return what tells whether a group is still held, once it is forgotten."""
+    """Return a weak reference to a group, for a check after `forget`."""
     group = named(name)
     return None if group is None else weakref.ref(group)
 
 
 def members(name: str) -> Collection[int]:
-    """The ranks in the default group of those that share a group."""
+    """Return the ranks of a group, as ranks of the default group."""
     from torch.distributed import distributed_c10d as c10d
 
     group = named(name)
@@ -121,7 +121,7 @@ def members(name: str) -> Collection[int]:
 
 
 def operations() -> dict[str, tuple[int, int]]:
-    """How many operations this rank has begun on each group of several ranks, and how many ranks that has."""
+    """Return the number of operations that this rank has begun on each shared group, and the group's size."""
     return {
         _known_as(name, group): (_count(name, group), group.size())
         for name, group in all_groups().items()
@@ -130,9 +130,9 @@ def operations() -> dict[str, tuple[int, int]]:
 
 
 def count() -> int:
-    """How many operations this process has begun on all groups of several ranks."""
+    """Return the number of operations that this process has begun on all shared groups."""
     world = getattr(sys.modules.get("torch.distributed.distributed_c10d"), "_world", None)
-    if world is None or not world.pg_names:  # as often, and each call asks
+    if world is None or not world.pg_names:  # the fast path: each call asks
         return 0
     return sum(_count(name, group) for name, group in all_groups().items() if group.size() > 1)
 
@@ -143,28 +143,29 @@ def _count(name: str, group: ProcessGroup) -> int:
 
 
 def with_transfers() -> list[str]:
-    """The groups on which this rank has sent or received, of several ranks."""
+    """Return the shared groups on which this rank has sent or received."""
     return [_known_as(name, group) for name, group in all_groups().items() if group.size() > 1 and name in _transfers]
 
 
 def nbytes() -> int | None:
-    """The bytes of devices that the communicators of all groups have; None where none of them tells.
+    """Return the bytes of device memory in the communicators of all groups; None if no backend reports any.
 
-    NCCL does from 2.29.7 on, and torch passes it on from 2.12 on.
+    NCCL reports from 2.29.7 on, and torch passes the report on from 2.12 on.
     """
     found = None
     for group in all_groups().values():
         for backend in _backends(group):
             try:
                 told = backend.memory_stats()
-            except (AttributeError, RuntimeError):  # torch, NCCL or the backend has no such thing, or it isn't made yet
+            # Torch, NCCL or the backend has no statistics, or the communicator isn't made yet.
+            except (AttributeError, RuntimeError):
                 continue
             found = (found or 0) + int(told["persist" if told["suspended"] else "total"])
     return found
 
 
 def _backends(group: Any) -> list[Any]:
-    """Each once. Nobody may keep one: who lets go of the last reference waits for what still runs in it."""
+    """Return a group's backends. Callers must not keep one: the drop of a last reference waits for operations."""
     found: dict[int, Any] = {}
     for device in group._device_types:
         try:
@@ -172,24 +173,24 @@ def _backends(group: Any) -> list[Any]:
         except RuntimeError:
             backend = group
         found[id(backend)] = backend
-    return list(found.values()) or [group]  # which is written in Python: it has none but itself
+    return list(found.values()) or [group]  # without backends, a group written in Python serves as one
 
 
 def cut(names: Collection[str]) -> threading.Thread | None:
-    """Free whoever waits for this rank in these groups, of no use after that; return what goes on with it, if any."""
-    names = [*names]  # without groups, if they are a table of these: one that is named looks like one a role holds
+    """Cut groups: free all waits there, on this rank and peers. Returns the thread of an unfinished abort, if any."""
+    names = [*names]  # not the groups themselves: a reference would look like a role's
     bare = [name.partition("#")[0] for name in names if named(name) is not None]
     with _books:
         connections = [connection for name in bare for connection in _sockets.get(name, ())]
     for connection in connections:
         try:
             connection.shutdown(socket.SHUT_RDWR)
-        except OSError:  # the peer has closed it already, or this worker has
+        except OSError:  # closed already, by the peer or this worker
             pass
 
     def abort() -> None:
         backends = _that_abort(names)
-        # All of them as one: an abort waits for the communicators that share its device.
+        # All in one group call: an abort waits for communicators on the same device.
         together = [backend for backend in backends if hasattr(backend, "_group_start")]
         if together:
             together[0]._group_start()
@@ -202,20 +203,20 @@ def cut(names: Collection[str]) -> threading.Thread | None:
 
     if not _that_abort(names):
         return None
-    # Not here: it waits for the device, on which a kernel may wait for a peer that is cut in the same moment.
+    # On a thread: an abort waits for the device, and a kernel there may wait for a peer that is cut at this moment.
     thread = Thread(target=abort, name="colocate-abort")
     thread.start()
     return thread
 
 
 def _that_abort(names: Iterable[str]) -> list[Any]:
-    """The backends of groups that free their peers when they are aborted; gloo's do nothing then."""
+    """Return the backends with an abort that frees peers; gloo's abort does nothing."""
     groups = [group for name in names if (group := named(name)) is not None]
     return [backend for group in groups for backend in _backends(group) if not _is_gloo(backend)]
 
 
 def lost_a_peer(names: Iterable[str]) -> bool:
-    """Whether the other end of a connection is gone, or this one has been shut down."""
+    """Return whether the other end of a connection is gone, or this end was shut down."""
     poll = select.poll()
     with _books:
         for name in names:
@@ -226,9 +227,9 @@ def lost_a_peer(names: Iterable[str]) -> bool:
 
 
 def forget(name: str) -> list[Any]:
-    """Take a group out of torch's books; what would wait for the work that still runs in it, were it dropped here.
+    """Remove a group from torch's tables; return backends that would block a drop because work still runs there.
 
-    With the default group all others go.
+    Along with the default group, all others are removed.
     """
     group = named(name)
     if group is None:
@@ -240,7 +241,8 @@ def forget(name: str) -> list[Any]:
     if group is world.default_pg:
         left = [backend for each in list(world.pg_map) for backend in _backends(each) if _is_gloo(backend)]
         _close_sockets({*_sockets, *_transfers})
-        inspect.unwrap(dist.destroy_process_group)()  # what role code calls leaves it there (`take_up`)
+        # Without the replacement for role code, which keeps the group (`take_up`).
+        inspect.unwrap(dist.destroy_process_group)()
         return left
     left = [backend for backend in _backends(group) if _is_gloo(backend)]
     name = name.partition("#")[0]
@@ -258,12 +260,12 @@ def forget(name: str) -> list[Any]:
 
 
 def forget_all() -> list[Any]:
-    """Forget all of them; see `forget`."""
+    """Remove all groups from torch's tables; see `forget`."""
     return [backend for name in [*all_groups()] for backend in forget(name)]
 
 
 def point(mesh: DeviceMesh, groups: Iterable[ProcessGroup]) -> bool:
-    """Have a mesh go on with other groups of the same names; whether it can."""
+    """Point a mesh to other groups of the same names; return whether torch supports that."""
     registry: dict[str, ProcessGroup] | None = getattr(mesh, "_pg_registry", None)
     if registry is None:
         return False
@@ -272,10 +274,10 @@ def point(mesh: DeviceMesh, groups: Iterable[ProcessGroup]) -> bool:
 
 
 def tell_apart() -> None:
-    """From now on, torch doesn't take how a tensor lies on a mesh for how one lies on an equal mesh of other groups.
+    """Make torch distinguish layouts of tensors on equal meshes with different groups.
 
-    It keeps what it has found out of an operation, also which mesh the result lies on. To it, meshes of the same ranks
-    are equal: so the parameters of a second role would lie on the groups of the first one.
+    Torch caches results of its analysis of an operation, including the mesh of the result. Torch treats meshes of the
+    same ranks as equal: the parameters of a second role would end up on the groups of the first one.
     """
     from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
@@ -294,7 +296,7 @@ def tell_apart() -> None:
 
 
 def let_go(mesh: DeviceMesh) -> None:
-    """Have a mesh keep no group that was forgotten: torch may keep the mesh for good (2.11 loses references to it)."""
+    """Remove forgotten groups from a mesh: torch may keep the mesh for good (2.11 leaks references)."""
     there = set(map(id, all_groups().values()))
     root = getattr(mesh, "_get_root_mesh", lambda: mesh)()
     for each in (root, mesh):
@@ -324,7 +326,7 @@ def _is_gloo(backend: Any) -> bool:
 
 
 def connections(device: Device, before: Collection[int]) -> list[socket.socket]:
-    """Duplicates of a device's connections that weren't there before, by their inodes."""
+    """Return duplicates of a device's connected sockets, except those with inodes in `before`."""
     found: list[socket.socket] = []
     for fd, inode in device.sockets():
         if inode in before:
@@ -334,13 +336,13 @@ def connections(device: Device, before: Collection[int]) -> list[socket.socket]:
         except OSError:
             continue
         status = os.fstat(own)
-        if status.st_ino != inode or not stat.S_ISSOCK(status.st_mode):  # it is something else by now
+        if status.st_ino != inode or not stat.S_ISSOCK(status.st_mode):  # the descriptor was reused meanwhile
             os.close(own)
             continue
         connection = socket.socket(fileno=own)
         try:
             connection.getpeername()
-        except OSError:  # it isn't connected to anybody
+        except OSError:  # not connected
             connection.close()
             continue
         found.append(connection)

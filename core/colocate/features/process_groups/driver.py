@@ -1,4 +1,4 @@
-"""Process groups, the driver's half: a phase of the hold, in which ranks drop those of no use and renew models."""
+"""Process groups, the driver's half: a phase of the hold in which ranks drop broken groups and renew models."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ NAME = "process_groups"
 
 @attrs.define(eq=False)
 class HoldState:
-    """What ranks have told of process groups in a hold."""
+    """Reports of ranks on process groups during a hold."""
 
-    begun: dict[str, dict[int, tuple[int, int]]] = attrs.field(factory=dict)  # operations of each, by slot
+    begun: dict[str, dict[int, tuple[int, int]]] = attrs.field(factory=dict)  # operations on each group, by slot
     cut: set[str] = attrs.field(factory=set)
-    in_step: bool = False  # a call has raised when models that ranks share were in the middle of a step
+    in_step: bool = False  # whether a call failed in the middle of a step of a shared model
 
     def broken(self) -> list[str]:
-        """The process groups that are of no use any more, by name.
+        """Return the names of broken process groups.
 
-        One of them is cut, isn't there on all of its ranks, or waits for an operation that some of these never begin.
+        A broken group is cut, is missing on a rank, or waits for an operation that some ranks never begin.
         """
         found = set(self.cut)
         for name, by_slot in self.begun.items():
@@ -43,16 +43,16 @@ class HoldState:
 
 
 class GroupsOfGroup(OfGroup):
-    """What a group knows of its ranks' process groups, which is from hold to hold."""
+    """The driver's record of process groups, from hold to hold."""
 
     def __init__(self, worker_group: WorkerGroup) -> None:
         self._worker_group = worker_group
-        self._joining: dict[str, set[int]] = {}  # the slots that make a default group, by what they meet under
+        self._joining: dict[str, set[int]] = {}  # slots that make a default group, by rendezvous key
 
     def gives(self) -> Sequence[int] | None:
-        """Return, where the default group is there before the roles, what torchrun's environment needs, or nothing.
+        """Return the node of each slot, as a number, for torchrun's environment; None without `default_group`.
 
-        That is, which slots lie on one node: by a number for each.
+        The list is empty if the environment isn't requested.
         """
         declared, workers = self._worker_group.declared, self._worker_group.workforce.workers
         if not declared.default_group:
@@ -61,11 +61,11 @@ class GroupsOfGroup(OfGroup):
         return [nodes.index(node) for node in nodes]
 
     def renewed(self) -> None:
-        """Forget who joins whom: the workers are new ones."""
+        """Drop requests to join: the workers are new ones."""
         self._joining.clear()
 
     def heard(self, worker: Worker, message: Message, body: Any) -> None:
-        """Hear that a rank has renewed, or makes the default group."""
+        """Handle a rank's answer in a renewal, or the start of a default group."""
         worker_group = self._worker_group
         if isinstance(message, Joining):
             with worker_group.order.lock:
@@ -73,7 +73,7 @@ class GroupsOfGroup(OfGroup):
                 if not slots:
                     worker_group.send([slot for slot in worker_group.live() if slot != worker.slot], Join())
                 slots.add(worker.slot)
-                if len(slots) == worker_group.size:  # who asks once more tries again
+                if len(slots) == worker_group.size:  # a further request of the same key starts another attempt
                     del self._joining[message.key]
             return
         assert isinstance(message, GroupsDropped)
@@ -85,11 +85,11 @@ class GroupsOfGroup(OfGroup):
         worker_group.order.phase_over(worker.slot, message.number, error)
 
     def ended(self, call: PendingCall, slot: int, plain: Any) -> None:
-        """Note how many updates a rank has made in a call, and whether it has begun operations."""
+        """Record the updates that a rank made in a call, and whether the call has begun operations."""
         call.parts = {**call.parts, NAME: {**call.parts.get(NAME, {}), slot: Told(*plain)}}
 
     def halted(self, hold: Hold, slot: int, plain: Any, is_back: bool) -> None:
-        """Tell the ranks that aren't back: they mustn't wait for one that begins no operation any more."""
+        """Notify the ranks that aren't back: a wait for this rank is futile, since no further operations begin here."""
         if hold.lane:
             return
         told = Told(*plain or ())
@@ -104,7 +104,7 @@ class GroupsOfGroup(OfGroup):
             state.cut.update(told.cuts)
 
     def all_back(self, hold: Hold) -> bool:
-        """Have what is broken renewed, if anything is; fail where ranks have no common state any more."""
+        """Start the renewal of broken groups, if any; fail the group if ranks have no common state any more."""
         worker_group = self._worker_group
         state: HoldState = hold.parts.get(NAME) or HoldState()
         broken = state.broken()
@@ -124,10 +124,10 @@ class GroupsOfGroup(OfGroup):
 def stranded(
     calls: Iterable[PendingCall], hold: Hold, state: HoldState, broken: Sequence[str]
 ) -> Iterator[tuple[PendingCall, int, int]]:
-    """Yield calls that a rank has done with a group that is dropped, and another one of the group hasn't begun.
+    """Yield calls that one rank has done on a broken group, and another rank of the group hasn't begun.
 
-    Of an operation that ranks don't wait for, or that sends: who comes later would meet the next call's. With each, the
-    slots of two such ranks.
+    This happens with operations that don't wait for peers, or that send: a late rank would meet the next call's
+    operations. Each call comes with the slots of two such ranks.
     """
     for call in calls:
         if call.lane != hold.lane or call.seq in hold.withdrawn:
@@ -141,7 +141,7 @@ def stranded(
 
 
 def diverged_update(hold: Hold) -> tuple[PendingCall, Mapping[int, int]] | None:
-    """A call after which its ranks don't have one state of what they share, and their updates in it, by slot."""
+    """Return a call after which ranks have different states, with the updates by slot; None if there is none."""
     for call in hold.ended():
         told = call.parts.get(NAME, {})
         updates = {slot: told[slot].updates if slot in told else 0 for slot in call.targets}

@@ -1,4 +1,4 @@
-"""The errors of groups that can't go on with their process groups, or models."""
+"""Errors of groups that can't go on with process groups or models."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from colocate.errors import ColocateError, RenewalError, RoleError
 
 
 def renew_error(link: WorkerGroup, slot: int, failure: Failure, body: Any, cause: ColocateError | None) -> RenewalError:
-    """The error of a group one of whose roles could not go on with new process groups."""
+    """Return the error for a role that has failed to renew."""
     kind, text = failure.type, failure.text
     error = RenewalError(
         f"group {link.name!r} failed: renew() of role {failure.role!r} raised {kind} on slot {slot} (node "
@@ -31,7 +31,7 @@ def renew_error(link: WorkerGroup, slot: int, failure: Failure, body: Any, cause
 
 
 def holders_error(link: WorkerGroup, slot: int, names: Sequence[str], cause: ColocateError | None) -> RenewalError:
-    """The error of a group with a role that holds on to a process group which is of no use any more."""
+    """Return the error for a role that still holds a broken process group."""
     own = f"{link.name}/"
     name = names[0].removeprefix(own).partition("#")[0]
     role = name.split("/")[0] if names[0].startswith(own) and "/" in name and name[0] != "/" else None
@@ -51,7 +51,7 @@ def holders_error(link: WorkerGroup, slot: int, names: Sequence[str], cause: Col
 
 
 def stranded_error(link: WorkerGroup, call: PendingCall, done: int, left: int) -> RoleError:
-    """The error of a call that one rank has done, on a process group that is dropped before another one begins it."""
+    """Return the error for a call done on one rank, on a process group that was dropped before another rank's part."""
     return RoleError(
         f"{call.label} was withdrawn: rank {call.rank_of(done)} had done it, without waiting for rank "
         f"{call.rank_of(left)}, when their process group was dropped: who comes later would meet another call's "
@@ -66,7 +66,7 @@ def stranded_error(link: WorkerGroup, call: PendingCall, done: int, left: int) -
 def diverged_error(
     link: WorkerGroup, call: PendingCall, updates: Mapping[int, int], cause: ColocateError | None
 ) -> RenewalError:
-    """The error of a group whose ranks have gone different numbers of updates of what they share."""
+    """Return the error for ranks that have made different numbers of updates of shared weights."""
     each = ", ".join(
         f"rank {call.rank_of(slot)} {step_events // 2}{' and a part of one' if step_events % 2 else ''}"
         for slot, step_events in updates.items()

@@ -1,4 +1,4 @@
-"""Gloo groups of one process on one device: a thread that serves their connections."""
+"""One device for all gloo groups of a process: a thread that serves the groups' connections."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ import attrs
 _WATCHED = re.compile(r"^tfd:\s*(\d+) .* data:\s*([0-9a-f]+) .* ino:([0-9a-f]+)", re.MULTILINE)
 _FLAGS = re.compile(r"^flags:\s*(\d+)$", re.MULTILINE)
 _lock = threading.Lock()
-_devices: list[Device] = []  # for good, as gloo's are
-_torchs: list[Any] = []  # torch's class, while any of them is taken
-_own = threading.local()  # the device that a thread has taken
+_devices: list[Device] = []  # kept for good, like gloo's own
+_torchs: list[Any] = []  # torch's class, while any device is taken
+_own = threading.local()  # the device taken by each thread
 
 
 @attrs.define(eq=False)
 class Device:
-    """What serves the connections of gloo groups, and the descriptors that it waits by; taken while a group is made."""
+    """A thread that serves connections of gloo groups, with epoll descriptors; taken while a group is made."""
 
     is_taken: bool = False
-    _gloos: dict[str, list[Any]] = attrs.field(factory=dict)  # by the interfaces asked for
+    _gloos: dict[str, list[Any]] = attrs.field(factory=dict)  # by requested interfaces
     _loops: set[int] = attrs.field(factory=set)
 
     def gloos(self, interfaces: str) -> list[Any]:
-        """Return gloo's objects. Each has a thread."""
+        """Return gloo's device objects. Each has a thread."""
         if interfaces not in self._gloos:
             with _lock:
                 before = _gloos_loops()
@@ -39,12 +39,12 @@ class Device:
         return self._gloos[interfaces]
 
     def sockets(self) -> Iterator[tuple[int, int]]:
-        """Give descriptor and inode of each socket that it waits for: its connections, and where it listens.
+        """Yield descriptor and inode of each socket of the device: connections and listeners.
 
-        A descriptor's number tells no socket from another: gloo closes those of an old group when it likes.
+        A descriptor's number doesn't identify a socket: gloo closes sockets of old groups at any time.
         """
-        # What a process has connected besides, it knows nothing of: stores' clients, say, whose groups are cut some
-        # day. All of the process's where gloo has made a thread by itself.
+        # Only this device's sockets: other connections, as of stores' clients, must survive a cut. If gloo has made a
+        # thread by itself, all of the process's epoll descriptors count.
         for loop in sorted(self._loops) or _gloos_loops():
             for fd, _, inode in _watched(loop):
                 yield fd, inode
@@ -52,19 +52,20 @@ class Device:
 
 @contextlib.contextmanager
 def on_a_device(c10d: Any) -> Iterator[Device]:
-    """Have the gloo groups that a thread makes share what does what comes on their connections, which torch gives each.
+    """Make gloo groups that the current thread creates in the block share one device; torch creates one per group.
 
-    Where processors are few, that thread's waking up is what a collective mostly waits for: with a group for each of
-    two models under FSDP2, whose collectives alternate, a step of training took 8 % longer (torch 2.13, two ranks on
-    two cores). Groups that are made at the same moment have different ones: whose a connection is shows by that.
+    With few processors, a collective mostly waits for the wake-up of the device's thread: with a group for each of
+    two models under FSDP2, with alternating collectives, a training step took 8 % longer (torch 2.13, two ranks on
+    two cores). Groups that are made at the same moment get different devices, which tell the owner of a connection.
     """
-    # Torch passes no options on to gloo: so the class that it calls is another one meanwhile.
+    # Torch passes no options to gloo: another class replaces torch's meanwhile.
     with _lock:
         device = next((each for each in _devices if not each.is_taken), None)
         if device is None:
             _devices.append(device := Device())
         device.is_taken = True
-        if not _torchs and (gloo := getattr(c10d, "ProcessGroupGloo", None)) is not None:  # not in every torch
+        # Missing in some builds of torch.
+        if not _torchs and (gloo := getattr(c10d, "ProcessGroupGloo", None)) is not None:
             _torchs.append(gloo)
             c10d.ProcessGroupGloo = _sharing()
     outer, _own.device = getattr(_own, "device", None), device
@@ -80,7 +81,7 @@ def on_a_device(c10d: Any) -> Iterator[Device]:
 
 @functools.cache
 def _sharing() -> Any:
-    """Gloo's groups as torch's constructor makes them, but for their devices."""
+    """Return a class of gloo groups like torch's, but with the thread's device."""
     import torch.distributed as dist
 
     gloo: Any = dist.ProcessGroupGloo
@@ -89,14 +90,14 @@ def _sharing() -> Any:
         def __init__(self, store: Any, rank: int, size: int, timeout: datetime.timedelta, **more: Any) -> None:
             device: Device | None = getattr(_own, "device", None)
             options = None
-            # As torch's own constructor makes them; where torch has another way, groups have threads of their own.
+            # Same options as in torch's own constructor; if torch has changed, groups get devices of their own.
             with contextlib.suppress(AttributeError):
                 made = gloo._Options()
                 made._timeout = timeout
-                for name, value in more.items():  # from torch 2.14 on there is one
+                for name, value in more.items():  # one option from torch 2.14 on
                     if value != getattr(made, name):
                         setattr(made, name, value)
-                if device is not None:  # last: what else goes wrong leaves a group to devices of its own
+                if device is not None:  # last: after an earlier failure, the group gets a separate device
                     made._devices = device.gloos(os.environ.get("GLOO_SOCKET_IFNAME", ""))
                     made._threads = 2 * len(made._devices)
                     options = made
@@ -117,10 +118,10 @@ def _made(interfaces: str) -> list[Any]:
 
 
 def _gloos_loops() -> set[int]:
-    """Return descriptors of those that gloo's threads wait by, as far as it can be told: else of all in this process.
+    """Return the epoll descriptors of gloo's threads; all of the process, if gloo's can't be told apart.
 
-    Gloo's go on in children, and each descriptor goes with a pointer: others keep a descriptor's number there. So do
-    asyncio and libuv, by which a role or a library may begin to wait at the moment at which gloo does.
+    Gloo's are inherited by children, and each watched descriptor carries a pointer; other users store the descriptor's
+    number. asyncio and libuv do, and a role or a library may start to use them while gloo does.
     """
     polls: set[int] = set()
     gloos: set[int] = set()
@@ -137,7 +138,7 @@ def _gloos_loops() -> set[int]:
 
 
 def _watched(poll: int) -> list[tuple[int, int, int]]:
-    """Return descriptor, what goes with it, and inode, of each that is waited for."""
+    """Return descriptor, user data and inode of each watched file."""
     return [(int(fd), int(data, 16), int(inode, 16)) for fd, data, inode in _WATCHED.findall(_told(poll))]
 
 

@@ -1,13 +1,13 @@
-"""torch.distributed groups of a worker: made without a port race, cut only where a peer would wait for ever, renewed.
+"""Process groups of a worker: made without a port race, cut only if a peer would wait forever, and renewed.
 
-The slots of a group have one default process group, in which the groups of all roles lie. A role's
-group is made by the ranks that are in it. They meet at a store, and wait on threads of their own, so that a lane can
+The slots of a group have one default process group, and the groups of all roles are parts of it. A role's
+group is made by its ranks: they meet at a store, and wait on separate threads, so that a lane can
 leave (`making`).
 
-After a failure a group is of use as long as all its ranks have begun as many operations on it. A rank that has failed,
-or is held, begins none any more, and says how many it had begun: who has begun more waits for it in vain, and cuts the
-group. With gloo that means shutting its sockets down, which frees who waits in a collective at once (destroying the
-group frees nobody while a reference lives; `waits` frees whom gloo forgets), with NCCL an abort.
+After a failure, a group stays usable if all its ranks have begun equally many operations. A rank that has failed,
+or is held, begins no more, and reports its count: a rank that has begun more waits in vain, and cuts the
+group. With gloo, a cut shuts the sockets down, which frees waits in collectives at once (destroying the
+group frees nobody while a reference lives; `waits` frees those that gloo forgets); with NCCL, a cut is an abort.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ if TYPE_CHECKING:
 
 
 class ProcessGroups:
-    """The groups of one worker. Used on the lane; what ends waits, looks and cuts comes from any thread.
+    """The groups of one worker. Used on the lane; methods that end waits or cut groups run on any thread.
 
     Attributes:
-        default: The default one.
-        cuts: How often one was cut.
+        default: The default group.
+        cuts: The number of cuts so far.
     """
 
     def __init__(self, worker: WorkerContext) -> None:
-        """Make none yet. Where workers are threads of one process, torch can give them no groups of their own."""
+        """Prepare without any group. With workers as threads of one process, torch can't give them separate groups."""
         boot = worker.boot
         self._worker, self._in_process = worker, worker.in_process
         self._group, self._slot, self._device = boot.group, boot.slot, boot.device
@@ -56,17 +56,17 @@ class ProcessGroups:
         self.default = DefaultGroup(worker, self._making)
         self._lock = threading.Lock()
         self._made: dict[str, Made] = {}
-        self._asked: dict[tuple[str | None, str | None], None] = {}  # by role and axis, in order
+        self._asked: dict[tuple[str | None, str | None], None] = {}  # by role and axis, in order of requests
         self._meshes: dict[tuple[str | None, str], DeviceMesh] = {}
         self._former_meshes: dict[tuple[str | None, str], weakref.ref[DeviceMesh]] = {}
         self._usable = Usable(worker.lane.last_hold)
         self._watching: threading.Event | None = None
         self._dropped: list[tuple[weakref.ref[ProcessGroup], str]] = []
-        self._left: list[Any] = []  # the backends of these
+        self._left: list[Any] = []  # the backends of dropped groups
         self.cuts = 0
 
     def watch_collectives(self) -> None:
-        """Know all groups of this process and what is done on them, whoever makes them. Torch is there."""
+        """Record all groups of this process and all operations there. Requires torch."""
         books.record()
         works.record()
         torch_groups.take_up()
@@ -76,7 +76,7 @@ class ProcessGroups:
     # -- what roles ask for
 
     def get(self, ctx: Context, axis: str | None) -> ProcessGroup:
-        """The group of the role's ranks along an axis; made when all of them ask."""
+        """Return the group of the role's ranks along an axis; made when all these ranks ask."""
         slots, index, name = _members(ctx, axis)
         if self._in_process and len(slots) > 1:
             raise _needs_processes(f"ctx.process_group() of {len(slots)} ranks", ctx)
@@ -97,7 +97,7 @@ class ProcessGroups:
         return found.group
 
     def mesh(self, ctx: Context, name: str | None) -> DeviceMesh:
-        """A mesh of the role as torch has them; its groups are those of the mesh's axes."""
+        """Return a torch mesh of the role, with groups along the mesh's axes."""
         from torch import tensor
         from torch.distributed.device_mesh import DeviceMesh
 
@@ -120,8 +120,8 @@ class ProcessGroups:
             axes = tuple(place.shape)
             groups = [self.get(ctx, prefix + axis) for axis in axes]
             ranks = [0] if self._in_process else list(ctx.slots)
-            # The same object again, as long as anybody has it: to torch's caches of how tensors lie on meshes, another
-            # one would be equal to it, so that tensors on the new one would become tensors on the former.
+            # Reuse a former mesh object if anybody still holds one. Torch's caches treat another mesh as equal, and
+            # would put tensors of the new mesh on the former one.
             reference = self._former_meshes.pop((ctx.role, which), None)
             former = None if reference is None else reference()
             if former is not None and books.point(former, groups):
@@ -137,21 +137,21 @@ class ProcessGroups:
         return found
 
     def make_again(self, ctx: Context) -> None:
-        """Make those that a role had before: in the order in which it had asked for them, on all its ranks."""
+        """Make a role's former groups again, in the order of the first requests, on all ranks."""
         self.have_default()
         for axis in [axis for role, axis in self._asked if role == ctx.role]:
             self.get(ctx, axis)
 
     def rendezvous(self) -> tuple[str, int]:
-        """Where the store of the group's slots listens, on slot 0."""
+        """Return the address of the group's store on slot 0."""
         self.have_default()
         return self.default.rendezvous()
 
     def torchrun_environment(self, nodes: Sequence[int]) -> dict[str, str]:
-        """Return the variables that torchrun sets; `nodes` tells by a number for each slot which lie on one node."""
+        """Return torchrun's environment variables; `nodes` has a number per slot, equal for slots on one node."""
         host, port = self.rendezvous()
         here = [each for each, node in enumerate(nodes) if node == nodes[self._slot]]
-        # Libraries take it for the device's number, too; a worker may see but its own.
+        # Libraries use this as the device's number, too, although a worker may see only one device.
         local_rank = here.index(self._slot) if backend_for(self._device) is None else number_of(self._device)
         return {
             "MASTER_ADDR": host,
@@ -165,14 +165,14 @@ class ProcessGroups:
         }
 
     def have_default(self) -> None:
-        """Have the default group made, unless it is there; threads share that of their process."""
+        """Make the default group if missing; workers on threads share the process's."""
         if self._in_process:
             self.default.share()
         else:
             self.default.have()
 
     def count(self) -> int:
-        """How many operations this rank has begun on all groups; a role that changes that shares something."""
+        """Return the number of operations that this rank has begun on all groups."""
         return 0 if self._in_process else books.count()
 
     # -- after a failure
@@ -181,29 +181,29 @@ class ProcessGroups:
         reason = self._worker.why_not()
         if reason is None:
             return None
-        # A group that this call hasn't asked for may have been cut by a call that has nothing to do with it.
+        # Another call, without relation to this one, may have cut a group that this call hasn't asked for.
         seq, made = self._worker.asking(), dict(self._made)
         names = [name for name, each in made.items() if each.asked == seq] or [*made]
         return reason if books.lost_a_peer(f"{self._group}/{name}" for name in names) else None
 
     def lost_a_peer(self) -> bool:
-        """Whether a peer has left, or died: then this rank's failure is only a consequence.
+        """Return whether a peer has left or died: this rank's failure is only a consequence then.
 
-        All were there to make a group that couldn't be made; or the other end of a connection is gone.
+        Either a group couldn't be made because a rank left, or the other end of a connection is gone.
         """
         fails = self._making.failed_in == self._worker.asking() or bool(self._usable.cuts)
         return fails or books.lost_a_peer(self.operations())
 
     def operations(self) -> Operations:
-        """Return how many operations this rank has begun on each of its groups, whoever has made them."""
-        if self._in_process:  # those of several ranks aren't this worker's
+        """Return the number of operations that this rank has begun on each group, including groups made by roles."""
+        if self._in_process:  # the process's groups aren't this worker's alone
             return {}
         with LOOKING:
             found, unfinished = books.operations(), self._making.unfinished()
             return {name: told for name, told in found.items() if name not in unfinished}
 
     def left(self, hold: int, slot: int, operations: Operations) -> None:
-        """Another rank begins nothing any more until the hold is over: nobody is to wait for it."""
+        """Record that another rank begins no operations until the hold is over, and free this rank's futile waits."""
         with self._lock:
             if not self._usable.left(hold, slot, operations):
                 return
@@ -214,7 +214,7 @@ class ProcessGroups:
                 self._watching = over
         self._free_those_that_wait()
         if begins:
-            # What a call does next isn't seen from here: it may begin to wait at any moment until it is back.
+            # The running call may start another wait at any moment, until this rank is back.
             Thread(target=self._watch, args=(over,), name="colocate-process-groups").start()
 
     def _watch(self, over: threading.Event) -> None:
@@ -222,61 +222,61 @@ class ProcessGroups:
             self._free_those_that_wait()
 
     def _free_those_that_wait(self) -> None:
-        """Cut the groups on which this rank has begun more operations than can end: some ranks begin none any more."""
-        with LOOKING:  # until it is done: who drops groups, and makes others of the same names, waits for that
+        """Cut groups on which this rank has begun operations that can't end, since other ranks begin no more."""
+        with LOOKING:  # until done: dropping groups, and making new ones of the same names, waits for this
             begun, sent = books.operations(), books.with_transfers() if transferring else ()
             with self._lock:
                 vain = self._usable.vain(begun, books.members)
-                # Transfers nobody counts: with whom isn't known either.
+                # Transfers aren't counted per peer: any lost member makes the wait futile.
                 vain.update(name for name in sent if self._usable.shares(books.members(name)))
             self._cut_those(vain - self._usable.cuts - self._making.unfinished())
 
     def cut(self, waits: Callable[[], bool] = lambda: True) -> None:
-        """Cut all groups in use, so that this rank and its peers are freed where they wait in a collective.
+        """Cut all groups in use, which frees this rank and peers from waits in collectives.
 
-        Whether this rank may still wait is asked where `back` can't come between: what were cut after that would be
-        taken for whole.
+        `waits` tells whether this rank may still wait. It runs under the lock that excludes `back`: groups cut after
+        `back` would be taken for whole.
         """
         with LOOKING:
             if waits():
                 self._cut_those([name for name, (count, _) in self.operations().items() if count])
 
     def _cut_those(self, names: Collection[str]) -> threading.Thread | None:
-        """Do it; what goes on with that, if not all is done."""
+        """Record and cut groups; return the thread of an unfinished abort, if any."""
         with self._lock:
             self._usable.cuts.update(names)
         self.cuts += len(names)
         return books.cut(names)
 
     def back(self, hold: int) -> tuple[Operations, list[str]]:
-        """This rank runs nothing: how many operations it has begun, and which groups it has cut. On the lane."""
+        """Return this idle rank's counts of operations and the names of cut groups. On the lane."""
         self._making.back()
         with self._lock:
             self._usable.back(hold)
             over, self._watching = self._watching, None
         if over is not None:
             over.set()
-        operations = self.operations()  # and with that, who is about to cut has done so
+        operations = self.operations()  # taking the lock waits for a cut in progress
         return operations, sorted(self._usable.cuts)
 
     def concerns(self, names: Sequence[str], role: str) -> bool:
-        """Whether a role has to do with one of these groups: it is its own, or anybody's."""
+        """Return whether a role uses one of these groups: a group of the role, of role code, or the default one."""
         whole, own = f"{self._group}/", f"{self._group}/{role}/"
         return any(name.startswith(own) or not name.startswith(whole) or name == self.default.name for name in names)
 
     def about_to_drop(self, names: Sequence[str]) -> None:
-        """The lane will be told to drop these groups; from any thread."""
+        """Prepare for a drop on the lane; from any thread."""
         if self.default.name in names:
             self.default.about_to_drop()
 
     def drop(self, names: Sequence[str]) -> None:
-        """Drop these groups, which are of no use any more, so that the next ones are new. On the lane."""
-        with LOOKING:  # whoever looks for groups to cut has done so, and finds none any more
+        """Drop broken groups, so that the next ones are new. On the lane."""
+        with LOOKING:  # waits for a cut in progress; later ones find no group
             pass
         whole = self.default.name in names
-        if whole:  # with which torch forgets all others
+        if whole:  # torch forgets all others together with the default group
             names = [*books.all_groups()]
-        if (rest := books.cut(names)) is not None:  # what still runs on a device ends
+        if (rest := books.cut(names)) is not None:  # waits for the abort on devices
             rest.join()
         self._former_meshes.update({key: weakref.ref(mesh) for key, mesh in self._meshes.items()})
         self._meshes.clear()
@@ -286,32 +286,32 @@ class ProcessGroups:
                 self._dropped.append((found, name))
             self._left += books.forget(name)
         with self._lock:
-            self._usable.cuts.update(names)  # until the roles have gone on: who comes after this driver asks again
+            self._usable.cuts.update(names)  # until the roles are renewed: another driver asks again
         self.default.dropped(self._usable.epoch if whole else None)
 
     def renewed(self) -> None:
-        """The roles go on without those that were dropped."""
+        """Clear the record of cuts: the roles go on without the dropped groups."""
         with self._lock:
             self._usable.cuts.clear()
 
     def holders(self) -> list[str]:
-        """Return which of the dropped groups somebody still holds, and know none as dropped after that. On the lane."""
+        """Return the dropped groups that somebody still holds, and clear the record of drops. On the lane."""
         dropped, self._dropped = self._dropped, []
         if dropped:
-            with LOOKING:  # whoever looked at the lane's frames before has let go of them
+            with LOOKING:  # waits for a look at the lane's frames, which references groups
                 pass
-            gc.collect()  # a role's frames may be part of cycles
-        # Not before: a model that lets go of a group on the lane would be the last, and wait for what runs in it.
+            gc.collect()  # a role's frames may be in reference cycles
+        # Only now: a model that drops the last reference on the lane would wait for running operations.
         destroy_later(self._left)
         return sorted({name for group, name in dropped if group() is not None})
 
     def ending(self) -> None:
-        """The worker is about to end: nobody is waited for any more. From any thread."""
+        """End all waits for peers: the worker is about to end. From any thread."""
         self._making.give_up()
         self.cut()
 
     def close(self) -> None:
-        """Drop all groups: the worker ends."""
+        """Drop all groups at the worker's end."""
         self._making.close(GROUPS_CLOSE_WITHIN_S)
         self._meshes.clear()
         names = [f"{self._group}/{name}" for name in self._made]
@@ -320,19 +320,19 @@ class ProcessGroups:
             left = [backend for name in names for backend in books.forget(name)]
             left += self.default.unshare()
         else:
-            # Also those that nobody has used: with NCCL the last reference to one that wasn't cut would do it.
+            # Unused groups as well: dropping the last reference to an uncut NCCL group would block.
             with LOOKING:
                 rest = self._cut_those(books.all_groups())
             if rest is not None:
                 rest.join(GROUPS_CLOSE_WITHIN_S)
-                if rest.is_alive():  # NCCL takes a second for each, and for ever where a kernel doesn't end: so would
-                    return  # torch, and the process's end does it as well
+                if rest.is_alive():  # NCCL takes a second for each group, and forever if a kernel doesn't end
+                    return  # the process's end cleans up
             left = books.forget_all()
         destroy_later(left, GROUPS_CLOSE_WITHIN_S)
 
 
 def _needs_processes(what: str, ctx: Context) -> CapabilityError:
-    """The error where the slots are threads, which torch can give no groups of their own."""
+    """Return the error for workers on threads, which torch can't give separate groups."""
     return CapabilityError(
         f"{what} needs a process each, but the slots of group {ctx.group!r} are threads of one: use "
         "connect('local', processes=True), in a config executor.with.processes=true",
@@ -344,7 +344,7 @@ def _needs_processes(what: str, ctx: Context) -> CapabilityError:
 
 
 def _members(ctx: Context, axis: str | None) -> tuple[Sequence[int], int, str]:
-    """Return the slots that share a group, which of them this rank is, and a name: the same on all of them."""
+    """Return the slots of a group, this rank's index there, and a name that is equal on all these slots."""
     role, mesh = ctx.role or "", ""
     if axis is None:
         return ctx.slots, ctx.rank, f"{role}/*"

@@ -1,10 +1,10 @@
-"""Process groups that are being made, and the lane where it waits for one.
+"""Process groups in the making, and waits of the lane for a group.
 
-A lane that is called back leaves, but its rank isn't back before what it has left is there, on all ranks, or is known
-never to be (`meetings`): who comes next finds nothing half made, and nothing that will be there later.
+A lane that is called back leaves, but its rank isn't back until the group is made on all ranks, or is known
+never to be (`meetings`): the next attempt finds nothing half made, and nothing that appears later.
 
-Torch's default group over the slots of a group, in which the groups of all roles lie, is made when the first role asks
-for any of them, by all slots at once, off their lanes: also by those whose roles don't ask.
+Torch's default group over the slots of a group contains the groups of all roles. It is made when the first role asks
+for any group, by all slots at once, off their lanes: also by slots with roles that don't ask.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _OF_PEERS = RuntimeError, NotMade, Consequence  # a lost connection is a Runtime
 
 @attrs.define(eq=False)
 class Made:
-    """A role's group; `asked` is the number of the last call that asked for it."""
+    """A role's group; `asked` is the number of the last call that asked for the group."""
 
     group: ProcessGroup
     asked: int | None = None
@@ -47,48 +47,48 @@ class Made:
 
 @attrs.frozen
 class Together:
-    """A role's group that its ranks make together: all of them, or none."""
+    """A group that a role's ranks make together: all ranks get the group, or none."""
 
-    key: str  # its name among the worker's groups
-    plan: Plan  # how it is made
-    address: tuple[str, int]  # where the store listens at which its ranks meet
+    key: str  # the name among the worker's groups
+    plan: Plan  # the group's parameters
+    address: tuple[str, int]  # the address of the ranks' store
     kept: dict[str, Made]  # the worker's groups by name
 
 
 @attrs.define(eq=False)
 class _Wait:
-    """A lane that waits, or a thread of a role's."""
+    """A waiting lane, or thread of a role."""
 
-    asked: int  # the call that it waits in
-    over: Future[None]  # ends with what it waits for
-    # what it withdraws from when it leaves; its rank isn't back before the end of that. None for nothing
+    asked: int  # the waiting call
+    over: Future[None]  # ends with the awaited group
+    # The group to withdraw from when the lane leaves; the rank isn't back until the end of `over`. None for no group.
     group: Together | None
-    # ends when it needn't wait any longer, with the reason if it has left
+    # Ends the wait; the result is the reason if the lane has left, else None.
     left: Future[str | None] = attrs.field(factory=Future)
 
 
 class Making:
-    """What is made by threads of its own, as torch waits for all ranks: the lane waits here, and can leave.
+    """Makes groups on separate threads, since torch waits for all ranks: the lane waits here, and can leave.
 
     Attributes:
-        failed_in: The last call in which a group couldn't be made, as another rank had left, or died; -1 for none.
+        failed_in: The last call in which a group couldn't be made because another rank had left or died; -1 for none.
     """
 
     def __init__(self, worker: WorkerContext) -> None:
-        """Nothing is made yet. Args: worker: Whose lane waits."""
+        """Start without any group. Args: worker: The worker with the waiting lane."""
         self._worker = worker
         self._lock = threading.Lock()
         self._unfinished: list[str] = []
-        self._running: dict[str, Future[None]] = {}  # by rendezvous_key; each ends with what is made there
+        self._running: dict[str, Future[None]] = {}  # by rendezvous key; ends with the group
         self._waiting: set[_Wait] = set()
         self._left: list[Future[None]] = []
         self._gives_up: Future[None] = Future()
-        self._failed: dict[str, str] = {}  # why, by rendezvous_key, on which no other rank makes one any more either
+        self._failed: dict[str, str] = {}  # reasons by rendezvous key: no other rank makes a group there, either
         self.failed_in = -1
 
     @contextlib.contextmanager
     def half_made(self, name: str) -> Iterator[None]:
-        """A group is in torch's books meanwhile, or about to be, but nobody can have begun anything on it here."""
+        """Mark a group as half made in the block: in torch's tables, but without any operation."""
         with self._lock:
             self._unfinished.append(name)
         try:
@@ -98,33 +98,33 @@ class Making:
                 self._unfinished.remove(name)
 
     def unfinished(self) -> set[str]:
-        """Return the names of the groups that are half made."""
+        """Return the names of half-made groups."""
         with self._lock:
             return set(self._unfinished)
 
     def have(self, group: Together) -> None:
-        """Have a group made, unless it is there, and wait for it. On the lane, or a thread of a role's.
+        """Make a group if missing, and wait for the result. On the lane, or a thread of a role's.
 
         Raises:
             Consequence: The lane has left, or another rank has.
-            Exception: It couldn't be made.
+            Exception: The group couldn't be made.
         """
         rendezvous_key = group.plan.rendezvous_key
         with self._lock:
-            if group.key in group.kept:  # what has made it is over just now
+            if group.key in group.kept:  # made just now
                 return
-            if (why := self._failed.get(rendezvous_key)) is not None:  # and the role has gone on all the same
+            if (why := self._failed.get(rendezvous_key)) is not None:  # a role has gone on after the failure
                 raise ConnectionError(f"process group {group.plan.name!r} could not be made before: {why}")
             begins = rendezvous_key not in self._running
             over = self._running.setdefault(rendezvous_key, Future())
         self.wait_for(over, group, begins)
 
     def wait_for(self, over: Future[None], group: Together | None = None, begins: bool = False) -> None:
-        """Wait until it is over, which begins here where `begins`; a lane that leaves withdraws from the group.
+        """Wait for a group, which is started here if `begins`; a lane that leaves withdraws from the group.
 
         Raises:
             Consequence: The lane has left.
-            Exception: It couldn't be made.
+            Exception: The group couldn't be made.
         """
         wait = _Wait(self._worker.asking() or 0, over, group)
         with self._lock:
@@ -134,7 +134,7 @@ class Making:
             reason = self._worker.why_not()
             if group is not None and begins:
                 if reason is None:
-                    # Not on the lane, which would wait in torch: a peer that a hold has called back may never finish.
+                    # Off the lane: torch waits for peers there, and a peer called back by a hold may never finish.
                     self._on_a_thread(group, over, leaves=False)
                 else:
                     self._is_over(group, over, Consequence(reason))
@@ -153,7 +153,7 @@ class Making:
         what = self._withdraw if leaves else self._make
         try:
             Thread(target=what, args=(group, over), name="colocate-process-group").start()
-        except RuntimeError as error:  # the process may have no more of them
+        except RuntimeError as error:  # the process can't start more threads
             self._is_over(group, over, error)
 
     def _make(self, group: Together, over: Future[None]) -> None:
@@ -163,21 +163,21 @@ class Making:
             if not all_make(store, plan.rendezvous_key, plan.index, len(plan.slots)):
                 raise Unmade(f"another rank doesn't make the process group {plan.name!r}")
             with self.half_made(plan.name):
-                group.kept[group.key] = Made(plan.make(store))  # nothing else may refer to it
+                group.kept[group.key] = Made(plan.make(store))  # no other reference: the group must be droppable
         except Exception as error:
             self._is_over(group, over, error)
-            if store is not None:  # not before: a peer that is told fails, and would have this rank called back
+            if store is not None:  # only now: a notified peer fails, which would call this rank back
                 can_not(store, plan.rendezvous_key)
         else:
             self._is_over(group, over, None)
         finally:
-            del store  # which an error's traceback would keep
+            del store  # an error's traceback would keep the store
 
     def _withdraw(self, group: Together, over: Future[None]) -> None:
         try:
             store = torch_groups.connect_store(group.address, GROUPS_CONNECT_WITHIN_S)
             made = withdraw(store, group.plan.rendezvous_key)
-        except RuntimeError as error:  # the store is gone, and so is who waits there
+        except RuntimeError as error:  # the store is gone, and all waits there with the store
             self._is_over(group, over, error)
         else:
             if not made:
@@ -190,11 +190,11 @@ class Making:
                 del self._running[rendezvous_key]
                 if error is not None and not isinstance(error, Consequence):
                     self._failed[rendezvous_key] = error_text(error)
-        with contextlib.suppress(InvalidStateError):  # it was left, and is known never to be made
+        with contextlib.suppress(InvalidStateError):  # the wait was left, and the group is known never to be made
             over.set_exception(error) if error is not None else over.set_result(None)
 
     def _tell(self, wait: _Wait, error: BaseException | None) -> None:
-        with self._lock, contextlib.suppress(InvalidStateError):  # it was left
+        with self._lock, contextlib.suppress(InvalidStateError):  # the wait was left
             if error is None:
                 wait.left.set_result(None)
                 return
@@ -203,7 +203,7 @@ class Making:
                 self.failed_in = wait.asked
 
     def end_waits(self, concerns: Callable[[int], bool], reason: str) -> None:
-        """Free this rank where it waits for its peers to make a group in some calls: they may never come."""
+        """End waits for peers in some calls, with a reason: the peers may never come."""
         with self._lock:
             waiting = [wait for wait in self._waiting if concerns(wait.asked)]
         self._call_back(waiting, reason)
@@ -212,7 +212,7 @@ class Making:
         leaving: list[tuple[Together, Future[None]]] = []
         with self._lock:
             for wait in waiting:
-                with contextlib.suppress(InvalidStateError):  # it isn't waited for any more
+                with contextlib.suppress(InvalidStateError):  # the wait has ended
                     wait.left.set_result(reason)
                     if wait.group is not None:
                         self._left.append(wait.over)
@@ -221,7 +221,7 @@ class Making:
             self._on_a_thread(group, over, leaves=True)
 
     def back(self) -> None:
-        """The lane runs nothing: wait until what it has left, if anything, is there or won't be, or the worker ends."""
+        """Wait until all groups that the lane has left are decided, or the worker ends. The lane runs nothing."""
         while self._left and not self._gives_up.done():
             over = self._left[0]
             futures.wait([over, self._gives_up], return_when=futures.FIRST_COMPLETED)
@@ -231,50 +231,50 @@ class Making:
             self._failed.clear()
 
     def give_up(self) -> None:
-        """The worker ends, from any thread: a peer that has died may be waited for without end."""
-        with contextlib.suppress(InvalidStateError):  # it has been told before
+        """Stop waiting at the worker's end, from any thread: a dead peer may never come."""
+        with contextlib.suppress(InvalidStateError):  # called before
             self._gives_up.set_result(None)
 
     def close(self, within_s: float) -> None:
-        """The lane has ended: wait so long for what it has left."""
+        """Wait for groups that the lane has left, at most `within_s` seconds. The lane has ended."""
         futures.wait(self._left, within_s)
 
 
 @attrs.define(eq=False)
 class _Default:
-    """A default group that is there or in the making, and where its store listens.
+    """A default group, made or in the making, with the store's address.
 
-    The store goes on when the group is renewed; slot 0 serves it as long as it keeps it.
+    The store outlives a renewal of the group; slot 0 serves the store as long as this object lives.
     """
 
-    rendezvous_key: str  # what the slots meet under
-    asked: int | None  # the call that it was begun for; None for another slot's
-    made: Future[None] = attrs.field(factory=Future)  # ends with it
-    address: tuple[str, int] | None = None  # where its store listens
-    store: Any = None  # that, where this slot serves it
+    rendezvous_key: str  # the key of the slots' rendezvous
+    asked: int | None  # the call that needed the group; None for another slot's call
+    made: Future[None] = attrs.field(factory=Future)  # ends with the group
+    address: tuple[str, int] | None = None  # the store's address
+    store: Any = None  # the store, if served by this slot
 
 
 class DefaultGroup:
     """The default group of one worker.
 
     Attributes:
-        name: What torch calls it.
+        name: The name in torch.
     """
 
     def __init__(self, worker: WorkerContext, making: Making) -> None:
-        """Make none yet."""
+        """Prepare without a group."""
         self._worker, self._making = worker, making
         self._group, self._slot = worker.boot.group, worker.boot.slot
         self.name = f"{self._group}/default"
         self._lock = threading.Lock()
         self._now: _Default | None = None
-        self._former: _Default | None = None  # of before it was renewed, whose store goes on
-        self._doomed = False  # it will be dropped as soon as the lane comes to it
+        self._former: _Default | None = None  # the group before a renewal; the store goes on
+        self._doomed = False  # the lane will drop the group soon
         self._joins_after_that = False
         self._epoch = 0
 
     def have(self) -> None:
-        """Have it made, unless it is there."""
+        """Make the default group if missing, and wait for the result."""
         asked = self._worker.asking()
         default = self._join(asked)
         try:
@@ -282,33 +282,33 @@ class DefaultGroup:
         except Unmade:
             if default.asked == asked:
                 raise
-            # That was begun for an earlier call, or another slot's, whose error it is.
+            # The attempt belonged to an earlier call, or another slot's call, which gets the error.
             self._making.wait_for(self._join(asked).made)
 
     def share(self) -> None:
-        """Have that of the process, whose threads the slots are."""
+        """Share the default group of the process among workers on threads."""
         if self._now is None:
             torch_groups.share_default(self)
             self._now = _Default("", None)
             self._now.made.set_result(None)
 
     def unshare(self) -> list[Any]:
-        """Need that no more; see `forget`."""
+        """Give up the shared default group; see `forget`."""
         return [] if self._now is None else torch_groups.unshare_default(self)
 
     def rendezvous(self) -> tuple[str, int]:
-        """Return where its store listens, on slot 0; it is there."""
+        """Return the store's address on slot 0. Requires the group."""
         now = self._now
         assert now is not None
-        if now.address is None:  # that of a single slot needs no store
+        if now.address is None:  # a single slot needs no store to make the group
             now.store, now.address = torch_groups.serve_store(self._worker.boot.host, self._worker.boot.ports)
         return now.address
 
     def _join(self, asked: int | None) -> _Default:
-        """Have this slot do its part in making it, if that isn't under way; from any thread.
+        """Start this slot's part in making the default group, unless started; from any thread.
 
         Raises:
-            RuntimeError: The process may have no more threads just now.
+            RuntimeError: The process can't start more threads now.
         """
         with self._lock:
             if self._now is not None:
@@ -321,7 +321,7 @@ class DefaultGroup:
             self._make(default, former)
             return default
         try:
-            # Not on the lane, which may be in a call that has nothing to do with it, nor where messages are received.
+            # On a thread: the lane may be in an unrelated call, and the receiving thread must not block.
             arguments = default, former
             Thread(target=self._make, args=arguments, name="colocate-default-group").start()
         except RuntimeError:
@@ -331,7 +331,7 @@ class DefaultGroup:
         return default
 
     def asked_to_join(self) -> None:
-        """Another slot makes it. It may have dropped the former one before this one has."""
+        """Join another slot's attempt at the default group; after a pending drop, if there is one."""
         with self._lock:
             if self._doomed:
                 self._joins_after_that = True
@@ -342,14 +342,14 @@ class DefaultGroup:
             self._refuse(self._board(), error)
 
     def about_to_drop(self) -> None:
-        """The lane will be told to drop it; from any thread."""
+        """Mark the group as about to be dropped on the lane; from any thread."""
         with self._lock:
             self._doomed = True
 
     def dropped(self, epoch: int | None) -> None:
-        """Note that what was to be dropped has been, on the lane; with an epoch that of the next default group, too.
+        """Record a drop on the lane; with an epoch, the default group was dropped and the next one has this epoch.
 
-        A slot that has asked for the next one meanwhile has this one join it.
+        If another slot has asked for the next group meanwhile, this slot joins now.
         """
         with self._lock:
             if epoch is not None:
@@ -368,9 +368,9 @@ class DefaultGroup:
         store, have_met = None, self._worker.slots == 1
         try:
             if former is not None:
-                former.made.exception()  # it is over
+                former.made.exception()  # over already: no wait
                 destroy_later(books.forget(self.name))
-            import torch.distributed as dist  # only who asks for a group has torch
+            import torch.distributed as dist  # only users of groups have torch
 
             if dist.is_initialized():
                 raise ConfigError(
@@ -387,12 +387,13 @@ class DefaultGroup:
                 plan.make(store)
         except BaseException as error:
             with self._lock:
-                # Whoever asks next tries again, where the others can't have gone on meanwhile.
+                # The next request tries again if the other slots can't have gone on meanwhile.
                 if self._now is default and (self._worker.slots == 1 or not have_met or isinstance(error, Consequence)):
                     self._now, self._former = None, default
             default.made.set_exception(error)
-            # Not before: a slot that is told fails, and with that this one would be called back.
-            if self._worker.slots > 1 and not isinstance(error, Consequence | NotMade):  # the others would wait for it
+            # Only now: a notified slot fails, which would call this one back.
+            # Otherwise the others would wait for this slot.
+            if self._worker.slots > 1 and not isinstance(error, Consequence | NotMade):
                 self._refuse(rendezvous_key, error)
             if store is not None:
                 can_not(store, rendezvous_key)
@@ -400,7 +401,7 @@ class DefaultGroup:
             default.made.set_result(None)
 
     def _meet(self, default: _Default) -> tuple[str, int]:
-        """Wait until all slots are about to make it; where the store is through which they do."""
+        """Wait until all slots are ready to make the group; return the store's address."""
         if self._slot == 0 and default.address is None:
             default.store, default.address = torch_groups.serve_store(self._worker.boot.host, self._worker.boot.ports)
         mine = default.address if self._slot == 0 else None
@@ -414,7 +415,7 @@ class DefaultGroup:
         return host, port
 
     def _refuse(self, rendezvous_key: str, error: BaseException) -> None:
-        """Tell the other slots why this one can't take part. It isn't waited for: there is no answer but that."""
+        """Notify the other slots of the reason why this one can't take part, without waiting for an answer."""
         why = f"slot {self._slot} can't take part in the default group: {message_of(error)}"
         self._worker.say(Joining(rendezvous_key))
         self._worker.tell(Meet(rendezvous_key, self._worker.slots, None, why))

@@ -1,7 +1,7 @@
-"""Whether a process group is made: decided at a store, and the same for all of its ranks.
+"""Agreements of ranks at a store on making a process group: the same decision on all ranks.
 
-In torch the ranks of a group wait for each other while they make it, and nobody can be called back from there. So they
-meet before: all of them make it, or none does. And they meet when it is made: all of them have it, or none.
+In torch, ranks wait for each other while they make a group, and no wait there can be ended. So they meet
+before: all of them make it, or none does. And they meet afterwards: all of them have it, or none.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 
 class NotMade(ConnectionError):
-    """Another rank could not make a process group that this one was to make with it, or was late."""
+    """Another rank couldn't make a process group together with this one, or was late."""
 
 
 YES, NO = "yes", "no"
@@ -20,22 +20,22 @@ _NEVER = datetime.timedelta(days=20)  # torch counts milliseconds, in 32 bits
 
 
 def all_make(store: Any, rendezvous_key: str, index: int, members: int) -> bool:
-    """Wait until all `members` of a group, of which this is one, are about to make it; whether they do.
+    """Wait until all `members` of a group are ready to make the group; return whether all go ahead.
 
-    The store is a client that does nothing else meanwhile; they meet under `rendezvous_key`.
+    `store` must be a client of this thread alone; the ranks meet under `rendezvous_key`.
     """
     store.set(f"{rendezvous_key}/there/{index}", YES)
-    if store.check([f"{rendezvous_key}/there/{each}" for each in range(members)]):  # who comes last sees all of them
+    if store.check([f"{rendezvous_key}/there/{each}" for each in range(members)]):  # the last rank sees all others
         _decide(store, f"{rendezvous_key}/begun", YES)
     store.wait([f"{rendezvous_key}/begun"], _NEVER)
-    # Who comes again when that is over would wait in torch for those that have gone on.
+    # A rank that retries after the rendezvous would block: all peers have moved on.
     return _is_yes(store, f"{rendezvous_key}/begun") and not store.check([f"{rendezvous_key}/made"])
 
 
 def all_have(store: Any, rendezvous_key: str, index: int, members: int, seconds: float) -> bool:
-    """Wait until all ranks of a group have made it, at most so many seconds; whether they have, and none couldn't.
+    """Wait until all ranks have made a group, at most `seconds`; return whether all have succeeded.
 
-    The store is a client that does nothing else meanwhile.
+    `store` must be a client of this thread alone.
     """
     import torch.distributed as dist
 
@@ -44,21 +44,21 @@ def all_have(store: Any, rendezvous_key: str, index: int, members: int, seconds:
         _decide(store, f"{rendezvous_key}/made", YES)
     try:
         store.wait([f"{rendezvous_key}/made"], datetime.timedelta(seconds=seconds))
-    except dist.DistStoreError:  # somebody is late, and is told so, too
+    except dist.DistStoreError:  # a rank is late, and will read the decision
         _decide(store, f"{rendezvous_key}/made", NO)
     return _is_yes(store, f"{rendezvous_key}/made")
 
 
 def can_not(store: Any, rendezvous_key: str) -> None:
-    """This rank couldn't make a group that it was to make with the others."""
+    """Decide against a group, after a failure of this rank."""
     with contextlib.suppress(RuntimeError):  # the store is gone, too
         _decide(store, f"{rendezvous_key}/made", NO)
 
 
 def withdraw(store: Any, rendezvous_key: str) -> bool:
-    """Not make a group, and so nobody does, unless all were there before; whether they have made it, once they have.
+    """Withdraw from making a group: nobody makes the group, unless all were ready; return whether the group exists.
 
-    The store is another client than that which waits.
+    `store` must be another client than the waiting one.
     """
     if _decide(store, f"{rendezvous_key}/begun", NO) == NO:
         return False
@@ -67,7 +67,7 @@ def withdraw(store: Any, rendezvous_key: str) -> bool:
 
 
 def _decide(store: Any, key: str, decision: str) -> str:
-    """Say so, unless it is decided; what is decided."""
+    """Set a decision unless there is one; return the decision."""
     return str(store.compare_set(key, "", decision).decode())
 
 

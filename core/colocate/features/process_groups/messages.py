@@ -1,4 +1,4 @@
-"""What driver and workers say of process groups: the first three to workers, the others from them."""
+"""Messages of process groups: the first three go to workers, the others come from workers."""
 
 from __future__ import annotations
 
@@ -8,68 +8,68 @@ from typing import Any, NamedTuple, TypeAlias
 from colocate._protocol.from_worker import Failure
 from colocate._protocol.message import Head, Message, message, values
 
-# How many operations were begun on each process group, and of how many ranks that is, by the group's name.
+# By name of a process group: the number of operations begun, and the number of ranks.
 Operations: TypeAlias = "Mapping[str, tuple[int, int]]"
 
 
 class Told(NamedTuple):
-    """What goes along as a rank fails, is back in a hold, or has done a call; as a plain tuple."""
+    """A rank's report on process groups: after a failure, back in a hold, or after a call. Sent as a tuple."""
 
-    updates: int = 0  # beginnings and ends of updates of weights that it shares with other ranks, in the call
-    operations: Operations = {}  # how many it has begun on each process group
-    in_step: bool = False  # whether it has begun some in the call that failed, or that has raised in a backward pass
-    cuts: Sequence[str] = ()  # process groups that it has cut
-    begins: bool = False  # whether it has begun some in the call that is done
+    updates: int = 0  # starts and ends of updates of shared weights in the call
+    operations: Operations = {}  # operations begun on each process group
+    in_step: bool = False  # whether the failed call had begun operations, or raised in a backward pass
+    cuts: Sequence[str] = ()  # process groups that the rank has cut
+    begins: bool = False  # whether the finished call has begun operations
 
     def plain(self) -> tuple[Any, ...] | None:
-        """Return it as it travels; None where it says nothing."""
+        """Return the wire format; None for an empty report."""
         return tuple(self) if any(self) else None
 
 
 @message
 class Left(Message):
-    """During a hold: a rank has failed, or is back, and begins no operation of a process group any more."""
+    """Report a rank that begins no further operations during a hold, after a failure or an end of the call."""
 
-    number: int  # the hold's
-    slot: int  # the rank's
-    operations: Operations  # how many it had begun on each group
+    number: int  # of the hold
+    slot: int  # of the rank
+    operations: Operations  # operations begun on each group
 
 
 @message
 class DropGroups(Message):
-    """All ranks are back, and some process groups are of no use any more: drop them; answered by `GroupsDropped`."""
+    """Ask for a drop of broken process groups, once all ranks are back; answered by `GroupsDropped`."""
 
-    number: int  # the hold's
-    names: Sequence[str]  # the groups'; none where only roles are to be told
-    everybody: bool  # all roles are told, not only those that have to do with these groups
+    number: int  # of the hold
+    names: Sequence[str]  # of the groups; empty if only roles are to be renewed
+    everybody: bool  # whether to renew all roles, not only users of these groups
 
 
 @message
 class Join(Message):
-    """Another slot needs the default process group: do this one's part in making it."""
+    """Ask a slot for a part in making the default process group."""
 
 
 @message
 class Joining(Message):
-    """The slot is about to make the default process group: the others are told to, the first time."""
+    """Announce that a slot is about to make the default process group; the driver asks the others to join."""
 
-    key: str  # what the slots meet under
+    key: str  # the key of the slots' rendezvous
 
 
 @message
 class GroupsDropped(Message):
-    """Some process groups are dropped, and roles have been told. Body: what one of them raised, if it can be sent."""
+    """The answer to `DropGroups`, after the roles' renewals. Body: the exception of a role, if it can be sent."""
 
-    number: int  # the hold's
-    holders: Sequence[str]  # groups that somebody still holds, by name
-    failure: Failure | None  # what a role's `renew` raised
+    number: int  # of the hold
+    holders: Sequence[str]  # names of groups that somebody still holds
+    failure: Failure | None  # of a role's `renew`
 
     def head(self) -> Head:
-        """Return what travels of it."""
+        """Return the wire format of the message."""
         return "GroupsDropped", self.number, self.holders, None if self.failure is None else values(self.failure)
 
     @classmethod
     def of(cls, *values: Any) -> GroupsDropped:
-        """As `Message.of`."""
+        """Build the message from the wire format; see `Message.of`."""
         number, holders, failure = values
         return cls(number, holders, None if failure is None else Failure(*failure))

@@ -1,6 +1,6 @@
-"""A model that takes over what a former one of its ranks has: parameters, buffers, and the optimizer's state.
+"""A rebuilt model takes over the former model's state: parameters, buffers, and the optimizer's state.
 
-By torch's public ways alone, and shard by shard: nothing is gathered, so no rank ever has more than its part.
+It uses torch's public ways alone, shard by shard: nothing is gathered, so no rank ever has more than its part.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ _LruCache = type(functools.cache(lambda: None))
 
 
 def rebuilt(former: M, optimizer: torch.optim.Optimizer | None, rebuild: Callable[[], M]) -> M:
-    """Make a model anew, give it what the former one has, and have the optimizer go on with it.
+    """Rebuild a model, copy the former model's state, and point the optimizer to the new parameters.
 
-    Tensors on the meta device get the former's shards themselves, all others a copy of the values, so that whatever
-    knows the tensors of the new model by now (DDP's reducer, say) stays right. A `ConfigError` tells of others.
+    Tensors on the meta device get the former's shards themselves, all others a copy of the values, so that users of the
+    new model's tensors (DDP's reducer, say) stay right. A model with other tensors is a `ConfigError`.
     """
-    former.state_dict(keep_vars=True)  # for which FSDP2 puts its shards back, wherever in a step it is
+    former.state_dict(keep_vars=True)  # makes FSDP2 restore the shards, amid a step, too
     before = _tensors(former)
     _forget_layouts()
     fresh = rebuild()
     names = _tensors(fresh)
     if before.keys() != names.keys():
         raise _other(f"other parameters or buffers: {', '.join(sorted(before.keys() ^ names.keys()))}")
-    taken: dict[int, torch.Tensor] = {}  # by the former one: tied ones stay tied
+    taken: dict[int, torch.Tensor] = {}  # by the former tensor's id: tied ones stay tied
     for name, tensor in names.items():
         old = before[name]
         if _local(tensor).shape != _local(old).shape or tensor.shape != old.shape:
@@ -68,7 +68,7 @@ def rebuilt(former: M, optimizer: torch.optim.Optimizer | None, rebuild: Callabl
 
 
 def _forget_layouts() -> None:
-    """Have torch forget how tensors lie on meshes: to what it remembers, a mesh made anew is the former one."""
+    """Clear torch's caches of layouts on meshes: for these, a rebuilt mesh equals the former one."""
     for each in gc.get_objects():
         if type(each) is _LruCache and each.__module__.startswith("torch.distributed.tensor"):
             each.cache_clear()
@@ -96,7 +96,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def _moved(old: torch.Tensor, into: torch.Tensor) -> torch.Tensor:
-    """Return the values of the one where the other lies."""
+    """Return the former values in the place of the new tensor."""
     if not into.is_meta:
         _local(into).copy_(_local(old))
         return into.requires_grad_(old.requires_grad)

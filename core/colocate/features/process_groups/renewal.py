@@ -1,7 +1,7 @@
-"""Models of torch that go on after a failed call: `colocate.torch.renew`.
+"""Models of torch that continue after a failed call: `colocate.torch.renew`.
 
-What torch has no public way for is done here, for the versions that it was tried with and for no others. (What groups
-themselves need of torch is in `torch_groups.py` and `books.py`.)
+This module uses private parts of torch, for the tested versions and no others. (The groups' own needs of torch
+are in `torch_groups.py` and `books.py`.)
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 M = TypeVar("M", bound=nn.Module)
 _KNOWN = ("2.11", "2.12", "2.13", "2.14")
-"""Versions of torch in which models are renewed in place: `make versions` runs the suite's renewals there."""
+"""Versions of torch with renewal in place: `make versions` runs the suite's renewals there."""
 
 
 def renew(
@@ -33,31 +33,31 @@ def renew(
     ctx: Context | None = None,
     rebuild: Callable[[], M] | None = None,
 ) -> M:
-    """Have a model go on with new process groups, after those that it had were cut: for a role's method `renew(self)`.
+    """Renew a model's process groups after the former ones were cut: for a role's method `renew(self)`.
 
-    Its parameters are the same tensors afterwards, with their values, and the optimizer's state stays as it is. What
-    the step that failed had begun is lost: gradients, also those that were accumulated under `no_sync`, and whatever a
-    communication hook keeps. All ranks of the role call it, in the same order for several models.
+    Its parameters are the same tensors afterwards, with their values, and the optimizer's state stays as it is. Results
+    of the failed step are lost: gradients, also those accumulated under `no_sync`, and the state of a
+    communication hook. All ranks of the role call this, in the same order for several models.
 
-    Where that can't be, since the model lies on process groups that the role has made by itself, or torch is of a
-    version that isn't known here, the model is made once more by `rebuild`: its parameters and the optimizer get what
-    the former ones have on this rank, shard by shard.
+    If the model lies on process groups that the role has made by itself, or torch's version
+    isn't supported in place, `rebuild` makes the model once more: its parameters and the optimizer get the state of
+    the former ones on this rank, shard by shard.
 
     Args:
         module: Wrapped by `DistributedDataParallel`, sharded by `fully_shard` (FSDP2), or with parameters on a mesh of
             `ctx.device_mesh()` (tensor parallelism); also several of them in one.
-        optimizer: The model's, whose gradients and state are looked at as well.
-        ctx: The role's context; by default that of the role whose code runs.
-        rebuild: Makes the model as it was made, its groups and meshes too. On the meta device it takes no memory
-            beside the former one's, otherwise that of a second one until this returns.
+        optimizer: The model's optimizer; its gradients and state are renewed as well.
+        ctx: The role's context; by default the context of the running role code.
+        rebuild: Makes the model as before, with groups and meshes. On the meta device this takes no memory
+            beside the former model's, otherwise that of a second one until `renew` returns.
 
     Returns:
-        The module; if `rebuild` was called, what that gave. Its parameters are other ones then, which the optimizer has
-        in place of the former; what else holds those (a moving average, a scheduler) keeps them.
+        The module, or the result of `rebuild` if called. Its parameters are other ones then, which the optimizer has
+        in place of the former; other holders of those (a moving average, a scheduler) keep them.
 
     Raises:
-        ConfigError: It can't be renewed: it is sharded by `FullyShardedDataParallel` (FSDP1), or `rebuild` is missing
-            where it is needed, or has made another model.
+        ConfigError: The model is sharded by `FullyShardedDataParallel` (FSDP1), or `rebuild` is missing
+            although it is needed, or has made another model.
     """
     if of_fsdp(module, "FullyShardedDataParallel"):
         raise ConfigError(
@@ -81,11 +81,10 @@ def renew(
 
 
 class _CannotGoOn(Exception):
-    """Why a model can't be renewed in place."""
+    """The reason why a model can't be renewed in place."""
 
 
 def _go_on(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-    """Renew a model in place, or raise _CannotGoOn."""
     known = f"it is known to work with torch {_KNOWN[0]} to {_KNOWN[-1]}, and with others by `rebuild`"
     if ".".join(torch.__version__.split(".")[:2]) not in _KNOWN:
         raise _CannotGoOn(
@@ -100,7 +99,7 @@ def _go_on(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
                 wrapped: Any = each
                 former = wrapped.process_group
                 wrapped._update_process_group(_resolve(str(former.group_name), "DistributedDataParallel"))
-                # Functions by which `torch.compile` wraps a model go on, too: as of any, it copies their attributes.
+                # `torch.compile` wraps models in functions with copies of the attributes: update these, too.
                 for copy in gc.get_referrers(former):
                     if isinstance(copy, dict) and copy.get("process_group") is former:
                         copy["process_group"] = wrapped.process_group
@@ -109,7 +108,7 @@ def _go_on(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
 
 
 def _resolve(name: str, what: str) -> Any:
-    """Return the group that has the name of a former one."""
+    """Return the current group of a former one's name."""
     from torch._C._distributed_c10d import _resolve_process_group
 
     try:
@@ -122,7 +121,7 @@ def _resolve(name: str, what: str) -> Any:
 
 
 def _tensors(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[DTensor]:
-    """Yield the tensors of a model and its optimizer that lie on a mesh."""
+    """Yield the tensors on a mesh of a model and an optimizer."""
     for tensor in (*module.parameters(), *module.buffers()):
         if is_on_mesh(tensor):
             yield tensor
@@ -133,7 +132,7 @@ def _tensors(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iter
 
 
 def _look_up_groups(mesh: DeviceMesh) -> None:
-    """A mesh knows its groups by name; compiled code has a table of them."""
+    """Update a mesh's table of groups, which compiled code uses, by the groups' names."""
     root = mesh._get_root_mesh()
     for each in (root, mesh):
         for name in each._dim_group_names:
@@ -141,11 +140,11 @@ def _look_up_groups(mesh: DeviceMesh) -> None:
 
 
 def _reset_sharded(modules: list[Any]) -> None:
-    """Have FSDP2 begin its next step from the shards, with the groups that its meshes have now."""
+    """Reset FSDP2's state: the next step starts from the shards, with the current groups of all meshes."""
     states = [module._get_fsdp_state() for module in modules]
     for state in states:
         for params in _param_groups(state):
-            params._all_gather_result = None  # of a group that was cut: nobody waits for it
+            params._all_gather_result = None  # of a group that was cut: nobody waits for the result
             for info in (params.mesh_info, params.post_forward_mesh_info):
                 if info is not None:
                     _look_up_groups(info.mesh)
@@ -156,7 +155,7 @@ def _reset_sharded(modules: list[Any]) -> None:
                     unsharded.grad = None
                 param.unsharded_accumulated_grad = None
     for module, state in zip(modules, states, strict=True):
-        if state._is_root:  # nobody knows yet before the first forward pass, which leaves nothing to reset
+        if state._is_root:  # no root before the first forward pass, and nothing to reset
             if hasattr(module, "reset_iter_state"):  # from torch 2.13 on
                 module.reset_iter_state()
             else:
@@ -173,7 +172,7 @@ def _param_groups(state: Any) -> list[Any]:
 
 
 def _reset_iteration(root: Any) -> None:
-    """Do what `reset_iter_state` does, where there is none."""
+    """Do the work of `reset_iter_state` for older versions of torch."""
     stream = root._device_handle.current_stream()
     comm = root._comm_ctx
     for waited in (getattr(comm, "all_gather_state", None), getattr(comm, "reduce_scatter_state", None)):

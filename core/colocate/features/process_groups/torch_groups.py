@@ -1,4 +1,4 @@
-"""Process groups in torch as they are made: together with their peers, and the stores through which those meet."""
+"""Construction of torch's process groups together with peers, and the stores for the rendezvous."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 _CONNECT_TIMEOUT = datetime.timedelta(seconds=GROUPS_CONNECT_WITHIN_S)
 _splits_lock = threading.Lock()
-_unsplit: list[None] = []  # threads that make groups
+_unsplit: list[None] = []  # one entry per thread that makes a group
 _bound: list[Any] = []  # the default group's device, meanwhile
 _sharers_lock = threading.Lock()
 _SHARED = "colocate/default"
@@ -34,32 +34,32 @@ _sharers: set[int] = set()
 
 @attrs.frozen
 class Plan:
-    """What a group is made from, and how."""
+    """The parameters of a process group in the making."""
 
-    name: str  # what torch calls it: the same after it was renewed
-    rendezvous_key: str  # what its ranks meet under: another one each time
-    slots: Sequence[int]  # those of its ranks, in order; in the default group, to torch a slot's number is the rank
-    index: int  # which of them this is
-    is_default: bool  # whether it is torch's default group
-    lies_in_default: bool  # whether it is one of the default group's
+    name: str  # the name in torch, unchanged by renewals
+    rendezvous_key: str  # the key of the rendezvous, new each time
+    slots: Sequence[int]  # the slots of the ranks, in order; in the default group, a slot's number is the rank
+    index: int  # the index of this rank
+    is_default: bool  # whether this is torch's default group
+    lies_in_default: bool  # whether the group is part of the default group
     device: str  # of the slot
-    timeout_s: float  # how long a collective may take
+    timeout_s: float  # the timeout of a collective
 
     def make(self, store: Any) -> ProcessGroup:
-        """Make it, together with all its ranks, which meet through a store, and have it when all of them have.
+        """Make the group together with all other ranks, through a store; return once all ranks have succeeded.
 
         Raises:
-            NotMade: Another rank could not.
-            Exception: This one can not: once that is known here, the others, which wait for it, are to be told.
+            NotMade: Another rank has failed.
+            Exception: This rank has failed: the caller must notify the others, which wait for it.
         """
         group = self._connect(store)
-        # Who went on, and cut it, would end the making of others, and those wait for each other without end.
+        # A rank that went on and cut the group would break the others' construction, without any end.
         try:
             made = len(self.slots) == 1 or all_have(
                 store, self.rendezvous_key, self.index, len(self.slots), self.timeout_s
             )
         except BaseException:
-            del group  # the traceback would keep it
+            del group  # the traceback would keep the group
             forget(self.name)
             raise
         if not made:
@@ -69,17 +69,17 @@ class Plan:
         return group
 
     def _connect(self, store: Any) -> ProcessGroup:
-        # The public API makes groups only of all ranks of the default one together, and names them by counting. This is
-        # what init_process_group and new_group do themselves. Imported here: only who asks for a group has torch.
+        # The public API makes groups only with all ranks of the default one, under numbers as names. These are the
+        # steps of init_process_group and new_group. Imported here: only users of groups have torch.
         import torch
         import torch.distributed as dist
 
-        # DDP, say, imports it: its default arguments are the default group that there is just then, for good.
+        # Import this before the default group exists: default arguments in there would hold the group for good.
         import torch.distributed.nn.functional
         from torch.distributed import distributed_c10d as c10d
 
         own = backend_for(self.device)
-        backend = "gloo" if own is None else f"cpu:gloo,{own}"  # tensors of the host go by gloo in any case
+        backend = "gloo" if own is None else f"cpu:gloo,{own}"  # gloo serves tensors on the host in any case
         bound = None if own is None else torch.device(self.device)
         with _no_split(c10d) if self.lies_in_default else contextlib.nullcontext():
             group, _ = c10d._new_process_group_helper(
@@ -95,15 +95,15 @@ class Plan:
         to_torch = self.slots if self.is_default or self.lies_in_default else range(len(self.slots))
         c10d._world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(to_torch)}
         if self.is_default:
-            c10d._update_default_pg(group)  # as init_process_group does
+            c10d._update_default_pg(group)  # as in init_process_group
         made: ProcessGroup = group
         return made
 
 
 @contextlib.contextmanager
 def _no_split(c10d: Any) -> Any:
-    """Have a group's NCCL communicator be made by its own ranks: one split off needs all ranks of the default group."""
-    # Nothing here refers to the default group while the other is made, which may take until after it was dropped.
+    """Prevent NCCL communicators by split from the default group in the block: a split needs all ranks there."""
+    # No reference to the default group is held during the block, which may outlast the group.
     with _splits_lock:
         if (bound := c10d._get_default_group().bound_device_id) is not None:
             _bound[:] = [bound]
@@ -124,13 +124,13 @@ def _no_split(c10d: Any) -> Any:
 
 
 def serve_store(host: str, ports: tuple[int, int] | None = None) -> tuple[Any, tuple[str, int]]:
-    """A store that ranks tell each other their addresses through, at a port that nobody else can have; and where."""
+    """Serve a store for ranks, at a port reserved by the listener; return the store and the address."""
     import torch.distributed as dist
 
     listener = wire.listening_within(host, ports, "torch's store of process groups")
     address = listener.getsockname()[:2]
-    # On libuv, as is torch's default: its other server doesn't wake up who waits for what is set by `compare_set`.
-    store = dist.TCPStore(  # type: ignore[attr-defined]  # torch has it here without saying so
+    # libuv, torch's default: the other server doesn't wake waits for keys set by `compare_set`.
+    store = dist.TCPStore(  # type: ignore[attr-defined]  # exported without a declaration
         address[0],
         address[1],
         is_master=True,
@@ -143,7 +143,7 @@ def serve_store(host: str, ports: tuple[int, int] | None = None) -> tuple[Any, t
 
 
 def connect_store(address: tuple[str, int], timeout_s: float) -> Any:
-    """Of one's own: a client that waits keeps all others from it that share its connection."""
+    """Return a new client of a store: a waiting client blocks all others on the same connection."""
     import torch.distributed as dist
 
     found = dist.TCPStore(  # type: ignore[attr-defined]
@@ -154,7 +154,7 @@ def connect_store(address: tuple[str, int], timeout_s: float) -> Any:
 
 
 def hash_store() -> Any:
-    """Return what a single rank needs in place of a store that others reach."""
+    """Return a local store for a group of one rank."""
     import torch.distributed as dist
 
     return dist.HashStore()  # type: ignore[attr-defined]
@@ -164,10 +164,10 @@ def hash_store() -> Any:
 
 
 def share_default(owner: object) -> None:
-    """See to it that torch's default group has this process alone, for one more who needs it.
+    """Create torch's default group for this process alone, or register another user of the group.
 
     Raises:
-        ConfigError: It has others already.
+        ConfigError: The default group has other processes already.
     """
     import torch.distributed as dist
 
@@ -183,17 +183,17 @@ def share_default(owner: object) -> None:
 
 
 def unshare_default(owner: object) -> list[Any]:
-    """One less needs it: who is the last has it forgotten, if it was made for this. See `forget`."""
+    """Unregister a user of the shared default group; the last one removes the group. See `forget`."""
     with _sharers_lock:
         _sharers.discard(id(owner))
         return [] if _sharers else forget(_SHARED)
 
 
 def take_up() -> None:
-    """From now on, who makes torch's default group where colocate's is there takes up that one, and leaves it there.
+    """Make `init_process_group()` adopt colocate's default group, and `destroy_process_group()` leave that group alone.
 
-    So scripts that call `init_process_group()` without asking, and `destroy_process_group()` at their end, run as they
-    are.
+    So scripts that call `init_process_group()` unconditionally, and `destroy_process_group()` at the end, run
+    unchanged.
     """
     import torch.distributed as dist
     from torch.distributed import distributed_c10d as c10d
@@ -229,7 +229,7 @@ def _colocate_has_made_it(c10d: Any) -> bool:
 def _check_wanted(
     dist: Any, backend: Any = None, world_size: int = -1, rank: int = -1, pg_options: Any = None, **_: object
 ) -> None:
-    """Raise a `ConfigError` unless the default group that is there is what somebody wants to make."""
+    """Raise a `ConfigError` unless colocate's default group fits the arguments of `init_process_group()`."""
     there = {"rank": dist.get_rank(), "world_size": dist.get_world_size()}
     problems = [
         f"{name}={wanted} (there it is {there[name]})"
@@ -251,7 +251,7 @@ def _check_wanted(
 
 
 def hint_for(error: BaseException) -> str | None:
-    """Return what to do where a role, or a library of its, wants to make the default group itself."""
+    """Return a hint for the error of a role, or a role's library, that makes the default group; None otherwise."""
     text = message_of(error) if isinstance(error, ValueError) else ""
     if "environment variable RANK expected" in text:
         return (

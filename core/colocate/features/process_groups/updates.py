@@ -1,4 +1,4 @@
-"""How many updates of weights calls make: that tells whether ranks which share a model still have one state."""
+"""Counts of weight updates in calls: these tell whether ranks with a shared model still have one state."""
 
 from __future__ import annotations
 
@@ -11,33 +11,34 @@ import attrs
 
 @attrs.define(eq=False)
 class Counts:
-    """What is counted of a call."""
+    """The counts of one call."""
 
-    operations: int = 0  # of process groups that came before it
-    cuts: int = 0  # how often some had been cut before it
-    before: int = 0  # what its role has begun of operations is this and what the groups count
-    step_events: int = 0  # beginnings and ends of updates of weights in it
-    shares: bool = False  # whether they are of weights that ranks share
+    operations: int = 0  # operations on process groups before the call
+    cuts: int = 0  # cuts before the call
+    before: int = 0  # the role's operations before the call, minus the groups' count
+    step_events: int = 0  # starts and ends of weight updates in the call
+    shares: bool = False  # whether the updated weights are shared by ranks
 
     def updates(self, operations: int) -> int:
-        """Return those of weights that ranks share: else nobody compares them; `operations` as there are after it."""
+        """Return the step events if the weights are shared, else 0; `operations` is the count after the call."""
         return self.step_events if self.shares or operations != self.operations else 0
 
 
 def count_updates(running: Callable[[], Counts | None], operations: Callable[[], int]) -> None:
-    """Count in each call, from now on, how many updates of weights it has made.
+    """Start to count the weight updates of each call.
 
-    Torch tells before and after each step of any optimizer. Both are counted, so that who fails within one is seen as
-    that: its number is odd. The weights are shared where the role has begun operations of process groups since the
-    optimizer's last step, in this call or in earlier ones: gradients may be made by one method and used by another.
+    Torch's hooks run before and after each step of any optimizer. Both are counted: an odd number shows a failure
+    within a step. Weights are shared if the role has begun operations of process groups since the
+    optimizer's last step, in this call or in earlier ones: one method may make gradients that another one uses.
 
     Args:
-        running: Returns what is counted of the call that a thread works for.
-        operations: How many operations of process groups this process has begun.
+        running: Returns the counts of the current thread's call, or None.
+        operations: Returns the number of operations of process groups that this process has begun.
     """
     from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-    begun: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # by the role, at the last step
+    # By optimizer: the role's operations at the last step.
+    begun: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
     def before(optimizer: Any, *_: Any) -> None:
         counts = running()

@@ -1,6 +1,6 @@
-"""Which process groups of a rank are of use, in a hold: without torch, threads or a clock.
+"""Process groups of a rank that are still usable in a hold: no torch, no threads, no clock.
 
-The driver's half of that is in `_calls/order.py`; `tests/laws/simulator.py` runs both.
+The driver's half is in `_calls/order.py`; `tests/laws/simulator.py` runs both.
 """
 
 from __future__ import annotations
@@ -11,22 +11,22 @@ from colocate.features.process_groups.messages import Operations
 
 
 class Usable:
-    """What one rank has cut of its process groups, and what others had begun on theirs that begin nothing more.
+    """One rank's cuts, and the operation counts of ranks that begin no more.
 
     Attributes:
-        epoch: The last hold in which this rank is back.
-        cuts: The groups that it has cut, or dropped, and that its roles haven't gone on without yet.
+        epoch: The last hold in which this rank was back.
+        cuts: The groups that this rank has cut or dropped, until its roles have gone on without them.
     """
 
     def __init__(self, epoch: int = 0) -> None:
-        """Begin where other ranks are. Args: epoch: A hold in which this rank was back without any groups."""
+        """Start at the other ranks' state. Args: epoch: A hold in which this rank was back without any groups."""
         self.epoch = epoch
         self._gone: dict[int, Operations] = {}
         self.cuts: set[str] = set()
 
     def left(self, hold: int, slot: int, operations: Operations) -> bool:
-        """Note that another rank begins nothing more until a hold is over; False where this one is back in it."""
-        if hold <= self.epoch:  # which the driver hadn't heard
+        """Record that a rank begins no operations until the hold is over; return False if this rank is back already."""
+        if hold <= self.epoch:  # the driver didn't know yet
             return False
         self._gone[slot] = operations
         return True
@@ -35,8 +35,8 @@ class Usable:
         """Return the groups on which this rank has begun more operations than can end.
 
         Args:
-            begun: What it has begun on each.
-            members: Tells the slots that share one.
+            begun: The operations of this rank on each group.
+            members: Returns the slots of a group.
         """
         found = set()
         for name, (count, _) in begun.items():
@@ -47,10 +47,10 @@ class Usable:
         return found
 
     def shares(self, slots: Collection[int]) -> bool:
-        """Whether one of some slots begins nothing more."""
+        """Return whether one of the slots begins no more operations."""
         return not self._gone.keys().isdisjoint(slots)
 
     def back(self, hold: int) -> None:
-        """Note that this rank runs nothing, in a hold."""
+        """Mark this rank as back in a hold."""
         self.epoch = hold
         self._gone.clear()

@@ -1,13 +1,13 @@
-"""Waits for a collective that end when nothing else ends them.
+"""Waits for collectives, ended when nothing else ends the wait.
 
-A gloo group of which a connection is gone frees who waits in it, but not everybody: who waits for a transfer that was
-under way just then (a payload of which a part had come, a send that met the closed connection) is forgotten, and waits
-for the group's timeout of 30 minutes (gloo/transport/tcp/pair.cc, `Pair::signalException`: neither `rx_.ubuf` nor the
+A gloo group with a lost connection frees most waits, but not all: a wait for a transfer that was
+under way at the moment (a payload received in part, a send that met the closed connection) is forgotten, and lasts
+until the group's timeout of 30 minutes (gloo/transport/tcp/pair.cc, `Pair::signalException`: neither `rx_.ubuf` nor the
 `ubuf` of `tx_` is told; seen with torch 2.13). So workers wait for collectives in short slices, and look up in between.
-A send or a receive between two ranks can't be waited for in slices: for gloo the end of one is the end of its group.
+A send or a receive between two ranks can't be waited for in slices: gloo treats its timeout as the end of the group.
 
-The operation itself stays behind in the group's own thread, until that timeout, and with it the tensors that it was
-given: `destroy_later` is for what mustn't be waited for.
+The operation itself stays behind in the group's own thread, until that timeout, with its
+tensors: `destroy_later` is for backends that nobody may wait for.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from colocate.worker.serving.signal_handlers import waits_for_role_code
 _SLICE = datetime.timedelta(milliseconds=20)
 _hopeless: Callable[[], str | None] | None = None  # of this process's worker
 transferring: list[None] = []
-"""One for each thread that waits for a send or a receive."""
+"""One entry per thread that waits for a send or a receive."""
 
 
 def guard(hopeless: Callable[[], str | None]) -> None:
-    """From now on `Work.wait()` raises a Consequence once a wait is hopeless and gloo has not ended it by itself.
+    """Make `Work.wait()` raise a Consequence once a wait is hopeless and gloo hasn't raised an error.
 
-    Only for a process whose collectives run on gloo: those of NCCL don't wait on the host, and mustn't begin to.
-    `hopeless` says why nobody will come any more for what the calling thread waits for.
+    Only for processes with collectives on gloo: NCCL's don't wait on the host, and mustn't start to.
+    `hopeless` returns the reason why no peer will come any more for the calling thread's wait.
     """
-    global _hopeless  # the worker's; its process has one
+    global _hopeless  # one worker per process
     from torch.distributed import Work
 
     if _hopeless is None:
@@ -55,7 +55,7 @@ def _guarded(original: Callable[..., bool]) -> Callable[..., bool]:
                 return original(work) if timeout is None else original(work, timeout)
             finally:
                 transferring.pop()
-        # To torch, no time at all means for ever.
+        # Torch treats a timeout of zero as no timeout.
         deadline = time.monotonic() + timeout.total_seconds() if timeout else math.inf
         since = math.inf
         while (now := time.monotonic()) + _SLICE.total_seconds() < deadline:
@@ -64,7 +64,7 @@ def _guarded(original: Callable[..., bool]) -> Callable[..., bool]:
             except RuntimeError:
                 completed = work.is_completed()
             if completed:
-                return original(work)  # raises what has gone wrong, unless it was done just after the slice
+                return original(work)  # raises the error, unless the work was done just after the slice
             reason = _hopeless() if _hopeless is not None else None
             if reason is None:
                 since = math.inf
@@ -76,13 +76,13 @@ def _guarded(original: Callable[..., bool]) -> Callable[..., bool]:
 
 
 def finish_works() -> None:
-    """Wait until all operations are done that were begun and that somebody is to wait for later: they write memory.
+    """Wait for all operations that were begun and not awaited yet: such an operation may write memory.
 
-    What goes wrong in one is told to whoever waits for it then.
+    An error of an operation stays for the later `wait()`.
 
     Raises:
-        Consequence: A peer of one has failed.
-        ValueError: One isn't done in time, or can only be waited for by whoever has begun it.
+        Consequence: A peer of an operation has failed.
+        ValueError: An operation isn't done in time, or can only be awaited by its role.
     """
     for work in works.pending():
         if works.is_collective(work):
@@ -96,11 +96,11 @@ def finish_works() -> None:
 
 
 def destroy_later(backends: list[Any], within_s: float = 0.0) -> None:
-    """Let go of groups' backends, without waiting for what still runs in them.
+    """Drop groups' backends without a wait for running operations.
 
-    The last reference to one goes when its threads have ended, which may be in 30 minutes: so it goes on a thread of
-    its own. (The group itself goes where it was: nobody may hold that.)
-    The list is empty afterwards; those in which nothing runs are waited for so long.
+    Dropping the last reference to a backend blocks until its threads have ended, up to 30 minutes: each is dropped on a
+    thread of its own. (The group itself is dropped by the caller: no thread may hold it.)
+    The list is empty afterwards; the call waits at most `within_s` for idle backends.
     """
     threads = []
     while backends:

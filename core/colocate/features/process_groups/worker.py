@@ -1,4 +1,4 @@
-"""Process groups, a worker's half: what its roles have begun on them is counted, told, and renewed after a hold."""
+"""Process groups, the worker's half: operations are counted and reported, and roles are renewed after a hold."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ class GroupsOfWorker(OfWorker):
     """The process groups of a worker's roles.
 
     Attributes:
-        groups: They.
+        groups: The groups.
     """
 
     def __new__(cls, worker_context: WorkerContext) -> GroupsOfWorker:
-        """Make the half of a worker: operations are counted only where the process is one worker's."""
+        """Create the counting class if the process belongs to one worker."""
         return object.__new__(cls if worker_context.in_process else CountedGroups)
 
     def __init__(self, worker_context: WorkerContext) -> None:
         self._worker_context = worker_context
         self.groups = ProcessGroups(worker_context)
-        self._has_default = False  # whether a role wants the default group to be there, though it may never ask for it
+        self._has_default = False  # whether a role wants the default group up front
         self._role_code = RoleCode(worker_context.in_process)
         worker_context.scope.ends(self._end_waits)
         if worker_context.scope.closed is not None:
@@ -54,19 +54,19 @@ class GroupsOfWorker(OfWorker):
             self.groups.ending()
 
     def given(self, plain: Any) -> None:
-        """Have the default group be there, and torchrun's environment, if that is asked for."""
+        """Make the default group, and set torchrun's environment if requested."""
         self._has_default = True
         self.groups.have_default()
         if plain:
             os.environ.update(self.groups.torchrun_environment(plain))
 
     def heard(self, message: Message, body: Any) -> None:
-        """Hear of other ranks, or what is of no use any more."""
+        """Handle a message on other ranks, broken groups, or the default group."""
         match message:
             case Left():
                 self.groups.left(message.number, message.slot, message.operations)
             case DropGroups():
-                self._worker_context.scope.resume()  # all are back: what waits from now on is a role's `renew`
+                self._worker_context.scope.resume()  # all ranks are back: only roles' `renew` can wait now
                 self.groups.about_to_drop(message.names)
                 self._worker_context.lane.do(partial(self._renew, message))
             case Join():
@@ -75,7 +75,7 @@ class GroupsOfWorker(OfWorker):
                 raise AssertionError(message)
 
     def _renew(self, message: DropGroups) -> None:
-        """Drop process groups that are of no use, and tell the roles that have to do with them, or all."""
+        """Drop broken process groups, and renew the roles that use one, or all."""
         worker_context = self._worker_context
         if message.names:
             self.groups.drop(message.names)
@@ -86,7 +86,7 @@ class GroupsOfWorker(OfWorker):
                 self.groups.have_default()
             for role in list(worker_context.roles.values()):
                 name = role.name
-                if name in worker_context.background:  # it has none, and may be amid a call
+                if name in worker_context.background:  # without groups, and possibly amid a call
                     continue
                 if name is not None and (message.everybody or self.groups.concerns(message.names, name)):
                     with worker_context.awake(role, "process groups were dropped"), self._role_code:
@@ -101,17 +101,17 @@ class GroupsOfWorker(OfWorker):
         worker_context.say(GroupsDropped(message.number, holders, told), body)
 
     def frees(self, waits: Callable[[], bool]) -> None:
-        """Cut all groups in use, if this rank may wait for its peers."""
+        """Cut all groups in use, if this rank may wait for peers."""
         self.groups.cut(waits)
 
     def back(self, hold: int) -> tuple[Any, ...] | None:
-        """Return what was begun on each group, and which are cut."""
+        """Return the counts of operations and the cut groups."""
         operations, cuts = self.groups.back(hold)
         return Told(operations=operations, cuts=cuts).plain()
 
     def halts(self, error: BaseException, work: Work | None) -> tuple[Any, ...] | None:
-        """Return what was begun on each group, and whether ranks may be in the middle of a step."""
-        # Models of one rank only are in the middle of a step, too, though it has begun nothing that anybody counts.
+        """Return the counts of operations, and whether ranks may be in the middle of a step."""
+        # A model of one rank may be in the middle of a step, too, without any counted operation.
         in_step = work is not None and books.are_any() and is_in_backward(error)
         return Told(operations=self.groups.operations(), in_step=in_step).plain()
 
@@ -120,17 +120,17 @@ class GroupsOfWorker(OfWorker):
         return self.groups.lost_a_peer()
 
     def blamed(self, error: BaseException, role: str | None, row: RowState | None = None) -> BaseException:
-        """Have an error say what to do, where somebody wants to make the default group."""
+        """Add a hint to an error about torch's default group."""
         if (hint := hint_for(error)) is not None:
             failure.note(error, hint)
         return error
 
     def settles(self) -> None:
-        """Wait for operations that were begun, and that somebody is to wait for later."""
+        """Wait for operations that were begun and not awaited yet."""
         finish_works()
 
     def of_device(self) -> Mapping[str, int]:
-        """Return what the groups' communicators have."""
+        """Return the device memory of the groups' communicators."""
         found = books.nbytes()
         return {} if found is None else {"nccl": found}
 
@@ -140,31 +140,32 @@ class GroupsOfWorker(OfWorker):
 
 
 class CountedGroups(GroupsOfWorker):
-    """The process groups of a worker that has its process to itself: operations and updates are counted."""
+    """The process groups of a worker in a separate process: operations and updates are counted."""
 
     def __init__(self, worker_context: WorkerContext) -> None:
         super().__init__(worker_context)
-        # By the call, of those that run on the main lane; what runs now has torch's groups from now on.
+        # By call on the main lane; running calls use torch's groups from now on.
         self._calls = {seq: Counts() for seq in list(worker_context.lane.running)}
 
     def came(self) -> None:
-        """Know, as torch is there, all groups of the process, and count what optimizers do."""
+        """Start to record groups and optimizer steps, since torch was imported."""
         self.groups.watch_collectives()
         count_updates(self._running, self.groups.count)
 
     def _running(self) -> Counts | None:
-        """Return what is counted of the call that a thread works for, if anything: of a row, nothing is."""
+        """Return the counts of the current thread's call; None for rows, or without a call."""
         call: Any = running_call.get() or self._worker_context.lane.last()
         return None if call is None or isinstance(call, RowState) else self._calls.get(call.seq)
 
     def enters(self, seq: int, role: RoleInstance, spec: MethodSpec) -> None:
-        """Note what was begun before a call."""
-        if role.name not in self._worker_context.background:  # all groups of a process are counted together
+        """Record the counts before a call."""
+        # Background roles are left out: groups are counted per process.
+        if role.name not in self._worker_context.background:
             operations = books.count()
             self._calls[seq] = Counts(operations, self.groups.cuts, role.parts.get(NAME, 0) - operations)
 
     def finished(self, work: Work, role: RoleInstance) -> Mapping[str, Any] | None:
-        """Return how many updates a call has made of what ranks share, and whether it has begun operations.
+        """Return the updates of shared weights in a call, and whether the call has begun operations.
 
         Raises:
             Consequence: Groups were cut while the call used them.
@@ -179,14 +180,14 @@ class CountedGroups(GroupsOfWorker):
                 raise Consequence(
                     f"process groups were cut while {work.label} used them: what it has got of them isn't true"
                 )
-        elif not counts.step_events:  # as often
+        elif not counts.step_events:  # the fast path
             del self._calls[work.seq]
             return None
         plain = Told(self._calls.pop(work.seq).updates(operations), begins=operations != counts.operations).plain()
         return None if plain is None else {NAME: plain}
 
     def halts(self, error: BaseException, work: Work | None) -> tuple[Any, ...] | None:
-        """Return that, and how many updates the call that failed had made."""
+        """Add the updates of the failed call to the report."""
         plain = super().halts(error, work)
         counts = None if work is None else self._calls.pop(work.seq, None)
         if work is None or counts is None:
@@ -198,16 +199,16 @@ class CountedGroups(GroupsOfWorker):
         return told._replace(updates=counts.updates(begun), in_step=in_step).plain()
 
     def back(self, hold: int) -> tuple[Any, ...] | None:
-        """Return what was begun, and forget calls that were put back."""
+        """Return the counts, and drop calls that were put back."""
         running = self._worker_context.lane.running
         self._calls = {seq: counts for seq, counts in self._calls.items() if seq in running}
         return super().back(hold)
 
 
 def is_in_backward(error: BaseException) -> bool:
-    """Whether an error, or what it comes from, was raised in a backward pass of torch's.
+    """Return whether an error, or a cause of the error, was raised in a backward pass of torch's.
 
-    DDP counts there which gradients it has seen: until it has all of them, it takes up no other step.
+    DDP tracks the gradients of a pass: until all have come, it accepts no other step.
     """
     each: BaseException | None = error
     seen: set[int] = set()

@@ -1,7 +1,7 @@
-"""Works of torch's: operations of process groups that were begun (`async_op=True`), and may not be done yet.
+"""Pending works of torch: operations of process groups that were begun (`async_op=True`), and may not be done yet.
 
-They read and write tensors when they like, also after the call that has begun them. What goes through torch's Python
-functions is known, as long as somebody holds its work.
+They read and write tensors at any time, also after the call that has begun them. Operations through torch's Python
+functions are recorded, as long as somebody holds the work.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from colocate.features.process_groups import books
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Work
 
-# Of several versions of torch.
+# Names from several versions of torch.
 METHODS = (
     *("allreduce", "allreduce_coalesced", "broadcast", "reduce", "gather", "scatter", "alltoall", "alltoall_base"),
     *("allgather", "allgather_coalesced", "_allgather_base", "allgather_into_tensor_coalesced"),
@@ -30,18 +30,18 @@ METHODS = (
 
 @attrs.frozen
 class _Begun:
-    """An operation that has begun; nothing here holds it, or its group."""
+    """An operation that has begun, by weak references to the work and the group."""
 
     work: weakref.ref[Work]
     group: weakref.ref[ProcessGroup]
     sends: bool
 
 
-_begun: dict[int, _Begun] = {}  # by its work's id
+_begun: dict[int, _Begun] = {}  # by the work's id
 
 
 def record() -> None:
-    """From now on, know of those that this process begins."""
+    """Start to record the operations that this process begins."""
     from torch.distributed import ProcessGroup
 
     for name in METHODS:
@@ -51,9 +51,9 @@ def record() -> None:
 
 
 def pending() -> list[Work]:
-    """List operations that aren't done, as far as torch tells, but for sends of gloo's, which write nothing.
+    """Return operations that aren't done according to torch, except gloo's sends, which write nothing.
 
-    In a group that was cut nothing is written any more.
+    Operations of a cut group are left out: they write nothing any more.
     """
     groups = {id(group) for group in books.all_groups().values()} if _begun else ()
     found = []
@@ -67,7 +67,7 @@ def pending() -> list[Work]:
 
 
 def is_collective(work: Any) -> bool:
-    """Not a send or a receive of gloo's: those take a timeout for the end of their group."""
+    """Return whether a work may be awaited with a timeout: gloo's transfers end the group at a timeout."""
     try:
         work.get_future()
     except RuntimeError:
