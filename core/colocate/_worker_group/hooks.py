@@ -1,4 +1,4 @@
-"""`OfGroup`: what a feature does of a group, in the driver. Each method here is a place at which the kernel asks."""
+"""`OfGroup`: a feature's half for one group, in the driver. The kernel calls each of these hooks at one place."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ NOTHING_STOPPED: Mapping[int, str] = MappingProxyType({})
 
 
 class OfGroup:
-    """The half of a feature that belongs to a group; it is there from its first use until the group is closed.
+    """The half of a feature that belongs to a group; exists from the first use until the group is closed.
 
-    What a feature keeps of one worker lies in `worker.parts`, by the feature's name.
+    A feature's state for one worker lies in `worker.parts`, by the feature's name.
     """
 
     def __init__(self, worker_group: Any) -> None:
@@ -30,31 +30,31 @@ class OfGroup:
     # -- its start
 
     def builds(self) -> Mapping[str, Any]:
-        """Return, at each start, what the workers' halves are told of roles that are built, by role."""
+        """Return settings of roles for the workers' halves, by role. Called at each start, before roles are built."""
         return NOTHING
 
     def gives(self) -> Any:
-        """Return, at each start, what the workers' halves are told before any role is constructed; None for nothing."""
+        """Return settings for the workers' halves before roles are constructed, or None. Called at each start."""
         return None
 
     def starts(self) -> Any:
-        """Return, at each start when the workers run, what their halves are told of how roles begin; None for nothing.
+        """Return the roles' initial state for the workers' halves, or None. Called at each start, once workers run.
 
         Raises:
-            ColocateError: The group can't begin so.
+            ColocateError: The group can't start from this state.
         """
         return None
 
     def source(self) -> str | None:
-        """Return what its roles are as of after a restart, as "its checkpoint 3"; None: not known to this feature."""
+        """Return the source of the roles' state after a restart, as "its checkpoint 3"; None if unknown here."""
         return None
 
     def tag(self) -> str | int | float | None:
-        """Return what somebody has called what its roles were restored from; None for nothing."""
+        """Return the tag of the checkpoint that the roles were restored from; None for no checkpoint."""
         return None
 
     def renewed(self) -> None:
-        """Hear that the group is rebuilt: its workers are new ones."""
+        """Handle a rebuild of the group: all workers are new."""
 
     def saved(self) -> Any:
         """Return this feature's part of a checkpoint, as JSON data; None for no part.
@@ -70,58 +70,61 @@ class OfGroup:
         """
 
     def failed(self, error: ColocateError) -> None:
-        """Hear that its workers are ended, as it has failed or is closed: nobody waits for their answers any more."""
+        """Handle the end of all workers, as the group has failed or is closed: nobody waits for answers any more."""
 
     def ending(self, grace: float) -> Sequence[BaseException]:
-        """End in so many seconds what goes on beside its calls, before its workers end; return what went wrong."""
+        """End background work in at most `grace` seconds, before the workers end; return the errors."""
         return ()
 
     def under_way(self) -> str | None:
-        """Return what goes on beside its calls, for which it can't change its driver; None for nothing."""
+        """Return a label of background work that prevents a change of drivers; None for no work."""
         return None
 
     # -- its calls
 
     def view_call(self, role: RoleInfo, spec: MethodSpec) -> Any:
-        """Return a method that this feature runs (`MethodSpec.feature`), as the view of its role has it."""
+        """Return the view's method for a spec that this feature runs (`MethodSpec.feature`)."""
         raise AssertionError(spec)
 
     def is_paused(self, role: str) -> bool:
-        """Return whether calls of a role wait until somebody has it go on."""
+        """Return whether calls of a role wait for a resume."""
         return False
 
     def stood(self, since: float) -> float:
-        """Return seconds since a time (of time.time()) that no deadline of the group counts."""
+        """Return the seconds since a time (of time.time()) that don't count for deadlines."""
         return 0.0
 
     def stopped(self) -> Mapping[int, str]:
-        """Return why slots stand still for as long as somebody wants, in words."""
+        """Return why slots stand still for an unlimited time, as text by slot."""
         return NOTHING_STOPPED
 
     def sends(self, call: PendingCall) -> None:
-        """Refuse a call on whole workers that is about to be sent. The order's lock is held.
+        """Check a call on whole workers before sending. The order's lock is held.
 
         Raises:
-            ColocateError: Why it can't.
+            ColocateError: The call is refused.
         """
 
     def drafted(self, drafts: Sequence[Any]) -> Sequence[Any]:
-        """Return calls (`Draft`) that are about to be sent, with others before them. The order's lock is held."""
+        """Return the calls (`Draft`) about to be sent, with additional calls in front. The order's lock is held."""
         return drafts
 
     def ended(self, call: PendingCall, slot: int, plain: Any) -> None:
-        """Hear what a worker's half says as a call ends (`OfWorker.finished`, `halts`). The order's lock is held."""
+        """Handle a worker half's report on an ended call (`OfWorker.finished`, `halts`). The order's lock is held."""
 
-    # -- a hold, which follows when a call has failed. The order's lock is held
+    # -- the hold after a failed call. The order's lock is held
 
     def halted(self, hold: Hold, slot: int, plain: Any, is_back: bool) -> None:
-        """Hear that a rank begins nothing more in a hold, and what its half says (`OfWorker.halts`, `back`), or None.
+        """Handle a rank's stop in a hold, with a report of the worker's half (`OfWorker.halts`, `back`), or None.
 
-        First as its call fails, if one does, and then as the rank `is_back`: it runs nothing any more.
+        Called when a call of the rank has failed, if one has, and again when the rank `is_back`: it runs nothing any
+        more.
         """
 
     def all_back(self, hold: Hold) -> bool:
-        """Have ranks that are all back do something before they go on (`CallOrder.begin_phase`); whether they do.
+        """Start work before stopped ranks continue (`CallOrder.begin_phase`); return whether there is any.
+
+        True also if this has failed the group.
 
         True also where it has failed the group.
         """
@@ -130,37 +133,37 @@ class OfGroup:
     # -- its workers, and what they say
 
     def greets(self, worker: Worker) -> None:
-        """Tell a new worker what it has to know before anything else."""
+        """Send first messages to a new worker."""
 
     def gone(self, worker: Worker) -> None:
-        """Hear that a worker has ended."""
+        """Handle the exit of a worker."""
 
     def heard(self, worker: Worker, message: Message, body: Any) -> None:
-        """Take one of the feature's messages."""
+        """Handle one of the feature's messages."""
         raise AssertionError(message)
 
     def told(self, told: Mapping[str, Any]) -> None:
-        """Take what a worker's half has told of roles, by role (`OfWorker.told`)."""
+        """Handle the reports of a worker's half on roles, by role (`OfWorker.told`)."""
 
     # -- looks
 
     def shown(self, role: str) -> Mapping[str, Any]:
-        """Return what the graph shows of a role."""
+        """Return facts on a role for the graph."""
         return NOTHING
 
     def nodes(self, worker: Worker, role: str) -> Sequence[dict[str, Any]]:
-        """Return what the graph shows below a role of a worker."""
+        """Return nodes for the graph below a role of a worker."""
         return ()
 
     def memory(self) -> Mapping[str, Any]:
-        """Return the fields of `GroupMemory` that this feature knows."""
+        """Return this feature's fields of `GroupMemory`."""
         return NOTHING
 
-    # -- for a driver after this one
+    # -- for later drivers
 
     def kept(self) -> Any:
-        """Return, as plain data, what a later driver has to know; None for nothing."""
+        """Return plain data for later drivers; None for none."""
         return None
 
     def take(self, kept: Any) -> None:
-        """Take up what an earlier driver's half has kept."""
+        """Take over the data of an earlier driver's half."""

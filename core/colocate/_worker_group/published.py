@@ -1,6 +1,6 @@
-"""What the workers of a group are told of the script's definitions, and what they ask the driver.
+"""Definitions of the script for a group's workers, and answers to the workers' questions.
 
-Each gets a definition once, before a message names it.
+Each worker gets a definition once, before any message that names the definition.
 """
 
 from __future__ import annotations
@@ -35,24 +35,24 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes)
 
 
 class Published:
-    """Sends definitions to the workers of one group, and holds them: its results may name them as long as it exists."""
+    """Sends definitions to the workers of one group, and keeps all alive, as results may name some later."""
 
     def __init__(self, link: WorkerGroup) -> None:
         self._link = link
         self._held: dict[int, Any] = {}
         self._received_definitions = ReceivedDefinitions()
         self._tried = Table("is given it")
-        self._sent: dict[str, Any] = {}  # globals of the script that code in the workers names, as they were then
+        self._sent: dict[str, Any] = {}  # the script's globals in code sent to workers, with the values at that time
         self._warned: set[str] = set()
         self._calls, self._due = 0, 0.0
-        self.script = ids.this_process()  # the process whose script the workers have, as ids have it
-        self.given = ShippedModules(link.name)  # the modules that they have got
+        self.script = ids.this_process()  # the process with the workers' script, in the form of `ids`
+        self.given = ShippedModules(link.name)  # the modules sent to the workers
 
     def follows(self, script: int, modules: Mapping[str, tuple[str, str]]) -> None:
-        """Note that the workers have all they know from a driver before this one.
+        """Continue with workers that have definitions of an earlier driver.
 
         Raises:
-            ColocateError: One of them is another one here.
+            ColocateError: A module differs here.
         """
         self.given = ShippedModules(self._link.name, modules)
         self.script = script
@@ -61,7 +61,7 @@ class Published:
                 worker.table.script = "has another's"
 
     def renew(self) -> None:
-        """Begin anew: the workers are new ones, which get script and modules as they are now."""
+        """Reset for new workers, which get the current script and modules."""
         self.given = ShippedModules(self._link.name)
         self.script = ids.this_process()
         self._sent.clear()
@@ -69,13 +69,15 @@ class Published:
     # -- to the workers
 
     def look(self, call: PendingCall, bodies: Iterable[Any]) -> None:
-        """Look, before a call, whether the workers have something of the driver's as it is no longer, and warn of that.
+        """Before a call, compare the workers' modules and globals with the driver's, and warn about changes.
 
-        Modules are looked at when one was imported. Nothing tells of a global that was bound anew: they are looked at
-        by some calls after something was sent, and then once a second, so that calls don't pay for their number.
+        Modules are compared after an import. Python doesn't report new bindings of globals: these are compared at
+        the first calls after a send, and then once a second, so that the cost of a call doesn't grow with their
+        number.
 
         Raises:
-            ColocateError: The driver has imported another module than the workers have got from one before it.
+            ColocateError: The driver has imported another version of a module than the workers have from an earlier
+                driver.
         """
         if self.given.news:
             self.given.compare(call.line)
@@ -88,9 +90,9 @@ class Published:
         changed = [name for name in other if not _are_equal(script.get(name), sent[name])]
         needs = (need for body in bodies for need in getattr(body, "needs", ()) if isinstance(need, Definition))
         if not changed or any(need.id not in self._held for need in needs):
-            return  # what is sent with the call may need these names anew
+            return  # The definitions sent with this call may include these names again.
         for name in changed:
-            self._sent.pop(name, None)  # several threads may look at once
+            self._sent.pop(name, None)  # Several threads may compare at once.
         self._warned.update(changed)
         text = (
             f"the script has bound {', '.join(changed)} anew since the workers of group {self._link.name!r} were sent "
@@ -100,7 +102,7 @@ class Published:
         warnings.warn_explicit(text, RuntimeWarning, *call.line)
 
     def before(self, slots: Iterable[int], bodies: Iterable[Any]) -> None:
-        """Have some workers know what bodies that are sent to them next only name. The order's lock is held.
+        """Send the definitions that some workers lack for the next bodies. The order's lock is held.
 
         Raises:
             SerializationError: A definition, or a global that its code names, can't be sent.
@@ -110,7 +112,7 @@ class Published:
 
     def _give(self, slots: Iterable[int], needs: Sequence[Need]) -> None:
         executor, workers = self._link.services.executor, self._link.workforce.workers
-        if executor.in_process:  # nothing travels, but what couldn't is told there too (`strict=True`)
+        if executor.in_process:  # nothing is sent, but pickling is checked (`strict=True`)
             if lacking := self._tried.lacks(needs):
                 self._tried.has_got(self._tried.bundle(lacking))
             return
@@ -131,7 +133,7 @@ class Published:
                     made = lacking, bundle, executor.frame(told.head(), bundle.body)
                 self._note(made[1])
                 workers[slot].host.send(made[2])
-                table.has_got(made[1])  # not before it was sent: a send that fails is made up for by the next
+                table.has_got(made[1])  # not earlier: the next send makes up for a failed one
         finally:
             if made is not None:
                 executor.discard(made[2])
@@ -146,17 +148,17 @@ class Published:
     # -- from the workers
 
     def lost(self, worker: Worker, lost: from_worker.Undefined) -> None:
-        """Note that a worker couldn't rebuild something of a bundle, and has nothing of it."""
+        """Record a bundle that a worker couldn't rebuild: none of the definitions is there."""
         with self._link.order.lock:
             worker.table.lost(lost.ids, lost.names)
 
     def told(self, worker: Worker, told: to_worker.Define, body: Any) -> None:
-        """Take definitions of a worker's own."""
+        """Receive a worker's own definitions."""
         worker.table.knows.update(told.ids)
         self._received_definitions.put(told.ids, told.names, body)
 
     def asked(self, worker: Worker, question: Message, tell: Callable[[Any, str | None], None]) -> None:
-        """Answer what a worker lacks, on a thread of its own, for that may import and read."""
+        """Answer a question about definitions, on a new thread, as the answer may import modules and read files."""
 
         def answer() -> None:
             try:
@@ -168,7 +170,7 @@ class Published:
 
         try:
             Thread(target=answer, name="colocate-definitions").start()
-        except RuntimeError as error:  # no thread is to be had: what needs it fails of that
+        except RuntimeError as error:  # no thread available: the asking call fails with this error
             tell(None, f"the driver can't answer: {error_text(error)}")
 
     def _answer(self, worker: Worker, question: Message) -> Any:
@@ -188,7 +190,7 @@ class Published:
 
 
 def _are_equal(now: Any, was: Any) -> bool:
-    """Return whether two values are plain, and the same."""
+    """Return whether two values are plain and equal."""
     return type(now) in _PLAIN and type(now) is type(was) and (now == was or now != now)
 
 
@@ -197,7 +199,7 @@ Tell: TypeAlias = Callable[[Any, str | None], None]
 
 @attrs.define
 class _Meeting:
-    """Who is there, and what one of them has brought."""
+    """A rendezvous: the ranks that have come, and the value that one rank has brought."""
 
     there: list[Tell] = attrs.field(factory=list)
     slots: set[int] = attrs.field(factory=set)
@@ -206,15 +208,13 @@ class _Meeting:
 
 
 class Questions:
-    """Answers the workers of one group."""
+    """Answers questions of the workers of one group."""
 
     def __init__(self, link: WorkerGroup) -> None:
         self._link = link
         self._meetings: dict[str, _Meeting] = {}
 
     def asked(self, worker: Worker, asked: from_worker.Ask) -> None:
-        """Answer a question of a worker's."""
-
         def tell(answer: Any, error: str | None = None) -> None:
             worker.send(to_worker.Answer(asked.token, answer, error))
 
@@ -231,7 +231,7 @@ class Questions:
                 self._link.published.asked(worker, question, tell)
 
     def _locate(self, asked: questions.WhereIs, tell: Tell) -> None:
-        """Tell where a worker of some group is reached."""
+        """Answer with the address of a worker of any group."""
         group = asked.group
         found = self._link.home.connection.worker_groups.get(group)
         if found is None or not found.alive or found.number != asked.number:
@@ -248,9 +248,9 @@ class Questions:
         found.workforce.workers[asked.slot].locate(located)
 
     def _meet(self, slot: int, asked: questions.Meet, tell: Tell) -> None:
-        """Tell all members the value that one of them has brought, once all are there, or why one can't come.
+        """Answer all members with the value that one has brought, once all have come; or with a refusal.
 
-        Nobody comes any more once the call has failed: then the hold ends the wait in the worker.
+        After a failed call no more members come: then the hold ends the wait in the worker.
         """
         with self._link.order.lock:
             meeting = self._meetings.setdefault(asked.rendezvous_key, _Meeting())
@@ -267,7 +267,7 @@ class Questions:
                 del self._meetings[asked.rendezvous_key]
 
     def _aligned(self, asked: questions.Aligned, tell: Tell) -> None:
-        """Tell which of a call's other residents have the partition of the first, once all of them are made."""
+        """Answer which of a call's other residents have the partition of the first, once all are made."""
         call = self._link.order.pending.get(asked.seq)
         uses = {use._kept.source.key: use._kept for use in call.uses} if call is not None else {}
         if asked.key not in uses:
@@ -286,7 +286,7 @@ class Questions:
         left = [each.call for each in kept if not each.call.done()]
         waiting = len(left)
 
-        def made(_: PendingCall) -> None:  # one at a time, on the timers' thread
+        def made(_: PendingCall) -> None:  # called one at a time, on the timers' thread
             nonlocal waiting
             waiting -= 1
             if not waiting:

@@ -1,4 +1,4 @@
-"""From declared roles to constructed ones: what is checked before anything starts, and what each worker is told."""
+"""From declared roles to constructed ones: checks before a start, and the build messages for workers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 @attrs.frozen
 class Declared:
-    """The roles of a group before it starts; `definitions` holds what they were unpacked with, where they were."""
+    """The checked roles of a group before the start; `definitions` keeps unpacked definitions alive."""
 
     infos: Mapping[str, RoleInfo]
     specs: Mapping[str, RoleSpec[Any]]
@@ -46,12 +46,12 @@ class Declared:
 
     @property
     def background(self) -> Sequence[str]:
-        """The names of its background roles."""
+        """The names of the background roles."""
         return tuple(name for name, spec in self.specs.items() if spec.background)
 
 
 def declare(roles: Mapping[str, RoleSpec[Any]], slots: int, mesh: Mapping[str, Any] | None) -> Declared:
-    """Check the roles of a group against its slots.
+    """Check the declared roles of a group against the group's slots.
 
     Raises:
         ConfigError: All mistakes at once.
@@ -109,7 +109,7 @@ def _declare_one(
 
 
 def refuse_fixed(specs: Mapping[str, RoleSpec[Any]], mesh: Mapping[str, Any] | None, least: int, most: int) -> None:
-    """Refuse roles that can't go on with fewer slots than they have.
+    """Refuse roles that can't continue with fewer slots.
 
     Raises:
         ConfigError: All mistakes at once.
@@ -122,14 +122,14 @@ def refuse_fixed(specs: Mapping[str, RoleSpec[Any]], mesh: Mapping[str, Any] | N
 
 
 def resize(declared: Declared, slots: int) -> None:
-    """Have roles that live on all slots live on so many."""
+    """Resize all roles that live on all slots."""
     for name, info in declared.infos.items():
         if declared.specs[name].slots is None:
             info.resize(range(slots), one_axis(slots))
 
 
 def _short(slots: tuple[int, ...]) -> tuple[int, ...] | range:
-    """The slots as a range where they lie evenly: messages name them, and a range is small whatever its length."""
+    """Return evenly spaced slots as a range: messages carry the slots, and a range is small at any length."""
     first, last = slots[0], slots[-1]
     step = slots[1] - first if len(slots) > 1 else 1
     even = range(first, last + step, step)
@@ -139,10 +139,10 @@ def _short(slots: tuple[int, ...]) -> tuple[int, ...] | range:
 def ship(
     thing: Any, name: str, *, in_process: bool, distribution: str | None = None, version: str | None = None
 ) -> Shipped:
-    """Return the class or function as it travels.
+    """Return the wire format of a class or function.
 
     Raises:
-        Exception: It can't be pickled; only something that is neither a class nor a function can't.
+        Exception: Pickling failed; this only happens to objects that are neither classes nor functions.
     """
     if in_process:
         return Shipped(name, cls=thing)
@@ -156,12 +156,12 @@ def ship(
 
 @functools.cache
 def _distribution(package: str) -> tuple[str | None, str | None]:
-    """Return the distribution that an import package belongs to, and its version; None where metadata doesn't tell."""
+    """Return the distribution of an import package, and the version; None if metadata doesn't tell."""
     if (version := version_of(package)) is not None:
         return package, version
     try:
         names = importlib.metadata.packages_distributions().get(package) or [""]
-    except FileNotFoundError:  # some distribution has lost its metadata, and importlib_metadata raises it
+    except FileNotFoundError:  # A distribution has lost its metadata; importlib_metadata raises this.
         return None, None
     return (names[0], version_of(names[0])) if names[0] else (None, None)
 
@@ -175,7 +175,7 @@ def builds(
     in_process: bool,
     parts: Mapping[str, Mapping[str, Any]],
 ) -> Any:
-    """Return what the workers need to construct the roles, as one message body for all of them.
+    """Return the body of the build message: all roles, for all workers.
 
     Raises:
         SerializationError: A class or a constructor argument can't be sent.
@@ -203,7 +203,7 @@ def builds(
     try:
         body = codec.pack(made)
     except Exception:
-        codec.pack_arguments({build.shipped.name: build.shipped for build in made}, "a role's class")  # names it
+        codec.pack_arguments({build.shipped.name: build.shipped for build in made}, "a role's class")  # names the class
         raise
     inner = (each for build in made for each in (build.shipped.data, build.arguments) if isinstance(each, wire.Packed))
     needs = tuple(need for each in inner for need in each.needs)
@@ -211,7 +211,7 @@ def builds(
 
 
 def warn_of_rebound(declared: Declared, group: str, line: tuple[str, int]) -> None:
-    """Tell of names that the roles' code uses and that the workers will have otherwise: they import the modules."""
+    """Warn of names in the roles' modules that were set later: workers import the modules, and lack these values."""
     found = rebound(info.cls for info in declared.infos.values())
     if found:
         text = (
@@ -223,7 +223,7 @@ def warn_of_rebound(declared: Declared, group: str, line: tuple[str, int]) -> No
 
 
 def start_error(group: str, errors: Mapping[int, ColocateError]) -> RoleStartError:
-    """Return what went wrong on each rank while the roles were constructed, without what only follows from another."""
+    """Return the error for failed constructors by rank, without errors that only follow from another rank's."""
     causes = {rank: error for rank, error in sorted(errors.items()) if not error._follows}
     told = causes or dict(sorted(errors.items()))
     rank, first = next(iter(told.items()))

@@ -1,4 +1,4 @@
-"""`WorkerGroup`: the workers of a group, and all that the calls on them share."""
+"""`WorkerGroup`: the workers of a group, and the state that all calls share."""
 
 from __future__ import annotations
 
@@ -45,43 +45,51 @@ _log = logging.getLogger("colocate")
 
 @attrs.define(eq=False)
 class Attachment:
-    """How this driver has a pool that was detached once."""
+    """The terms of this driver's hold on a pool that was detached once."""
 
-    name: str  # what it is called in the cluster
-    own: bool  # whether it ends with this driver
-    ttl: float  # seconds that it lives without any
-    groups: set[str]  # the groups that belong to it, by name; others end with this driver
-    # Tells those after this driver which groups there are, and what they are to know of them
+    name: str  # the pool's name in the cluster
+    own: bool  # whether the pool ends with this driver
+    ttl: float  # seconds that the pool lives without a driver
+    groups: set[str]  # names of the groups that belong to the pool; others end with this driver
+    # Updates the record for later drivers: the pool's groups and their state.
     changed: Callable[[], None]
-    lock: threading.Lock = attrs.field(factory=threading.Lock)  # what its keepers are told is told in order
+    lock: threading.Lock = attrs.field(factory=threading.Lock)  # keeps updates of the record in order
 
 
 class Restarts:
-    """The restarts of a group that fails: it is rebuilt in its pool, all ranks together, a bounded number of times.
+    """The restarts of a failed group: all ranks are rebuilt together in the pool, a bounded number of times.
 
-    What was pending, and every resident, belonged to the generation that failed: each use of it raises
-    `GroupRestarted`. New calls are refused with it too until somebody has asked `group.wait_ready()`: roles are then as
-    the last checkpoint has them, and nobody goes on with that by accident.
+    Pending calls and residents belonged to the failed generation: each use raises `GroupRestarted`. New calls are
+    refused with the same error until somebody has called `group.wait_ready()`: the roles then have the state of the
+    last checkpoint, and nobody continues from there by accident.
     """
 
     def __init__(self, group: WorkerGroup, limit: int) -> None:
-        self.limit = limit  # how many there may be without a checkpoint in between; 0: the first failure is the last
+        self.limit = limit  # restarts without a checkpoint in between; 0: the first failure is final
         self._group = group
         self._used = 0
-        self._missing: ColocateError | None = None  # why slots in place of lost ones can't be had yet
+        self._missing: ColocateError | None = None  # why lost slots have no replacements yet
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
 
     # -- what users see
 
     def check(self) -> None:
-        """Raise if the group has been restarted and nobody has taken note of that."""
-        overcome = self._group.life.overcome  # of which somebody may take note just now
+        """Raise if the group has been restarted and no user has acknowledged that."""
+        overcome = self._group.life.overcome  # read once: another thread may acknowledge now
         if overcome is not None:
             raise overcome.with_traceback(None)
 
     def wait(self, timeout: float | None, notes: bool = True) -> str | int | float | None:
-        """Wait until the group can be called again; return the tag of what its roles were restored from.
+        """Wait until the group can be called again; return the tag of the roles' checkpoint.
+
+        Args:
+            timeout: Seconds to wait at most; None for ever.
+            notes: Whether this wait acknowledges the restart, so that calls are accepted again.
+
+        Raises:
+            TimeoutError: The group isn't ready yet.
+            ColocateError: The restart has failed, or the group is closed.
 
         Args:
             timeout: Seconds to wait at most; None for ever.
@@ -92,14 +100,14 @@ class Restarts:
             ColocateError: It could not be restarted, or is closed.
         """
         group = self._group
-        group.refuse_closed()  # also in a forked child, where nothing is under way any more
+        group.refuse_closed()  # This also raises in a forked child, where no restart runs.
         deadline = Deadline(timeout)
         while True:
             if not group.life.wait_settled(deadline.left):
                 why = "" if self._missing is None else f", and waits for slots in place of lost ones: {self._missing}"
                 raise TimeoutError(f"group {group.name!r} isn't ready after {timeout} s: it is {group.state}{why}")
             with group.order.lock:
-                if not group.life.is_settled:  # it has failed again just now
+                if not group.life.is_settled:  # another failure just now
                     continue
                 group.refuse_closed()
                 if (failure := group.life.told()) is not None:
@@ -109,15 +117,15 @@ class Restarts:
                 return group.tag()
 
     def progressed(self) -> None:
-        """Note something new to go on from: what fails from now on has its own number of attempts."""
+        """Reset the number of restarts: there is a new checkpoint."""
         self._used = 0
 
     # -- when the group fails
 
     def begin(self, cause: ColocateError) -> ColocateError:
-        """Begin with the group's failure; return what its users are told. The order's lock is held.
+        """Handle the group's failure; return the error for users. The order's lock is held.
 
-        A restart begins with `go`, once they have been.
+        The restart itself begins with `go`, once users have the error.
         """
         if self._used >= self.limit:
             return cause
@@ -136,34 +144,34 @@ class Restarts:
         return found
 
     def _blame(self, errors: Iterable[BaseException]) -> str:
-        """Note on which nodes workers have died; return what is to be said of these."""
+        """Record the nodes whose workers died; return a note about these nodes for the error text."""
         nodes = dict.fromkeys(each.node for each in errors if isinstance(each, WorkerDied))
         return "; ".join(filter(None, (self._group.home.died(node) for node in nodes if node is not None)))
 
     def go(self, cause: ColocateError) -> None:
-        """Rebuild the group, on a thread of its own."""
+        """Start a thread that rebuilds the group."""
         name = f"colocate-restart-{self._group.name}"
         thread = Thread(target=self._main, args=(cause,), name=name)
         try:
             thread.start()
-        except RuntimeError as error:  # no thread is to be had
+        except RuntimeError as error:  # no thread available
             self._group.fail_for_good(cause, error)
         else:
             self._thread = thread
 
     def stop(self) -> None:
-        """Stop waiting for another attempt: the group is closing."""
+        """Stop further attempts: the group is closing."""
         self._stopping.set()
 
     def join(self) -> None:
-        """Wait until nothing is rebuilt any more, after the workers have been ended."""
+        """Wait for the end of a rebuild, after the workers have been ended."""
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(RESTART_ENDS_WITHIN_S)
 
-    # -- on its thread
+    # -- on the restart's thread
 
     def waits_for(self, missing: ColocateError, timeout: float) -> None:
-        """Note why slots in place of lost ones can't be had now, and tell it, unless it is as before."""
+        """Record why lost slots have no replacements yet; log a reason of a new kind."""
         before, self._missing = self._missing, missing
         if before is not None and isinstance(before, ClusterError) == isinstance(missing, ClusterError):
             return
@@ -171,11 +179,11 @@ class Restarts:
         self._log(f"group {self._group.name!r} waits for slots in place of lost ones{within}: {message_of(missing)}")
 
     def found(self) -> None:
-        """Note that none are missing."""
+        """Record that no slots are missing."""
         self._missing = None
 
     def stopped_within(self, seconds: float) -> bool:
-        """Wait so long, unless the group is closed meanwhile; whether it is."""
+        """Wait for some seconds, or until the group closes; return True for a close."""
         return self._stopping.wait(seconds)
 
     def _main(self, cause: ColocateError) -> None:
@@ -189,12 +197,12 @@ class Restarts:
                     group.fail_for_good(cause, fault)
                     return
                 self._log(f"group {group.name!r} could not be restarted, and is tried again: {message_of(fault)}")
-        except BaseException as error:  # a mistake here: nobody else would rebuild it
+        except BaseException as error:  # a bug here: no other thread would rebuild the group
             report_exception()
             group.fail_for_good(cause, error)
 
     def _attempt(self) -> BaseException | None:
-        """Rebuild the group once; what went wrong."""
+        """Rebuild the group once; return the error, or None."""
         group = self._group
         if not group.workforce.wait_gone():
             self._used = self.limit
@@ -207,10 +215,10 @@ class Restarts:
         found_source = group.roles_source()
         try:
             group.rebuild()
-        except ClosedError as error:  # just now: whoever closes it ends the workers, here or there
+        except ClosedError as error:  # closed just now: either thread ends the workers
             group.workforce.kill()
             return error
-        except BaseException as error:  # packing and unpacking roles is users' code: it may raise SystemExit, say
+        except BaseException as error:  # (un)pickling roles runs users' code, which may raise SystemExit, say
             group.workforce.kill()
             if isinstance(error, RoleStartError) and (words := self._blame(error.errors.values())):
                 error.add_note(words)
@@ -226,14 +234,14 @@ class Restarts:
 
 
 class WorkerGroup(Owned):
-    """The workers of a group, with the order of their calls, what they keep, and how they start and end.
+    """The workers of a group, with the order of calls, the residents, and start and end.
 
     Attributes:
         services: The settings and threads of the runtime.
         size: The number of slots.
-        base: The numbers of its calls, holds and residents are above this: those up to it were an earlier driver's.
-        grace: Seconds that ranks have to come back after a failed call.
-        generation: How often it has been restarted.
+        base: The numbers of calls, holds and residents are above this: earlier drivers have used those up to it.
+        grace: Seconds that ranks have to stop after a failed call.
+        generation: How often the group has been restarted.
     """
 
     grace = 10.0
@@ -256,39 +264,39 @@ class WorkerGroup(Owned):
         self.base = base
         self.generation = generation
         self.home = home
-        self.whole = indices  # the slots of the pool that were given to it
-        self.indices = indices  # those of them that it has now
-        self.declared = declared  # its roles as they were declared
-        self.roles: Mapping[str, RoleInfo] = declared.infos  # its roles by name
-        self.seed = services.seed  # what the generators of its roles are derived from
-        self.start_timeout: float | None = None  # seconds that a start may take
-        self.number = services.new_key()  # which no group of its name has had before
+        self.whole = indices  # the slots of the pool that were given to the group
+        self.indices = indices  # the slots that the group has now
+        self.declared = declared  # the declared roles
+        self.roles: Mapping[str, RoleInfo] = declared.infos  # the roles by name
+        self.seed = services.seed  # seed of the roles' generators
+        self.start_timeout: float | None = None  # seconds for a start
+        self.number = services.new_key()  # unique, also among groups of the same name
         self._origins: dict[str, Origin] = {}  # by method
         self.order = CallOrder(self)
-        self.background = declared.background  # its roles that have a lane of their own
+        self.background = declared.background  # roles with a lane of their own
         self.published = Published(self)
         self.restarts = Restarts(self, restarts)
-        self._parts: dict[str, OfGroup] = {}  # the halves of features that are there, by the names of these
+        self._parts: dict[str, OfGroup] = {}  # halves of features in use, by feature name
         self.drafting: list[OfGroup] = []  # features that insert calls before others
-        self.frees_first = False  # whether a call may need the room of what was freed before
+        self.frees_first = False  # whether a call may need memory that was freed before
         for options in (services, home, declared, *declared.specs.values()):
             for feature in features.of_options(options):
                 self.part(feature)
         self._begin(places)
         self.residents = Residents(self, self.order)
         self.unasked = Unasked(self)
-        self._tell_state(State.STARTING)  # before `join`: from there on something else may be told
+        self._tell_state(State.STARTING)  # Told before `join`: after that, other events may come first.
         self.join()
 
     def _begin(self, places: Sequence[Place]) -> None:
-        """Make the records of a generation of workers."""
+        """Create the state of a new generation of workers."""
         self.questions = Questions(self)
         self.workforce = Workforce(self, places)
 
-    # -- what its calls and parts need
+    # -- for calls and parts
 
     def check(self, notes_restarts: bool = True) -> None:
-        """Raise unless it can be called: it is closed, or has failed, or nobody has noted that it was restarted."""
+        """Raise if the group can't be called: closed, failed, or restarted without an acknowledgement."""
         if self.life.is_plain and not self.forked:
             return
         if self.life.failure is not None and self.alive and (failure := self.life.told()) is not None:
@@ -299,29 +307,29 @@ class WorkerGroup(Owned):
 
     @property
     def failure(self) -> ColocateError | None:
-        """Say why the group can't be called, if something has gone wrong."""
+        """The reason why the group can't be called, after a failure."""
         return self.life.failure
 
     def refuse_closed(self) -> None:
-        """Raise if the group is closed, whatever else there is."""
+        """Raise if the group is closed, in any other state."""
         super().check()
 
     def is_paused(self, role: str) -> bool:
-        """Return whether a background role is paused."""
         return any(part.is_paused(role) for part in self.parts.values())
 
     def stood(self, since: float) -> float:
-        """Return seconds since a time that no deadline counts, as features say."""
+        """Return the seconds since a time that don't count for deadlines, from features."""
         return sum(part.stood(since) for part in self.parts.values())
 
     def stopped(self) -> Mapping[int, str]:
-        """Return why slots stand still for as long as somebody wants, as features say."""
+        """Return why slots stand still for an unlimited time, from features."""
         return {slot: why for part in self.parts.values() for slot, why in part.stopped().items()}
 
     def source(self, call: PendingCall, role: RoleInfo, spec: MethodSpec) -> Source:
-        """Return a kept call's resident, as workers know it. This takes no lock, as the main thread calls it.
+        """Return the source of a kept call's resident for workers. Takes no lock, as the main thread calls this.
 
-        All residents of a method have one origin, so that it is packed once; those of calls that name ranks their own.
+        All residents of a method share one origin, which is packed once; calls with `ranks` have origins of their
+        own.
         """
         assert call.keep is not None
         if call.targets is not role.slots:
@@ -335,7 +343,7 @@ class WorkerGroup(Owned):
         return Source(call.keep, known, call.partition)
 
     def send(self, slots: Sequence[int], message: Message, body: Any = None) -> None:
-        """Send one message to some workers."""
+        """Send one message to several workers."""
         executor = self.services.executor
         if body is not None:
             self.published.before(slots, (body,))
@@ -345,26 +353,26 @@ class WorkerGroup(Owned):
         executor.discard(frame)
 
     def part(self, name: str) -> OfGroup:
-        """Return this group's half of a feature, which is made when it is first asked for.
+        """Return this group's half of a feature, created at the first request.
 
         Raises:
-            CapabilityError: There is no such feature here.
+            CapabilityError: The feature isn't installed.
         """
         found = self._parts.get(name)
         if found is None:
             made = features.of_group(name)(self)
-            found = self._parts.setdefault(name, made)  # of two threads' one counts
+            found = self._parts.setdefault(name, made)  # one of two threads' halves counts
             if found is made and type(made).drafted is not OfGroup.drafted:
                 self.drafting.append(made)
         return found
 
     @property
     def parts(self) -> Mapping[str, OfGroup]:
-        """The halves of features that are there now, by the names of these."""
+        """The halves of features in use, by feature name."""
         return self._parts.copy()
 
     def halted(self, hold: Any, slot: int, told: Mapping[str, Any], is_back: bool) -> None:
-        """Tell features that a rank begins nothing more in a hold."""
+        """Report a rank's stop in a hold to features."""
         for name in told:
             self.part(name)
         for name, part in self.parts.items():
@@ -387,54 +395,53 @@ class WorkerGroup(Owned):
                 self.services.printer.soon(partial(_log.warning, text))
 
     def ended(self, call: PendingCall, slot: int, told: Mapping[str, Any]) -> None:
-        """Tell features how a call has ended on a rank."""
+        """Report the end of a call on a rank to features."""
         for name, plain in told.items():
             self.part(name).ended(call, slot, plain)
 
     def all_back(self, hold: Any) -> bool:
-        """Ask features whether ranks that are all back in a hold do something before they go on."""
+        """Ask features for work on ranks that are all back in a hold; return whether there is any."""
         return any(part.all_back(hold) for part in self.parts.values())
 
     def teller(self) -> Callable[[int, Message], None]:
-        """Return what sends a message to one worker of this generation, if it runs."""
+        """Return a function that sends a message to one worker of this generation, if running."""
         workers = self.workforce.workers
         return lambda slot, message: workers[slot].send(message)
 
     def look(self, slot: int, then: Callable[[str | None], None]) -> None:
-        """Have told what a rank does, as it is seen from outside."""
+        """Look at a rank from outside the process, and call `then` with a description."""
         self.workforce.workers[slot].host.look(then)
 
     def node(self, slot: int) -> str:
-        """Return the node of a slot."""
         return self.workforce.workers[slot].boot.node
 
     def live(self) -> list[int]:
-        """Return the slots whose workers run."""
+        """Return the slots with running workers."""
         return [worker.slot for worker in self.workforce.workers if worker.exit is None]
 
     def has_left(self, slot: int) -> bool:
-        """Return whether a slot's worker runs no role code any more: its lane or connection has ended, or all of it."""
+        """Return whether a slot's worker runs no more role code: the lane, the connection or the process has ended."""
         worker = self.workforce.workers[slot]
         connection = worker.host.lane
         return worker.lane_ended or worker.exit is not None or (connection is not None and connection.finished)
 
     def unpack(self, body: Any) -> Any:
-        """Return the value of a body."""
+        """Unpack a body into a value."""
         if body is None:
             return None
         value = self.services.executor.codec.unpack(body, None)
-        if self.published.given.news:  # that has perhaps imported something
+        if self.published.given.news:  # The unpickling may have imported a module.
             self.published.given.refuse_late()
         return value
 
     def borrowers(self, closing: Owned) -> list[str]:
-        """Unfinished uses of its residents by groups that don't lie in what is closing."""
+        """Return unfinished uses of the group's residents by groups outside of `closing`."""
         return self.residents.borrowers(closing)
 
     # -- what its workers say
 
     def heard(self, worker: Worker, message: Message, body: Any) -> None:
-        """Take what a worker says that isn't about itself."""
+        """Handle a worker's message that isn't about the worker itself."""
         slot, order = worker.slot, self.order
         match message:
             case from_worker.Failed():
@@ -464,31 +471,30 @@ class WorkerGroup(Owned):
                 self.part(feature).heard(worker, message, body)
 
     def greet(self, worker: Worker) -> None:
-        """Tell a new worker what it has to know before anything else."""
+        """Send first messages of features to a new worker."""
         for part in self.parts.values():
             part.greets(worker)
 
     def gone(self, worker: Worker) -> None:
-        """Hear that a worker has ended."""
+        """Report the exit of a worker to features."""
         for part in self.parts.values():
             part.gone(worker)
 
     # -- its state
 
     def _tell_state(self, state: State, cause: ColocateError | None = None) -> None:
-        """Tell observers."""
         self.services.tell("colocate_group_changed", self.name, state.value, cause)
 
     def became_ready(self) -> None:
-        """Let the group be called, as its workers are ready, unless it is closed."""
+        """Mark the group as ready, unless closed."""
         with self.order.lock:
             if self.life.ready():
                 self._tell_state(State.READY)
-                for worker in ways(self.workforce.workers, 0)[1]:  # large arguments will be passed on by them
+                for worker in ways(self.workforce.workers, 0)[1]:  # these workers will forward large arguments
                     worker.locate(lambda *_: None)
 
     def fail(self, error: ColocateError) -> None:
-        """Fail, until a restart or for good: every pending call ends with this error, every worker is ended."""
+        """Fail the group, until a restart or for good: pending calls end with this error, all workers are killed."""
         with self.order.lock:
             if self.life.state is not State.READY:
                 return
@@ -506,7 +512,7 @@ class WorkerGroup(Owned):
             self.restarts.go(error)
 
     def fail_for_good(self, error: ColocateError, why: BaseException) -> None:
-        """End the group for good, as it could not be restarted."""
+        """Mark the group's failure as final after a failed restart."""
         error.add_note(f"and group {self.name!r} could not be restarted: {error_text(why)}")
         with self.order.lock:
             self.life.fail(error, is_told=False, recovers=False)
@@ -514,13 +520,16 @@ class WorkerGroup(Owned):
 
     @property
     def may_resize(self) -> bool:
-        """Whether a restart may go on with another number of slots."""
+        """Whether a restart may continue with another number of slots."""
         return self.home.least < self.home.request.slots
 
     # -- its start
 
     def start(self, timeout: float | None) -> None:
-        """Start its workers.
+        """Start the group's workers.
+
+        Raises:
+            RoleStartError: The start has failed; everything is ended.
 
         Raises:
             RoleStartError: They don't start; everything is ended.
@@ -536,7 +545,7 @@ class WorkerGroup(Owned):
         self.home.changed()
 
     def builds(self) -> Mapping[str, Mapping[str, Any]]:
-        """Return what features say of roles that are built, by role and feature."""
+        """Return features' settings of roles, by role and feature."""
         found: dict[str, dict[str, Any]] = {}
         for feature, part in self.parts.items():
             for role, plain in part.builds().items():
@@ -544,11 +553,11 @@ class WorkerGroup(Owned):
         return found
 
     def told(self, says: Callable[[OfGroup], Any]) -> dict[str, Any]:
-        """Return what features say to their halves in the workers, by their names."""
+        """Return features' messages to their halves in the workers, by feature name."""
         return {name: plain for name, part in self.parts.items() if (plain := says(part)) is not None}
 
     def begin_again(self) -> bool:
-        """Note that it is being rebuilt from now on; False when it is closed."""
+        """Mark the group as being rebuilt; return False if closed."""
         with self.order.lock:
             if not self.life.restart():
                 return False
@@ -556,10 +565,10 @@ class WorkerGroup(Owned):
             return True
 
     def rebuild(self) -> None:
-        """Start its next generation; the last one's workers are gone.
+        """Start the next generation; the last one's workers are gone.
 
         Raises:
-            ColocateError: It doesn't start.
+            ColocateError: The start has failed.
         """
         places = self.home.places_for(self)
         with self.order.lock:
@@ -578,35 +587,33 @@ class WorkerGroup(Owned):
         self._start()
 
     def roles_source(self) -> str | None:
-        """Return what its roles are as of after a restart; None: as they are constructed."""
+        """Return the source of the roles' state after a restart; None for roles as constructed."""
         return next((found for part in self.parts.values() if (found := part.source()) is not None), None)
 
     def tag(self) -> str | int | float | None:
-        """Return the tag of what its roles were restored from; None where they are as constructed."""
+        """Return the tag of the roles' checkpoint; None for roles as constructed."""
         return next((found for part in self.parts.values() if (found := part.tag()) is not None), None)
 
     # -- its end
 
     def wind_down(self, grace: float, deadline: Deadline) -> None:
-        """Have its workers begin nothing any more, and tell the calls that run that nobody waits for them."""
+        """Begin no more calls in the workers, and cancel the running ones."""
         if self.life.state is State.READY:
             self.send(self.live(), to_worker.Stop())
         self.workforce.wind_down(grace, deadline)
 
     def hurry(self) -> None:
-        """Wait no more for what still runs in it: its grace period is over."""
         super().hurry()
         self.workforce.stages.wake()
 
     def close_for(self, by: str, grace: float, force: bool) -> None:
-        """Close it on behalf of `by`."""
         if self.home.goes_on(self):
             self._let_go(by)
             return
         if not self.take_closing(by, force):
             return
         try:
-            with self.order.lock:  # whoever rebuilds it has either made its new workers or will make none
+            with self.order.lock:  # a concurrent rebuild has created new workers, or will create none
                 self._tell_state(State.CLOSING)
             self.restarts.stop()
             self.residents.break_borrows()
@@ -625,7 +632,7 @@ class WorkerGroup(Owned):
         raise_together(f"group {self.name!r} was closed, and this had gone wrong", errors)
 
     def _let_go(self, by: str) -> None:
-        """Let go of it where it goes on in a borrowed pool: what this driver has in it ends."""
+        """Close this driver's use of a group that lives on in a borrowed pool."""
         if not self.take_closing(by):
             return
         self.residents.break_borrows()
@@ -635,7 +642,7 @@ class WorkerGroup(Owned):
         raise_together(f"group {self.name!r} was closed, and this had gone wrong", failed)
 
     def leave(self) -> None:
-        """Let go of the group, which isn't this driver's any more; nothing of it is ended."""
+        """Forget a group that isn't this driver's any more; nothing in the workers is ended."""
         self._fail_what_is_left()
         self.restarts.stop()
         self.home.connection.forget(self)

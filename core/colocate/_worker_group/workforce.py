@@ -1,4 +1,4 @@
-"""The workers of one generation of a group: started together, heard, and ended in a bounded time whatever they do."""
+"""The workers of one generation of a group: started together, watched, and ended in a bounded time."""
 
 from __future__ import annotations
 
@@ -32,26 +32,25 @@ if TYPE_CHECKING:
 
 
 class Stage(enum.IntEnum):
-    """What a worker does. It goes on from one to a later one only, perhaps not through all of them."""
+    """Stage of a worker. Stages only increase, and may be skipped."""
 
-    STARTING = 0  # nothing has been heard of it
-    RUNNING = 1  # it has said hello
-    BUILT = 2  # its roles are constructed, or one of them could not be
-    LEAVING = 3  # it runs role code no longer, and leaves by itself
-    GONE = 4  # its process has ended, or none was started
+    STARTING = 0  # no message has come yet
+    RUNNING = 1  # the worker has said hello
+    BUILT = 2  # the roles are constructed, or one has failed
+    LEAVING = 3  # the worker runs no more role code, and exits by itself
+    GONE = 4  # the process has ended, or was never started
 
 
 class Stages:
-    """The stages of the workers on some slots. Who waits is woken by the last one, however many there are."""
+    """The stages of the workers on some slots. Waiting threads are woken once per stage, by the last worker."""
 
     def __init__(self, slots: int) -> None:
-        """Begin with nothing heard of any of them."""
         self._news = threading.Condition()
         self._of = [Stage.STARTING] * slots
-        self.numbers = [slots] + [0] * (len(Stage) - 1)  # how many are in each
+        self.numbers = [slots] + [0] * (len(Stage) - 1)  # number of workers in each stage
 
     def reach(self, slot: int, stage: Stage) -> None:
-        """Note that a worker has come so far; nothing new if it has come farther."""
+        """Record a worker's stage, unless a later one is recorded."""
         with self._news:
             before = self._of[slot]
             if stage > before:
@@ -62,27 +61,27 @@ class Stages:
                     self._news.notify_all()
 
     def all_reached(self, stage: Stage) -> bool:
-        """Return whether all have come so far."""
+        """Return whether all workers have reached a stage."""
         return not any(self.numbers[:stage])
 
     def short_of(self, stage: Stage) -> set[int]:
-        """Return the slots whose workers haven't come so far."""
+        """Return the slots of workers before a stage."""
         with self._news:
             return {slot for slot, reached in enumerate(self._of) if reached < stage}
 
     def wake(self) -> None:
-        """Have waits look again: something else has come."""
+        """Wake waiting threads for another check of their conditions."""
         with self._news:
             self._news.notify_all()
 
     def wait(self, ready: Callable[[], bool], deadline: Deadline) -> bool:
-        """Wait until something is so; whether it is."""
+        """Wait until a condition holds; return whether it does."""
         with self._news:
             return self._news.wait_for(ready, deadline.left)
 
 
 class _NotLaunched(Host):
-    """Stands where a host will be: nothing hears what is sent to it."""
+    """Placeholder before the launch: discards all messages."""
 
     def send(self, frame: Any) -> None:
         """Send nothing."""
@@ -96,28 +95,28 @@ NOT_LAUNCHED = _NotLaunched()
 
 @attrs.define(eq=False)
 class Worker:
-    """One worker of a group, as the driver knows it: what it has said of itself, and how it ended.
+    """One worker of a group in the driver: the worker's facts and exit.
 
-    It hears what its host says (`HostEvents`), on the thread that hears messages.
+    The methods of `HostEvents` run on the receiving thread.
     """
 
     workforce: Workforce
     slot: int
-    boot: Boot  # what it was started with
+    boot: Boot  # the launch settings
     host: Host = NOT_LAUNCHED
-    hello: Mapping[str, Any] | None = None  # what it said of itself first: pid, Python, colocate
-    exit: Exit | None = None  # how it ended; None while it runs
+    hello: Mapping[str, Any] | None = None  # facts of the first message: pid, Python, colocate
+    exit: Exit | None = None  # the exit; None while running
     lane_ended: bool = False
-    table: Table = attrs.field(factory=lambda: Table("is given it"))  # what it knows of the script
+    table: Table = attrs.field(factory=lambda: Table("is given it"))  # definitions that the worker has
     progress: dict[str | None, tuple[float, float | None]] = attrs.field(factory=dict)
-    parts: dict[str, Any] = attrs.field(factory=dict)  # what features keep of it, by their names
+    parts: dict[str, Any] = attrs.field(factory=dict)  # state of features, by feature name
     _tail: Tail = attrs.field(factory=Tail)
     _questions: Requests[int, str | None] = attrs.field(factory=Requests[int, "str | None"])
     _where: Question[int, str | None] | None = None
 
     @property
     def pid(self) -> int | None:
-        """The worker's process id, where it is known."""
+        """The worker's process id, if known."""
         if self.hello is not None:
             pid: int = self.hello["pid"]
             return pid
@@ -125,13 +124,13 @@ class Worker:
 
     @property
     def state(self) -> str:
-        """Return what the graph shows."""
+        """The worker's state in the graph."""
         if self.exit is not None:
             return "exited"
         return "running" if self.hello is not None else "starting"
 
     def send(self, message: Message) -> None:
-        """Send a message of its own to this worker, if it runs."""
+        """Send a message to this worker only, if running."""
         if self.exit is None:
             executor = self.workforce.link.services.executor
             frame = executor.frame(message.head())
@@ -139,7 +138,7 @@ class Worker:
             executor.discard(frame)
 
     def received(self, head: Head, body: Any) -> None:
-        """Take a message from the worker."""
+        """Handle a message from the worker."""
         message, workforce = read(head), self.workforce
         if isinstance(message, from_worker.Done):
             if message.seq == 0:
@@ -152,14 +151,14 @@ class Worker:
                 self.progress[message.role] = message.done, message.total
             case from_worker.Hello():
                 self.hello = message.facts
-                # One of a slot that an earlier driver has started has its roles.
+                # A worker from an earlier driver has all roles already.
                 workforce.stages.reach(self.slot, Stage.BUILT if self.slot in workforce._built else Stage.RUNNING)
             case from_worker.Address():
                 asked = self._where
                 assert asked is not None
                 if message.trouble:
                     with workforce.order.lock:
-                        self._where = None  # who asks next may be luckier
+                        self._where = None  # The next question may succeed.
                     self._questions.refused(asked.token, ClusterError(message.trouble))
                 else:
                     self._questions.answered(asked.token, self.slot, message.address)
@@ -172,7 +171,7 @@ class Worker:
                 workforce.link.heard(self, message, body)
 
     def logged(self, line: str) -> None:
-        """Print a line of its output: with the role and rank that printed it, where that is known."""
+        """Print a line of the worker's output, with the role and rank that printed it, if known."""
         label, text = split_label(line)
         self._tail.append(text)
         services = self.workforce.link.services
@@ -183,7 +182,7 @@ class Worker:
         services.printer.line(f"[{who}] {text}")
 
     def exited(self, exit: Exit) -> None:
-        """Note how it ended."""
+        """Record the worker's exit."""
         tail = "\n".join(self._tail).removesuffix("\r") or None
         self.exit = attrs.evolve(exit, log_tail=exit.log_tail or tail)
         self._questions.fail_all(ClusterError("the worker has ended"))
@@ -191,17 +190,17 @@ class Worker:
 
     @property
     def last_lines(self) -> Sequence[str]:
-        """Return what it has printed last."""
+        """The last lines of output."""
         return tuple(self._tail)
 
     @property
     def address(self) -> str | None:
-        """Where other workers reach it, if that is known."""
+        """The address for other workers, if known."""
         asked = self._where
         return None if asked is None else asked.answers.get(self.slot)
 
     def locate(self, then: Callable[[str | None, str], None]) -> None:
-        """Find out where other workers reach it; if they don't: None, and why."""
+        """Ask for the worker's address for other workers; call `then` with the address, or None and the reason."""
         with self.workforce.order.lock:
             asked = self._where
             if asked is None:
@@ -224,11 +223,11 @@ class Workforce:
         self.link = link
         self.order = link.order
         self.stages = Stages(len(places))
-        self._lock = threading.Lock()  # the innermost one
+        self._lock = threading.Lock()  # the innermost lock
         self._built: dict[int, ColocateError | None] = {}
         self._build_failed = False
         self._granted, self.overdue = 0.0, NEVER
-        self._asked = False  # what the ranks are doing, and their answer
+        self._asked = False  # whether the ranks were asked for their stacks
         self._stacks: Stacks | None = None
         self._timers: list[Timer] = []
         self._building_since: float | None = None
@@ -299,7 +298,7 @@ class Workforce:
                 failed.__cause__ = why
                 raise start_error(group.name, {worker.slot: failed}) from why
             group.greet(worker)
-            if group.closed_by is not None:  # by another thread, which has no longer waited for this one
+            if group.closed_by is not None:  # Another thread has closed the group, and no longer waits for this one.
                 worker.host.kill()
                 group.check()
 
@@ -310,7 +309,7 @@ class Workforce:
                 self.built(worker.slot, worker_error(self.link, worker.slot, worker.pid, unlike))
 
     def _construct(self, body: Any, deadline: Deadline) -> None:
-        """Have all workers construct their roles, and wait for that."""
+        """Construct the roles in all workers, and wait for the end."""
         group = self.link
         build = to_worker.Build(
             group.generation,
@@ -327,13 +326,13 @@ class Workforce:
                 break
             began, deadline = time.time(), Deadline(stood)
         if self._build_failed:
-            # The others are told by a hold, and have as long as after any failed call.
+            # A hold tells the other ranks, which have as much time as after any failed call.
             if group.closed_by is None:
                 self._granted = group.grace
             self._reached(Stage.BUILT, Deadline(group.grace))
 
     def _start_errors(self) -> dict[int, ColocateError]:
-        """Return what has gone wrong with the start, by slot."""
+        """Return the errors of the start, by slot."""
         errors: dict[int, ColocateError] = {}
         for worker in self.workers:
             error = self._built.get(worker.slot)
@@ -347,32 +346,32 @@ class Workforce:
         return errors
 
     def starting(self, longer_than: float) -> list[int]:
-        """Return the slots whose workers have been starting for so many seconds."""
+        """Return the slots of workers that have been starting for more than some seconds."""
         return sorted(self.stages.short_of(Stage.BUILT)) if time.time() - self.began > longer_than else []
 
     def constructing(self, longer_than: float) -> list[int]:
-        """Return the slots whose roles have been under construction for so many seconds."""
+        """Return the slots of workers that have been constructing roles for more than some seconds."""
         since = self._building_since
         if since is None or time.time() - since - self.link.stood(since) <= longer_than:
             return []
         return sorted(self.stages.short_of(Stage.BUILT))
 
     def take(self, executor: Detachable, tokens: Sequence[bytes]) -> None:
-        """Take up workers that an earlier driver has started, with all their roles constructed."""
+        """Take over an earlier driver's workers, with all their roles constructed."""
         for worker, place, token in zip(self.workers, self._places, tokens, strict=True):
             self._built[worker.slot] = None
             worker.host = executor.take(place, worker.boot, worker, token)
             self.link.greet(worker)
 
     def wait_hello(self, grace: float) -> list[int]:
-        """Wait until all workers have said hello, or have ended; the slots of those that haven't in time."""
+        """Wait until all workers have said hello, or have ended; return the slots of the late ones."""
         if not self._reached(Stage.RUNNING, Deadline(grace)):
-            # This process may have been stopped: what has come meanwhile is taken first.
+            # This process may have been stopped: handle the messages that have come meanwhile first.
             self._reached(Stage.RUNNING, Deadline(LOOKS_FOR_S))
         return sorted(self.stages.short_of(Stage.RUNNING))
 
     def built(self, slot: int, error: ColocateError | None) -> None:
-        """Note that a worker has constructed its roles, or has failed to."""
+        """Record the end of a worker's constructors, or the first error."""
         self._built.setdefault(slot, error)
         if error is not None and not self._build_failed:
             self._build_failed = True
@@ -380,7 +379,7 @@ class Workforce:
         self.stages.reach(slot, Stage.BUILT)
 
     def build_failed(self, slot: int, failure: from_worker.Failure, body: Any) -> None:
-        """Note that a constructor has raised."""
+        """Record the failure of a constructor."""
         role = failure.role
         call = PendingCall(
             f"the constructor of {role}", role or "", "__init__", [worker.slot for worker in self.workers]
@@ -388,21 +387,20 @@ class Workforce:
         self.built(slot, failure_error(self.link, call, slot, failure, body))
 
     def _reached(self, stage: Stage, deadline: Deadline) -> bool:
-        """Wait until all workers have come so far; whether they have."""
         return self.stages.wait(lambda: self.stages.all_reached(stage), deadline)
 
     def _wait_or_hurry(self, ready: Callable[[], bool], deadline: Deadline) -> bool:
-        """Wait as long as somebody waits for the group's end; whether it is so."""
+        """Wait for a condition, unless the close is hurried; return whether the condition holds."""
         self.stages.wait(lambda: self.link.hurried or ready(), deadline)
         return ready()
 
     def ready(self) -> None:
-        """Let the group be called. A worker that went after it had constructed its roles is found now."""
+        """Mark the group as ready, and look for workers that have died since their roles were constructed."""
         self.link.became_ready()
         self.look()
 
     def look(self) -> None:
-        """Note the workers that have gone while that didn't matter."""
+        """Handle exits that were ignored in an earlier state."""
         for worker in self.workers:
             if worker.exit is not None:
                 self.exited(worker)
@@ -410,7 +408,7 @@ class Workforce:
     # -- while it runs
 
     def broken(self, worker: Worker, reason: str, log_tail: str) -> None:
-        """Take a worker for lost that is of no use any more, and leaves."""
+        """Handle a worker that has become unusable, and exits."""
         error = broken_error(self.link, worker.slot, worker.pid, reason, log_tail)
         if self.link.life.is_starting:
             self.built(worker.slot, error)
@@ -418,7 +416,7 @@ class Workforce:
             self._lost(error)
 
     def exited(self, worker: Worker) -> None:
-        """Note that a worker is gone, which the group may have failed of."""
+        """Handle the exit of a worker, which fails a ready group."""
         assert worker.exit is not None
         link, slot = self.link, worker.slot
         link.gone(worker)
@@ -433,28 +431,28 @@ class Workforce:
         self.stages.reach(slot, Stage.GONE)
 
     def _lost(self, error: WorkerDied) -> None:
-        """Have the group fail, which can't go on without a worker."""
+        """Fail the group after the loss of a worker."""
         if self.link.life.state is State.READY:
             self.link.fail(error)
             self.link.services.tell("colocate_worker_died", error)
 
     def kill(self) -> None:
-        """End all of them now."""
+        """Kill all running workers."""
         for worker in self.workers:
             if worker.exit is None:
                 worker.host.kill()
 
     def wait_gone(self) -> bool:
-        """Wait until all of them are gone, after `kill`; whether they are."""
+        """Wait until all workers are gone, after `kill`; return whether all are."""
         self._note_unlaunched()
         return self._reached(Stage.GONE, Deadline(AFTER_KILL_S))
 
     def wait_lost(self) -> None:
-        """Wait until all of them are gone, as one of them is: the slot that it had is lost."""
+        """Wait until all workers are gone: a lost slot has failed the group, and the others are being killed."""
         self._reached(Stage.GONE, Deadline(AFTER_KILL_S))
 
     def _note_unlaunched(self) -> None:
-        """Note the workers whose start was given up: nothing will come of them."""
+        """Record workers that were never started as gone."""
         for worker in self.workers:
             if worker.host is NOT_LAUNCHED:
                 self.stages.reach(worker.slot, Stage.GONE)
@@ -462,7 +460,7 @@ class Workforce:
     # -- the end
 
     def end(self, grace: float) -> list[BaseException]:
-        """End all: lanes after what they run, in `grace` seconds at most; then what is left. Return what went wrong."""
+        """End all workers: wait up to `grace` seconds for running calls, then kill the rest; return the errors."""
         link = self.link
         errors: list[BaseException] = []
         if (failure := link.life.unreported_failure()) is not None:
@@ -472,7 +470,7 @@ class Workforce:
             link.send(link.live(), to_worker.Close(f"group {link.name!r} is closing"))
             errors += self._wait_for_lanes(grace)
             hung = self.stages.short_of(Stage.LEAVING)
-            for slot in hung:  # first: others may wait for it, or for the processor that it keeps busy
+            for slot in hung:  # first: others may wait for these, or for the processor that these keep busy
                 self.workers[slot].host.kill()
             within = AFTER_FORCE_S if hung else AFTER_END_S
             self.stages.wait(lambda: not self.stages.numbers[Stage.LEAVING], Deadline(within))
@@ -488,16 +486,16 @@ class Workforce:
         return errors
 
     def _wait_for_lanes(self, grace: float) -> list[BaseException]:
-        """Wait until all lanes have ended, at most `grace` seconds; what there is to say of those that haven't.
+        """Wait until all lanes have ended, for at most `grace` seconds; return errors about the late ones.
 
-        The grace is for what they run: one that runs nothing has the moment that it takes to end in any case.
+        The grace period is for running calls: an idle lane has a moment to end in any case.
         """
         deadline, idle_until = Deadline(grace), Deadline(max(grace, IDLE_S))
         first = deadline.or_sooner(self.overdue)
-        early = self._asked  # for its owner, before it was told to end
+        early = self._asked  # The owner has asked before this close began.
         if self._wait_or_hurry(self._idle, first.before(STACKS_WITHIN_S)):
             return []
-        self._look()  # now: a rank that is stopped or holds the GIL never answers, and isn't waited for at the deadline
+        self._look()  # now: a stopped rank, or one that holds the GIL, never answers, and would delay the deadline
         if self._wait_or_hurry(self._idle, first):
             return []
         hung = self._hung(deadline)
@@ -505,9 +503,9 @@ class Workforce:
             self._look_again(hung, deadline.before(STACKS_WITHIN_S / 2))
         if self._wait_or_hurry(lambda: self._busy() <= hung, idle_until) and self._idle():
             return []
-        if self.link.failure is not None or self.link.hurried:  # what went wrong has been said, or nobody waits
+        if self.link.failure is not None or self.link.hurried:  # the failure has been reported, or nobody waits
             return []
-        if self._building_since is None and not self._built:  # nothing of the user's runs there
+        if self._building_since is None and not self._built:  # no users' code runs there
             return []
         self.stages.wait(lambda: self._stacks is not None, Deadline(2 * STACKS_WITHIN_S))
         stacks, allowed = self._stacks or Stacks(), self._granted or grace
@@ -519,32 +517,31 @@ class Workforce:
                 f"did not end within {allowed:g} s and was ended; it was here:\n{stacks.of(w.slot)}",
             )
             for w in (self.workers[slot] for slot in sorted(self._busy()))
-            if w.hello is not None  # one that hasn't even started was late, which its start has told
+            if w.hello is not None  # a worker that hasn't started was late, as the start's error has said
         ]
 
     def _busy(self) -> set[int]:
-        """Return the slots whose lanes haven't ended."""
         return self.stages.short_of(Stage.LEAVING)
 
     def _idle(self) -> bool:
         return self.stages.all_reached(Stage.LEAVING)
 
     def wind_down(self, grace: float, deadline: Deadline) -> None:
-        """Note that its owner's grace period is over at `deadline`, whenever this group's turn comes."""
+        """Note that the owner's grace period ends at `deadline`, whenever this group's turn comes."""
         self._granted = max(self._granted, grace)
         self.overdue = self.overdue.or_sooner(deadline)
         wait_s = deadline.before(STACKS_WITHIN_S).left or 0.0
         self._timers.append(self.link.services.timers.after(wait_s, self._look))
 
     def _look_again(self, hung: set[int], at: Deadline) -> None:
-        """Ask once more what the ranks are doing that were idle when they were asked, and haven't ended since."""
+        """Ask again for the stacks of ranks that were idle at the first request, and haven't ended since."""
         if not self._wait_or_hurry(lambda: self._busy() <= hung, at):
             with self._lock:
                 self._asked, self._stacks = False, None
             self._look()
 
     def _look(self) -> None:
-        """Ask what the ranks are doing. Once."""
+        """Ask for the stacks of all ranks that haven't ended, once."""
         with self._lock:
             asked, self._asked = self._asked, True
 
@@ -556,9 +553,9 @@ class Workforce:
             self.order.stacks.ask(sorted(self._busy()), looked)
 
     def _hung(self, deadline: Deadline) -> set[int]:
-        """The slots that still run what they ran, or don't answer, when the owner's grace was over: they have had it.
+        """Return the slots that have used up the owner's grace period: still running their calls, or silent.
 
-        Others, which are idle, have longer. Where nobody has had the time to say, those count that owe an answer.
+        Others are idle, and have more time. If no stacks have come yet, slots that owe an answer count.
         """
         self._wait_or_hurry(lambda: self._stacks is not None or self._idle(), deadline)
         stacks, busy = self._stacks, self._busy()
