@@ -281,7 +281,7 @@ class Keeper:
                     self._tell(commands.Confirmed(message.token))
             case commands.GiveUp():
                 if leased is not None and leased.lease is not None:
-                    leased.owned = False  # the pool outlives an owner that has given up
+                    leased.owned = False  # a driver that gives up leaves the pool alive, even as the owner
                 self._left(driver)
                 driver.close("it has let go")
 
@@ -495,7 +495,7 @@ class _StartedWorker:
     # -- on the event loop's thread
 
     def kill(self, astray: bool = False) -> None:
-        """Kill the worker; `astray`: the exit reports a worker that went on after closing the lane."""
+        """Kill the worker; `astray`: for going on after closing the lane, which the exit reports."""
         self._killed = True
         if self.process is None:
             self.tell_end(None, None, None)

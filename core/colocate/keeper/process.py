@@ -27,8 +27,8 @@ from colocate.worker.serving.output import shown, written_over
 
 _LINE_BYTES = 8192  # a line without an end is shown in pieces
 _BAR_EVERY_S = 1.0  # seconds between two shown states of a progress bar, which overwrites one line
-# A worker may exit by itself after its lane has closed, to run exit handlers; after these seconds it is killed.
 _LAST_READS = 16
+# A worker may exit by itself after its lane has closed, to run exit handlers; after these seconds it is killed.
 AFTER_LANE_S = 1.0
 _NO_LANE = (
     f"it had closed its connection to the driver and gone on, and was ended; {CLOSES_OTHERS}, and so does "

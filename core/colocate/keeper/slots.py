@@ -296,7 +296,7 @@ class KeptSlot:
         try:
             if not self._closed:
                 self._dial()
-        except BaseException as error:  # any error: a group waits for this slot
+        except BaseException as error:  # any error counts: a group waits for this slot
             if not isinstance(error, OSError | ClosedError):
                 report_exception()
             self._lost = f"{self._is_gone}: {error}"
@@ -433,7 +433,7 @@ class KeptHost(Host):
         lane.send(frame)
 
     def kill(self, astray: bool = False) -> None:
-        """Kill the worker; `astray`: the exit reports a worker that went on after closing the lane."""
+        """Kill the worker; `astray`: for going on after closing the lane, which the exit reports."""
         if self._killed or self._over:
             return
         self._killed = True

@@ -489,7 +489,7 @@ def _looks(kind: type) -> tuple[_Look, Purpose | None]:
 
 @by_type
 def _is_barren(kind: type) -> bool:
-    """Return whether values of a type can't lead to memory."""
+    """Return whether values of a type can't hold tensors or arrays."""
     return kind in PLAIN or issubclass(kind, _NOT_INTO) or getattr(kind, "_colocate_barren", False) is True
 
 
@@ -514,7 +514,7 @@ def _values(mappings: Iterable[Any]) -> list[Any]:
 
 
 def _matter(items: list[Any]) -> list[Any]:
-    """Return items that may lead to memory, without a look at each of a million rows of text.
+    """Return items that may hold tensors or arrays, without a look at each of a million rows of text.
 
     The garbage collector tracks objects that may refer to tracked objects, which arrays aren't: an untracked dict may
     hold arrays, or only strings and numbers.

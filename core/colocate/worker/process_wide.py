@@ -280,7 +280,7 @@ class _Device(_Torch):
         self._generator().manual_seed(sys.modules["torch"].initial_seed())
 
     def expect(self) -> None:
-        """Seed the device at the first use from the running role: torch's latest queued call applies."""
+        """Queue a seed for the device's first use, from the role that runs then: the last queued seed counts."""
         if self._device == "cpu" or not super().is_there() or self.is_there():
             return
         module: Any = getattr(sys.modules["torch"], self._device.partition(":")[0], None)

@@ -302,7 +302,7 @@ class Runner:
                     told = {**(told or {}), **plain}
             taken = summed(work.taken) if work.taken else ()
             body = None if result is None or call.keep is not None else worker_context.packed(result, label)
-            if put_off and self._is_main and not is_of_worker:  # a call on a whole worker is never cut short
+            if put_off and self._is_main and not is_of_worker:  # calls on a whole worker aren't interrupted
                 raise_put_off()
             kept = None
             if call.keep is not None:

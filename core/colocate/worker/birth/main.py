@@ -46,7 +46,7 @@ def main() -> None:
     label_output()
     faulthandler.enable()
     merge_at_once()
-    # The worker runs by the module's name, which the spec shows otherwise.
+    # multiprocessing imports a spawned process's `__main__` by this name.
     sys.modules["__main__"].__spec__.name = SPAWNED  # type: ignore[union-attr]
     os.set_inheritable(fd, False)  # a program that a role starts or execs must not keep the lane open
     sock = socket.socket(fileno=fd)
@@ -165,7 +165,7 @@ def _raise_thread_counts() -> None:
 
     A fork may find both imported, and then the variables have come too late.
     """
-    if sys.modules.keys().isdisjoint({"numpy", "torch"}):  # either module has loaded OpenBLAS; otherwise nothing has
+    if sys.modules.keys().isdisjoint({"numpy", "torch"}):  # only these modules load OpenBLAS
         return
 
     def first_number(*names: str) -> int:

@@ -31,7 +31,7 @@ def _passed_over(number: int, frame: object) -> None:
 
 
 def end_when_asked() -> None:
-    """Handle `ASKS` as SIGTERM by its default action, or by the process's own handler of SIGTERM."""
+    """Handle `ASKS` like SIGTERM: by the handler that role code has set, otherwise by the default action."""
 
     def ask(number: int, frame: object) -> None:
         if signal.getsignal(signal.SIGTERM) is _passed_over:

@@ -131,7 +131,7 @@ def _supervise(above: int, child: int, supervises: bool) -> NoReturn:
     except BaseException:
         import traceback  # imported late, because supervisors stay small
 
-        traceback.print_exc()  # the worker's output
+        traceback.print_exc()  # goes to the worker's output
     finally:
         os._exit(70)  # the other supervisor ends the descendants
 

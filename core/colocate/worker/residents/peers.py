@@ -395,7 +395,7 @@ class ChannelPeers(Peers):
             if not (shared := sharer[0] == question.here[1]):
                 return parts.Elsewhere(*sharer), None
         if isinstance(question, parts.Slice):
-            # Packed, too: the offsets of jagged rows are made anew.
+            # Here, where the packing happens, too: jagged rows get new offsets on the device.
             with host.device.aside():
                 value = batch.slice_rows(value, question.start, question.stop)
         if not question.place or question.place != place(host.boot.device):

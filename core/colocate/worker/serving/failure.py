@@ -144,7 +144,7 @@ def frames_of(thread: threading.Thread) -> list[FrameType]:
         frames.extend(outwards)
     except KeyError:  # the thread has ended
         return []
-    except AttributeError:  # of the None beyond the outermost; the frames before are in the list
+    except AttributeError:  # raised for the None beyond the outermost frame; the list has the frames before
         pass
     finally:
         if collecting:

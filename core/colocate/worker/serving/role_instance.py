@@ -73,7 +73,7 @@ class RoleInstance:
             self.run_hook(hook, name="close")
 
     def _asked(self, name: str) -> Any:
-        """Return the role's hook without arguments."""
+        """Return the role's hook of a name, to be called without arguments; None if there is none."""
         return None if name in self.methods else own_method(self.instance, name, takes_nothing=True)
 
     def run_hook(

@@ -52,7 +52,7 @@ class Tasks:
         if loop.is_closed():
             return False
         selector, timers = getattr(loop, "_selector", None), getattr(loop, "_scheduled", ())
-        is_watching = selector is not None and len(selector.get_map()) > 1  # the loop's own entry is one
+        is_watching = selector is not None and len(selector.get_map()) > 1  # the loop itself has one entry
         is_due = getattr(loop, "_ready", ()) or (timers and not all(timer.cancelled() for timer in timers))
         return is_watching or bool(is_due) or self._has_other_tasks()
 
