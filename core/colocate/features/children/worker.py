@@ -316,7 +316,6 @@ class ChildrenOfWorker(OfWorker):
         return found
 
     def _stop(self, role: str | None = None) -> None:
-        """End the children of a role, or all children, the last one first."""
         for (owner, _), child in reversed([*self._all.items()]):
             if role in (None, owner):
                 child.stop()
@@ -426,7 +425,6 @@ def _used(ctx: Context) -> set[str | None]:
 
 
 def _causes(error: BaseException | None, *kinds: type[BaseException]) -> bool:
-    """Return whether an error or a cause in the chain has one of these types."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         if isinstance(error, kinds):
@@ -464,7 +462,6 @@ def _check_program(what: str, program: str, env: Mapping[str, str], cwd: str | N
 
 
 def _bound(what: str, port: int) -> socket.socket:
-    """Return a socket bound to a port of the loopback interface; 0 for any free port."""
     if not isinstance(port, int) or not 0 <= port < 1 << 16:
         raise ConfigError(f"{what}: port={port!r}; ports are whole numbers up to 65535, and 0 takes a free one")
     made = socket.socket()
@@ -496,7 +493,6 @@ def _port_of(child: Child, words: Sequence[str], port: int | None) -> dict[str, 
 
 
 def _filled(value: T, values: Mapping[str, str]) -> T:
-    """Return a text with all placeholders replaced; return other values unchanged."""
     if isinstance(value, str):
         for name, each in values.items():
             value = value.replace(name, each)  # type: ignore[assignment]

@@ -318,7 +318,6 @@ class Desk:
         self._attach(stop, self._own)
 
     def _start(self, screen: int) -> Terminal:
-        """Start the driver's own terminal as a process on the same screen and keyboard."""
         for undrawn in list(drawing):
             self._undrawn.enter_context(undrawn())
         here, there = socket.socketpair()
@@ -368,7 +367,6 @@ class Desk:
                 sock.close()
 
     def _close_if_idle(self) -> None:
-        """Close the listening socket if no rank is stopped and no terminal is attached."""
         if self._stops or self._terminals or self._listener is None:
             return
         listener, self._listener = self._listener, None

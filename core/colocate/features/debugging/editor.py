@@ -71,11 +71,9 @@ class Editor:
         return partial(pydevd.settrace, **options, stop_at_frame=frame)
 
     def _is_there(self) -> bool:
-        """Return whether an editor is connected."""
         return self._debugpy is not None and bool(self._debugpy.is_client_connected())
 
     def _listen(self) -> None:
-        """Start debugpy's server on a free port, unless started before."""
         if self._debugpy is not None:
             return
         os.environ.setdefault("PYDEVD_DISABLE_FILE_VALIDATION", "1")  # silences lines about frozen modules

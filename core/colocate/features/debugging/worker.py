@@ -153,7 +153,6 @@ class _Debugger(pdb.Pdb):
         self.terminal = terminal
 
     def look_at(self, trace: TracebackType) -> None:
-        """Stop at the place of an exception until the user resumes."""
         self.reset()
         self.interaction(None, trace)
 

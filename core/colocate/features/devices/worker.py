@@ -111,7 +111,6 @@ class _Nvml:
             of.nvmlDeviceRegisterEvents(handle, of.nvmlEventTypeXidCriticalError, self._errors)
 
     def _new_errors(self) -> dict[str, list[int]]:
-        """Return the XID errors since the last call, by UUID."""
         of, found = self._of, dict[str, list[int]]()
         with suppress(of.NVMLError):  # NVMLError_Timeout: no further event
             while self._errors is not None:

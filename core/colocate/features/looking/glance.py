@@ -179,7 +179,6 @@ def _group(
 
 
 def _gpu(worker_group: WorkerGroup, slot: int) -> dict[str, Any] | None:
-    """Return the last sample of a slot's GPU, or None."""
     sample = getattr(worker_group.parts.get("devices"), "latest", {}).get(slot)
     if sample is None:
         return None

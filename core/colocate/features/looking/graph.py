@@ -67,7 +67,6 @@ class Graph:
 
 
 def _measured(node: Owned, deadline: Deadline) -> Measured:
-    """Ask all ready groups below a node for their memory."""
     if not isinstance(node, WorkerGroup):
         below = (_measured(child, deadline) for child in list(node.children.values()))
         return {name: found for measured in below for name, found in measured.items()}
@@ -117,7 +116,6 @@ def _node(node: Owned, measured: Measured) -> dict[str, Any]:
 
 
 def _worker(worker_group: WorkerGroup, worker: Worker, measured: Any) -> dict[str, Any]:
-    """Return a worker and the roles in there, with bytes if measured."""
     found = None if measured is None else measured.slots[worker.slot]
     roles = []
     for name, info in worker_group.roles.items():
@@ -156,7 +154,6 @@ def _label(data: dict[str, Any]) -> str:
 
 
 def _known(data: Mapping[str, Any]) -> list[str]:
-    """Return the known facts of a node besides the state."""
     found = [f"{key} {data[key]}" for key in ("pid", "port", "node", "device") if data.get(key) is not None]
     if "where" in data:
         found.append(data["where"])

@@ -137,7 +137,6 @@ class Pipeline(Unsent):
 
 
 def _give_up(draft: Draft, error: BaseException) -> None:
-    """Fail a call that wasn't sent to all ranks."""
     draft.call.handle = None
     draft.worker_group.order.drop(draft.call, never_sent(draft.call, error))
     kept = draft.kept
@@ -149,7 +148,6 @@ def _give_up(draft: Draft, error: BaseException) -> None:
 
 
 def _send(messages: Messages) -> None:
-    """Send the calls of one group, except calls that have failed already."""
     drafts = messages.drafts
     worker_group = drafts[0].worker_group
     sent: Sequence[Draft] = ()

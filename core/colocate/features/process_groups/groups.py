@@ -332,7 +332,6 @@ class ProcessGroups:
 
 
 def _needs_processes(what: str, ctx: Context) -> CapabilityError:
-    """Return the error for workers on threads, which torch can't give separate groups."""
     return CapabilityError(
         f"{what} needs a process each, but the slots of group {ctx.group!r} are threads of one: use "
         "connect('local', processes=True), in a config executor.with.processes=true",

@@ -121,7 +121,6 @@ def _resolve(name: str, what: str) -> Any:
 
 
 def _tensors(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[DTensor]:
-    """Yield the tensors on a mesh of a model and an optimizer."""
     for tensor in (*module.parameters(), *module.buffers()):
         if is_on_mesh(tensor):
             yield tensor

@@ -75,7 +75,6 @@ class GroupsOfWorker(OfWorker):
                 raise AssertionError(message)
 
     def _renew(self, message: DropGroups) -> None:
-        """Drop broken process groups, and renew the roles that use one, or all."""
         worker_context = self._worker_context
         if message.names:
             self.groups.drop(message.names)

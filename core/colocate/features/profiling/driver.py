@@ -98,11 +98,9 @@ class _Told:
     moves: deque[MoveRecord] = attrs.field(factory=lambda: deque(maxlen=_MOST_RECORDS))
 
     def colocate_call_finished(self, record: CallRecord) -> None:
-        """Store a finished call."""
         self.calls.append(record)
 
     def colocate_memory_moved(self, record: MoveRecord) -> None:
-        """Store a move of memory."""
         self.moves.append(record)
 
 
@@ -181,7 +179,6 @@ def check_profile(groups: Sequence[Any], roles: Any, ranks: Any, memory: bool, s
 
 
 def _targets(groups: Sequence[Any], roles: Any, ranks: Any) -> dict[str, tuple[int, ...]]:
-    """Return the slots to profile, by group."""
     for each in groups:
         if not isinstance(each, ColocatedGroup):
             raise ConfigError(f"colocate.profile(group): it is a group, not {each!r}")
@@ -256,7 +253,6 @@ class _Session:
         refuse_to_wait(label)
 
     def begin(self) -> None:
-        """Start the profile on all workers."""
         for node in list(self._connection.worker_groups.values()):
             if node.alive:
                 is_other = node.name not in self._groups  # another group may hang, or may just have died.
@@ -305,7 +301,6 @@ class _Session:
             self._timeline.close()
 
     def end(self, title: str) -> None:
-        """End the profile on all workers and write the results."""
         profile, counter = self.profile, itertools.count()
         found: dict[Slot, Profiled] = {}
         for name, node in self._groups.items():
@@ -402,7 +397,6 @@ class _Session:
 
 
 def _check(told: list[Any]) -> list[Any]:
-    """Return the workers' answers, or raise the first problem that a worker reports."""
     for each in told:
         if isinstance(each, str):
             raise ColocateError(each)

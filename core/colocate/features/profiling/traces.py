@@ -232,7 +232,6 @@ def waits(
     numbers: Counter[str] = Counter()
 
     def met(key: str, start: float) -> Meeting:
-        """Record the start of the next operation of a group or kind."""
         meeting = key, numbers[key]
         numbers[key] += 1
         arrived[meeting] = start

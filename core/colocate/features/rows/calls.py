@@ -231,7 +231,6 @@ class RowsCall(PendingCall, abc.ABC):
         self.heard(self, row)
 
     def _end_rows(self, withdrawn: bool) -> None:
-        """Notify the ranks that no more rows will come."""
         if withdrawn or not self._is_over:
             self._is_over = True
             self.group.send(self.targets, NoMoreRows(self.seq, withdrawn))

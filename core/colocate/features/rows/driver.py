@@ -181,7 +181,6 @@ class _YieldsViewCall(RowsViewCall):
     __slots__ = ()
 
     def keep(self, /, *args: Any, **kwargs: Any) -> Resident[Any]:
-        """Send the call and return at once; the results stay in the workers."""
         options = self._options
         return ViewCall(self._worker_group, self._role, self._spec, options.timeout, options.ranks).keep(
             *args, **kwargs

@@ -130,5 +130,4 @@ class _LocalRows(RowStream[Any]):
             raise StopAsyncIteration from None
 
     def close(self) -> None:
-        """Stop reading."""
         self._is_closed = not self._is_over

@@ -43,7 +43,6 @@ class _Reader:
         self._task: weakref.ref[Any] | None = None
 
     def note(self) -> None:
-        """Record the current thread and task as the reader."""
         self._thread, self._task = weakref.ref(threading.current_thread()), _task()
 
     def refuse(self, stream: PendingCall, waiting: PendingCall, awaits: bool) -> None:
@@ -312,7 +311,6 @@ class Stream(RowStream[Any]):
                 _heard(self._arrivals, call, row)
 
     def _conclude(self, missing: Sequence[int], call: RowsCall, error: BaseException | None) -> None:
-        """End the stream: no more rows will come."""
         if self._asked.options.on_error == "return" and isinstance(error, ColocateError):
             self._give_up(missing, call, error)
         else:

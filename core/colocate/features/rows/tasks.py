@@ -241,7 +241,6 @@ def _queue_of(work: RowsWork) -> RowQueue:
 
 @calls_role_code
 def _all(work: RowsWork, spec: MethodSpec, instance: object, arguments: dict[str, Any]) -> list[Any]:
-    """Return all yielded values in the order of the rows."""
     yielded = Yielded(work.label, work.valid_rows or 0)
     found = dict(map(yielded.take_copy, spec.call(instance, arguments)))
     yielded.check_end()

@@ -80,7 +80,6 @@ def merged(module: nn.Module) -> dict[str, torch.Tensor | Part] | None:
 
 
 def _peft() -> tuple[Any, Any]:
-    """Return PEFT's modules with the base classes of wrapping layers."""
     return sys.modules["peft.tuners.tuners_utils"], sys.modules["peft.utils.other"]
 
 

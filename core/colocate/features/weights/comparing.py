@@ -125,7 +125,6 @@ def compare_weights(
 
 
 def _origin(name: str, names: Mapping[str, str | None]) -> str:
-    """Return role a's name of a weight of role b."""
     return next((own for own, called in names.items() if called == name), name)
 
 
@@ -163,7 +162,6 @@ def _content(digest: Digest | None) -> object:
 
 
 def _ranks(differ: Sequence[bool], whose: str) -> str:
-    """Return the ranks that differ from a's first rank, in words."""
     ranks = [rank for rank, found in enumerate(differ) if found]
     if not ranks:
         return ""

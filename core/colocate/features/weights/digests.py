@@ -106,7 +106,6 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def _signed(number: int) -> int:
-    """Return a number modulo 2**64 as a signed 64-bit integer, as torch has."""
     number &= (1 << _BITS) - 1
     return number - (1 << _BITS) if number >> (_BITS - 1) else number
 

@@ -141,7 +141,6 @@ def _gathered(shards: list[tuple[str, DTensor]]) -> Iterator[tuple[str, torch.Te
 
 
 def _adapters(module: Any) -> dict[str, Any]:
-    """Return PEFT's saved state of a model: the adapters, and the modules trained beside the adapters."""
     if not hasattr(module, "peft_config"):
         raise ConfigError(f"named_weights(adapters='alone'): {type(module).__name__} is no model of PEFT's")
     found: dict[str, Any] = importlib.import_module("peft").get_peft_model_state_dict(module)

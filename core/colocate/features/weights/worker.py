@@ -70,7 +70,6 @@ class _JoinSynced(Collect):
     """Combines the target ranks' results into the result of a sync."""
 
     def join(self, results: Sequence[Synced | None], ranks: Ranks) -> WeightSync | None:
-        """Return the result; None for a group without a rank of the target."""
         found = [each for each in results if each is not None]
         if not found:
             return None
@@ -596,7 +595,6 @@ class _Check:
         self._came, self._wanted = _digests(plan.giver), _digests(plan.giver)
 
     def arriving(self, given: Generator[tuple[str, torch.Tensor]]) -> Generator[tuple[str, torch.Tensor]]:
-        """Yield weights after digesting each."""
         for name, tensor in given:
             dtype = self._dtypes.get(name, tensor.dtype)
             self._wanted.add(name, tensor, dtype)
@@ -667,7 +665,6 @@ def _digests(whose: str) -> Digests:
 
 
 def _keys(plan: SyncPlan) -> Iterator[int]:
-    """Return the keys of offers, in order."""
     assert plan.offers is not None
     return itertools.count(plan.offers.key, -1)
 
@@ -686,7 +683,6 @@ def _nbytes(spec: WeightSpec) -> int:
 
 
 def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether two tensors of one shape have the same memory."""
     return one.data_ptr() == other.data_ptr() and one.untyped_storage()._cdata == other.untyped_storage()._cdata
 
 
