@@ -1,7 +1,6 @@
 """The process of a function child: `python -m colocate.features.children.process FD NAME`.
 
-FD is the child's end of a connection: first the function and its surroundings arrive there, then the function gets the
-connection.
+FD is the child's end of a connection: the function arrives there with all that it needs, and then gets the connection.
 """
 
 from __future__ import annotations

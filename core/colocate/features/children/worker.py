@@ -234,7 +234,7 @@ class ChildrenOfWorker(OfWorker):
             self._check(role, row=row)
 
     def reached(self, asking: Context, role: RoleInstance, tags: Collection[str]) -> None:
-        """Refuse a sibling role that needs a dead child; functions may have the sibling for a look."""
+        """Refuse a sibling role that needs a dead child; functions still get the sibling, for a look inside."""
         if self.dead and asking.role is not None:
             self._check(role)
 

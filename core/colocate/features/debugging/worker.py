@@ -88,7 +88,7 @@ class DebuggingOfWorker(OfWorker):
         assert isinstance(message, Typed | LetGo)
         if not message.number:
             self.stops()
-        elif (stop := self._stops.get(message.number)) is not None:  # None: the stop has just ended
+        elif (stop := self._stops.get(message.number)) is not None:  # None if the stop has just ended
             stop.lines.put(message.line if isinstance(message, Typed) else None)
 
     def stops(self) -> None:

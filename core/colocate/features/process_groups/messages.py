@@ -40,7 +40,7 @@ class DropGroups(Message):
     """Ask for a drop of broken process groups, once all ranks are back; answered by `GroupsDropped`."""
 
     number: int  # of the hold
-    names: Sequence[str]  # of the groups; empty if only roles are to be renewed
+    names: Sequence[str]  # the groups' names; empty if only roles are to be renewed
     everybody: bool  # whether to renew all roles, not only users of these groups
 
 
@@ -62,7 +62,7 @@ class GroupsDropped(Message):
 
     number: int  # of the hold
     holders: Sequence[str]  # names of groups that somebody still holds
-    failure: Failure | None  # of a role's `renew`
+    failure: Failure | None  # the error of a role's `renew`; None for none
 
     def head(self) -> Head:
         """Return the wire format of the message."""

@@ -255,7 +255,7 @@ class _Session:
     def begin(self) -> None:
         for node in list(self._connection.worker_groups.values()):
             if node.alive:
-                is_other = node.name not in self._groups  # another group may hang, or may just have died.
+                is_other = node.name not in self._groups  # another group may hang, or may just have died
                 within_s, errors = (1.0, (ColocateError, TimeoutError)) if is_other else (_CLOCKS_WITHIN_S, ())
                 with contextlib.suppress(*errors):
                     ahead = partial(cast("ProfilingOfGroup", node.part("profiling")).ahead, within_s)

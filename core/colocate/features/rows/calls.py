@@ -113,7 +113,7 @@ class Flow:
         return None
 
     def _able(self) -> Collection[int]:
-        """Return the slots where rows don't fail at once; all slots if there is none, since rows give the reason."""
+        """Return slots where rows don't fail at once; all slots if there is none: rows fail with the reason then."""
         return [slot for slot in self._free if slot not in self._bereft] or self._free
 
     def ended(self, row: int, again: bool = False, is_bereft: bool = False) -> None:
