@@ -1,6 +1,6 @@
-"""In a forked child the wire closes its copies of the parent's sockets, so that a fork keeps no connection alive.
+"""Close the wire's inherited sockets in a forked child, so that a fork keeps no connection alive.
 
-Only descriptors are closed: nothing is sent, no callback runs, no lock of the parent is taken.
+Only descriptors are closed: nothing is sent, no callback runs, and no lock of the parent is taken.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ S = TypeVar("S", bound=socket.socket)
 
 
 class Forgetful(Protocol):
-    """What can drop everything it inherited through a fork."""
+    """An object that releases inherited descriptors in a forked child."""
 
     def forget(self) -> None:
         """Close the child's copies of descriptors, and refuse further use."""
@@ -31,12 +31,12 @@ def track_socket(sock: S) -> S:
 
 
 def is_tracked(fd: int) -> bool:
-    """Return whether a descriptor is that of a tracked socket."""
+    """Return whether a descriptor belongs to a tracked socket."""
     return any(sock.fileno() == fd for sock in list(_sockets))
 
 
 def track(thing: Forgetful) -> None:
-    """Call its `forget` in forked children."""
+    """Register an object whose `forget` is called in forked children."""
     _live.add(thing)
 
 
@@ -45,11 +45,11 @@ def _in_child() -> None:
     for closing in (*(thing.forget for thing in list(_live)), *(sock.close for sock in list(_sockets))):
         try:
             closing()
-        except Exception as error:  # the others nevertheless: what isn't forgotten waits for the parent
+        except Exception as error:  # go on: a socket left open would keep the parent's connection alive
             errors.append(error)
     _live.clear()
     _sockets.clear()
-    if errors:  # of an exception that is raised here Python prints only the words
+    if errors:  # Python prints only the text of an exception raised here
         text = "; ".join(f"{type(error).__name__}: {error}" for error in errors)
         raise ExceptionGroup(f"not all connections of the parent could be closed in a forked child ({text})", errors)
 

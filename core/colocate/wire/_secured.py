@@ -1,4 +1,4 @@
-"""The standard library's TLS socket, as the wire uses it: from several threads, and perhaps without blocking."""
+"""Adapt the standard library's TLS socket to the wire: use from several threads, and non-blocking."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from colocate.wire._forks import track_socket
 
 
 class Secured(ssl.SSLSocket):
-    """A connection with TLS on it. An end of it is an end of file, announced or not: who is killed announces nothing.
+    """A TLS socket that treats any end of the connection as end of file: a killed peer announces nothing.
 
     Attributes:
-        is_open: Whether TLS is set up, and the other side has proved the secret.
-        has_more: Whether there is something to receive that the kernel knows nothing of.
-        wants_write: Whether what was tried last waits for room in the socket, otherwise for what the other side says.
-        to_say: What is left to say to prove a secret of both sides.
-        to_hear: What the other side has yet to say for that.
+        is_open: Whether the handshake is done, and the peer has proved the secret.
+        has_more: Whether decrypted bytes are buffered, which the kernel doesn't report as readable.
+        wants_write: Whether the last operation waits for room in the socket, instead of for data.
+        to_say: The unsent rest of this side's proof of the secret.
+        to_hear: The rest of the proof expected from the peer.
     """
 
     CHUNK_BYTES = 1 << 17
@@ -31,61 +31,62 @@ class Secured(ssl.SSLSocket):
     _lock: threading.Lock
 
     def __new__(cls, *args: Any, **named: Any) -> Secured:
-        """As `SSLSocket` is made, which has no place for more."""
+        """Create a socket with a lock; the constructor of `SSLSocket` isn't public."""
         made = super().__new__(cls, *args, **named)
-        made._lock = threading.Lock()  # one TLS mustn't be read and written at the same time
+        made._lock = threading.Lock()  # OpenSSL must not read and write one connection at the same time
         return track_socket(made)
 
     def set_up(self) -> None:
-        """Set TLS up, as far as that goes."""
+        """Advance the handshake as far as possible."""
         with self._locked():
             pass
 
     def recv_into(self, buffer: Any, nbytes: int | None = None, flags: int = 0) -> int:
-        """See `socket`; of a connection that doesn't block, several records, but never more than `CHUNK_BYTES`."""
+        """See `socket`. On a non-blocking socket this reads several records, at most `CHUNK_BYTES`."""
         view, filled = memoryview(buffer)[: self.CHUNK_BYTES], 0
         with self._locked():
-            if begun := self.pending():  # the rest of a record, of which the kernel shows nothing
+            if begun := self.pending():  # the rest of a record is buffered, invisible to the kernel
                 view = view[:begun]
             try:
                 while filled < len(view):
                     filled += (count := super().recv_into(view[filled:]))
-                    if not count:  # raises where there is no end: somebody else has closed the descriptor
+                    if not count:  # raises if other code has closed the descriptor: that is no end of file
                         self.getsockopt(socket.SOL_SOCKET, socket.SO_TYPE)
                     if not count or self.gettimeout() != 0:
                         break
             except ssl.SSLError:
-                if not filled:  # otherwise what is wrong is found again
+                if not filled:  # otherwise the next call meets the same error
                     raise
             finally:
                 self.has_more = self.pending() > 0
             return filled
 
     def recv(self, buflen: int = 1024, flags: int = 0) -> bytes:
-        """See `socket`. With flags: of what is there encrypted."""
+        """See `socket`. With flags the encrypted bytes are read."""
         if flags:
             return socket.socket.recv(self, buflen, flags)
-        if getattr(self, "_sslobj", None) is None:  # `ssl` looks itself whether the peer has gone, before there is TLS
+        # `ssl` reads before the handshake, to check whether the peer has gone.
+        if getattr(self, "_sslobj", None) is None:
             try:
                 return socket.socket.recv(self, buflen)
             except ConnectionError:
-                self.close()  # nobody else has it yet
+                self.close()  # the only reference to the socket
                 raise
         data = bytearray(buflen)
         return bytes(data[: self.recv_into(data)])
 
     def send(self, data: Any, flags: int = 0) -> int:
-        """See `socket`; after BlockingIOError it is to be called again with the same data, as OpenSSL has it."""
+        """See `socket`. After BlockingIOError call again with the same data, as OpenSSL requires."""
         with self._locked():
             return super().send(memoryview(data)[: self.CHUNK_BYTES])
 
     def shutdown(self, how: int) -> None:
-        """See `socket`: who still reads finds the end, and nothing that is encrypted."""
+        """See `socket`. Blocked readers see the end, and no TLS message is sent."""
         socket.socket.shutdown(self, how)
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """Go on setting TLS up first, and say what goes wrong as other sockets do."""
+        """Hold the lock, advance the handshake first, and translate TLS errors to those of plain sockets."""
         with self._lock:
             try:
                 if not self.is_open:
@@ -106,7 +107,7 @@ class Secured(ssl.SSLSocket):
     def _open(self) -> None:
         self.do_handshake()
         if self.to_say:
-            super().send(self.to_say)  # so little that it is taken whole
+            super().send(self.to_say)  # short enough to be sent whole
             self.to_say = b""
         while self.to_hear:
             part = super().recv(len(self.to_hear))

@@ -1,4 +1,4 @@
-"""`Arriving`: a body that is sent on while it arrives."""
+"""Forward a body while the body is still arriving (`Arriving`)."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from colocate.wire.memory_files import keep_length, new_file
 
 
 class Arriving:
-    """A body in a file, as much of it as has come. Others may have it sent on from there; nobody writes over it.
+    """A body in a file that grows as data arrive. Others may forward the file's bytes; nobody overwrites them.
 
     Attributes:
-        sizes: Of its segments.
-        length: Of all of it.
-        file: The descriptor, which is open as long as this exists.
-        memory: Where it is to be written.
+        sizes: Sizes of the segments.
+        length: Total length in bytes.
+        file: The descriptor, open as long as this object exists.
+        memory: The buffer to fill.
     """
 
     def __init__(self, sizes: Sequence[int], length: int) -> None:
-        """Nothing has come.
+        """Create an empty file of this length.
 
         Raises:
             OSError: No descriptor is free, or no memory.
@@ -37,7 +37,7 @@ class Arriving:
         self.memory = memoryview(mmap.mmap(self.file, length))
 
     def grew(self, come: int) -> None:
-        """Note that so much has come, all together."""
+        """Record the number of bytes that have arrived."""
         with self._news:
             self._come = come
             if come == self.length:
@@ -45,16 +45,16 @@ class Arriving:
             self._news.notify_all()
 
     def fail(self) -> None:
-        """No more of it will come."""
+        """Mark the body as broken: no more bytes will arrive."""
         with self._news:
             self._failed = True
             self._news.notify_all()
 
     def wait(self, than: int) -> int:
-        """Wait until more has come; how much that is.
+        """Wait until more than `than` bytes have arrived; return the number.
 
         Raises:
-            ConnectionAbortedError: No more will.
+            ConnectionAbortedError: The body is broken.
         """
         with self._news:
             while self._come <= than:
@@ -64,7 +64,7 @@ class Arriving:
             return self._come
 
     def again(self) -> int:
-        """Return another descriptor of the file; -1 where none is free."""
+        """Return a duplicate of the descriptor; -1 if none is free."""
         try:
             return os.dup(self.file)
         except OSError:
@@ -76,4 +76,4 @@ class Arriving:
 
 
 Arrives: TypeAlias = Callable[[tuple[object, ...], Sequence[int], int], "Arriving | None"]
-"""Given a head, and sizes and length of the body that follows: where that is to arrive; None for memory alone."""
+"""Chooses the destination of a body, given the message's head, and the body's sizes and length; None for plain memory."""

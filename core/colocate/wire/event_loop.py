@@ -1,4 +1,4 @@
-"""An event loop: one thread that does the input and output of any number of lanes, and lets others in at listeners."""
+"""Run the input and output of any number of lanes and listeners on one thread (`EventLoop`)."""
 
 from __future__ import annotations
 
@@ -35,37 +35,37 @@ Kind: TypeAlias = Literal["unix", "tcp"]
 
 LOOPBACK = "127.0.0.1"
 _EVENTS = 256
-_LOOKS_EVERY_S = 3600.0  # epoll takes no month
-# What waits for its turn when many workers dial at once.
+_LOOKS_EVERY_S = 3600.0  # seconds; epoll's timeout is limited
+# Connections waiting for `accept` when many workers dial at once.
 _BACKLOG = 1024
-# So many strangers are heard at the same time, unless that is too many for the descriptors of this process. Whoever
-# comes then takes the place of any of them: who says nothing is displaced in the end, who knows the key comes again.
+# Unauthenticated connections at the same time, further limited by this process's descriptors. A new connection then
+# displaces a random one: silent strangers are displaced in the end, and peers with the key dial again.
 _MOST_STRANGERS = 512
 _ACCEPTS = 16
-# How long a listener pauses when the process has no free descriptor.
+# Seconds that a listener pauses if the process has no free descriptor.
 _PAUSE_S = 0.1
-# What `accept` says when its process, or the machine, is full.
+# Errors of `accept` if the process or the machine has no room.
 _NO_ROOM = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 
 
 class EventLoop:
-    """Serves lanes, listeners and any other descriptors on one thread.
+    """Serves lanes, listeners and other descriptors on one thread.
 
-    All callbacks run on that thread, one at a time: they must not block. One that raises is reported
-    (`threading.excepthook`); its lane is closed, its descriptor no longer watched. Should an exception end the thread
-    all the same, all lanes end with that as their reason, and `on_death` is told.
+    All callbacks run on that thread, one at a time, and must not block. A callback that raises is reported
+    (`threading.excepthook`); its lane is closed, or its descriptor no longer watched. If an exception ends the thread,
+    all lanes end with that reason, and `on_death` is called.
     """
 
     def __init__(
         self, name: str, own_thread: bool = True, on_death: Callable[[str], None] = lambda reason: None
     ) -> None:
-        """Make an event loop.
+        """Create an event loop.
 
         Args:
-            name: Its thread is called `colocate-NAME`.
-            own_thread: False: nothing happens until some thread calls `run`.
-            on_death: Called on its thread, once its lanes have ended, when an exception has ended it: nothing of what
-                was given to it will happen, and whoever waits for that is to be told the reason.
+            name: Name for the thread, `colocate-NAME`.
+            own_thread: Whether to start a thread on first use; otherwise some thread calls `run`.
+            on_death: Called on the thread with the reason, after all lanes have ended, if an exception has ended
+                the thread.
         """
         self.name = name
         self._own_thread = own_thread
@@ -83,13 +83,13 @@ class EventLoop:
         self.scratch = memoryview(bytearray(SCRATCH_BYTES))
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
-        self.is_closing = False  # it serves nothing new
+        self.is_closing = False  # refuses new descriptors
         self._ending = False
         self._ended = threading.Event()
         track(self)
 
     def start(self) -> None:
-        """Start its thread now, instead of with the first use.
+        """Start the thread now, instead of on first use.
 
         Raises:
             RuntimeError: No thread can be started.
@@ -98,15 +98,18 @@ class EventLoop:
             self._start()
 
     def attach(self, sock: socket.socket, on_message: OnMessage, on_closed: OnClosed) -> SocketLane:
-        """Make a lane of a connected, authenticated socket, which is the event loop's from now on.
+        """Create a lane for a connected, authenticated socket, which the event loop owns from now on.
 
         Args:
             sock: The socket.
-            on_message: Gets each message's head and body, in order; may be called before this returns.
+            on_message: Called with each message's head and body, in order, possibly before this returns.
             on_closed: Called once, last, with the reason.
 
         Returns:
             The lane.
+
+        Raises:
+            ClosedError: The event loop is closed.
         """
         track_socket(sock)
         sock.setblocking(False)
@@ -115,19 +118,19 @@ class EventLoop:
         with self._lock:
             self._register(sock.fileno(), lane._on_events)
             self._lanes[sock.fileno()] = lane
-        if lane._secured is not None:  # it may have more than the kernel knows of
+        if lane._secured is not None:  # TLS may have buffered data that the kernel doesn't report
             self.later(0.0, partial(lane.receive, self.scratch))
         return lane
 
     def listen(self, listener: Listener, key: bytes, on_accept: Callable[[socket.socket], None]) -> None:
-        """Accept connections that know the key; the listener is the event loop's from now on.
+        """Accept connections that prove the key; the event loop owns the listener from now on.
 
-        Strangers are given a bounded time and number; they hold up nobody.
+        Strangers are limited in time and number, and delay nobody.
 
         Args:
-            listener: What `listen` gave.
-            key: The secret that both sides know.
-            on_accept: Gets each authenticated connection, and owns it.
+            listener: The listener, from `listen`.
+            key: The shared secret.
+            on_accept: Called with each authenticated connection, which it owns.
         """
         listener._event_loop, listener._key, listener._on_accept = self, key, on_accept
         with self._lock:
@@ -135,11 +138,11 @@ class EventLoop:
             self._register(listener.fileno(), listener._on_events)
 
     def watch(self, fd: int, callback: Callable[[], None]) -> None:
-        """Call back whenever a descriptor is readable (a log pipe, a pidfd); it stays the caller's.
+        """Call back whenever a descriptor is readable (a log pipe, a pidfd). The caller still owns the descriptor.
 
         Args:
             fd: The descriptor.
-            callback: Must read, or unwatch; otherwise it is called again and again.
+            callback: Must read or unwatch, or is called again and again.
         """
 
         def on_events(_events: int) -> None:
@@ -152,20 +155,20 @@ class EventLoop:
         self.serve(fd, on_events)
 
     def unwatch(self, fd: int) -> None:
-        """Watch no longer; from another thread, a callback may still be under way. Before closing the descriptor."""
+        """Stop watching a descriptor, before closing it. On another thread, a callback may still be running."""
         with self._lock:
             if self._handlers.pop(fd, None) is not None and not self._ended.is_set():
                 self._epoll.unregister(fd)
 
     def later(self, seconds: float, action: Callable[[], None]) -> None:
-        """Run an action on the event loop's thread after some time; from any thread. Dropped when that is closed."""
+        """Run an action on the event loop's thread after some seconds. Safe on any thread. Dropped on close."""
         with self._lock:
             if self.is_closing:
                 return
             self._start()
             heapq.heappush(self._timers, (time.monotonic() + seconds, next(self._order), action))
             if threading.current_thread() is not self._thread:
-                self._wake()  # it may be waiting for longer than that
+                self._wake()  # the thread may be in a longer wait
 
     def run(self) -> None:
         """Serve on the calling thread until the event loop is closed (`own_thread=False`)."""
@@ -176,12 +179,12 @@ class EventLoop:
         self._serve()
 
     def close(self, timeout: float | None = None) -> bool:
-        """Close everything; each lane's `on_closed` is called. Idempotent.
+        """Close all lanes and listeners; each lane's `on_closed` is called. Idempotent.
 
         On the event loop's own thread this returns at once, and all is closed when the current callback has returned.
 
         Args:
-            timeout: How long to wait for a callback that is under way.
+            timeout: Seconds to wait for a running callback.
 
         Returns:
             Whether everything is closed.
@@ -200,13 +203,14 @@ class EventLoop:
         return self._ended.is_set()
 
     def forget(self) -> None:
-        """In a forked child: close what was inherited; the parent's connections stay as they are."""
+        """Close all inherited descriptors in a forked child; the parent's connections stay open."""
         ended, self._ended = self._ended.is_set(), threading.Event()
-        self._ended.set()  # before anything that may fail: whoever closes it here mustn't wait for the parent's thread
+        # First, as later steps may fail: a `close` in the child must not wait for the parent's thread
+        self._ended.set()
         self.is_closing = self._ending = True
         self._lock = threading.Lock()
         if not ended:
-            # Not unregister: the child's epoll is the parent's.
+            # Not unregister: parent and child share one epoll.
             self._epoll.close()
             self._woken.close()
             self._waker.close()
@@ -216,7 +220,7 @@ class EventLoop:
     # -- for lanes and listeners
 
     def serve(self, fd: int, handler: Callable[[int], None]) -> None:
-        """Call back with the events of this descriptor from now on.
+        """Call a handler with the events of a descriptor from now on.
 
         Raises:
             ClosedError: The event loop is closed.
@@ -225,22 +229,23 @@ class EventLoop:
             self._register(fd, handler)
 
     def look_for(self, sock: socket.socket, events: int) -> None:
-        """Look for these events of this socket from now on."""
+        """Set the events to poll on a socket."""
         self._epoll.modify(sock, events)
 
     def drop(self, sock: socket.socket) -> None:
-        """Serve this socket no longer (before it is closed)."""
+        """Stop serving a socket, before the socket is closed."""
         with self._lock:
             self._lanes.pop(sock.fileno(), None)
             if self._handlers.pop(sock.fileno(), None) is not None:
                 try:
                     self._epoll.unregister(sock)
                 except OSError as error:
-                    if error.errno != errno.EBADF:  # whoever closed the descriptor has taken it off the list
+                    # Other code has closed the descriptor, which removes the registration
+                    if error.errno != errno.EBADF:
                         raise
 
     def _register(self, fd: int, handler: Callable[[int], None]) -> None:
-        """With the lock held."""
+        """Register a descriptor. With the lock held."""
         if self.is_closing:
             raise ClosedError(f"event loop {self.name!r} is closed: it serves nothing any more")
         self._start()
@@ -248,7 +253,10 @@ class EventLoop:
         self._handlers[fd] = handler
 
     def _start(self) -> None:
-        """With the lock held. Raises RuntimeError when no thread can be started; the next use tries it again."""
+        """Start the thread.
+
+        With the lock held. Raises RuntimeError if no thread can be started; the next use tries again.
+        """
         if self._own_thread and self._thread is None:
             thread = Thread(target=self._serve, name=f"colocate-{self.name}")
             thread.start()
@@ -258,12 +266,12 @@ class EventLoop:
         try:
             while not self.is_closing:
                 for fd, events in self._epoll.poll(self._patience(), _EVENTS):
-                    # An earlier callback of this round may have dropped it.
+                    # An earlier callback of this round may have dropped the descriptor.
                     if (handler := self._handlers.get(fd)) is not None:
                         handler(events)
-                        del handler  # with what it holds
+                        del handler  # releases references
         except BaseException as error:
-            if not self._own_thread:  # it is its caller's, who sees the exception
+            if not self._own_thread:  # the caller of `run` sees the exception
                 raise
             report_exception()
             reason = f"thread {threading.current_thread().name!r} was ended by {error_text(error)}"
@@ -273,8 +281,8 @@ class EventLoop:
             self._end()
 
     def _patience(self) -> float:
-        """Run what is due by now; return how long until the next is."""
-        now = time.monotonic()  # what becomes due while these run comes after what descriptors have
+        """Run all due timers; return the seconds until the next one, or -1 for none."""
+        now = time.monotonic()  # read once: timers that become due meanwhile run after the descriptors' events
         while self._timers:
             with self._lock:
                 left = self._timers[0][0] - now
@@ -285,7 +293,7 @@ class EventLoop:
         return -1
 
     def _wake(self) -> None:
-        with suppress(BlockingIOError):  # it has been woken so often that it hasn't come to that yet
+        with suppress(BlockingIOError):  # the wake-up buffer is full: the thread will wake anyway
             self._waker.send(b"\0")
 
     def _on_wake(self, _events: int) -> None:
@@ -311,7 +319,7 @@ class EventLoop:
 
 
 def _try(job: Callable[[], object]) -> None:
-    """Do one thing of many: what it raises is reported, and the others are done as well."""
+    """Run one of several jobs; report an exception, so that the other jobs run, too."""
     try:
         job()
     except Exception:
@@ -319,10 +327,10 @@ def _try(job: Callable[[], object]) -> None:
 
 
 class Listener:
-    """A listening socket, with the connections to it that are still proving who they are; `EventLoop.listen` serves it.
+    """A listening socket, with its connections that aren't authenticated yet; served by `EventLoop.listen`.
 
     Attributes:
-        address: What others pass to `connect`.
+        address: The address for `connect`.
     """
 
     _event_loop: EventLoop
@@ -333,20 +341,20 @@ class Listener:
         self._sock = sock
         self._context = context
         self.address = address
-        self._strangers: dict[int, Hello] = {}  # by descriptor, the oldest first
+        self._strangers: dict[int, Hello] = {}  # by descriptor, oldest first
         self._most = min(_MOST_STRANGERS, max(64, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4))
         self._sweeping = False
 
     def fileno(self) -> int:
-        """Return the descriptor; -1 when closed."""
+        """Return the descriptor; -1 if closed."""
         return self._sock.fileno()
 
     def close(self) -> None:
-        """Stop listening; the address is gone."""
+        """Stop listening; the address disappears."""
         self._sock.close()
 
     def _end(self) -> None:
-        """Close the socket, and what hasn't become a connection."""
+        """Close the socket and all unauthenticated connections."""
         for hello in list(self._strangers.values()):
             self._drop(hello)
         if self._sock.fileno() >= 0:
@@ -354,8 +362,8 @@ class Listener:
         self.close()
 
     def _on_events(self, events: int) -> None:
-        """Let in who has come."""
-        if events & select.EPOLLHUP:  # it was shut down from outside: who dials is refused from now on
+        """Accept waiting connections, and begin to authenticate."""
+        if events & select.EPOLLHUP:  # other code has shut the socket down: refuse further connections
             self._end()
             return
         for _ in range(_ACCEPTS):
@@ -365,10 +373,10 @@ class Listener:
                 return
             except OSError as error:
                 if error.errno not in _NO_ROOM:
-                    continue  # That connection has gone again.
+                    continue  # that connection has gone again
                 if self._strangers:
                     self._displace()
-                else:  # those that dial wait a moment
+                else:  # waiting connections must be patient
                     self._event_loop.look_for(self._sock, 0)
                     self._event_loop.later(_PAUSE_S, self._resume)
                 return
@@ -384,7 +392,7 @@ class Listener:
                     sock = encrypted(sock, self._context, server=True)
                 hello = Hello(sock, self._key)
                 self._event_loop.serve(sock.fileno(), partial(self._advance, hello))
-            except (OSError, ValueError, ClosedError):  # it has gone, or the event loop is being closed
+            except (OSError, ValueError, ClosedError):  # the peer has gone, or the event loop is closing
                 sock.close()
                 continue
             self._strangers[sock.fileno()] = hello
@@ -412,22 +420,22 @@ class Listener:
             self._on_accept(hello.sock)
         except Exception:
             hello.sock.close()
-            if not self._event_loop.is_closing:  # nothing is attached to an event loop that is being closed
+            if not self._event_loop.is_closing:  # expected while the event loop is closing
                 report_exception()
 
     def _drop(self, hello: Hello) -> None:
-        if self._strangers.get(hello.sock.fileno()) is hello:  # it hasn't become a connection
+        if self._strangers.get(hello.sock.fileno()) is hello:  # not authenticated yet
             del self._strangers[hello.sock.fileno()]
             self._event_loop.drop(hello.sock)
             hello.sock.close()
 
     def _displace(self) -> None:
-        """Drop a stranger, any: the oldest may be one that is far away."""
+        """Drop a random stranger: the oldest one may just be far away."""
         place = random.randrange(len(self._strangers))
         self._drop(next(islice(self._strangers.values(), place, None)))
 
     def _sweep(self) -> None:
-        """Drop those that have been silent too long; come back while there are others."""
+        """Drop strangers that have been silent too long; repeat while others remain."""
         oldest_allowed = time.monotonic() - HANDSHAKE_S
         for hello in list(self._strangers.values()):
             if hello.since > oldest_allowed:
@@ -446,12 +454,12 @@ def listen_widely(
     ports: tuple[int, int] | None = None,
     what: str = "a listener",
 ) -> list[Listener]:
-    """Open what others on this machine reach and, with a host, what those on other machines do; see `listen`.
+    """Open a listener for this machine and, given a host, another for other machines; see `listen`.
 
     Returns:
-        The listeners; an address for all of them is theirs, joined by commas.
+        The listeners; their addresses, joined by commas, are one address for peers.
     """
-    # First: it may raise.
+    # The TCP listener first: opening may raise.
     widely = [] if host is None else [listen("tcp", host, tls, bind=bind, ports=ports, what=what)]
     return [listen("unix"), *widely]
 
@@ -468,18 +476,18 @@ def listen(
     """Open a listening socket.
 
     Args:
-        kind: `"unix"` (only this machine reaches it; faster: large memory is passed, not copied) or `"tcp"`.
-        host: With `"tcp"`: the address of this machine that others dial; loopback for this machine only.
-        tls: With `"tcp"`: what the connections are encrypted with.
-        bind: With `"tcp"`: the address to listen on, where that isn't the one that others dial; "0.0.0.0" for all.
-        ports: With `"tcp"`: the first and the last port of those to listen on; None for any that is free.
-        what: What needs the port, for the error when none of them is free.
+        kind: `"unix"` (for this machine only, and faster: large memory is passed, not copied) or `"tcp"`.
+        host: With `"tcp"`: the address of this machine for peers; loopback for this machine only.
+        tls: With `"tcp"`: certificates to encrypt connections.
+        bind: With `"tcp"`: the address to listen on, if different from `host`; "0.0.0.0" for all.
+        ports: With `"tcp"`: the first and last allowed port; None for any free port.
+        what: The purpose of the port, for the error if none is free.
 
     Returns:
         The listener.
 
     Raises:
-        OSError: It can't be listened there, or no port of these is free.
+        OSError: The address can't be used, or no allowed port is free.
     """
     context = None if tls is None else tls.context(server=True)
     if kind == "unix":
@@ -496,15 +504,15 @@ def listen(
 
 
 def listening_within(host: str, ports: tuple[int, int] | None, what: str) -> socket.socket:
-    """Return a TCP socket that listens, at some port.
+    """Return a listening TCP socket on an allowed port.
 
     Args:
         host: The address to listen on.
-        ports: The first and the last of those that may be taken; None for any that is free.
-        what: What needs the port, for the error: "the keeper of a slot".
+        ports: The first and last allowed port; None for any free port.
+        what: The purpose of the port, for the error: "the keeper of a slot".
 
     Raises:
-        OSError: No port of these is free; or it can't be listened there.
+        OSError: No allowed port is free, or the address can't be used.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     if ports is None:
@@ -526,10 +534,10 @@ def listening_within(host: str, ports: tuple[int, int] | None, what: str) -> soc
 def _listening(family: int, name: Any) -> socket.socket:
     sock = track_socket(socket.socket(family))
     try:
-        if family != socket.AF_UNIX and name[1] != 0:  # otherwise a port is chosen that is nobody's
+        if family != socket.AF_UNIX and name[1] != 0:  # for port 0 the kernel chooses a free port
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(name)
-        # The connections inherit it, and so don't keep the address taken.
+        # Accepted connections inherit the option, and don't block the address after the listener's end.
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.listen(_BACKLOG)
     except BaseException:

@@ -36,34 +36,34 @@ Head: TypeAlias = tuple[Any, ...]
 Message: TypeAlias = tuple[Head, Packed | None]
 
 _VERSION = 1
-# Without a body; its payload follows; its payload is in the file passed along, or in one that is written again.
+# Kinds of frames: no body; payload follows inline; payload in the passed file; payload in a reused file.
 _BARE, _INLINE, _FILE, _AREA = range(4)
 _PREFIX = struct.Struct("<BBxxIIQ")  # version, kind, length of the head, number of segments, length of the payload
 _ALIGN = 64
 _ZEROS = bytes(_ALIGN)
 
-# From here on, a file is faster than the socket's buffers (measured: they are equal at 256 KiB).
+# Above this size, a file is faster than the socket's buffers (measured: equal at 256 KiB).
 FILE_BYTES = 256 << 10
-# What one call may write of a payload, so that nobody waits long for the lane's lock.
+# Maximum bytes per write of a payload, so that no thread waits long for the lane's lock.
 _STRIDE_BYTES = 4 << 20
-SMALL_BYTES = 16 << 10  # what is sent at once, beside its head, where the socket takes anything
+SMALL_BYTES = 16 << 10  # messages up to this size are sent at once, with their head, if the socket is writable
 SCRATCH_BYTES = 64 << 10
 HOLE = 0x7E5EC0DED0C0FFEE
-"""Stands in a head for a number that isn't known yet."""
+"""Placeholder in a head for a number to be filled in later."""
 _NUMBER = struct.Struct("<q")
 _DIRECT_BYTES = 16 << 10
 _EXTRAS_BYTES = socket.CMSG_SPACE(4)
-_TRUNCATED = int(socket.MSG_CTRUNC)  # as an enum it costs more than receiving
+_TRUNCATED = int(socket.MSG_CTRUNC)  # a plain int: comparing with the enum costs more than receiving
 
 
 class Frame:
-    """One encoded message, ready for any number of sockets. It holds a copy of the body.
+    """An encoded message, ready for any number of sockets. Holds a copy of the body.
 
-    Whoever encodes it closes it; sockets that are still sending keep its memory until they are through.
+    The encoder closes the frame; sockets that are still sending keep the memory until they are done.
 
     Attributes:
-        puts: Put numbers into the head, each into its place.
-        small: All of it, where it is so little that a socket which takes anything takes all; else None.
+        puts: Functions that fill a number into each placeholder of the head.
+        small: The whole message if it is small enough for one write; else None.
     """
 
     __slots__ = ("_inline", "puts", "small")
@@ -76,17 +76,17 @@ class Frame:
         )
 
     def sending(self, passes_files: bool) -> SmallSending | Sending:
-        """Return what writes the frame to one socket, and holds its memory until then."""
+        """Return a writer for one socket, which keeps the frame's memory until done."""
         return SmallSending(self._inline)
 
     def hold(self) -> None:
-        """Keep the memory until `close` is called once more."""
+        """Add a reference to the memory; `close` drops one."""
 
     def close(self) -> None:
-        """Give up one hold; the last one frees the memory."""
+        """Drop a reference; the last one frees the memory."""
 
     def abandon(self) -> None:
-        """Close the file whoever holds it: in a forked child, which inherited a copy of its descriptor."""
+        """Close the inherited file in a forked child, regardless of references."""
 
     def __enter__(self) -> Frame:
         return self
@@ -98,10 +98,10 @@ class Frame:
 
 
 class _FileFrame(Frame):
-    """A frame whose payload lies in a file. Where files can't be passed, the payload's bytes are sent."""
+    """A frame with the payload in a file. Sockets that can't pass files get the payload's bytes."""
 
     __slots__ = ("_file", "_holders", "_lock", "_passed", "arriving", "payload_bytes")
-    arriving: Arriving  # where its payload is one
+    arriving: Arriving  # the source of the payload, if still arriving
 
     def __init__(
         self, passed: bytearray, inline: bytearray, file: int, payload_bytes: int, places: Sequence[int]
@@ -134,8 +134,8 @@ class _FileFrame(Frame):
             if self._holders == 0 and self._file >= 0:
                 os.close(self._file)
                 self._file = -1
-                self.puts = ()  # which lead back here
-                # Nothing is left to do at its end: what a signal's handler raises there would be lost.
+                self.puts = ()  # break the reference cycle
+                # A frame without a finalizer: an exception of a signal handler in a finalizer would be lost.
                 object.__setattr__(self, "__class__", _FileFrame)
 
     def abandon(self) -> None:
@@ -145,7 +145,7 @@ class _FileFrame(Frame):
 
 
 class _OpenFrame(_FileFrame):
-    """A frame with a file that is open, which is closed with the frame at the latest."""
+    """A file frame with an open file, closed by the finalizer at the latest."""
 
     __slots__ = ()
 
@@ -155,20 +155,20 @@ class _OpenFrame(_FileFrame):
 
 @attrs.frozen(eq=False)
 class InFile:
-    """A body that lies in a file already; see `Area`."""
+    """A body that is already in a reusable file; see `Area`."""
 
     file: int
     sizes: tuple[int, ...]
     length: int
 
     def frame(self, header: bytes) -> Frame:
-        """Return a frame with it."""
+        """Return a frame that passes the file."""
         by_file, by_bytes = _heads(header, self.sizes, self.length, _AREA)
         return _OpenFrame(by_file, by_bytes, os.dup(self.file), self.length, ())
 
 
 class _ArrivingFrame(_OpenFrame):
-    """A frame of a body that arrives: its bytes are sent as they come, the file itself when all have."""
+    """A frame of an arriving body: bytes are sent as they arrive; the file is passed once complete."""
 
     __slots__ = ()
 
@@ -184,18 +184,17 @@ class _ArrivingFrame(_OpenFrame):
 
 
 class Area:
-    """A file to write one body after the other into, each over the one before, when nobody reads that any more.
+    """A reusable shared-memory file: the next body overwrites the previous one after all readers are done.
 
-    New memory, and memory that is mapped anew, cost more than a copy into memory that is there does.
+    New memory and new mappings cost more than a copy into existing memory.
     """
 
     def __init__(self) -> None:
-        """Make an empty area."""
         self._file = -1
         self._memory: mmap.mmap | None = None
 
     def write(self, body: Packed) -> InFile | Packed:
-        """Have a body lie in the file; a small one is better sent by itself.
+        """Write a body into the file; a small body is returned unchanged, because sending is faster.
 
         Raises:
             OSError: No descriptor is free, or no memory.
@@ -215,13 +214,13 @@ class Area:
             with memoryview(piece) as memory:
                 if memory.readonly:
                     self._memory[at : at + memory.nbytes] = memory
-                elif memory.nbytes:  # without the interpreter's lock: those who read the one before ask meanwhile
+                elif memory.nbytes:  # memmove releases the GIL, for the threads that wait for earlier readers
                     ctypes.memmove(start + at, ctypes.addressof(ctypes.c_char.from_buffer(memory)), memory.nbytes)
                 at += memory.nbytes
         return InFile(self._file, sizes, length)
 
     def close(self, above: int = -1) -> None:
-        """Let go of the file, if it has more bytes than `above`: whoever has it mapped still has its memory."""
+        """Close the file if larger than `above` bytes; existing mappings stay valid."""
         if len(self._memory or b"") <= above:
             return
         if self._memory is not None:
@@ -232,14 +231,14 @@ class Area:
 
 
 def encode(head: Head, body: Packed | InFile | Arriving | None = None) -> Frame:
-    """Make a frame. The body is copied: its memory may change afterwards.
+    """Encode a message. The body is copied: its memory may change afterwards.
 
     Args:
         head: Plain builtins, small.
-        body: What `pack` gave, or None.
+        body: The body from `pack`, or None.
 
     Returns:
-        The frame; close it when it has been given to all lanes.
+        The frame; close it after all lanes have it.
     """
     header = pickle.dumps(head, protocol=5)
     if isinstance(body, Arriving):
@@ -248,12 +247,12 @@ def encode(head: Head, body: Packed | InFile | Arriving | None = None) -> Frame:
 
 
 def numbered(head: Head, count: int, body: Packed | None = None) -> Frame:
-    """Make a frame of a message in whose head numbers are to be put, by its `puts`.
+    """Encode a message with placeholders in the head, to be filled by the frame's `puts`.
 
     Args:
-        head: As of `encode`, with `HOLE` and the numbers after it where numbers aren't known yet.
-        count: How many.
-        body: As of `encode`.
+        head: As for `encode`, with `HOLE`, `HOLE + 1` and so on as placeholders.
+        count: The number of placeholders.
+        body: As for `encode`.
     """
     return _frame(*(_with_hole(head) if count == 1 else _with_holes(head, count)), body)
 
@@ -270,7 +269,7 @@ def _frame(header: bytes, places: Sequence[int], body: Packed | None) -> Frame:
 
 
 def _heads(header: bytes, sizes: Sequence[int], length: int, kind: int = _FILE) -> tuple[bytearray, bytearray]:
-    """Return what comes before a payload that lies in a file, of this kind, and before one that follows."""
+    """Return the bytes before the payload: for a payload in a file of this kind, and for an inline one."""
     table = struct.pack(f"<{len(sizes)}Q", *sizes)
     passed = _PREFIX.pack(_VERSION, kind, len(header), len(sizes), length)
     inline = _PREFIX.pack(_VERSION, _INLINE, len(header), len(sizes), length)
@@ -279,12 +278,12 @@ def _heads(header: bytes, sizes: Sequence[int], length: int, kind: int = _FILE) 
 
 @functools.lru_cache(maxsize=1024)
 def _with_hole(head: Head) -> tuple[bytes, Sequence[int]]:
-    """As `_with_holes`: most calls without arguments, and so most messages of one size, are alike."""
+    """A cached `_with_holes`: calls without arguments, and so most messages of one size, have equal heads."""
     return _with_holes(head, 1)
 
 
 def _with_holes(head: Head, count: int) -> tuple[bytes, Sequence[int]]:
-    """Return a pickled head, and where in the frame its holes are."""
+    """Return a pickled head, and the offsets of its placeholders in the frame."""
     header, places, at = pickle.dumps(head, protocol=5), list[int](), 0
     for number in range(HOLE, HOLE + count):
         at = header.index(_NUMBER.pack(number), at)
@@ -293,7 +292,7 @@ def _with_holes(head: Head, count: int) -> tuple[bytes, Sequence[int]]:
 
 
 def _lay_out(segments: tuple[Buffer, ...], sizes: list[int]) -> tuple[list[Buffer], int]:
-    """Return the segments with the gaps that align them, and how long they are together."""
+    """Return the segments with padding for alignment, and the total length."""
     if len(sizes) == 1:
         return list(segments), sizes[0]
     pieces: list[Buffer] = []
@@ -307,7 +306,7 @@ def _lay_out(segments: tuple[Buffer, ...], sizes: list[int]) -> tuple[list[Buffe
 
 
 def _split(payload: memoryview, sizes: tuple[int, ...]) -> Packed:
-    """Return the body that lies in the payload."""
+    """Split a payload into a body's segments."""
     segments = []
     start = 0
     for size in sizes:
@@ -318,7 +317,7 @@ def _split(payload: memoryview, sizes: tuple[int, ...]) -> Packed:
 
 
 class SmallSending:
-    """A frame without a file on its way through one socket."""
+    """Writes a frame without a file to one socket."""
 
     __slots__ = ("_left",)
 
@@ -326,19 +325,19 @@ class SmallSending:
         self._left = memoryview(data)[sent:]
 
     def write(self, sock: socket.socket) -> bool:
-        """As `Sending.write`."""
+        """See `Sending.write`."""
         while self._left:
             self._left = self._left[sock.send(self._left) :]
         return True
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: no memory is held."""
 
     abandon = close
 
 
 class Sending:
-    """A frame with a file on its way through one socket, whose memory it holds until `close`."""
+    """Writes a frame with a file to one socket, and holds the frame's memory until `close`."""
 
     __slots__ = ("_from", "_left", "_pass", "frame")
 
@@ -350,10 +349,10 @@ class Sending:
         self._from = frame.payload_bytes if self._pass else 0
 
     def write(self, sock: socket.socket) -> bool:
-        """Write on, a bounded amount.
+        """Write a bounded amount.
 
         Returns:
-            Whether all of it is written. False: call again.
+            Whether all is written. False: call again.
 
         Raises:
             BlockingIOError: The socket takes no more for now.
@@ -374,25 +373,25 @@ class Sending:
         return self._from == frame.payload_bytes
 
     def close(self) -> None:
-        """Let go of the frame: it is sent, or will never be."""
+        """Release the frame, sent or not."""
         self.frame.close()
 
     def abandon(self) -> None:
-        """In a forked child."""
+        """Close the inherited file in a forked child."""
         self.frame.abandon()
 
     def _there(self) -> int:
-        """Up to where the payload can be sent."""
+        """Return the length of the payload that is available to send."""
         return self.frame.payload_bytes
 
     def _pass_file(self, sock: socket.socket) -> None:
-        """Send the first bytes with the file attached to them."""
+        """Send the first bytes with the file attached."""
         rights = array.array("i", [self.frame._file])
         try:
             written = sock.sendmsg([self._left], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)])
             self._left = memoryview(self._left)[written:]
         except OSError as error:
-            # Too many files are under way (the limit is that of open files): send the bytes instead.
+            # Too many files are in flight (the limit is that of open files): send the bytes instead.
             if error.errno != errno.ETOOMANYREFS:
                 raise
             self._left = self.frame._inline
@@ -401,7 +400,7 @@ class Sending:
 
 
 class _SendingOn(Sending):
-    """A frame whose payload is still arriving: whoever writes it waits for that."""
+    """Writes a frame with a payload that is still arriving; waits for the payload."""
 
     __slots__ = ()
 
@@ -411,40 +410,40 @@ class _SendingOn(Sending):
 
 
 class Reader:
-    """The receiving end of one socket: turns what arrives into messages.
+    """Decodes messages from one socket.
 
-    Their memory is the receiver's own, but for what lies in an `Area`, which the sender may write over when it knows
-    that it is over. That is mapped once, for as long as somebody has any of it.
+    The memory of messages is the receiver's own, except in an `Area`, which the sender may overwrite after the
+    receiver's use. An area is mapped once, as long as a message from there is alive.
     """
 
     def __init__(self, passes_files: bool) -> None:
-        self._areas: WeakValueDictionary[int, mmap.mmap] = WeakValueDictionary()  # by the number of the file
+        self._areas: WeakValueDictionary[int, mmap.mmap] = WeakValueDictionary()  # by inode of the file
         self._passes_files = passes_files
-        self._files: deque[int] = deque()  # -1: one for which no descriptor was free
-        self._rest = bytearray()  # the beginning of a frame that hasn't arrived completely
+        self._files: deque[int] = deque()  # received descriptors; -1 for one that was lost because none was free
+        self._rest = bytearray()  # an incomplete frame
         self._head: Head = ()
         self._sizes: tuple[int, ...] = ()
-        self._payload: memoryview | None = None  # being filled directly by the socket, when it is long
+        self._payload: memoryview | None = None  # a long payload, filled directly by the socket
         self._filled = 0
-        self.arrives: Arrives | None = None  # says where a long payload is to arrive
+        self.arrives: Arrives | None = None  # chooses the destination of long payloads
         self._arriving: Arriving | None = None
-        self._unread = 0  # so much more of a payload that there is no room for
+        self._unread = 0  # remaining bytes of a payload that didn't fit into memory
 
     def read(self, sock: socket.socket, scratch: memoryview) -> list[Message]:
-        """Receive once, up to what the socket has.
+        """Receive once, and decode.
 
         Args:
             sock: The socket.
-            scratch: Memory that may be overwritten.
+            scratch: Memory to overwrite.
 
         Returns:
-            The messages that are complete now, in order; maybe none.
+            The messages that are now complete, in order; may be empty.
 
         Raises:
             BlockingIOError: There is nothing to read.
             EOFError: The peer has closed.
             OSError: The connection is broken.
-            ValueError: What arrives is no message.
+            ValueError: The data are no message.
         """
         payload = self._payload
         if payload is not None:
@@ -481,7 +480,7 @@ class Reader:
         return messages
 
     def close(self) -> None:
-        """Drop what has arrived and wasn't complete."""
+        """Drop incomplete data."""
         while self._files:
             if (file := self._files.popleft()) >= 0:
                 os.close(file)
@@ -502,7 +501,7 @@ class Reader:
         return count
 
     def _parse(self, view: memoryview) -> tuple[list[Message], int]:
-        """Return the messages at the beginning of the view, and how many bytes they are."""
+        """Decode the messages at the beginning of the view; return the messages and the number of bytes used."""
         messages: list[Message] = []
         at, end = 0, len(view)
         while end - at >= _PREFIX.size:
@@ -536,7 +535,7 @@ class Reader:
         return self._files.popleft()
 
     def _from_file(self, kind: int, length: int, sizes: tuple[int, ...], file: int) -> Packed:
-        """Return the body in a file; who unpacks it is told when there is no room for it."""
+        """Return the body in a file; without memory, a body that raises when unpacked."""
         if file < 0:
             return Lost.of(OSError(errno.EMFILE, NONE_FREE))
         try:
@@ -556,7 +555,7 @@ class Reader:
         return memory
 
     def _begin(self, head: Head, sizes: tuple[int, ...], length: int, first: memoryview) -> list[Message]:
-        """Have the payload come next; return the message at once when there is no room for that."""
+        """Prepare to receive a payload directly; without memory, return the message at once, with a lost body."""
         try:
             self._arriving = None if self.arrives is None else self.arrives(head, sizes, length)
             self._payload = memoryview(bytearray(length)) if self._arriving is None else self._arriving.memory

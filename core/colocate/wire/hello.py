@@ -1,15 +1,15 @@
-"""Connections between processes that prove to each other that they know one key, before anything else is read.
+"""Authenticate connections: both processes prove that they know a key, before anything else is read.
 
-The listener greets with a nonce; the dialler answers with another one and proves itself, then the listener does, by an
-HMAC-SHA256 over its name and both nonces, so that no proof can be replayed or reflected. All messages have a fixed
-size; no byte of a stranger is ever unpickled. Who is let in has heard so: before that others may have displaced it. On
-a Unix socket the kernel is asked for the other side's user besides: only one's own gets as far as that. Where
-connections are encrypted, all of it comes inside of TLS.
+The listener greets with a nonce. The dialler answers with another nonce and a proof; then the listener proves itself. A
+proof is an HMAC-SHA256 over the side's name and both nonces, which can't be replayed or reflected. All messages have a
+fixed size; no byte of a stranger is ever unpickled. An accepted dialler gets a confirmation: until then other
+connections may displace it. On a Unix socket the kernel must also report the same user for the peer. On encrypted
+connections all of this happens inside of TLS.
 
-Addresses are text: `unix:NAME`, a name in Linux's abstract namespace, and `tcp:HOST:PORT`; several, by commas, are
-ways to one listener, of which a dialler takes the first that works (a Unix socket does on its own machine); with
-`tls:HOST:PORT` the connection is encrypted besides (see `tls.py`). Abstract names vanish with their socket, also when
-the process is killed, where a socket in a directory would stay.
+Addresses are text: `unix:NAME` for a name in Linux's abstract namespace, and `tcp:HOST:PORT`, or `tls:HOST:PORT` for an
+encrypted connection (see `tls.py`). Several addresses of one listener are joined by commas; a dialler takes the first
+that works (a Unix socket works on its own machine only). Abstract names disappear with the socket, also if the process
+is killed, while a socket file would stay.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ _PROOF_BYTES = 32
 GREETING, WELCOME, REFUSED = b"colocate-wire-3\n", b"colocate-good-3\n", b"colocate-none-3\n"
 _UCRED = struct.Struct("3i")
 _BUFFER_BYTES = 1 << 20
-# A dialler that was turned away comes again after a time like this, longer each time; by chance, or all would again.
+# Seconds before a refused dialler tries again, doubled each time; random, or all would come back together.
 _AGAIN_S, _LONGEST_AGAIN_S = 0.01, 0.2
 
 
 def new_key() -> bytes:
-    """Return a fresh secret for one group of processes."""
+    """Return a new secret for a group of processes."""
     return secrets.token_bytes(KEY_BYTES)
 
 
 def _proof(key: bytes, side: bytes, nonces: bytes) -> bytes:
-    """Return what shows that a side knows the key.
+    """Return a side's proof that it knows the key.
 
     Raises:
-        ValueError: `new_key` hasn't made that key.
+        ValueError: The key isn't from `new_key`.
     """
     if len(key) != KEY_BYTES:
         raise ValueError(f"a key has {KEY_BYTES} bytes, this one {len(key)}: use colocate.wire.new_key()")
@@ -57,7 +57,7 @@ def _proof(key: bytes, side: bytes, nonces: bytes) -> bytes:
 
 
 def is_own_user(sock: socket.socket) -> bool:
-    """Return whether the kernel says that the other side of a Unix socket belongs to this user; True for others."""
+    """Return whether the peer of a Unix socket belongs to this user, as the kernel reports; True for other sockets."""
     if sock.family != socket.AF_UNIX:
         return True
     _pid, user, _group = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
@@ -65,7 +65,7 @@ def is_own_user(sock: socket.socket) -> bool:
 
 
 def tune(sock: socket.socket) -> None:
-    """Set buffers and flags for messages: a small one goes out at once, a burst of them fits."""
+    """Set buffers and flags for messages: small messages are sent at once, and bursts fit."""
     if sock.family == socket.AF_UNIX:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
     else:
@@ -73,11 +73,11 @@ def tune(sock: socket.socket) -> None:
 
 
 class Hello:
-    """The listener's side of one connection's authentication, without blocking.
+    """The listener's side of authentication, non-blocking.
 
     Attributes:
         sock: The connection.
-        since: When it came, in monotonic time.
+        since: The time of the accept, in monotonic time.
     """
 
     def __init__(self, sock: socket.socket, key: bytes) -> None:
@@ -88,18 +88,19 @@ class Hello:
         self._heard = b""
 
     def advance(self) -> None:
-        """Go on with what has come; when this returns, the other side is authenticated.
+        """Process the received bytes; on return the peer is authenticated.
 
         Raises:
-            BlockingIOError: The other side has to say more.
-            OSError: It has gone or doesn't know the key: close the socket.
+            BlockingIOError: More bytes must arrive.
+            OSError: The peer has gone or doesn't know the key: close the socket.
         """
         if not self._nonce:
             nonce = secrets.token_bytes(_NONCE_BYTES)
-            self.sock.send(GREETING + nonce)  # so little that it is taken whole; or TLS isn't set up yet
+            # Short enough to be sent whole; or raises because the TLS handshake isn't done
+            self.sock.send(GREETING + nonce)
             self._nonce = nonce
         while (missing := _NONCE_BYTES + _PROOF_BYTES - len(self._heard)) > 0:
-            # Never one byte more: what follows the proof belongs to the messages.
+            # Not one byte more: the bytes after the proof are messages.
             data = self.sock.recv(missing)
             if not data:
                 raise ConnectionAbortedError("closed before it was authenticated")
@@ -112,20 +113,20 @@ class Hello:
 
 
 def connect(address: str, key: bytes, timeout: float = 10.0, tls: Tls | None = None) -> socket.socket:
-    """Connect to a listener and authenticate, both ways; again, while it turns this side away for others.
+    """Connect to a listener and authenticate, both ways; retry if the listener has no room for strangers.
 
     Args:
-        address: A listener's address.
-        key: The secret that both sides know.
-        timeout: Seconds for all of it.
+        address: The listener's address.
+        key: The shared secret.
+        timeout: Seconds for all attempts.
         tls: This side's certificates, for addresses that need them.
 
     Returns:
         The connection, blocking.
 
     Raises:
-        ConnectionError: Nobody listens there, or it is someone with another key.
-        TimeoutError: The other side didn't answer in time.
+        ConnectionError: Nobody listens there, or the listener has another key.
+        TimeoutError: The listener didn't answer in time.
     """
 
     def attempt(left: Callable[[], float]) -> socket.socket:
@@ -141,14 +142,14 @@ def connect(address: str, key: bytes, timeout: float = 10.0, tls: Tls | None = N
 
 
 class TurnedAway(ConnectionError):
-    """The listener has closed the connection unheard: it has more of strangers than it keeps, or is ending."""
+    """Raised if a listener closes a connection before authentication: too many strangers, or the listener is ending."""
 
 
 def until_let_in(attempt: Callable[[Callable[[], float]], _T], timeout: float) -> _T:
-    """Dial by `attempt`, which is told what gives the seconds that are left; again while the listener turns it away.
+    """Call `attempt`, again after each `TurnedAway`; the argument returns the seconds left.
 
     Raises:
-        TimeoutError: The time was over; if the listener ever turned this side away, the error says so.
+        TimeoutError: The time is over; the error says whether the listener has turned this side away.
     """
     deadline = time.monotonic() + timeout
     turned_away: TurnedAway | None = None
@@ -170,9 +171,9 @@ def until_let_in(attempt: Callable[[Callable[[], float]], _T], timeout: float) -
 
 
 def dial(address: str, timeout: float, tls: Tls | None = None) -> socket.socket:
-    """Make the first half of `connect`: a connection whose other side hasn't proved the key yet; raises as that does.
+    """Dial a listener, without authentication: the first half of `connect`, with the same errors.
 
-    The timeout is that for the connection, and again for what makes it a secure one.
+    The timeout applies to the connection, and once more to the TLS handshake.
     """
     *firsts, last = address.split(",")
     for alternative in firsts:
@@ -195,8 +196,8 @@ def _dial(address: str, timeout: float, tls: Tls | None) -> socket.socket:
         raise ConnectionRefusedError(f"{address} needs certificates, and this side has none")
     sock = track_socket(socket.socket(family))
     try:
-        # Not settimeout: with it a Unix socket fails at once when many others are waiting to be accepted.
-        # A timeout of zero would mean none.
+        # Not settimeout: with a timeout, a Unix socket fails at once if the listener's backlog is full. Zero would mean
+        # no timeout.
         limit = struct.pack("@ll", int(timeout), max(int(timeout % 1 * 1e6), 1))
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
         sock.connect(target)
@@ -214,16 +215,16 @@ def _dial(address: str, timeout: float, tls: Tls | None) -> socket.socket:
 
 
 def prove(sock: socket.socket, address: str, key: bytes, timeout: float) -> None:
-    """Make the second half of `connect`: authenticate a dialled connection; raises as that does.
+    """Authenticate a dialled connection: the second half of `connect`, with the same errors.
 
     Raises:
-        TurnedAway: The listener had no room for it; another one may do better (`until_let_in`).
+        TurnedAway: The listener had no room; another attempt may succeed (`until_let_in`).
     """
     if not is_own_user(sock):
         raise ConnectionRefusedError(f"{address} is served by another user's process: not connecting")
     deadline = time.monotonic() + timeout
 
-    def hear(count: int) -> bytes:  # before the deadline, however slowly it comes
+    def hear(count: int) -> bytes:  # reads exactly `count` bytes before the deadline, however slowly
         data = b""
         while len(data) < count:
             sock.settimeout(max(deadline - time.monotonic(), 0.001))
@@ -248,7 +249,7 @@ def prove(sock: socket.socket, address: str, key: bytes, timeout: float) -> None
 
 @contextlib.contextmanager
 def _explained(address: str) -> Iterator[None]:
-    """Say of a connection that ends too early whose it was."""
+    """Translate errors of an unfinished connection, naming the address."""
     try:
         yield
     except TimeoutError as error:

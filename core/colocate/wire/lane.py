@@ -1,4 +1,4 @@
-"""A lane: one connection that carries messages both ways, in order, and never makes a sender wait."""
+"""A lane: one connection for messages both ways, in order, on which sending never blocks."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ _TAKEN = frozenset({errno.EBADF, errno.ENOTSOCK})
 
 
 class SocketLane:
-    """One connection of an event loop; made by `EventLoop.attach`.
+    """A connection of an event loop, created by `EventLoop.attach`.
 
     Attributes:
-        finished: Whether it is over: nothing is received any more.
-        taken: Whether its descriptor was found closed by somebody else; the event loop need not see its end then.
+        finished: Whether the lane has ended: no more messages arrive.
+        taken: Whether other code has closed the descriptor; the event loop may then miss the end.
     """
 
     def __init__(self, event_loop: EventLoop, sock: socket.socket, on_message: OnMessage, on_closed: OnClosed) -> None:
@@ -48,10 +48,10 @@ class SocketLane:
         self._reader = Reader(self._passes_files)
         self._lock = threading.Lock()
         self._empty = threading.Condition(self._lock)
-        self._reading = threading.RLock()  # held while messages are received and handled: one thread at a time does
+        self._reading = threading.RLock()  # held while messages are received and handled, by one thread at a time
         self._lent = False
         self._queue: deque[Sending | SmallSending] = deque()
-        self._hub_writes = False  # what is in the queue; who has put something there no longer does
+        self._hub_writes = False  # whether the event loop writes the queue; senders then only append
         self._can_send = True
         self._closing = False
         self.finished = False
@@ -64,21 +64,21 @@ class SocketLane:
         return not self._can_send
 
     def fileno(self) -> int:
-        """The socket's descriptor; -1 when closed."""
+        """Return the socket's descriptor; -1 if closed."""
         return self._sock.fileno()
 
     def send(self, message: Frame | Head, body: Packed | None = None) -> bool:
-        """Send a message; from any thread, without ever blocking.
+        """Send a message. Safe on any thread; never blocks.
 
-        What the socket doesn't take at once is sent by the event loop's thread. Messages of one lane arrive in
-        the order in which they were sent.
+        The event loop's thread sends the bytes that the socket doesn't take at once. Messages of one lane arrive in the
+        order of sending.
 
         Args:
-            message: A frame, which stays the caller's to close, or a head.
-            body: With a head: its body, which is copied before this returns.
+            message: A frame, which the caller closes, or a head.
+            body: With a head: the body, copied before this returns.
 
         Returns:
-            False when the lane is closed. True is no promise that the message arrives: if it doesn't, the lane closes.
+            False if the lane is closed. True doesn't promise delivery: if a message is lost, the lane closes.
         """
         if isinstance(message, Frame):
             return self._send(message)
@@ -92,18 +92,20 @@ class SocketLane:
 
     @property
     def is_local(self) -> bool:
-        """Whether its other end is on this machine, and is passed files."""
+        """Whether the peer is on this machine, and files can be passed."""
         return self._passes_files
 
     def pass_to(self, on_message: OnMessage, arrives: Arrives | None = None) -> None:
-        """Have something else get the messages from the next one on. On the thread that receives them.
+        """Replace the message handler, from the next message on. On the receiving thread only.
 
-        `arrives` says where long bodies are to arrive.
+        Args:
+            on_message: The new handler.
+            arrives: Chooses the destination of long bodies.
         """
         self._on_message, self._reader.arrives = on_message, arrives
 
     def close(self, reason: str = "closed on this side") -> None:
-        """Close the lane; from any thread. What isn't sent yet is dropped (see `drain`), and `on_closed` follows."""
+        """Close the lane. Safe on any thread. Unsent messages are dropped (see `drain`), and `on_closed` follows."""
         with self._lock:
             if self.finished:
                 return
@@ -111,10 +113,10 @@ class SocketLane:
             self._shut(reason)
 
     def drain(self, timeout: float | None = None) -> bool:
-        """Wait until everything has been given to the kernel; not on the event loop's thread.
+        """Wait until the kernel has taken all messages. Not on the event loop's thread.
 
         Returns:
-            Whether it has been, before the timeout and before the lane closed.
+            Whether all were taken before the timeout, and before the lane closed.
         """
         deadline = Deadline(timeout)
         with self._empty:
@@ -123,9 +125,9 @@ class SocketLane:
             return not self._queue and self._can_send
 
     def finish(self, reason: str) -> None:
-        """Take what has arrived, then close: the other process is known to be gone. On the event loop's thread only.
+        """Handle all received messages, then close: the peer's process has ended. On the event loop's thread only.
 
-        Its end of the connection may still be open in a child that it forked, so there may be no end of file.
+        A forked child of the peer may keep the connection open, so an end of file may never come.
         """
         if self.finished:
             return
@@ -144,23 +146,23 @@ class SocketLane:
                         self._write()
                 else:
                     self._send_small(frame.small)
-            except BaseException:  # nobody knows how much was written, and half a message would garble all others
+            except BaseException:  # half a message would garble all later ones
                 self._shut("failed in the middle of sending a message")
                 raise
             return self._can_send
 
-    # For the thread that has taken its turn (see `turns.py`):
+    # For the thread that receives instead of the event loop (see `turns.py`):
 
     def lend(self) -> bool:
-        """Have the calling thread receive from now on, instead of the event loop's; False when the lane has ended."""
+        """Stop receiving on the event loop's thread, for the calling one; return False if the lane has ended."""
         return self._lend(True)
 
     def take_back(self) -> None:
-        """Have the event loop receive again."""
+        """Resume receiving on the event loop's thread."""
         self._lend(False)
 
     def receive(self, scratch: memoryview) -> None:
-        """Receive what is there and handle it."""
+        """Receive once, and handle the messages."""
         with self._reading:
             if not self.finished:
                 self._receive(scratch)
@@ -168,7 +170,7 @@ class SocketLane:
                     self._settle(self._secured, scratch)
 
     def _settle(self, secured: Secured, scratch: memoryview) -> None:
-        """Receive what TLS has and the kernel doesn't show; see to it that sending goes on once TLS is set up."""
+        """Receive data that TLS has buffered; after the handshake, resume sending."""
         while secured.has_more and not (self.finished or self._closing):
             self._receive(scratch)
         if not self._settled and not self.finished:
@@ -184,7 +186,7 @@ class SocketLane:
                 self._show_interest()
             return True
 
-    # What follows runs on the event loop's thread, or on the one that receives.
+    # The methods below run on the event loop's thread, or on the receiving one.
 
     def _on_events(self, events: int) -> None:
         if self._closing:
@@ -230,7 +232,7 @@ class SocketLane:
                 return
 
     def _finish(self, reason: str) -> None:
-        """Release everything and say so, once."""
+        """Release all resources, and call `on_closed`, once."""
         with self._reading, self._lock:
             if self.finished:
                 return
@@ -240,7 +242,7 @@ class SocketLane:
             self._shut(reason)
             self._reader.close()
             if self.taken:
-                self._sock.detach()  # the number may be somebody else's by now
+                self._sock.detach()  # the descriptor's number may belong to another file by now
             else:
                 self._sock.close()
         try:
@@ -251,12 +253,12 @@ class SocketLane:
     # With the lock held:
 
     def _send_small(self, data: bytearray) -> None:
-        """Send the only message at once, as nearly always; the event loop sends what the socket doesn't take."""
+        """Send the only message directly, the usual case; the event loop sends any rest."""
         try:
             sent = self._sock.send(data)
         except BlockingIOError:
             sent = 0
-        except OSError as error:  # which the kernel tells once
+        except OSError as error:  # the kernel reports an error only once
             self._break(error)
             return
         if sent < len(data):
@@ -265,7 +267,7 @@ class SocketLane:
             self._show_interest()
 
     def _write(self) -> None:
-        """Write what is in the queue, as it is this thread's turn to; the event loop goes on if that takes long."""
+        """Write the queue on this thread; the event loop takes over if the socket is full or the payload is long."""
         queue = self._queue
         try:
             while queue:
@@ -281,13 +283,16 @@ class SocketLane:
             self._show_interest()
 
     def _show_interest(self) -> None:
-        """Tell the event loop what to look for."""
+        """Set the events that the event loop polls for this lane."""
         secured = self._secured
         sends = self._hub_writes if secured is None or secured.is_open else secured.wants_write
         self._event_loop.look_for(self._sock, (0 if self._lent else select.EPOLLIN) | (select.EPOLLOUT if sends else 0))
 
     def _break(self, error: OSError) -> None:
-        """Sending failed. What the other side sent before is still read; then its end is found, and the lane ends."""
+        """Handle a failure to send.
+
+        Earlier messages of the peer are still read; then the end is found, and the lane ends.
+        """
         if error.errno in _GONE:
             self._reason = self._reason or _reason(error)
             self._stop_sending()
@@ -296,13 +301,13 @@ class SocketLane:
             self._shut(_reason(error))
 
     def _shut(self, reason: str) -> None:
-        """End the connection in both directions; the event loop sees that and finishes the lane."""
+        """Shut the connection down in both directions; the event loop notices, and finishes the lane."""
         self._reason = self._reason or reason
         self._stop_sending()
         try:
             self._sock.shutdown(socket.SHUT_RDWR)
         except OSError:
-            pass  # It ended already, which the event loop sees too.
+            pass  # ended before, which the event loop notices, too
 
     def _stop_sending(self) -> None:
         self._can_send = False
@@ -312,7 +317,7 @@ class SocketLane:
         self._empty.notify_all()
 
     def _forget_fork(self) -> None:
-        """In a forked child: close what was inherited, whatever state a lock was left in."""
+        """Close the inherited socket in a forked child, whatever the state of the locks."""
         self._lock = threading.Lock()
         self._reading = threading.RLock()
         self._empty = threading.Condition(self._lock)
@@ -326,7 +331,7 @@ class SocketLane:
 
 
 def _is_taken(sock: socket.socket) -> bool:
-    """Whether somebody else has closed its descriptor."""
+    """Return whether other code has closed the socket's descriptor."""
     try:
         sock.getsockopt(socket.SOL_SOCKET, socket.SO_TYPE)
     except OSError as error:
@@ -335,5 +340,5 @@ def _is_taken(sock: socket.socket) -> bool:
 
 
 def _reason(error: OSError) -> str:
-    """A reset is how a close looks when not everything had been read."""
+    """Describe an error. A reset is a close with unread data."""
     return "the other side closed" if error.errno in _GONE else f"the connection broke: {error.strerror or error}"

@@ -1,4 +1,4 @@
-"""Memory that passes between processes: anonymous files that are sealed, and mappings of them."""
+"""Pass memory between processes in sealed anonymous files, and map such files."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MAP_FIXED = 0x10
 _VECTORS = os.sysconf("SC_IOV_MAX")
 
 NONE_FREE = "no file descriptor is free for a message's memory: raise `ulimit -n`"
-"""What a process is told that has none for what it sends or receives."""
+"""Error text for a process without a free descriptor, on sending or receiving."""
 
 _libc_mmap = ctypes.CDLL(None, use_errno=True).mmap
 _libc_mmap.restype = ctypes.c_void_p
@@ -34,7 +34,7 @@ _libc_mmap.argtypes = (
 
 
 def memory_file(pieces: Iterable[Buffer]) -> int:
-    """Put the pieces, one after the other, into a new anonymous file that nobody can change any more.
+    """Write pieces of memory into a new anonymous file, and seal the file against any change.
 
     Args:
         pieces: Contiguous memory.
@@ -68,7 +68,7 @@ def new_file() -> int:
 
 
 def keep_length(file: int) -> None:
-    """Have nobody make a file shorter: whoever has it mapped mustn't lose a page."""
+    """Seal a file against shrinking: a mapping must not lose pages."""
     fcntl.fcntl(file, F_ADD_SEALS, _SEAL_SHRINK)
 
 
@@ -80,11 +80,11 @@ def _write_all(file: int, pieces: Iterable[Buffer]) -> None:
 
 
 def _seal(file: int) -> None:
-    """Have nobody change a file any more.
+    """Seal a file against all changes.
 
-    The kernel refuses as long as it refers to one of the pages itself, which it moves and joins as it likes. It waits
-    for that for 0.15 s (mm/memfd.c, `memfd_wait_for_pins`), and may have come to the next page by then. Nobody else has
-    the file yet, so there is nothing else that could refer to one.
+    The kernel refuses while it refers to one of the pages itself, which it may move or merge. It waits up to 0.15 s for
+    that (mm/memfd.c, `memfd_wait_for_pins`), and may have come to the next page by then: hence the retries. No other
+    process has the file yet.
     """
     for last in (False, False, False, True):
         try:
@@ -96,7 +96,7 @@ def _seal(file: int) -> None:
 
 
 def _write(file: int, batch: list[memoryview], at: int) -> int:
-    """Write the batch at the offset `at`; returns the offset after it."""
+    """Write the batch at an offset; return the offset after the written bytes."""
     first = 0
     while first < len(batch):
         written = os.pwritev(file, batch[first:], at)
@@ -110,17 +110,18 @@ def _write(file: int, batch: list[memoryview], at: int) -> int:
 
 
 def map_private(file: int, length: int) -> memoryview:
-    """Map a sealed file as private writable memory, which is freed with the last reference to it.
+    """Map a sealed file as private writable memory, unmapped with the last reference.
 
     Args:
-        file: What `memory_file` made; may be closed afterwards.
-        length: How many bytes of it.
+        file: A file from `memory_file`; may be closed afterwards.
+        length: Number of bytes to map.
 
     Returns:
         The memory.
 
     Raises:
-        ValueError: The file could become shorter or is too short (using the memory could then be fatal).
+        ValueError: The file isn't sealed against shrinking or is too short (access to the memory could kill the
+            process).
     """
     return memoryview(mapped(file, length, mmap.MAP_PRIVATE))
 
@@ -129,8 +130,8 @@ def mapped(file: int, length: int, how: int) -> mmap.mmap:
     """Map a file that can't become shorter; `how` is private or shared, see `map_private`."""
     if os.fstat(file).st_size < length or not fcntl.fcntl(file, _F_GET_SEALS) & _SEAL_SHRINK:
         raise ValueError("a message's memory isn't sealed or is too short")
-    # mmap.mmap(file) would keep a descriptor open as long as the memory lives. An anonymous mapping has none; the
-    # file is laid over it, and the mmap object unmaps it in the end.
+    # mmap.mmap(file) would keep a descriptor open as long as the memory lives. An anonymous mapping has none: the file
+    # is mapped over it, and the mmap object unmaps both.
     memory = mmap.mmap(-1, length)
     address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
     protection = mmap.PROT_READ | mmap.PROT_WRITE

@@ -1,4 +1,4 @@
-"""Worker to worker: ask another process for something and wait for the answer."""
+"""Send requests from worker to worker, and wait for the answers."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ _SCRATCH_BYTES = 16 << 10
 
 
 class PeerChannel:
-    """Answers requests of other processes, and makes requests to them.
+    """Answers requests of other processes, and sends requests to them.
 
-    Every connection is authenticated. A connection carries one request at a time: threads that ask the same peer at
-    the same time have one each, so no answer waits for another; afterwards they are reused.
+    Every connection is authenticated, and carries one request at a time: threads with requests to one peer use separate
+    connections, so that no answer delays another. Idle connections are reused.
     """
 
     def __init__(
@@ -45,16 +45,16 @@ class PeerChannel:
         ports: tuple[int, int] | None = None,
         on_death: Callable[[str], None] = lambda reason: None,
     ) -> None:
-        """Make a channel; nothing is opened before it is used.
+        """Create a channel; sockets and threads follow on first use.
 
         Args:
-            key: The secret that all peers know.
-            handler: Answers a request's head by a head and a body; it runs on a thread of the asking connection and
+            key: The secret of all peers.
+            handler: Returns head and body of the answer to a request's head; runs on a thread per connection, and
                 may block.
-            host: The address of this machine to listen on besides, when there are peers on others.
-            tls: What connections with those are encrypted with.
-            ports: The first and the last of the ports to listen on there; None for any.
-            on_death: Called with the reason when an exception has ended the thread that lets others in.
+            host: The address of this machine to listen on in addition, for peers on other machines.
+            tls: Certificates for connections with those peers.
+            ports: The first and last allowed port for those peers; None for any.
+            on_death: Called with the reason if an exception has ended the accepting thread.
         """
         self._on_death = on_death
         self._key = key
@@ -69,13 +69,13 @@ class PeerChannel:
         self._busy: set[_Connection] = set()
         self._serving: dict[threading.Thread, _Connection] = {}
         self._closed = False
-        self.aborts = 0  # how often `abort` has been called
+        self.aborts = 0  # number of calls to `abort`
         self._pid = os.getpid()
         track(self)
 
     @property
     def address(self) -> str:
-        """Where others reach this channel; it listens from the first use on.
+        """The address of this channel; the first use opens the listeners.
 
         Raises:
             OSError: No descriptor is free.
@@ -89,7 +89,7 @@ class PeerChannel:
                 try:
                     for listener in listeners:
                         event_loop.listen(listener, self._key, self._accept)
-                except BaseException:  # no thread is to be had, say: the next use tries it again
+                except BaseException:  # no thread can start, say: the next use tries again
                     event_loop.close()
                     raise
                 self._event_loop = event_loop
@@ -97,30 +97,30 @@ class PeerChannel:
             return self._address
 
     def request(self, address: str, head: Head, aborts: int | None = None, arrives: Arrives | None = None) -> Message:
-        """Ask a peer, and wait for as long as its handler takes.
+        """Send a request to a peer, and wait for the answer, without a timeout.
 
         Args:
             address: The peer's address.
-            head: The question.
-            aborts: The value that `aborts` had when the caller last knew that it may ask; an `abort` since then ends
-                this request too.
-            arrives: Says where a long answer is to arrive, given its head.
+            head: The request.
+            aborts: The value of `aborts` when the caller last knew that requests were allowed; a later `abort` ends
+                this request, too.
+            arrives: Chooses the destination of a long answer.
 
         Returns:
             The answer's head and body.
 
         Raises:
-            ConnectionError: The peer is gone, doesn't know the key, failed to answer; or `abort` was called.
+            ConnectionError: The peer is gone, doesn't know the key, or failed to answer; or `abort` was called.
         """
         frame = encode(head)
         connection = self._take(address, self.aborts if aborts is None else aborts)
         keep = False
         try:
-            with suppress(OSError):  # whoever has closed it may have said why
+            with suppress(OSError):  # a peer that has closed may have sent a reason first
                 connection.send(frame)
             begins = None if arrives is None else lambda head, *body: arrives(head[1:], *body)
             (fine, *answer), body = connection.receive(begins)
-            keep = fine  # otherwise it may be about to close the connection, for want of a thread
+            keep = fine  # a refusing peer may be about to close the connection, for lack of a thread
         except (EOFError, OSError, ValueError) as error:
             reason = connection.aborted or f"the connection ended before it answered ({error})"
             raise ConnectionError(f"asking the peer at {address}: {reason}") from error
@@ -131,10 +131,10 @@ class PeerChannel:
         return tuple(answer), body
 
     def abort(self, reason: str) -> None:
-        """Make every request that is waiting fail at once; later ones use new connections.
+        """Fail all waiting requests; later ones use new connections.
 
         Args:
-            reason: What their `ConnectionError` says.
+            reason: The text of their `ConnectionError`.
         """
         with self._lock:
             self.aborts += 1
@@ -143,17 +143,17 @@ class PeerChannel:
             self._close_idle()
 
     def close(self, timeout: float = 5.0) -> None:
-        """End all connections and threads. Idempotent.
+        """Close all connections, and end all threads. Idempotent.
 
         Args:
-            timeout: How long to wait for a handler that is still at work.
+            timeout: Seconds to wait for running handlers.
         """
         deadline = time.monotonic() + timeout
         with self._lock:
             self._closed = True
             event_loop, self._event_loop = self._event_loop, None
         if event_loop is not None:
-            event_loop.close()  # No handler runs there, so this doesn't wait for one.
+            event_loop.close()  # no handler runs there, so this doesn't wait for one
         with self._lock:
             self._close_idle()
             for connection in (*self._busy, *self._serving.values()):
@@ -164,7 +164,7 @@ class PeerChannel:
                 thread.join(max(deadline - time.monotonic(), 0))
 
     def forget(self) -> None:
-        """In a forked child: refuse use (the sockets are closed with all others)."""
+        """Refuse use in a forked child (the sockets are closed with all others)."""
         self._lock = threading.Lock()
         self._closed = True
         self._event_loop = None
@@ -189,7 +189,7 @@ class PeerChannel:
             raise ConnectionError("the request was aborted before it was made")
 
     def _take(self, address: str, aborts: int) -> _Connection:
-        """Return a connection to the peer, for this request alone."""
+        """Return an idle or a new connection to a peer, for one request."""
         with self._lock:
             self._check(aborts)
             idle = self._idle.get(address, [])
@@ -252,7 +252,7 @@ class PeerChannel:
             try:
                 thread.start()
             except RuntimeError as error:
-                connection.send(encode((False, error_text(error))))  # so little that it is taken at once
+                connection.send(encode((False, error_text(error))))  # short enough to be sent whole
                 connection.close()
                 return
             self._serving[thread] = connection
@@ -264,7 +264,7 @@ class PeerChannel:
                 with self._answer(head) as frame:
                     connection.send(frame)
         except (EOFError, OSError, ValueError):
-            pass  # The asking side has gone, or this one closes.
+            pass  # the peer has gone, or this side is closing
         finally:
             with self._lock:
                 self._serving.pop(threading.current_thread(), None)
@@ -274,14 +274,14 @@ class PeerChannel:
         try:
             answer, body = self._handler(head)
             return encode((True, *answer), body)
-        except BaseException as error:  # users' values are packed here
-            if not isinstance(error, ColocateError):  # those say what is amiss to who asks
+        except BaseException as error:  # packing users' values may raise anything
+            if not isinstance(error, ColocateError):  # such errors concern the peer only
                 report_exception()
             return encode((False, error_text(error)))
 
 
 class _Connection:
-    """A blocking connection, used by one thread at a time (but for `abort`)."""
+    """A blocking connection, used by one thread at a time, except `abort`."""
 
     def __init__(self, sock: socket.socket, address: str) -> None:
         self.sock = sock
@@ -301,14 +301,14 @@ class _Connection:
             sending.close()
 
     def receive(self, arrives: Arrives | None = None) -> Message:
-        """Wait for the next message; `arrives` says where a long body is to arrive."""
+        """Wait for the next message; `arrives` chooses the destination of a long body."""
         self._reader.arrives = arrives
         while True:
             for message in self._reader.read(self.sock, self._scratch):
-                return message  # A connection never has two under way.
+                return message  # a connection carries one message at a time
 
     def is_quiet(self) -> bool:
-        """Return whether it is open, with nothing to read, as it should be between two requests."""
+        """Return whether the connection is open with nothing to read, the state between two requests."""
         try:
             self.sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
         except BlockingIOError:
@@ -318,12 +318,12 @@ class _Connection:
         return False
 
     def abort(self, reason: str) -> None:
-        """Wake whoever waits on it; from any thread."""
+        """Wake the thread that waits on the connection. Safe on any thread."""
         self.aborted = self.aborted or reason
         with suppress(OSError):  # closed already
             self.sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Close it; what has come is dropped."""
+        """Close the connection, and drop incomplete data."""
         self._reader.close()
         self.sock.close()

@@ -1,6 +1,6 @@
-"""TLS for connections between machines, with the certificates by which the cluster's own connections are encrypted.
+"""Encrypt connections between machines by TLS, with the certificates of the cluster's own connections.
 
-Who may talk is decided twice: by certificates of one authority, as in the cluster, and by the key inside, end to end.
+Access is checked twice: by certificates of one authority, as in the cluster, and by the key inside, end to end.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ from typing import TYPE_CHECKING
 import attrs
 
 if TYPE_CHECKING:
-    import ssl  # at run time it is imported where it is used: most workers never need it
+    import ssl  # imported late at run time: most workers never need TLS
 
     from colocate.wire._secured import Secured
 
 _NO_TLS = b"-"
 CUT_AFTER_S = 15.0
-"""A connection to a machine that is gone without a word is taken for cut after so long, unless somebody says more."""
+"""Seconds without any sign of a machine after which a connection counts as cut, unless configured otherwise."""
 _PROBED_EVERY_S = 1
 _LONGEST_MS = 2**31 - 1
-_here: list[float] = [CUT_AFTER_S]  # in this process
+_here: list[float] = [CUT_AFTER_S]  # the setting of this process
 
 
 @attrs.frozen
 class Tls:
-    """What one side of a cluster proves itself with, as PEM text.
+    """The certificates of one side, as PEM text.
 
     Attributes:
-        authority: The certificates of the authority that has signed those of all sides.
-        certificate: This side's.
-        key: Its private key.
+        authority: The certificates of the authority that has signed all sides' certificates.
+        certificate: This side's certificate.
+        key: This side's private key.
     """
 
     authority: str
@@ -43,11 +43,11 @@ class Tls:
     key: str = attrs.field(repr=False)
 
     def context(self, server: bool) -> ssl.SSLContext:
-        """Return what connections are made with. Names aren't checked: the authority signs for the cluster alone."""
+        """Return the SSL context. Names aren't checked: the authority signs for the cluster alone."""
         return _context(self, server)
 
 
-@functools.lru_cache(maxsize=4)  # a process has those of one side, and reading them takes 2 ms
+@functools.lru_cache(maxsize=4)  # a process uses one side's certificates, and reading takes 2 ms
 def _context(tls: Tls, server: bool) -> ssl.SSLContext:
     import ssl
 
@@ -57,11 +57,11 @@ def _context(tls: Tls, server: bool) -> ssl.SSLContext:
     context.sslsocket_class = Secured
     context.check_hostname = False
     context.verify_mode = ssl.CERT_REQUIRED
-    context.options |= ssl.OP_NO_RENEGOTIATION  # sending never waits for something to be received
-    if server:  # nobody resumes, and nothing comes unasked: a connection may be handed on after the handshake
+    context.options |= ssl.OP_NO_RENEGOTIATION  # sending never waits for received data
+    if server:  # no resumption, and no unrequested data: a connection may be handed on after the handshake
         context.num_tickets = 0
     context.load_verify_locations(cadata=tls.authority)
-    memory = os.memfd_create("colocate-tls", os.MFD_CLOEXEC)  # it is loaded from a path, and from nothing else
+    memory = os.memfd_create("colocate-tls", os.MFD_CLOEXEC)  # OpenSSL loads the pair from a path only
     try:
         os.write(memory, f"{tls.certificate}\n{tls.key}\n".encode())
         context.load_cert_chain(f"/proc/self/fd/{memory}")
@@ -71,7 +71,7 @@ def _context(tls: Tls, server: bool) -> ssl.SSLContext:
 
 
 def secured(sock: socket.socket) -> Secured | None:
-    """Return a socket that has TLS on it; None for another one."""
+    """Return a socket as `Secured`, or None for a socket without TLS."""
     if type(sock) is socket.socket:
         return None
     from colocate.wire._secured import Secured
@@ -80,13 +80,13 @@ def secured(sock: socket.socket) -> Secured | None:
 
 
 def encrypted(sock: socket.socket, context: ssl.SSLContext, server: bool, secret: bytes = b"") -> Secured:
-    """Put TLS on a connection, which is detached; it is set up by whatever is received or sent first.
+    """Wrap a connection in TLS; the socket is detached. The handshake runs with the first receive or send.
 
     Args:
         sock: The connection.
-        context: `Tls.context`.
-        server: The side of this one.
-        secret: What both sides prove to know, first of all, if anything; for this one connection.
+        context: The context from `Tls.context`.
+        server: Whether this is the server's side.
+        secret: A secret for this connection that both sides prove first; empty for none.
     """
     from colocate.wire._secured import Secured
 
@@ -98,12 +98,12 @@ def encrypted(sock: socket.socket, context: ssl.SSLContext, server: bool, secret
 
 
 def secure(sock: socket.socket, tls: Tls, where: str, deadline: float) -> Secured:
-    """Make a dialled connection an encrypted one, until a deadline in monotonic time; it is owned from now on.
+    """Encrypt a dialled connection, until a deadline in monotonic time; the socket is owned by the result.
 
     Raises:
-        ConnectionRefusedError: It is nobody of the cluster; it is called by `where`.
-        TimeoutError: It doesn't answer.
-        ConnectionResetError: It has closed the connection.
+        ConnectionRefusedError: The peer isn't of the cluster; `where` names the peer in the error.
+        TimeoutError: The peer doesn't answer.
+        ConnectionResetError: The peer has closed the connection.
     """
     try:
         sock = made = encrypted(sock, tls.context(server=False), server=False)
@@ -119,10 +119,10 @@ def secure(sock: socket.socket, tls: Tls, where: str, deadline: float) -> Secure
 
 
 def anew(sock: socket.socket, secret: bytes) -> socket.socket:
-    """Begin TLS anew on a dialled connection that is handed on at its other end: to who knows a secret of both sides.
+    """Restart TLS on a dialled connection that the other side hands on to a process with the same secret.
 
     Returns:
-        What leads there, without waiting for it. A connection without TLS is the same as before.
+        The new socket, with the handshake pending. A connection without TLS is returned unchanged.
     """
     if (before := secured(sock)) is None:
         return sock
@@ -130,14 +130,14 @@ def anew(sock: socket.socket, secret: bytes) -> socket.socket:
 
 
 def hand_on(sock: socket.socket, tls: Tls | None, secret: bytes) -> bytes:
-    """Return what the process that is handed a connection is told of it: certificates, and how TLS begins anew."""
+    """Return the data for a process that takes over a connection: certificates, and the secret if TLS restarts."""
     if tls is None:
         return _NO_TLS
     return json.dumps([*attrs.astuple(tls), secret.hex() if secured(sock) is not None else None]).encode()
 
 
 def take_over(sock: socket.socket, told: bytes) -> tuple[socket.socket, Tls | None]:
-    """Return what goes through a connection that was handed on, and the certificates of this machine."""
+    """Return the taken-over connection, with TLS restarted, and the certificates of this machine."""
     if told == _NO_TLS:
         return sock, None
     *parts, secret = json.loads(told)
@@ -155,34 +155,33 @@ def send_file(sock: socket.socket, file: int, offset: int, count: int) -> int:
 
 
 def tune_tcp(sock: socket.socket) -> None:
-    """Send small messages at once, and find out in seconds that the other machine is gone without a word."""
+    """Send small messages at once, and detect a dead machine within seconds."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    if not sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT):  # what was said for this connection stays
+    if not sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT):  # a timeout set for this connection stays
         cut_after(sock, _here[0])
 
 
 def cut_here_after(seconds: float | None) -> None:
-    """Have connections that this process makes from now on taken for cut after so long; None leaves it as it is."""
+    """Set the time after which new connections of this process count as cut; None keeps the present one."""
     if seconds is not None:
         _here[0] = seconds
 
 
 def cut_after(sock: socket.socket, seconds: float) -> None:
-    """Have a connection to another machine taken for cut when nothing of that is heard for so long.
+    """Set the seconds without any sign of the other machine after which a connection counts as cut.
 
-    The kernel asks and answers: a process that is stopped, or busy, isn't taken for a machine that is gone. Nothing is
-    changed of connections within a machine. One that has been started anew says at once that it knows nothing of the
-    connection.
+    The kernels probe each other: a stopped or busy process doesn't count as a dead machine. Connections within a
+    machine are unchanged. A rebooted machine rejects the connection at once.
     """
     if sock.family == socket.AF_UNIX:
         return
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _PROBED_EVERY_S)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _PROBED_EVERY_S)
-    # It counts for both: probes that go unanswered, and what was sent and isn't confirmed.
+    # Applies to unanswered probes, and to sent data without an acknowledgement.
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(min(seconds * 1000, _LONGEST_MS)))
 
 
 def _proof(secret: bytes, server: bool) -> bytes:
-    """Return what the server's side of a connection, or the other one, proves itself with."""
+    """Return the proof of the server's side, or of the other one."""
     return hmac.digest(secret, b"taken over" if server else b"handed on", "sha256")

@@ -1,7 +1,7 @@
-"""Turns: the thread that uses a lane's messages receives them itself while it has nothing else to do.
+"""Receive a lane's messages on the thread that uses them, while that thread has nothing else to do.
 
-That saves a change of threads per message, which on an idle machine costs more than all the rest. While the thread is
-busy the event loop receives, so that what is urgent is never kept waiting.
+This saves a thread switch per message, which on an idle machine costs more than all the rest. While the thread is busy
+the event loop receives, so that urgent messages never wait.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from colocate.wire.lane import SocketLane
 
 
 class Turns:
-    """One thread's turns at a lane that an event loop serves otherwise."""
+    """Receives from a lane on one thread, in turns with the lane's event loop."""
 
     def __init__(self, lane: SocketLane) -> None:
         self._lane = lane
         self._scratch = memoryview(bytearray(SCRATCH_BYTES))
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._news = select.poll()  # not select: it can't take descriptors from 1024 on
+        self._news = select.poll()  # not select: descriptors may exceed 1023
         self._fd = lane.fileno()
         self._news.register(self._fd, select.POLLIN)
         self._news.register(self._wake, select.POLLIN)
@@ -31,28 +31,28 @@ class Turns:
         track(self)
 
     def soon(self) -> None:
-        """Take a turn already: this thread is about to `wait`, and what it sends before that may be answered at once.
+        """Begin a turn early: this thread is about to `wait`, and an answer may arrive before that.
 
-        Else the event loop would often be the one that receives the answer, and two threads would want to go on.
+        Otherwise the event loop would often receive the answer, and two threads would compete.
         """
         try:
             self._lane.lend()
         except OSError:
-            pass  # A role has closed the descriptor, which whoever sends next finds.
+            pass  # a role has closed the descriptor; the next send finds that
 
     def over(self) -> None:
-        """End a turn that `soon` has begun, and after which nothing is waited for."""
+        """End a turn begun by `soon` without a `wait`."""
         with suppress(OSError):
             self._lane.take_back()
 
     def wait(self, until: Callable[[], bool]) -> bool:
-        """Receive messages until something is so, or the lane has ended; always on the same thread.
+        """Receive messages until a condition holds, or the lane has ended; always on the same thread.
 
         Args:
-            until: What is waited for: a message brings it about, or another thread, which then calls `wake`.
+            until: The condition. A message makes it true, or another thread, which then calls `wake`.
 
         Returns:
-            Whether it is so.
+            Whether the condition holds.
         """
         if not self._lane.lend():
             return until()
@@ -68,31 +68,31 @@ class Turns:
             self._lane.take_back()
 
     def _readable(self, until: Callable[[], bool]) -> list[int]:
-        self._waiting = True  # before looking once more: whoever brings it about after that wakes this thread
+        self._waiting = True  # set before the check: a thread that makes the condition true afterwards calls `wake`
         try:
             return [] if until() else [fd for fd, _ in self._news.poll()]
         finally:
             self._waiting = False
 
     def turn_to(self, lane: SocketLane) -> None:
-        """Receive from another lane from now on: the one before has ended. On the thread that waits."""
+        """Receive from another lane from now on: the previous one has ended. On the waiting thread."""
         if self._fd >= 0:
             self._news.unregister(self._fd)
         self._lane, self._fd = lane, lane.fileno()
-        if self._fd >= 0:  # otherwise it has ended as well, which `wait` finds
+        if self._fd >= 0:  # otherwise the new lane has ended, too, which `wait` finds
             self._news.register(self._fd, select.POLLIN)
 
     def wake(self) -> None:
-        """Have the thread look again; from any thread."""
+        """Wake the waiting thread to check the condition again. Safe on any thread."""
         if self._waiting:
             os.eventfd_write(self._wake, 1)
 
     def close(self) -> None:
-        """Note that the lane's thread is through, and nobody wakes it any more."""
+        """Close the wake-up descriptor: the lane's thread has ended."""
         wake, self._wake = self._wake, -1
         os.close(wake)
 
     def forget(self) -> None:
-        """In a forked child: close what was inherited."""
+        """Close the inherited descriptor in a forked child."""
         if self._wake >= 0:
             os.close(self._wake)
