@@ -1,1 +1,1 @@
-"""Memory of devices: copies to and from the host's, and what workers of one machine lend each other."""
+"""Copy device memory to and from the host, and lend device memory between workers of one machine."""

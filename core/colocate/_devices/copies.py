@@ -1,8 +1,8 @@
-"""Copies of tensors between the host and a device, for whoever has a value to bring from one to the other.
+"""Copy tensors between the host and a device.
 
-What lies in memory of the host as it is usual goes through a ring of a few pinned buffers: one is filled, or emptied,
-while another one travels. What is sent to another process goes to pinned memory of its own instead: it is read there as
-often as somebody wants it, and through a ring it would be copied once more. Both happen beside what is computed.
+Pageable host memory is copied through a ring of a few pinned buffers: one is filled or emptied while another is in
+transfer. Data for another process goes to separate pinned memory: the peer reads it there repeatedly, and a ring would
+cost one more copy. Both run beside computation.
 """
 
 from __future__ import annotations
@@ -23,33 +23,37 @@ if TYPE_CHECKING:
     import torch
 
 WORTH_BYTES = 1 << 16
-"""From here on a tensor is worth more than torch's own way."""
+"""Size in bytes above which these copies are faster than torch's."""
 
-_CHUNK_BYTES = 4 << 20  # takes the bus a tenth of a millisecond, and the host some times as long
+_CHUNK_BYTES = 4 << 20  # takes a tenth of a millisecond on the bus, and some times as long on the host
 _CHUNKS = 3
 
-_here = threading.local()  # .copies: those that are shared by what this thread packs
+_here = threading.local()  # .copies: shared by all values that this thread packs
 
 
 class SideStream:
-    """A stream of a device beside those on which is computed; made when it is first needed."""
+    """A side stream of a device, beside the computing ones; created on first use."""
 
     def __init__(self, device: str) -> None:
-        """Args: device: As torch calls it."""
+        """Prepare a stream.
+
+        Args:
+            device: The device, as torch names it.
+        """
         self._device = device
         self._stream: Any = None
 
     @contextlib.contextmanager
     def beside(self, module: Any) -> Iterator[None]:
-        """A block on it, which waits for nothing: what is copied there is complete."""
+        """Run a block on the side stream, which waits for no other stream: the copied data must be complete."""
         with module.stream(self._made(module)):
             yield
 
     @contextlib.contextmanager
     def amid(self, module: Any) -> Iterator[Any]:
-        """A block on it, which is given it: the thread's own stream comes first, and then goes on after it.
+        """Run a block on the side stream, after the current stream's work; the current stream then waits for the block.
 
-        So memory that the thread's stream has taken may be written to, and let go of by the thread afterwards.
+        So memory allocated on the current stream may be written in the block, and freed afterwards.
         """
         stream, current = self._made(module), module.current_stream(self._device)
         stream.wait_stream(current)
@@ -61,9 +65,9 @@ class SideStream:
 
     @contextlib.contextmanager
     def after(self, module: Any) -> Iterator[None]:
-        """A block on it, which is done at its end: the thread's own stream comes first.
+        """Run a block on the side stream, after the current stream's work, and synchronize at the end.
 
-        That doesn't wait, as the thread does: other threads may have the same one, and compute there meanwhile.
+        Only the side stream is synchronized: other threads may share the current stream, and continue to compute.
         """
         stream = self._made(module)
         stream.wait_stream(module.current_stream(self._device))
@@ -81,26 +85,32 @@ class SideStream:
 
 @attrs.define(eq=False)
 class _Chunk:
-    """A pinned buffer, and an event: it has travelled."""
+    """A pinned buffer, with an event recorded after its last transfer."""
 
     memory: Any
     event: Any
 
 
 class Ring:
-    """A device's pinned buffers, through which memory of the host that isn't pinned is copied."""
+    """The pinned buffers of a device, for copies of pageable host memory."""
 
     def __init__(self, device: str, chunk_bytes: int = _CHUNK_BYTES, chunks: int = _CHUNKS) -> None:
-        """Args: device: As torch calls it. chunk_bytes: How large a buffer is. chunks: How many there are."""
+        """Prepare a ring; the buffers are allocated on first use.
+
+        Args:
+            device: The device, as torch names it.
+            chunk_bytes: Size of a buffer.
+            chunks: Number of buffers.
+        """
         self._device = device
         self._chunk_bytes = chunk_bytes
         self._count = chunks
         self._side = SideStream(device)
         self._lock = threading.Lock()  # one copy at a time
-        self._chunks: deque[_Chunk] = deque()  # the one that travels longest first
+        self._chunks: deque[_Chunk] = deque()  # oldest transfer first
 
     def upload(self, source: Any, target: Any) -> None:
-        """Copy bytes of the host to the device; the last of them are on their way when this returns (`wait`)."""
+        """Copy host bytes to the device; the last transfers may still be running on return (see `wait`)."""
         with self._copying() as module:
             for start in range(0, len(source), self._chunk_bytes):
                 part = source[start : start + self._chunk_bytes]
@@ -111,7 +121,7 @@ class Ring:
                 chunk.event.record()
 
     def download(self, source: Any, target: Any) -> None:
-        """Copy bytes of the device to the host; they are there when this returns."""
+        """Copy device bytes to the host; complete on return."""
         with self._copying() as module:
             travel: deque[tuple[_Chunk, Any]] = deque()
             for start in range(0, len(source), self._chunk_bytes):
@@ -126,7 +136,7 @@ class Ring:
                 _land(*each)
 
     def wait(self) -> None:
-        """Until what was uploaded is there, whatever stream uses it."""
+        """Wait until all uploads are complete, for any stream."""
         with self._lock:
             events = [chunk.event for chunk in self._chunks]
         for event in events:
@@ -139,11 +149,11 @@ class Ring:
             try:
                 yield module
             except BaseException:
-                stream.synchronize()  # nothing is on its way to or from what the caller lets go of
+                stream.synchronize()  # no transfer may use memory that the caller is about to free
                 raise
 
     def _next(self, module: Any) -> _Chunk:
-        """The buffer that is free first, when it is."""
+        """Return the oldest buffer, after its transfer."""
         if not self._chunks:
             uint8 = sys.modules["torch"].uint8
             self._chunks.extend(
@@ -160,22 +170,26 @@ def _land(chunk: _Chunk, target: Any) -> None:
     target.copy_(chunk.memory[: len(target)])
 
 
-_rings: dict[str, Ring] = {}  # of devices: all who copy in this process share them
+_rings: dict[str, Ring] = {}  # by device, shared by all copies in this process
 _rings_lock = threading.Lock()
 
 
 class Copies:
-    """Copies of tensors on one device, all of which are complete when `wait` has returned."""
+    """Copies of tensors to one device, all complete after `wait`."""
 
     __slots__ = ("_uploads", "device")
 
     def __init__(self, device: str | torch.device) -> None:
-        """Args: device: Where they are to be."""
+        """Prepare copies.
+
+        Args:
+            device: The target device.
+        """
         self.device = device
         self._uploads: Ring | None = None
 
     def of(self, tensor: Any) -> Any:
-        """A copy of a tensor, or the very tensor where it is there; see `wait`."""
+        """Return a copy of a tensor on the device, or the tensor itself if already there; complete after `wait`."""
         if not is_plain(tensor) or tensor.nbytes < WORTH_BYTES:
             line = line_of(tensor)
             return tensor.to(self.device) if line is None else self.of(line).as_strided(tensor.shape, tensor.stride())
@@ -197,21 +211,22 @@ class Copies:
         return copy
 
     def wait(self) -> None:
-        """Until all are complete, whatever stream uses them."""
+        """Wait until all copies are complete, for any stream."""
         if self._uploads is not None:
             self._uploads.wait()
 
 
 def to_host(tensor: Any) -> Any:
-    """A device's tensor in memory of the host's from which it can be sent.
+    """Copy a device's tensor to host memory for sending.
 
-    It is copied on the thread's current stream, when what makes it there is done.
+    The copy runs on the thread's current stream, after the work that computes the tensor.
     """
     module = in_use(_device_of(tensor))
     if module is None or not is_plain(tensor) or tensor.nbytes < WORTH_BYTES:
         return tensor.cpu()
     try:
-        # Torch keeps such memory for the next one; a copy to any other goes through some of the driver's own.
+        # Torch's allocator keeps pinned memory for reuse; a copy to pageable memory would pass through a buffer of the
+        # CUDA driver.
         host = _empty(tensor.shape, tensor.dtype, "cpu", True)
     except _NoMemoryError:
         return tensor.cpu()
@@ -221,7 +236,7 @@ def to_host(tensor: Any) -> Any:
 
 
 def line_of(tensor: Any) -> Any:
-    """Return what lies in memory of a tensor with more items than that, as an expanded one; None of others."""
+    """Return the distinct items in memory of a tensor that repeats items, such as an expanded one; None for others."""
     torch = sys.modules["torch"]
     if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.is_nested:
         return None
@@ -232,24 +247,24 @@ def line_of(tensor: Any) -> Any:
 
 
 def flat(tensor: Any) -> Any:
-    """The bytes of a contiguous tensor, as a tensor of one dimension."""
-    # Not reshape(-1): a dimension of size one may have any stride in a contiguous tensor, and would keep it.
+    """Return the bytes of a contiguous tensor, as a one-dimensional tensor."""
+    # Not reshape(-1), which keeps the stride: a dimension of size one may have any stride in a contiguous tensor.
     line = tensor if tensor.stride() == (1,) else tensor.as_strided((tensor.numel(),), (1,))
     return line.view(sys.modules["torch"].uint8)
 
 
 def exposed(line: Any) -> Any:
-    """Such bytes of the host's as a buffer.
+    """Return host bytes as a buffer.
 
-    Not as an array: once there was one, torch takes the memory for another library's, and never resizes it again.
+    Not as a NumPy array: afterwards torch would treat the memory as foreign, and never resize it again.
     """
     memory: Any = (ctypes.c_ubyte * line.numel()).from_address(line.data_ptr())
-    memory.tensor = line  # it has to be there as long
+    memory.tensor = line  # keeps the memory alive
     return memory
 
 
 def is_plain(tensor: Any) -> bool:
-    """Whether a tensor is its bytes, one after the other."""
+    """Return whether a tensor's value is just its contiguous bytes."""
     torch = sys.modules["torch"]
     return bool(
         type(tensor) is torch.Tensor
@@ -262,11 +277,11 @@ def is_plain(tensor: Any) -> bool:
 
 @attrs.define(eq=False)
 class _Copy:
-    """Bytes of a storage, from one to before another.
+    """A range of bytes of a storage.
 
     Attributes:
-        host: They, on the host; None before they are there.
-        lock: Who has it copies them.
+        host: The bytes on the host; None until copied.
+        lock: Held by the thread that copies.
     """
 
     storage: int
@@ -277,30 +292,34 @@ class _Copy:
 
 
 class HostCopies:
-    """Copies of one value's tensors. They are complete on their device and don't change.
+    """Host copies of one value's tensors, which are complete on the device and don't change.
 
-    Who wants what another one is about to copy waits for that. Of what lies in a copy no other one is made.
+    Threads that need the same bytes share one copy. Parts of copied ranges are not copied again.
     """
 
     def __init__(self, tensors: Iterable[Any]) -> None:
-        """Args: tensors: Those of the value, which is there as long as this is."""
+        """Prepare copies.
+
+        Args:
+            tensors: The tensors of the value, which outlives this object.
+        """
         self._lock = threading.Lock()
         self._copies: list[_Copy] = []
-        # What has another storage, some rows that had to be gathered, say, may be gone tomorrow, and its name reused.
+        # A tensor with another storage, such as gathered rows, may be freed soon, and the storage's address reused.
         self._storages = {tensor.untyped_storage()._cdata for tensor in tensors}
 
     @property
     def nbytes(self) -> int:
-        """How many bytes they are."""
+        """The total size of the copies."""
         return sum(host.nbytes for host in self.tensors())
 
     def tensors(self) -> list[Any]:
-        """Return what there is on the host, as bytes."""
+        """Return all copies on the host, as bytes."""
         return [copy.host for copy in list(self._copies) if copy.host is not None]
 
     @contextlib.contextmanager
     def shared(self) -> Iterator[None]:
-        """A block in which this thread packs the value, or some of it."""
+        """Use these copies for tensors that this thread packs in a block."""
         outer = getattr(_here, "copies", None)
         _here.copies = self
         try:
@@ -309,7 +328,7 @@ class HostCopies:
             _here.copies = outer
 
     def of(self, tensor: Any) -> Any:
-        """A tensor of the value, or of some of its rows, on the host."""
+        """Return a tensor of the value, or of some of its rows, on the host."""
         if not is_plain(tensor) or tensor.nbytes < WORTH_BYTES:
             return to_host(tensor)
         storage = tensor.untyped_storage()._cdata
@@ -333,16 +352,16 @@ class HostCopies:
 
 
 def on_host(tensor: Any) -> Any:
-    """A device's tensor on the host, to be sent; see `HostCopies.shared`."""
+    """Return a device's tensor on the host, for sending; see `HostCopies.shared`."""
     copies: HostCopies | None = getattr(_here, "copies", None)
     return to_host(tensor) if copies is None else copies.of(tensor)
 
 
 class _NoMemoryError(RuntimeError):
-    """There is no more pinned memory."""
+    """Raised if no pinned memory is left."""
 
 
-# What a test plays.
+# Replaced by tests:
 
 
 def _device_of(tensor: Any) -> str:
@@ -360,5 +379,4 @@ def _empty(shape: Any, dtype: Any, device: Any, pinned: bool) -> Any:
 
 
 def _begin(target: Any, source: Any) -> None:
-    """Have a copy done on the current stream, one end of which is pinned."""
     target.copy_(source, non_blocking=True)

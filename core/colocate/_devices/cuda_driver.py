@@ -1,7 +1,7 @@
-"""What CUDA's driver does beyond torch.
+"""Use functions of the CUDA driver that torch lacks.
 
-It lends memory of a device to another process, pins memory of the host, and lets threads work while another one
-captures a graph.
+The driver lends device memory to other processes, pins host memory, and allows work on other threads during a graph
+capture.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _THREAD_LOCAL = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
 
 
 class DriverError(RuntimeError):
-    """The driver refuses."""
+    """Raised if the driver refuses a call."""
 
 
 class _Handle(ctypes.Structure):
@@ -30,20 +30,25 @@ class _Handle(ctypes.Structure):
 
 
 class Driver:
-    """The library, for one device of this process.
+    """The CUDA driver, for one device of this process.
 
-    A handle is of a piece of memory as the driver has it, of which an allocator may have made many; so an offset goes
-    with it. The other process needn't see the device, but its own has to reach it.
+    A handle refers to a whole allocation of the driver, which an allocator may have divided; so an offset goes with the
+    handle. The other process needn't see the device, but its own device must reach it.
     """
 
     def __init__(self, library: Any, device: str) -> None:
-        """Args: library: As ctypes has it. device: As torch calls it; see `_context`."""
+        """Wrap the driver's library.
+
+        Args:
+            library: The library in ctypes.
+            device: The device, as torch names it; see `_context`.
+        """
         self._library = library
         self._device = device
         self._primary: ctypes.c_void_p | None = None
 
     def handle(self, address: int, nbytes: int) -> tuple[bytes, int]:
-        """Return what another process opens to get at some memory, and where in that it begins."""
+        """Return a handle that another process can open for this memory, and the offset of the memory."""
         base, size, handle = ctypes.c_uint64(), ctypes.c_size_t(), _Handle()
         with self._context():
             self._call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), ctypes.c_uint64(address))
@@ -54,7 +59,7 @@ class Driver:
         return bytes(handle.reserved), offset
 
     def open(self, handle: bytes) -> int:
-        """The address at which memory of another process is from now on."""
+        """Map memory of another process; return the address."""
         address = ctypes.c_uint64()
         given = _Handle.from_buffer_copy(handle)
         with self._context():
@@ -62,34 +67,33 @@ class Driver:
         return address.value
 
     def copy(self, target: int, source: int, nbytes: int, stream: Any) -> None:
-        """Begin to copy memory of devices."""
+        """Begin to copy device memory on a stream."""
         size, where = ctypes.c_size_t(nbytes), ctypes.c_void_p(stream.cuda_stream)
         with self._context():
             self._call("cuMemcpyDtoDAsync_v2", ctypes.c_uint64(target), ctypes.c_uint64(source), size, where)
 
     def close(self, address: int) -> None:
-        """Let go of what was opened."""
+        """Unmap memory opened by `open`."""
         with self._context():
             self._call("cuIpcCloseMemHandle", ctypes.c_uint64(address))
 
     def pin(self, address: int, nbytes: int) -> None:
-        """Have some memory of the host's stay where it is: the device copies from and to it by itself."""
+        """Pin host memory, so that the device can copy directly."""
         size = ctypes.c_size_t(nbytes)
         with self._context():
             self._call("cuMemHostRegister_v2", ctypes.c_void_p(address), size, ctypes.c_uint(_PORTABLE))
 
     def unpin(self, address: int) -> None:
-        """Have it be as others."""
+        """Unpin host memory."""
         with self._context():
             self._call("cuMemHostUnregister", ctypes.c_void_p(address))
 
     @contextlib.contextmanager
     def beside_captures(self) -> Iterator[None]:
-        """See `beside_captures`."""
         mode = ctypes.c_int(_THREAD_LOCAL)
         try:
             with self._context():
-                self._call(_EXCHANGE, ctypes.byref(mode))  # which says how it was
+                self._call(_EXCHANGE, ctypes.byref(mode))  # stores the previous mode
             yield
         finally:
             if mode.value != _THREAD_LOCAL:
@@ -98,9 +102,9 @@ class Driver:
 
     @contextlib.contextmanager
     def _context(self) -> Iterator[None]:
-        """A block in the device's context, which torch has made by now: some tensor is there, or is to be.
+        """Make the device's primary context current in a block. Torch has created the context by now.
 
-        Threads begin without one, and this may be the thread of another device, which frees something.
+        Threads begin without a context, or this may be another device's thread that frees memory.
         """
         if self._primary is None:
             number, context = ctypes.c_int(), ctypes.c_void_p()
@@ -126,9 +130,9 @@ class Driver:
 
 @functools.cache
 def driver(device: str, load: Callable[[str], Any] = ctypes.CDLL) -> Driver | None:
-    """The driver for a device of this process, which needn't be in use yet; None where there is none.
+    """Return the driver for a device of this process, which may be unused yet; None without one.
 
-    AMD's and Intel's GPUs have others.
+    AMD's and Intel's GPUs have other drivers.
     """
     if not device.startswith("cuda"):
         return None
@@ -140,14 +144,14 @@ def driver(device: str, load: Callable[[str], Any] = ctypes.CDLL) -> Driver | No
 
 @contextlib.contextmanager
 def beside_captures(device: str) -> Iterator[None]:
-    """A block in which a thread uses a device, whatever graphs others capture there.
+    """Use a device in a block while other threads may capture graphs there.
 
-    A capture in torch's default mode is for all threads: what the driver calls unsafe, as to ask an event whether it is
-    over, fails on any of them meanwhile, and ends the capture. A thread may say that it takes no part.
+    A capture in torch's default mode concerns all threads: calls that the driver deems unsafe, such as querying an
+    event, fail on any thread, and break the capture. A thread may opt out.
     """
     found = driver(device)
     with contextlib.ExitStack() as stack:
         if found is not None:
-            with contextlib.suppress(DriverError):  # an older one: then it is as it was
+            with contextlib.suppress(DriverError):  # an older driver without this function
                 stack.enter_context(found.beside_captures())
         yield

@@ -1,7 +1,7 @@
-"""A device's memory on its way between processes of one machine: the receiver copies it from where it lies.
+"""Lend a device's memory to processes of one machine: the receiver copies directly from the owner's memory.
 
-The owner gives handles in place of bytes. It keeps what it lends for as long as the receiver's call is unfinished,
-which is why it has it at all; when the receiver has a copy it asks whether that was so. Without an answer it has none.
+The owner sends handles instead of bytes, and keeps the memory while the receiver's call is unfinished. After the copy
+the receiver asks whether the memory was still kept; without a confirmation the copy is dropped.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from colocate._system.imported import imported
 from colocate.gpus import in_use
 
 WORTH_LENDING_BYTES = 1 << 20
-"""From here on a tensor is worth a handle, which takes some tenths of a millisecond to open."""
+"""Size in bytes above which a handle pays off; opening one takes some tenths of a millisecond."""
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
-_here = threading.local()  # .lender: of what this thread packs; .borrower: of what it unpacks
+_here = threading.local()  # .lender: for values that this thread packs; .borrower: for values that this thread unpacks
 
 
 class NotLentError(Exception):
-    """A handle can't be opened."""
+    """Raised if a handle can't be opened."""
 
 
 def place(device: str) -> str:
-    """Where a process computes, as those say it alike which may lend memory to each other; "" where none may.
+    """Return a text that is equal in processes that can lend each other memory; "" for no lending.
 
-    It needn't have used the device yet: what comes first may be a value for it.
+    The device may be unused yet: the first use may be a received value.
     """
     torch = imported("torch")
     if torch is None or driver(device) is None:
@@ -47,15 +47,20 @@ def _machine() -> str:
 
 
 class Lender:
-    """Gives handles for the tensors of one value.
+    """Creates handles for the tensors of one value.
 
     Attributes:
-        lent: How many bytes.
-        refusal: Why the driver gives none, if it doesn't: what then remains goes by the host.
+        lent: Bytes lent so far.
+        refusal: The driver's error, if any; later tensors are then sent through the host.
     """
 
     def __init__(self, device: str, tensors: Iterable[Any]) -> None:
-        """Args: device: Where they are. tensors: Those that stay as long as the value."""
+        """Prepare to lend.
+
+        Args:
+            device: The device of the tensors.
+            tensors: Tensors that live as long as the value.
+        """
         self.lent = 0
         self.refusal = ""
         self._driver = driver(device)
@@ -63,7 +68,7 @@ class Lender:
 
     @contextlib.contextmanager
     def lending(self) -> Iterator[None]:
-        """A block in which this thread packs the value, or some of it."""
+        """Lend tensors that this thread packs in a block."""
         _here.lender = self
         try:
             yield
@@ -71,10 +76,10 @@ class Lender:
             _here.lender = None
 
     def handle(self, tensor: Any) -> tuple[Any, ...] | None:
-        """Return what a tensor is pickled as, in place of its bytes; None where these have to be sent."""
+        """Return the reduction of a tensor to a handle; None if the bytes must be sent."""
         if self._driver is None or self.refusal or tensor.nbytes < WORTH_LENDING_BYTES or not is_plain(tensor):
             return None
-        if tensor.untyped_storage()._cdata not in self._storages:  # some rows that had to be gathered, say
+        if tensor.untyped_storage()._cdata not in self._storages:  # gathered rows, say
             return None
         try:
             handle, offset = self._driver.handle(tensor.data_ptr(), tensor.nbytes)
@@ -86,22 +91,26 @@ class Lender:
 
 
 def handle_of(tensor: Any) -> tuple[Any, ...] | None:
-    """Return what a device's tensor is pickled as where it is lent; see `Lender.lending`."""
+    """Return the reduction of a device's tensor to a handle if this thread lends; else None. See `Lender.lending`."""
     lender: Lender | None = getattr(_here, "lender", None)
     return None if lender is None else lender.handle(tensor)
 
 
 class Borrower:
-    """Copies what others lend."""
+    """Copies memory that other processes lend."""
 
     def __init__(self, device: str) -> None:
-        """Args: device: Where to."""
+        """Prepare to borrow.
+
+        Args:
+            device: The device for the copies.
+        """
         self._device = device
         self._side = SideStream(device)
 
     @contextlib.contextmanager
     def borrowing(self) -> Iterator[None]:
-        """A block in which this thread unpacks what is lent; all copies are complete at its end."""
+        """Copy lent tensors that this thread unpacks in a block; all copies are complete at the end."""
         found = driver(self._device)
         assert found is not None
         _here.borrower = loan = _Loan(found, self._device, self._side)
@@ -113,7 +122,7 @@ class Borrower:
 
 
 class _Loan:
-    """What is open for one value."""
+    """The open handles for one value."""
 
     def __init__(self, found: Driver, device: str, side: SideStream) -> None:
         self._driver = found
@@ -143,16 +152,16 @@ class _Loan:
             raise
         finally:
             for address in self._open.values():
-                with contextlib.suppress(DriverError):  # a context that is lost has nothing open, and has told so
+                with contextlib.suppress(DriverError):  # a lost context has nothing open, and was reported before
                     self._driver.close(address)
 
 
 def borrowed(handle: bytes, offset: int, dtype: str, shape: tuple[int, ...]) -> Any:
-    """A copy of a tensor that is lent."""
+    """Return a copy of a lent tensor."""
     loan: _Loan = _here.borrower
     return loan.copy(handle, offset, dtype, shape)
 
 
 def empty(shape: tuple[int, ...], dtype: Any, device: str) -> Any:
-    """A tensor, for a copy. A test plays it."""
+    """Allocate a tensor for a copy. Replaced by tests."""
     return sys.modules["torch"].empty(shape, dtype=dtype, device=device)

@@ -1,1 +1,1 @@
-"""The law of signals, and that of collectors: users' code may run between any two lines of the framework."""
+"""Protect the framework from signal handlers and finalizers: users' code may run between any two lines."""

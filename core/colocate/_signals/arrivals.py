@@ -1,6 +1,6 @@
-"""`Arrivals`: a queue for threads and tasks, of which no interruption loses anything.
+"""Queue items for threads and tasks, without loss on interruptions (`Arrivals`).
 
-A reader takes an item into a list of its own, and puts the list's contents back when a wait, or users' code, raises.
+A reader moves an item into a list of its own, and puts the list's contents back if a wait or users' code raises.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ T = TypeVar("T")
 
 
 class Arrivals(Generic[T]):
-    """A queue whose items go to one of those that wait, all of whom hear of the end.
+    """A queue that gives each item to one of several waiting readers. All readers learn of the end.
 
     Attributes:
-        come: Those that nobody has taken, in order.
-        is_over: Whether no others will come.
+        come: Items that no reader has taken, in order.
+        is_over: Whether no further items will come.
     """
 
     def __init__(self) -> None:
@@ -34,23 +34,23 @@ class Arrivals(Generic[T]):
         self._waiting: deque[Callable[[], object]] = deque()
 
     def put(self, item: T) -> None:
-        """Have one taken. On any thread; it doesn't block."""
+        """Add an item. Safe on any thread; never blocks."""
         self.come.append(item)
         self.wake()
 
     def end(self) -> None:
-        """No others will come."""
+        """Mark the end: no further items will come."""
         self.is_over = True
         self.wake()
 
     def wake(self) -> None:
-        """Have all that wait look again: something has come, or was put back."""
+        """Wake all waiting readers: an item was added or put back, or the queue has ended."""
         with contextlib.suppress(IndexError):
             while True:
                 self._waiting.popleft()()
 
     def take(self, into: deque[T]) -> bool:
-        """Move the next one into a list; False where there is none."""
+        """Move the next item into a list; return False if there is none."""
         try:
             into.append(self.come.popleft())
         except IndexError:
@@ -58,7 +58,7 @@ class Arrivals(Generic[T]):
         return True
 
     def wait(self, at_most_s: float = SLICE_S) -> None:
-        """Wait until there is something to see, or for a while: a signal may have come just before."""
+        """Wait for an item or the end, at most `at_most_s` seconds: a signal may have come just before the wait."""
         lock = _thread.allocate_lock()
         lock.acquire()
         self._waiting.append(lock.release)
@@ -70,7 +70,7 @@ class Arrivals(Generic[T]):
                 self._waiting.remove(lock.release)
 
     async def wait_async(self) -> None:
-        """Wait until there is something to see."""
+        """Wait for an item or the end."""
         import asyncio
 
         event = asyncio.Event()

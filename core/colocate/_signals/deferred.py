@@ -1,10 +1,9 @@
-"""Interruptible waits, and threads that run long operations in place of the main thread.
+"""Wait interruptibly, and run long operations on other threads than the main one.
 
-The main thread hands over connecting, spawning, closing and other work that goes on though its wait is interrupted. A
-signal's handler that raises there ends the wait at once, while the work ends on its own thread.
+The main thread hands over connecting, spawning, closing and other work that must continue when the wait is interrupted.
+A signal handler that raises ends the wait at once, while the work ends on its own thread.
 
-On all other threads `run_deferred` runs its work here and now: no signal comes there. When handlers run is decided in
-`guard.py`.
+On all other threads `run_deferred` runs the work directly: no signal comes there. `guard.py` decides when handlers run.
 """
 
 from __future__ import annotations
@@ -25,20 +24,20 @@ from typing import Any, Generic, TypeVar
 from colocate._signals.guard import interruptible, on_main
 
 T = TypeVar("T")
-# A signal that comes just before a lock is waited for is seen only when that ends: so it is waited for in slices.
+# A signal just before the wait for a lock is handled only at the end of the wait, so waits are sliced.
 SLICE_S = 1.0
 
 
 @interruptible
 def wait_for(lock: _thread.LockType, seconds: float) -> None:
-    """Wait for a lock that this thread alone waits for, and nobody holds for anything."""
+    """Wait for a raw lock, used for waking only by this thread."""
     lock.acquire(timeout=seconds)
 
 
 class Flag:
-    """Set once, and waited for. As `threading.Event`, but an interrupted wait leaves nothing behind.
+    """An event to wait for, like `threading.Event`, but safe against interrupted waits.
 
-    The flag is the truth, and each waiter has a raw lock of its own that only wakes it up.
+    The attribute has the state; each waiter has a raw lock of its own, for waking only.
     """
 
     __slots__ = ("_waiting", "is_set")
@@ -48,26 +47,26 @@ class Flag:
         self._waiting: list[_thread.LockType] = []
 
     def set(self) -> None:
-        """Set it, and wake all."""
+        """Set the flag, and wake all waiters."""
         self.is_set = True
         try:
             while self._waiting:
                 self._waiting.pop().release()
-        except IndexError:  # another thread has woken the last one
+        except IndexError:  # another thread has woken the last waiter
             pass
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until it is set, at most so many seconds; whether it is."""
+        """Wait until the flag is set, at most `timeout` seconds; return whether the flag is set."""
         if self.is_set:
             return True
         deadline = None if timeout is None else time.monotonic() + timeout
         wake = _thread.allocate_lock()
         wake.acquire()
         self._waiting.append(wake)
-        while not self.is_set:  # again, as it may have been set before this one was there to be woken
+        while not self.is_set:  # check again: the flag may have been set before this waiter was registered
             left = SLICE_S if deadline is None else deadline - time.monotonic()
             if left <= 0:
-                with contextlib.suppress(ValueError):  # just now
+                with contextlib.suppress(ValueError):  # set just now
                     self._waiting.remove(wake)
                 break
             wait_for(wake, min(left, SLICE_S))
@@ -75,12 +74,12 @@ class Flag:
 
 
 class _Job(Generic[T]):
-    """Some work, from the main thread's handing it over to its end."""
+    """Work handed over by the main thread, until the end."""
 
     __slots__ = ("_context", "_frame", "done", "error", "value", "work")
 
     def __init__(self, work: Callable[[], T], frame: FrameType | None) -> None:
-        self.work: Callable[[], T] | None = work  # None once it is begun, or withdrawn
+        self.work: Callable[[], T] | None = work  # None once begun or withdrawn
         self._frame = frame
         self._context = copy_context()
         self.done = Flag()
@@ -96,7 +95,7 @@ class _Job(Generic[T]):
             trace = error.__traceback__
             self.error = error.with_traceback(None if trace is None else trace.tb_next)  # without this frame
             del trace
-        # Nothing of the user's is held any more when who waits goes on.
+        # No object of the user's is held any more when the waiting thread goes on.
         _here.frame = self._frame = None
         del work, self._context
 
@@ -104,8 +103,8 @@ class _Job(Generic[T]):
 class _Couriers:
     """The threads that work for the main thread.
 
-    A job, which may take long, never waits for another one: an idle thread does it, or a new one. A few idle threads
-    stay; others end, unless they have started processes, which the kernel may tie to the thread that has.
+    Jobs never wait for each other, as they may take long: an idle thread takes a job, or a new one. A few idle threads
+    stay. Others end, unless they have started processes, which the kernel may tie to the thread.
     """
 
     def __init__(self) -> None:
@@ -113,10 +112,10 @@ class _Couriers:
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
         self._idle = 0
-        self._unfinished: dict[_Job[Any], None] = {}  # from the handing over of a job to its end
+        self._unfinished: dict[_Job[Any], None] = {}  # from handing over to the end
 
     def put(self, job: _Job[Any]) -> bool:
-        """Hand a job over; False when no other thread runs any more, or can be started: the interpreter ends."""
+        """Hand a job over; return False if no thread can start, or the interpreter is ending."""
         if sys.is_finalizing():
             return False
         with self._lock:
@@ -132,20 +131,20 @@ class _Couriers:
         return True
 
     def take(self, job: _Job[T]) -> Callable[[], T] | None:
-        """Take the work out of a job, to begin or to withdraw it; None when that was done before."""
+        """Take the work out of a job, to begin or to withdraw; None if that was done before."""
         with self._lock:
             work, job.work = job.work, None
         return work
 
     def withdraw(self, job: _Job[Any]) -> bool:
-        """Withdraw a job; False when it has been begun."""
+        """Withdraw a job; return False if the job has begun."""
         if self.take(job) is None:
             return False
         self._unfinished.pop(job, None)
         return True
 
     def settle(self, timeout: float) -> bool:
-        """Wait until all jobs that have been put are done; whether they are."""
+        """Wait until all present jobs are done, at most `timeout` seconds; return whether all are done."""
         until = time.monotonic() + timeout
         return all(job.done.wait(until - time.monotonic()) for job in list(self._unfinished))
 
@@ -166,7 +165,7 @@ class _Couriers:
 
 
 def _has_started_processes() -> bool:
-    """Whether this thread has some that run, as far as the kernel tells."""
+    """Return whether this thread has running child processes, as far as the kernel tells."""
     try:
         with open(f"/proc/self/task/{_thread.get_native_id()}/children", "rb") as children:
             return bool(children.read(1))
@@ -174,14 +173,13 @@ def _has_started_processes() -> bool:
         return True
 
 
-_WAIT = 2  # as many couriers wait at most: one that ends with each job would be one that starts with each
+_WAIT = 2  # idle couriers that stay; if every job ended its thread, every job would start one
 COURIER = "colocate-courier-"
 _here = threading.local()
 _couriers = _Couriers()
 
 
 def _forget_fork() -> None:
-    """In a forked child the couriers are gone."""
     global _couriers
     _couriers = _Couriers()
 
@@ -190,7 +188,7 @@ os.register_at_fork(after_in_child=_forget_fork)
 
 
 def frames() -> Iterator[FrameType]:
-    """Yield the caller's frames, the innermost first; then, on a courier, those of whom it works for."""
+    """Yield the caller's frames, innermost first; on a courier, also those of the waiting main thread."""
     frame: FrameType | None = sys._getframe(1)
     other: FrameType | None = getattr(_here, "frame", None)
     while frame is not None:
@@ -201,7 +199,7 @@ def frames() -> Iterator[FrameType]:
 
 
 def who_waits() -> threading.Thread:
-    """Return this thread; on a courier the one that it works for, which waits for that."""
+    """Return this thread; on a courier the waiting main thread."""
     return threading.current_thread() if getattr(_here, "frame", None) is None else threading.main_thread()
 
 
@@ -211,18 +209,18 @@ def run_deferred(
     waits_s: float | None = 0.0,
     in_any_case: bool = False,
 ) -> T:
-    """Do some work on a thread that isn't the main one, and wait for it.
+    """Run some work on another thread if this is the main one, and wait.
 
     Args:
-        work: What takes long, or has to come to its end.
-        interrupted: Called on a third thread when the wait is interrupted, to have the work end soon, or to undo it. It
-            always goes on to its end, unless it had not begun.
-        waits_s: How long both ends are waited for then, at most; None for as long as it takes. A second interruption
-            ends that too.
-        in_any_case: Whether it is done also when the interruption comes before it has begun.
+        work: Work that takes long, or must not be interrupted.
+        interrupted: Called on a third thread if the wait is interrupted, to end the work soon, or to undo it. Work
+            that has begun always runs to its end.
+        waits_s: Seconds to wait for the end of both after an interruption; None for no limit. A second interruption
+            ends that wait, too.
+        in_any_case: Whether to do the work also if the interruption comes before the start.
 
     Raises:
-        BaseException: What the work raises, or the handler of a signal.
+        BaseException: The exception of the work, or of a signal handler.
     """
     if not on_main():
         return work()
@@ -244,14 +242,14 @@ def run_deferred(
     try:
         raise error
     finally:
-        del error  # its traceback has this frame
+        del error  # breaks the cycle of traceback and frame
 
 
 def defer(work: Callable[[], object]) -> Flag | None:
-    """Do some work on a thread that isn't the main one, without waiting. What it raises is reported.
+    """Run some work on another thread if this is the main one, without waiting. Exceptions are reported.
 
     Returns:
-        What is set when it is done; None if it has been done here.
+        A flag that is set at the end; None if the work was done here.
     """
 
     def reported() -> None:
@@ -269,5 +267,5 @@ def defer(work: Callable[[], object]) -> Flag | None:
 
 
 def settle(timeout: float) -> bool:
-    """Wait for work that nobody waits for, as at the interpreter's exit; whether all of it has ended."""
+    """Wait for work without a waiting thread, as at the interpreter's exit; return whether all has ended."""
     return _couriers.settle(timeout)

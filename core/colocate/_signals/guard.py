@@ -1,10 +1,12 @@
-"""One rule for signals: a handler that comes amid colocate's own code is put off, in drivers as in workers.
+"""Defer signal handlers while the framework's own code runs, in drivers as in workers.
 
-Python runs handlers on the main thread, between any two bytecodes. Amid colocate's own code a handler would find locks
-taken, and an exception that it raises would leave half of a change behind. So while a runtime is connected each handler
-runs at once in users' code, in waits, and in code of users' that colocate calls; anywhere else it runs as soon as the
-main thread is back there. It runs after `AT_LATEST_S` in any case: Ctrl-C ends also what hangs by a mistake of ours.
-Workers have the same rule for role code: `worker/serving/signal_handlers.py`.
+Python runs handlers on the main thread, between any two bytecodes. Inside the framework's code a handler would find
+locks taken, and an exception from a handler would leave a change half done. So while a runtime is connected each
+handler runs at once in users' code, in waits, and in users' code that the framework calls; anywhere else the handler
+runs as soon as the main thread is back there. It runs after `AT_LATEST_S` seconds in any case: Ctrl-C also ends a hang
+that is a bug of colocate.
+
+Workers follow the same rule for role code: `worker/serving/signal_handlers.py`.
 """
 
 from __future__ import annotations
@@ -22,47 +24,47 @@ Handler: TypeAlias = Callable[[int, FrameType | None], object]
 F = TypeVar("F", bound=Callable[..., Any])
 
 _CORE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-_TESTING = os.path.join(_CORE, "testing", "")  # the suites are users of colocate
+_TESTING = os.path.join(_CORE, "testing", "")  # test suites are users of colocate
 AT_LATEST_S = 10.0
 _AGAIN_S = 0.001
 _interruptible: set[CodeType] = set()
 _calls_users_code: set[CodeType] = set()
 _late: dict[int, float] = {}
-"""Signals that were put off, and since when (of time.monotonic())."""
+"""Deferred signals, with the time of the first arrival (of time.monotonic())."""
 _wake = _thread.allocate_lock()
 _set, _get = signal.signal, signal.getsignal
 _main: int | None = threading.main_thread().ident
 _is_on = False
 _has_thread = False
 connected: set[int] = set()
-"""The ids of runtimes that aren't closed."""
+"""The ids of open runtimes."""
 
 
 def on_main() -> bool:
-    """Return whether this is the thread on which signals' handlers run."""
+    """Return whether this is the thread that runs signal handlers."""
     return _thread.get_ident() == _main
 
 
 def work_on_main() -> None:
-    """In a worker process, which has a guard of its own: the main thread does its work itself, as any other."""
+    """Treat the main thread like any other, in a worker process, which has another guard."""
     global _main
     _main = None
 
 
 def interruptible(function: F) -> F:
-    """Let handlers run, and raise, anywhere in a function and its callees: in a wait, or while arguments are packed."""
+    """Decorate a function in which handlers may run, and raise, at any point: a wait, or the packing of arguments."""
     _interruptible.add(function.__code__)
     return function
 
 
 def calls_users_code(function: F) -> F:
-    """Let handlers run, and raise, in the users' code that a function calls: no change of ours is half done then."""
+    """Decorate a function that calls users' code, in which handlers may run, and raise: no change is half done then."""
     _calls_users_code.add(function.__code__)
     return function
 
 
 def start() -> None:
-    """Guard all handlers of this process from now on, until `stop`. Does nothing on other threads than the main one."""
+    """Guard all handlers of this process from now on, until `stop`. Does nothing on threads other than the main one."""
     global _set, _get, _is_on, _has_thread
     if _is_on or not on_main():
         return
@@ -71,7 +73,7 @@ def start() -> None:
         _thread.start_new_thread(_send_again, ())
         _has_thread = True
     _is_on = True
-    if signal.signal is not _signal:  # a host may have one of its own, which is asked as before
+    if signal.signal is not _signal:  # a host's own replacement of `signal.signal` is called as before
         _set, _get = signal.signal, signal.getsignal
         signal.signal, signal.getsignal = _signal, _getsignal
     for number in signal.valid_signals():
@@ -81,14 +83,14 @@ def start() -> None:
 
 
 def stop() -> None:
-    """Restore the handlers of before `start`, and deliver late signals, unless a runtime is connected."""
+    """Restore the original handlers, and deliver late signals, unless a runtime is connected."""
     global _is_on
     if connected or not _is_on:
         return
     _is_on = False
     if signal.signal is _signal:
         signal.signal, signal.getsignal = _set, _get
-    if not on_main():  # which alone may set handlers; guarded ones pass everything on now
+    if not on_main():  # only the main thread may set handlers; guarded ones pass all signals on now
         return
     for number in signal.valid_signals():
         handler = _get(number)
@@ -100,7 +102,7 @@ def stop() -> None:
 
 
 class _Guarded:
-    """A handler as Python has it."""
+    """A guarded handler, registered in place of the user's."""
 
     def __init__(self, handler: Handler) -> None:
         self.handler = handler
@@ -118,7 +120,7 @@ class _Guarded:
 
 
 def _may_run(frame: FrameType | None) -> bool:
-    """Return whether a handler may run in a frame: by the frames of ours, from the innermost one on."""
+    """Return whether a handler may run in a frame, decided by the framework's frames, from the innermost outwards."""
     is_called = is_ours = False
     while frame is not None:
         code = frame.f_code
@@ -135,7 +137,7 @@ def _may_run(frame: FrameType | None) -> bool:
 
 
 def _send_again() -> None:
-    """Send signals that were put off, on a thread of our own: by the system, which ends a wait of the main thread."""
+    """Send deferred signals again, on a thread of colocate: a real signal interrupts a wait of the main thread."""
     while True:
         _wake.acquire()
         time.sleep(_AGAIN_S)
@@ -147,18 +149,16 @@ def _send_again() -> None:
 
 
 def _is_guardable(handler: Any) -> bool:
-    # asyncio's own does nothing: the event loop learns from a descriptor, once for each time that the signal comes.
+    # asyncio's handler does nothing: the event loop reads each signal from a descriptor.
     is_asyncio = str(getattr(handler, "__module__", "")).startswith("asyncio.")
     return callable(handler) and not isinstance(handler, _Guarded) and not is_asyncio
 
 
 def _signal(signalnum: Any, handler: Any) -> Any:
-    """See `signal.signal`."""
     return _bare(_set(signalnum, _Guarded(handler) if _is_guardable(handler) else handler))
 
 
 def _getsignal(signalnum: Any) -> Any:
-    """See `signal.getsignal`."""
     return _bare(_get(signalnum))
 
 
@@ -167,7 +167,7 @@ def _bare(handler: Any) -> Any:
 
 
 def _forget_fork() -> None:
-    """Reset the state in a forked child: no runtime, no thread of ours, and another main thread."""
+    """Reset the state in a forked child: no runtime, no thread of colocate, and another main thread."""
     global _main, _is_on, _has_thread
     _main = threading.main_thread().ident
     _is_on = _has_thread = False

@@ -1,8 +1,8 @@
-"""Whether the framework is at work on this thread, which mustn't wait then, nor begin something else.
+"""Detect whether the framework is at work on this thread, which then must neither wait nor begin other work.
 
-The garbage collector runs users' `__del__` between any two lines, also of ours: on a thread of the framework, or while
-this one holds the lock of a group. What waited there for a call would wait for itself, and a call that was sent there
-would overtake one of which a part has been sent.
+The garbage collector runs users' `__del__` between any two lines, also of colocate: on a thread of the framework, or
+while this thread holds a group's lock. A wait for a call would then block the call itself, and a new call would
+overtake one that is partly sent.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from types import TracebackType
 from colocate.errors import ColocateError
 
 DISPATCHER = "colocate-dispatcher-"
-"""Begins the name of the thread on which users' callbacks run, which may wait."""
+"""Prefix of the name of the thread for users' callbacks, which may wait."""
 
 
 class _Here(threading.local):
-    """How many sections this thread is in; the framework's own threads are in one for good."""
+    """Counts the sections that this thread is in; the framework's own threads are always in one."""
 
     def __init__(self) -> None:
         name = threading.current_thread().name
@@ -30,10 +30,10 @@ _here = _Here()
 
 
 class Section:
-    """A lock for blocks of one thread at a time, which knows when it is in one; such blocks may be nested.
+    """A reentrant lock that marks its thread as being in the framework.
 
     Attributes:
-        lock: It alone, for the framework's own threads, of which that is known anyway.
+        lock: The bare lock, for the framework's own threads, which are always marked.
     """
 
     __slots__ = ("lock",)
@@ -42,7 +42,7 @@ class Section:
         self.lock = threading.RLock()
 
     def __enter__(self) -> None:
-        _here.sections += 1  # first, and as the last step below: in between there may be a `__del__`
+        _here.sections += 1  # first, and undone last: a `__del__` may run in between
         self.lock.acquire()
 
     def __exit__(
@@ -58,21 +58,21 @@ def in_framework() -> bool:
 
 
 def begin_users() -> int:
-    """Users' code begins on this thread, or what a user's thread waits for: what `end_users` is to be given."""
+    """Mark the start of users' code, or of work for a waiting user's thread; return the argument of `end_users`."""
     own, _here.own = _here.own, 0
     _here.sections -= own
     return own
 
 
 def end_users(own: int) -> None:
-    """Note that users' code has ended."""
+    """Mark the end of users' code."""
     _here.own += own
     _here.sections += own
 
 
 @contextmanager
 def waited_for() -> Iterator[None]:
-    """A block in which this thread does for a user's thread, which waits for it, what that could do itself."""
+    """Run a block on this thread for a waiting thread of the user, with that thread's rights."""
     own = begin_users()
     try:
         yield
@@ -81,7 +81,14 @@ def waited_for() -> Iterator[None]:
 
 
 def refuse_to_wait(what: str) -> None:
-    """Refuse what would wait, where the framework is at work on this thread."""
+    """Refuse an operation that waits, if the framework is at work on this thread.
+
+    Args:
+        what: The operation, for the error.
+
+    Raises:
+        ColocateError: The framework is at work on this thread.
+    """
     if _here.sections:
         raise ColocateError(
             f"{what} would wait for an answer on a thread on which colocate is at work, which has to take that answer. "

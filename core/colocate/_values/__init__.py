@@ -1,1 +1,1 @@
-"""Rows of values: split, join, reduce, walk."""
+"""Split, join, reduce and walk values by rows."""

@@ -1,6 +1,6 @@
-"""Rows of values: counting them, taking a value apart along them, putting it together again.
+"""Count, split and join the rows of values.
 
-Nothing here changes a value that it was given; parts may share its memory.
+No given value is changed; parts may share its memory.
 """
 
 from __future__ import annotations
@@ -27,33 +27,40 @@ _HAVE_ROWS = (
 
 
 class Deferred:
-    """A leaf whose rows are not on the driver: a resident's reference. Dispatches ask its methods for placeholders."""
+    """A leaf with rows that aren't on the driver: a reference to a resident.
+
+    Dispatches ask its methods for placeholders.
+    """
 
     __slots__ = ()
 
 
 @by_type
 def is_deferred(kind: type) -> bool:
-    """Whether values of this type are `Deferred`."""
+    """Return whether values of a type are `Deferred`."""
     return issubclass(kind, Deferred)
 
 
 @attrs.frozen
 class Beside:
-    """Plain rows that are scattered with a resident, the parameter `owner`, of which only workers know the rows."""
+    """Plain rows scattered along with a resident, the parameter `owner`; only workers know the resident's rows."""
 
     name: str
     rows: int
     owner: str
 
     def check(self, rows: int) -> None:
-        """Raise a `DispatchError` unless the resident has as many rows."""
+        """Compare the number of rows with the resident's.
+
+        Raises:
+            DispatchError: The numbers differ.
+        """
         same_rows(self.name, self.rows, self.owner, rows)
 
 
 @attrs.frozen(eq=False)
 class Cut:
-    """A plain value on its way to all ranks: each takes the rows that lie beside its own part of a resident (`by`)."""
+    """A plain value for all ranks, each of which takes the rows that belong to a part of a resident (`by`)."""
 
     value: Any
     by: Any
@@ -61,7 +68,7 @@ class Cut:
 
 
 def check_sets(what: str, rows: int, of: int, parameter: str | None = None) -> None:
-    """Raise a `DispatchError` unless rows are whole sets of those that stay together."""
+    """Raise a `DispatchError` unless the rows form whole sets of `of` rows."""
     if rows % of:
         raise DispatchError(
             f"{what} has {plural(rows, 'row')}, which is no multiple of {of}: Scatter(rows_of={of}) keeps every {of} "
@@ -71,7 +78,7 @@ def check_sets(what: str, rows: int, of: int, parameter: str | None = None) -> N
 
 
 def same_rows(first: str, rows: int, other: str, others: int) -> None:
-    """Raise a `DispatchError` unless two parameters that are scattered together have as many rows."""
+    """Raise a `DispatchError` unless two parameters that are scattered together have equal numbers of rows."""
     if rows != others:
         raise DispatchError(
             f"the parameter {other!r} has {plural(others, 'row')} but {first!r} has {rows}: what is scattered together "
@@ -81,7 +88,11 @@ def same_rows(first: str, rows: int, other: str, others: int) -> None:
 
 
 def rows(value: Any, path: str) -> int:
-    """Count the rows of a value, in which all leaves have to agree; a `DispatchError` calls the value `path`."""
+    """Return the number of rows of a value, which all leaves must share.
+
+    Raises:
+        DispatchError: Leaves differ, or have no rows; `path` is the value's name in the message.
+    """
     total = count_rows(value, path)
     if total is None:
         what = "is None" if value is None else f"({type(value).__name__}) holds nothing but None"
@@ -90,7 +101,7 @@ def rows(value: Any, path: str) -> int:
 
 
 def count_rows(value: Any, path: str) -> int | None:
-    """Count as `rows` does, but give None where no leaf has rows that the driver knows: only None and `Deferred`."""
+    """Count rows like `rows`, but return None if the driver knows no leaf with rows: only None and `Deferred`."""
     total: int | None = None
     for leaf in leaves(value):
         cls = type(leaf)
@@ -105,7 +116,7 @@ def count_rows(value: Any, path: str) -> int | None:
 
 
 def _uneven(value: Any, path: str) -> DispatchError:
-    """Tell which leaves of a value have no rows, or not as many as another one."""
+    """Return the error for leaves without rows, or with different numbers of rows."""
     named = [(where, leaf) for where, leaf in named_leaves(value, path) if not is_deferred(type(leaf))]
     first, total = named[0][0], _length(named[0][1], named[0][0])
     for where, leaf in named:
@@ -134,9 +145,9 @@ def _length(leaf: Any, path: str) -> int:
 
 
 def each_row(value: Any, path: str) -> list[Any]:
-    """Take the rows one by one, as their items: of a list the item itself, of a tensor one with an axis less.
+    """Return the rows one by one: items of a list, slices of a tensor with one axis less.
 
-    Of a type that was registered (`register_batch`) each is a batch of one row. Other sequences, as `range`, are lists.
+    The row of a type in `register_batch` is a batch of one row. Other sequences, such as `range`, count as lists.
     """
     if isinstance(value, Sequence) and not isinstance(value, (tuple, str, bytes)) and kind_of(type(value)) is None:
         value = list(value)
@@ -145,7 +156,7 @@ def each_row(value: Any, path: str) -> list[Any]:
 
 
 def slice_rows(value: Any, start: int, stop: int) -> Any:
-    """Take the rows from `start` to before `stop`, cut to those there are."""
+    """Return the rows from `start` to before `stop`, clipped to the existing rows."""
     total = count_rows(value, "value") or 0
     start = min(max(start, 0), total)
     stop = min(max(stop, start), total)
@@ -154,32 +165,32 @@ def slice_rows(value: Any, start: int, stop: int) -> Any:
 
 
 def cut(leaf: Any, start: int, stop: int, memo: Memo) -> Any:
-    """Take some rows of a leaf; leaves that are cut with one memo share what they shared before."""
+    """Return some rows of a leaf; the memo keeps jagged offsets shared among leaves."""
     kind = _kind(leaf, "value")
     return leaf if (start, stop) == (0, kind.length(leaf)) else kind.slice(leaf, start, stop, memo)
 
 
 def take_rows(value: Any, rows: Sequence[int]) -> Any:
-    """Take these rows, in this order."""
+    """Return the rows at these indices, in the given order."""
     memo = Memo()
     return take_apart(value, 1, lambda leaf: [take(leaf, rows, memo)])[0]
 
 
 def take(leaf: Any, rows: Sequence[int], memo: Memo) -> Any:
-    """Take these rows of a leaf; leaves that are taken from with one memo share what they shared before."""
+    """Return the rows of a leaf at these indices; the memo keeps jagged offsets shared among leaves."""
     return _kind(leaf, "value").take(leaf, rows, memo)
 
 
 def pad(value: Any, to: int) -> Any:
-    """Repeat the last row until there are `to` rows; the value given, which has one at least, stays as it is."""
+    """Repeat the last row until there are `to` rows; the given value, of at least one row, stays unchanged."""
     total = rows(value, "value")
     return value if total == to else take_apart(value, 1, leaf_splitter([total], to))[0]
 
 
 def leaf_splitter(sizes: Sequence[int], each: int | None = None) -> Callable[[Any], Sequence[Any]]:
-    """Return what splits the leaves of one value, for `take_apart`; with `each`, all parts are padded to so many rows.
+    """Return a function that splits leaves, for `take_apart`; with `each`, all parts are padded to that many rows.
 
-    Padding is the leaf's last row, repeated.
+    Padding repeats the leaf's last row.
     """
     memo = Memo()
     total = sum(sizes)
@@ -190,7 +201,7 @@ def leaf_splitter(sizes: Sequence[int], each: int | None = None) -> Callable[[An
         if each is None or each * len(sizes) == total:
             return parts
         last = leaf if total == 1 else kind.slice(leaf, total - 1, total, memo)
-        nothing_real: list[Any] = []  # such parts are all alike, so there is one
+        nothing_real: list[Any] = []  # one part for all ranks with padding only
         padded: list[Any] = []
         for part, size in zip(parts, sizes, strict=True):
             if size == each:
@@ -206,7 +217,7 @@ def leaf_splitter(sizes: Sequence[int], each: int | None = None) -> Callable[[An
 
 
 def concat(parts: Sequence[Any], path: str, label: Label = "part {}".format, memo: Memo | None = None) -> Any:
-    """Put one part or more together, one after the other; `label` says what errors call part i."""
+    """Join parts, one after the other; `label` returns the name of part i for errors."""
     if len(parts) == 1:
         return parts[0]
     if memo is None:
@@ -232,7 +243,7 @@ def concat(parts: Sequence[Any], path: str, label: Label = "part {}".format, mem
             )
         _length(part, path)
     if structure_of(type(first)) is not None:
-        parts = on_one_device(parts)  # as those of tensors are
+        parts = on_one_device(parts)  # like the tensors of other kinds
     try:
         return kind.concat(parts, memo)
     except Exception as error:

@@ -1,4 +1,4 @@
-"""How values travel between driver and worker: by value through the wire format, or by reference in one process."""
+"""Send values between driver and worker: by value in the wire format, or by reference within one process."""
 
 from __future__ import annotations
 
@@ -18,14 +18,18 @@ from colocate.errors import SerializationError
 
 @attrs.frozen
 class Codec:
-    """A pair of functions: a value to a message's body, and back (the second takes the receiver's device)."""
+    """A pair of functions: from a value to a message's body, and back (the second takes the receiver's device)."""
 
     name: str
     pack: Callable[[Any], Any]
     unpack: Callable[[Any, str | None], Any]
 
     def pack_named(self, value: Any, name: str, what: str) -> Any:
-        """Pack a value; a `SerializationError` names it and the path inside it."""
+        """Pack a value.
+
+        Raises:
+            SerializationError: Packing failed; the message names the value, and the path to the culprit inside.
+        """
         try:
             return self.pack(value)
         except Exception as error:
@@ -34,7 +38,11 @@ class Codec:
             raise explain(value, name, what, error) from error
 
     def pack_arguments(self, arguments: dict[str, Any], what: str) -> Any:
-        """Pack a call's arguments; None when there are none."""
+        """Pack a call's arguments; None without arguments.
+
+        Raises:
+            SerializationError: Packing failed; the message names the argument, and the path to the culprit inside.
+        """
         if not arguments:
             return None
         try:
@@ -51,7 +59,7 @@ class Codec:
 
 
 def explain(value: Any, name: str, what: str, error: Exception) -> SerializationError:
-    """Return the error that says which part of a value can't be sent."""
+    """Return an error that names the part of a value that can't be sent."""
     if any(isinstance(each, RecursionError) for each in (error, error.__cause__)):
         return no_end(what, name)
     found = wire.explain(value, name, error)
@@ -60,7 +68,7 @@ def explain(value: Any, name: str, what: str, error: Exception) -> Serialization
 
 
 def _handed_over(value: Any, device: str | None) -> Any:
-    # What a worker gets is detached from autograd on every executor; a graph must not reach from role to driver.
+    # Workers get arguments detached from autograd on every executor: no graph may reach from role to driver.
     if device is None:
         return value
     if type(value) is dict:
@@ -69,11 +77,11 @@ def _handed_over(value: Any, device: str | None) -> Any:
 
 
 def _holds_nothing(value: Any) -> bool:
-    return is_plain(value) or issubclass(type(value), Plain)  # which stands for a resident
+    return is_plain(value) or issubclass(type(value), Plain)  # `Plain` stands for a resident
 
 
 def _pack_copy(value: Any) -> Any:
-    # In one process the buffers of a packed value are the sender's memory, and the sender may write to this next.
+    # In one process, the buffers of a packed value are the sender's memory, which the sender may overwrite next.
     return owned(wire.pack(value))
 
 

@@ -1,4 +1,4 @@
-"""Collect: how the results of the ranks become one value: as they are, joined by rows, or reduced leaf by leaf."""
+"""Collect the results of ranks into one value: as a list, joined by rows, or reduced leaf by leaf."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from colocate._values.mesh import Ranks
 from colocate.errors import ConfigError, DispatchError
 
 if TYPE_CHECKING:
-    from typing_extensions import TypeVar  # that of Python 3.13, which has a default
+    from typing_extensions import TypeVar  # Python 3.13's TypeVar has a default
 
     J_co = TypeVar("J_co", covariant=True, default=Any)
 else:
@@ -29,50 +29,49 @@ else:
 
     J_co = TypeVar("J_co", covariant=True)
 
-_AXES = frozenset({"dp", "tp", "pp", "cp", "sp", "ep"})  # the usual ones
+_AXES = frozenset({"dp", "tp", "pp", "cp", "sp", "ep"})  # the usual axes
 _OPERATIONS = ("mean", "sum", "max", "min")
 _NUMBERS = frozenset({int, float, bool, complex})
 
 
 class Collect(abc.ABC, Generic[J_co]):
-    """How results become one value. Subclass it, with `join` alone, for a way of your own.
+    """Joins the results of ranks into one value. Subclasses need `join` only.
 
-    A subclass of `Collect[float]` says what its `join` returns, which is then the type of a call. A mere `Collect` says
-    nothing.
+    A subclass of `Collect[float]` declares the result type of calls; a plain `Collect` doesn't.
     """
 
     row_aligned: ClassVar[bool] = False
-    """Whether row i of the joined value belongs to row i of the arguments, and padding is taken out of it."""
+    """Whether row i of the joined value belongs to row i of the arguments, and padding is removed."""
 
     @abc.abstractmethod
     def join(self, results: Sequence[Any], ranks: Ranks) -> J_co:
-        """One value.
+        """Join results into one value.
 
         Args:
-            results: The results, one for each rank that the call went to (`ranks.targets`; all when that is None), in
-                order. Only those of `sources` need be there, the others may be None.
-            ranks: The ranks, with the rows that they worked on.
+            results: The results of the targeted ranks (`ranks.targets`; all if that is None), in order. Only the
+                results of `sources` must be present, the others may be None.
+            ranks: The ranks, with their numbers of rows.
         """
 
     def sources(self, ranks: Ranks) -> Sequence[int]:
-        """The ranks whose results `join` looks at, in the order of its looking."""
+        """Return the ranks with results that `join` uses, in the order of use."""
         return range(ranks.world_size) if ranks.targets is None else ranks.targets
 
 
 @attrs.frozen
 class Gather(Collect[list[Any]]):
-    """A list with the result of each rank, whatever the mesh."""
+    """Collects a list with the result of each rank, whatever the mesh."""
 
     def join(self, results: Sequence[Any], ranks: Ranks) -> list[Any]:
-        """The results as a list."""
+        """Return the results as a list."""
         return list(results)
 
 
 @attrs.frozen
 class Concat(Collect):
-    """The rows of the results one after the other, with one copy of each part of the axis.
+    """Joins the rows of results, with one copy of each part along the axis.
 
-    A part is taken from the first rank along the other axes and the last pipeline stage.
+    A part comes from the first rank along the other axes, and from the last pipeline stage.
     """
 
     row_aligned: ClassVar[bool] = True
@@ -84,11 +83,11 @@ class Concat(Collect):
         check_place("Concat", self.axis, self.mesh)
 
     def sources(self, ranks: Ranks) -> Sequence[int]:
-        """One rank per part."""
+        """Return one rank per part."""
         return ranks.leaders(self.axis, self.mesh)
 
     def join(self, results: Sequence[Any], ranks: Ranks) -> Any:
-        """The rows of all parts, without padding, in the order in which they were given."""
+        """Join the rows of all parts, without padding, in the order of the arguments."""
         sources = self.sources(ranks)
         parts = list(ranks.pick(results, sources))
         totals = []
@@ -115,7 +114,7 @@ class Concat(Collect):
                     )
                 if real != padded:
                     parts[place], totals[place] = slice_rows(parts[place], 0, real), real
-        # Results of no rows often have other shapes than those with rows, and nothing to add to them.
+        # Empty results often have other shapes than the rest, and contribute nothing.
         kept = [place for place, total in enumerate(totals) if total] or range(len(parts))
         places = None
         if ranks.partition is not None:
@@ -129,7 +128,7 @@ class Concat(Collect):
 
 @attrs.frozen
 class First(Collect):
-    """The result of the first rank of the last pipeline stage."""
+    """Returns the result of the first rank of the last pipeline stage."""
 
     mesh: str | None = attrs.field(default=None, kw_only=True)
 
@@ -137,13 +136,13 @@ class First(Collect):
         check_place("First", "dp", self.mesh)
 
     def sources(self, ranks: Ranks) -> Sequence[int]:
-        """The one rank."""
+        """Return that rank."""
         if ranks.targets is not None and len(ranks.targets) == 1:  # a call to one rank: the mesh doesn't matter
             return ranks.targets
         return ranks.leaders("", self.mesh)
 
     def join(self, results: Sequence[Any], ranks: Ranks) -> Any:
-        """That rank's result."""
+        """Return that rank's result."""
         return results[0] if len(results) == 1 else ranks.pick(results, self.sources(ranks))[0]
 
     def __repr__(self) -> str:
@@ -152,16 +151,16 @@ class First(Collect):
 
 @attrs.frozen
 class Reduce(Collect):
-    """Numbers, tensors and arrays of the ranks as one, leaf by leaf in dicts, lists and tuples.
+    """Reduces numbers, tensors and arrays of the ranks, leaf by leaf in dicts, lists and tuples.
 
-    Each place along the axis counts once. A rank that worked on no rows doesn't count at all. A sum of whole numbers is
-    of 64 bits, as torch's and NumPy's own sums are.
+    Each place along the axis counts once. Ranks without rows don't count. The sum of integers has 64 bits, as in torch
+    and NumPy.
 
     Attributes:
         operation: "mean", "sum", "max" or "min".
-        weight: "rows" weighs the ranks of a mean by the rows they worked on (where the call has rows), None equally.
+        weight: "rows" weights a mean by each rank's number of rows (if the call has rows), None weights equally.
         axis: The axis along which the ranks did different work.
-        mesh: The mesh, when the role has several.
+        mesh: The mesh, if the role has several.
     """
 
     operation: Literal["mean", "sum", "max", "min"]
@@ -178,7 +177,7 @@ class Reduce(Collect):
         check_place("Reduce", self.axis, self.mesh)
 
     def sources(self, ranks: Ranks) -> Sequence[int]:
-        """One rank per place along the axis, without those that had no rows."""
+        """Return one rank per place along the axis, without ranks that had no rows."""
         leaders = ranks.leaders(self.axis, self.mesh)
         if ranks.rows is None:
             return leaders
@@ -186,7 +185,7 @@ class Reduce(Collect):
         return leaders if 0 not in real else [rank for rank, own in zip(leaders, real, strict=True) if own != 0]
 
     def join(self, results: Sequence[Any], ranks: Ranks) -> Any:
-        """The one value of all ranks that count."""
+        """Reduce the results of all ranks that count."""
         sources = self.sources(ranks)
         if not sources:
             raise DispatchError(f"{self!r}: no rank worked on any rows, so there is nothing to reduce")
@@ -201,7 +200,7 @@ class Reduce(Collect):
 
 
 def check(dispatch: Any, collect: Any, where: str) -> None:
-    """Raise a `DispatchError` unless a dispatch and a collect go together, when the class is declared."""
+    """Raise a `DispatchError` unless a dispatch and a collect fit together, at class declaration."""
     for name, value, base in (("dispatch", dispatch, Dispatch), ("collect", collect, Collect)):
         if not isinstance(value, base):
             called = f"{value.__name__}(...)" if isinstance(value, type) else f"a {base.__name__}"
@@ -215,7 +214,7 @@ def check(dispatch: Any, collect: Any, where: str) -> None:
 
 
 def check_meshes(dispatch: Dispatch, collect: Collect, ranks: Ranks, where: str) -> None:
-    """Raise a `DispatchError` for a mesh, or an unusual axis, that a method names and its role wasn't given."""
+    """Raise a `DispatchError` for a mesh or an unusual axis that a method names and the role lacks."""
     for value in (dispatch, collect):
         mesh, axis = getattr(value, "mesh", None), getattr(value, "axis", None)
         if mesh is not None and mesh not in ranks.meshes:
@@ -238,9 +237,9 @@ def reduce_values(
     ranks: Sequence[int],
     keys: tuple[Any, ...] = (),
 ) -> Any:
-    """Make one value of the structure that all values have; `weights` are a mean's, and None weighs equally.
+    """Reduce values of equal structure; `weights` are for a mean, None for equal weights.
 
-    The types that come out don't depend on how many values there are: a mean of whole numbers is a float.
+    The result type doesn't depend on the number of values: a mean of integers is a float.
     """
     first: Any = values[0]
     path = "the results" + "".join(f"[{key!r}]" for key in keys)
@@ -279,7 +278,7 @@ def reduce_values(
 
 
 def _family(value: Any) -> Any:
-    """Return the function that reduces such values, None when there is none."""
+    """Return the function that reduces values of this type, or None."""
     if type(value) in _NUMBERS or isinstance(value, numbers.Number):
         return _number
     numpy, torch = imported("numpy"), imported("torch")
@@ -293,20 +292,20 @@ def _family(value: Any) -> Any:
 def _number(values: Sequence[Any], operation: str, weights: Sequence[int]) -> Any:
     numpy = imported("numpy")
     kinds = {getattr(getattr(value, "dtype", None), "kind", "") for value in values}
-    # A NumPy number's own product with the rows of a rank may be too large for it.
+    # A product in the NumPy number's own type may overflow.
     if numpy is not None and operation in ("mean", "sum") and not kinds.isdisjoint("biufc"):
         return _array(list(map(numpy.asarray, values)), operation, weights)[()]
     if operation == "mean":
         return sum(map(operator.mul, values, weights)) / sum(weights)
     if operation == "sum":
         return sum(values)
-    # Python's own max and min let a NaN through or not, depending on where it stands.
+    # The result of Python's own max and min depends on the position of a NaN.
     strange = [value for value in values if value != value]
     return strange[0] if strange else max(values) if operation == "max" else min(values)
 
 
 def _array(values: Sequence[Any], operation: str, weights: Sequence[int]) -> Any:
-    """Reduce arrays; the sum of whole numbers is in the largest type of their kind, as NumPy's own sum is."""
+    """Reduce arrays; the sum of integers has the largest type of their kind, like NumPy's sum."""
     import numpy as np
 
     if operation in ("max", "min"):
@@ -317,16 +316,16 @@ def _array(values: Sequence[Any], operation: str, weights: Sequence[int]) -> Any
             values = [value.astype(np.uint64 if dtype.kind == "u" else np.int64) for value in values]
         return functools.reduce(np.add, values)
     inexact = dtype if dtype.kind in "fc" else np.result_type(dtype, np.float64)
-    wide = np.result_type(inexact, np.float32)  # halves lose too much on the way
+    wide = np.result_type(inexact, np.float32)  # half precision loses too much
     parts = [value.astype(wide) for value in values]
     if operation == "mean":
         total = sum(weights)
         parts = [part * (weight / total) for part, weight in zip(parts, weights, strict=True)]
-    return np.asanyarray(functools.reduce(np.add, parts)).astype(inexact)  # a masked one stays masked
+    return np.asanyarray(functools.reduce(np.add, parts)).astype(inexact)  # keeps masked arrays masked
 
 
 def _tensor(values: Sequence[Any], operation: str, weights: Sequence[int]) -> Any:
-    """Reduce tensors; the sum of whole numbers is int64, as torch's own sum is."""
+    """Reduce tensors; the sum of integers is int64, like torch's sum."""
     import torch
 
     values = [value.detach().to(values[0].device) for value in values]
@@ -336,14 +335,14 @@ def _tensor(values: Sequence[Any], operation: str, weights: Sequence[int]) -> An
     if operation == "sum":
         wide = dtype
         if dtype.is_floating_point:
-            wide = torch.promote_types(dtype, torch.float32)  # halves lose too much on the way
+            wide = torch.promote_types(dtype, torch.float32)  # half precision loses too much
         elif not dtype.is_complex and not values[0].is_quantized and dtype is not torch.uint64:
             dtype = wide = torch.int64
         return functools.reduce(torch.add, [value.to(wide) for value in values]).to(dtype)
     inexact = dtype if dtype.is_floating_point or dtype.is_complex else torch.get_default_dtype()
     if len(values) == 1:
         return values[0].to(inexact)
-    total, wide = sum(weights), torch.promote_types(inexact, torch.float32)  # halves lose too much on the way
+    total, wide = sum(weights), torch.promote_types(inexact, torch.float32)  # half precision loses too much
     mean = values[0].to(wide) * (weights[0] / total)
     for value, weight in zip(values[1:], weights[1:], strict=True):
         mean.add_(value.to(wide), alpha=weight / total)

@@ -1,4 +1,4 @@
-"""Dispatch: how the arguments of a call reach the ranks, and which rows `Scatter` gives to whom."""
+"""Dispatch the arguments of a call to the ranks; `Scatter` assigns rows."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Arguments = Mapping[str, Any]
 
 
 class Parts(list[Arguments]):
-    """One mapping per rank, with the real rows that each got, those with padding, and which, where that is known."""
+    """One mapping per rank, with each rank's numbers of real and of padded rows, and the row indices, if known."""
 
     def __init__(
         self,
@@ -50,10 +50,10 @@ class Parts(list[Arguments]):
 
 
 class Dispatch(abc.ABC):
-    """How arguments reach the ranks. Subclass it, with `split` alone, for a way of your own."""
+    """Maps a call's arguments to ranks. Subclasses need `split` only."""
 
     accepts_deferred: ClassVar[bool] = False
-    """Whether `split` may be given `Deferred` leaves; each subclass says so itself, or gets values."""
+    """Whether `split` handles `Deferred` leaves; each subclass must declare so, or gets plain values."""
     selectable: ClassVar[bool] = False
     """Whether a call may name its ranks (`options(ranks=...)`)."""
 
@@ -64,44 +64,44 @@ class Dispatch(abc.ABC):
 
     @abc.abstractmethod
     def split(self, arguments: Arguments, ranks: Ranks) -> Sequence[Arguments]:
-        """The arguments of each rank.
+        """Return the arguments of each rank.
 
         Args:
-            arguments: What the call was given, by parameter. It must stay as it is.
+            arguments: The call's arguments, by parameter. Must not be changed.
             ranks: The ranks of the role.
 
         Returns:
-            One mapping per rank, in order. Ranks with equal arguments should have the same mapping object, which is
-            then encoded once.
+            One mapping per rank, in order. Ranks with equal arguments should share one mapping object, which is
+                then encoded once.
         """
 
     def declare(self, parameters: Sequence[str], method: str) -> None:  # noqa: B027 - nothing to check by default
-        """Check this dispatch against the parameters of its method, when the class is declared.
+        """Check this dispatch against the method's parameters, at class declaration.
 
         Raises:
-            DispatchError: It names something that isn't there.
+            DispatchError: A named parameter doesn't exist.
         """
 
     def targets(self, ranks: Ranks) -> Sequence[int] | None:
-        """The ranks that the call goes to; None for all."""
+        """Return the ranks to call; None for all."""
         return None
 
 
 @attrs.frozen
 class Broadcast(Dispatch):
-    """Every rank gets all arguments."""
+    """Gives all arguments to every rank."""
 
     accepts_deferred: ClassVar[bool] = True
     selectable: ClassVar[bool] = True
 
     def split(self, arguments: Arguments, ranks: Ranks) -> Sequence[Arguments]:
-        """The same mapping for every rank."""
+        """Return one mapping for all ranks."""
         return [whole(arguments)] * ranks.world_size
 
 
 @attrs.frozen
 class OnRank(Dispatch):
-    """One rank alone gets the call; its value is the result."""
+    """Calls one rank only, and returns that rank's value."""
 
     accepts_deferred: ClassVar[bool] = True
     selectable: ClassVar[bool] = True
@@ -113,11 +113,11 @@ class OnRank(Dispatch):
             raise ConfigError(f"OnRank({self.rank!r}): a rank is a whole number from 0 up")
 
     def split(self, arguments: Arguments, ranks: Ranks) -> Sequence[Arguments]:
-        """The same mapping for every rank, of which `targets` takes one."""
+        """Return one mapping for all ranks; `targets` chooses one rank."""
         return [whole(arguments)] * ranks.world_size
 
     def targets(self, ranks: Ranks) -> Sequence[int] | None:
-        """The one rank; the one that the call named, if it named one."""
+        """Return the one rank: the call's, or else the declared one."""
         if ranks.targets is None:
             return [self.rank]
         if len(ranks.targets) != 1:
@@ -129,7 +129,7 @@ class OnRank(Dispatch):
 
 
 class _Named(Dispatch):
-    """A dispatch that names parameters of its method."""
+    """A dispatch with named parameters of the method."""
 
     parameters: tuple[str, ...]
 
@@ -148,7 +148,7 @@ class _Named(Dispatch):
 
 @attrs.frozen(init=False)
 class PerRank(_Named):
-    """The named parameters are lists: item i goes to rank i (of the ranks that the call names, if it names some)."""
+    """Gives item i of the named parameters, which are lists, to rank i (of the ranks that the call names, if any)."""
 
     accepts_deferred: ClassVar[bool] = True
     selectable: ClassVar[bool] = True
@@ -160,7 +160,7 @@ class PerRank(_Named):
         self.__attrs_init__(parameters)  # pyright: ignore[reportAttributeAccessIssue]
 
     def split(self, arguments: Arguments, ranks: Ranks) -> Sequence[Arguments]:
-        """Item i of each list for rank i, everything else for all."""
+        """Return item i of each list for rank i, and all other arguments whole."""
         targets = range(ranks.world_size) if ranks.targets is None else ranks.targets
         lists: dict[str, Sequence[Any]] = {}
         for name in self.parameters:
@@ -182,22 +182,22 @@ class PerRank(_Named):
 
 @attrs.frozen(init=False)
 class Scatter(_Named):
-    """The rows of the named parameters are spread over an axis of the mesh and repeated along the others.
+    """Splits the rows of the named parameters along an axis of the mesh, and repeats them along the other axes.
 
-    Splits are contiguous and, when they have to be, uneven; with `balance` they are nearly even in what rows cost, and
-    `Concat` puts the rows back in order.
+    Splits are contiguous and, if necessary, uneven; with `balance` they have nearly equal costs, and `Concat` restores
+    the order of rows.
 
     Args:
-        *parameters: The parameters with rows; those of the first one count.
-        axis: The axis of the mesh to spread over.
-        pad: True gives every rank as many rows by repeating the last one and takes that out of the result again.
-            "masked" pads too and leaves it to the method to honour `ctx.valid_rows`.
-        empty: What happens with fewer rows than ranks and without padding: "error", or "run" the method on none.
-        mesh: The mesh, when the role has several.
-        rows_of: How many rows stay together, such as the samples of one prompt: it is split at multiples of that.
-        balance: A parameter that says what each row costs, such as its tokens: whole numbers, one for each row, or a
-            mask `[rows, tokens]`. It is scattered as well, and the driver needs its value. None as an argument: by
-            number, as without `balance`.
+        *parameters: The parameters with rows; the first one determines the number.
+        axis: The axis of the mesh to split along.
+        pad: True repeats the last row to give every rank equal numbers, and removes the padding from the result.
+            "masked" pads, too, and leaves it to the method to honour `ctx.valid_rows`.
+        empty: With fewer rows than ranks and no padding: "error", or "run" the method on no rows.
+        mesh: The mesh, if the role has several.
+        rows_of: The number of rows that stay together, such as the samples of one prompt.
+        balance: A parameter with the cost of each row, such as its tokens: integers, one per row, or a mask `[rows,
+            tokens]`. It is scattered as well, and the driver needs its value. None as an argument means equal
+            costs.
     """
 
     accepts_deferred: ClassVar[bool] = True
@@ -223,7 +223,7 @@ class Scatter(_Named):
         if balance is not None and balance not in parameters:
             parameters = *parameters, balance
         _check_names(type(self), parameters)
-        if not isinstance(pad, bool) and pad != "masked":  # 1 and 0 would be padded, and not known as padding
+        if not isinstance(pad, bool) and pad != "masked":  # 1 and 0 would be padded, and not recognised as padding
             raise ConfigError(f"Scatter(pad={pad!r}): use False, True or 'masked'")
         if empty not in ("error", "run"):
             raise ConfigError(f"Scatter(empty={empty!r}): use 'error' or 'run'")
@@ -244,7 +244,7 @@ class Scatter(_Named):
         )
 
     def split(self, arguments: Arguments, ranks: Ranks) -> Sequence[Arguments]:
-        """The parts of the named parameters, everything else whole."""
+        """Return the parts of the named parameters, and all other arguments whole."""
         if type(arguments.get(self.parameters[0])) is list and (plain := self._of_plain(arguments, ranks)) is not None:
             return plain
         mesh = ranks.mesh(self.mesh)
@@ -255,7 +255,7 @@ class Scatter(_Named):
         scattered = {name: arguments[name] for name in self.parameters if name in arguments}
         by, partition = self._partition(scattered, count)
         others = whole({name: value for name, value in arguments.items() if name not in scattered})
-        base = {name: others.get(name) for name in arguments}  # in the order of the call, and so are its copies
+        base = {name: others.get(name) for name in arguments}  # keeps the order of the call's arguments
         if partition is None:
             parts, sizes, each = self._spread(scattered, count)
         else:
@@ -276,7 +276,7 @@ class Scatter(_Named):
         )
 
     def _of_plain(self, arguments: Arguments, ranks: Ranks) -> Parts | None:
-        """Return what `split` gives where all is plain, and lists are spread over all ranks; otherwise None."""
+        """Return the result of `split` for plain values, with lists split over all ranks; None for other arguments."""
         count, total = ranks.world_size, len(arguments[self.parameters[0]])
         if self.axis != "dp" or self.rows_of > 1 or self.pad or self.mesh or self.balance or total < count:
             return None
@@ -290,10 +290,10 @@ class Scatter(_Named):
         return Parts([{**arguments, **{name: each[cut] for name, each in lists.items()}} for cut in cuts], sizes)
 
     def _partition(self, values: dict[str, Any], count: int) -> tuple[str, Partition | None]:
-        """Return which rows each place gets where these were chosen, and the parameter that decides.
+        """Return the parameter that determines the partition, and each place's row indices if rows were chosen.
 
-        It is the one that says what rows cost, which is fetched if it is a resident; or else the first one that lies in
-        the workers, as for contiguous rows.
+        The parameter is the one with the costs, fetched if it is a resident; or else the first resident, as for
+        contiguous rows.
         """
         of = self.rows_of
         if self.balance is not None and values.get(self.balance) is not None:
@@ -311,18 +311,18 @@ class Scatter(_Named):
         return "", None
 
     def _spread(self, values: Arguments, count: int) -> tuple[list[Any], Sequence[int] | None, int | None]:
-        """Work out who gets which rows, of which each `rows_of` stay together.
+        """Split rows over the places of the axis, in sets of `rows_of`.
 
-        Values on the driver are spread evenly. Where values in the workers are among them, the partition of the first
-        of those governs; where there are only such ones, or the rows of one aren't known yet, the workers see to it.
+        Values on the driver are split evenly. With residents, the partition of the first resident applies; with
+        residents only, or with an unknown number of rows, the workers split.
 
         Returns:
-            The parts, or one for all ranks where each finds in its own worker what governs; their real rows, and the
-            rows of each with padding, both None when only the workers will know.
+            The parts, or one part for all ranks if each rank finds its own in the worker; the real rows, and the
+                padded rows of each rank. Both are None if only the workers will know.
         """
         axis, mesh, of = self.axis, self.mesh, self.rows_of
         padding: Padding = "even" if self.pad else "none"
-        first, total = "", None  # the first parameter whose rows the driver knows, and these rows
+        first, total = "", None  # the first parameter with known rows, and their number
         deferred: list[tuple[str, Any]] = []
         for name, value in values.items():
             try:
@@ -335,13 +335,13 @@ class Scatter(_Named):
             elif known is not None:
                 same_rows(first, total, name, known)
             deferred += [(name, leaf) for leaf in leaves(value) if is_deferred(type(leaf))]
-        owned: dict[int, Any] = {}  # what each rank has in its own worker already
+        owned: dict[int, Any] = {}  # each rank's own part of a resident, in its worker
         if not self.pad:
             owned = {id(leaf): leaf.own(axis, mesh, count, of) for _, leaf in deferred}
         sizes: Sequence[int] | None = None
         each: int | None = None
-        beside: dict[int, Beside] = {}  # what leaves in the workers are compared with there, by the leaf's id
-        by: Any = None  # the placeholder of the one whose partition governs, when that is its producer's
+        beside: dict[int, Beside] = {}  # comparisons with residents for the workers, by the leaf's id
+        by: Any = None  # the placeholder of the resident whose partition applies
         if total is None:
             if deferred and not self.pad and None not in owned.values():
                 return take_apart(values, 1, lambda leaf: [owned[id(leaf)]]), None, None
@@ -387,7 +387,7 @@ class Scatter(_Named):
         return take_apart(values, count, parts_of), sizes, each
 
     def skipped(self, first: str, total: int, count: int) -> DispatchError:
-        """Return what is said where a rank would have no rows."""
+        """Return the error for a rank without rows."""
         axis, of = self.axis, self.rows_of
         if total < count * of:
             sets = f", in sets of {of}," if of > 1 else ""
@@ -401,9 +401,9 @@ class Scatter(_Named):
         return DispatchError(f"{what}, and no rank is skipped: {hint}", parameter=first)
 
     def _own(self, arguments: Arguments, count: int) -> dict[str, Any] | None:
-        """Return what `split` gives where nothing has to be looked into, as of most calls of a step; otherwise None.
+        """Return the result of `split` for the simple and usual case; None for other arguments.
 
-        What is scattered lies in the ranks' own workers, and besides it there are numbers and the like.
+        In this case all scattered arguments are residents split alike, and the rest are numbers and similar.
         """
         found: dict[str, Any] = {}
         scattered = False
@@ -430,28 +430,28 @@ class Scatter(_Named):
 
 
 def written(value: Any, *positional: str, **usual: Any) -> str:
-    """Return how a declaration was written: its options but for those that are as usual."""
+    """Return the repr of a declaration: options with non-default values only."""
     said = [f"{name}={own!r}" for name, default in usual.items() if (own := getattr(value, name)) != default]
     return f"{type(value).__name__}({', '.join([*positional, *said])})"
 
 
 @attrs.frozen
 class Plan:
-    """A call's arguments, ready to be sent. All of it goes along `targets`."""
+    """A call's arguments, ready to be sent. All sequences follow the order of `targets`."""
 
     arguments: Sequence[Arguments]
     targets: Sequence[int]
     valid: Sequence[int | None]
-    """The real rows of each, None where nothing was scattered or only the workers know."""
+    """The real rows of each target, None if nothing was scattered or only the workers know."""
     padded: Sequence[int | None]
-    """The rows of each with padding, None where there is none or only the workers know."""
+    """The rows of each target with padding, None without padding or if only the workers know."""
     partition: Partition | None = None
-    """The numbers of the rows of each, where these were chosen by what they cost."""
+    """The row indices of each target, if rows were chosen by cost."""
 
 
 @calls_users_code
 def plan(dispatch: Dispatch, arguments: Arguments, ranks: Ranks, select: Sequence[int] | None = None) -> Plan:
-    """Work out what a call sends to whom; `select` are the ranks that the call itself named, if it did."""
+    """Plan the arguments of each rank; `select` has the ranks that the call names, or None."""
     if select is not None:
         if not dispatch.selectable:
             raise DispatchError(
@@ -463,7 +463,7 @@ def plan(dispatch: Dispatch, arguments: Arguments, ranks: Ranks, select: Sequenc
     if not dispatch.accepts_deferred:
         arguments = resolve(arguments, lambda leaf: leaf.fetch())
     parts: Any = dispatch.split(arguments, ranks)
-    if not isinstance(parts, (list, Sequence)) or len(parts) != ranks.world_size:  # nearly always a list, of dicts
+    if not isinstance(parts, (list, Sequence)) or len(parts) != ranks.world_size:  # usually a list of dicts
         got = f"{len(parts)} mappings" if isinstance(parts, Sequence) else f"a {type(parts).__name__}"
         raise DispatchError(f"{dispatch!r}: split gave {got} for {ranks.world_size} ranks; it has to give one for each")
     for cls in {*map(type, parts)} - {dict}:
@@ -487,21 +487,22 @@ def plan(dispatch: Dispatch, arguments: Arguments, ranks: Ranks, select: Sequenc
 
 
 def resolve(value: Any, leaf: Callable[[Any], Any]) -> Any:
-    """Replace every `Deferred` in a value by `leaf(it)`; without one it is the value itself, and cheaply."""
-    if all(map(is_plain, value.values())) if type(value) is dict else is_plain(value):  # as those of many a call
+    """Replace every `Deferred` in a value by `leaf(it)`; a value without any is returned unchanged, and quickly."""
+    # The usual arguments of many calls.
+    if all(map(is_plain, value.values())) if type(value) is dict else is_plain(value):
         return value
-    if not any(map(is_deferred, kinds_inside(value))):  # which a value without an end is asked, too
+    if not any(map(is_deferred, kinds_inside(value))):  # also terminates for endless values
         return value
     return map_leaves(value, leaf, is_deferred)
 
 
 def whole(value: Any) -> Any:
-    """Return the value with placeholders for what isn't on the driver."""
+    """Return a value with placeholders for residents."""
     return resolve(value, lambda leaf: leaf.whole())
 
 
 def check_place(what: str, axis: str, mesh: str | None) -> None:
-    """Check the axis and the mesh that a dispatch or collect was declared with."""
+    """Check the declared axis and mesh of a dispatch or collect."""
     if not isinstance(axis, str) or not axis.isidentifier():
         raise DispatchError(f"{what}(axis={axis!r}): an axis is a word, such as 'dp'")
     if mesh is not None and not isinstance(mesh, str):
@@ -518,7 +519,11 @@ def _check_names(dispatch: type[Dispatch], parameters: tuple[Any, ...]) -> None:
 
 
 def check_items(name: str, value: Any, count: int) -> Sequence[Any]:
-    """Return what a `PerRank` parameter was given; a `DispatchError` unless it is a list of so many items."""
+    """Return the argument of a `PerRank` parameter.
+
+    Raises:
+        DispatchError: The argument is no list of `count` items.
+    """
     if not isinstance(value, (list, tuple)):
         raise DispatchError(
             f"the parameter {name!r} is dispatched PerRank, so it has to be a list with one item for each of the "
@@ -534,7 +539,11 @@ def check_items(name: str, value: Any, count: int) -> Sequence[Any]:
 
 
 def chosen_ranks(ranks: Iterable[int]) -> Sequence[int]:
-    """Return the ranks that a call names, as plain numbers."""
+    """Return the ranks that a call names, as plain numbers.
+
+    Raises:
+        DispatchError: The value is no list of ranks.
+    """
     try:
         return tuple(map(operator.index, ranks))
     except TypeError:

@@ -1,7 +1,7 @@
-"""Kinds of values with rows: how the rows of a list, an array or a tensor are counted, cut and joined (`kind_of`).
+"""Count, cut and join the rows of lists, arrays and tensors (`kind_of`).
 
-The kinds of other libraries are found by their class's name, so that none of those libraries is imported here: whoever
-holds a tensor has imported torch already. A library's own kind is in `features/kinds`, as that of TensorDicts.
+Types of other libraries are recognised by class name, so that none of these libraries is imported here: a process with
+a tensor has imported torch already. Special kinds are in `features/kinds`, such as that of TensorDicts.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ from colocate.errors import DispatchError
 
 @attrs.define(eq=False)
 class Memo:
-    """What was already worked out during one operation.
+    """A cache of results during one operation.
 
-    Jagged tensors compute together only when they hold the very same offsets, so those that shared them before an
-    operation have to share them after it.
+    Jagged tensors compute together only if they share the same offsets object, so tensors that share offsets before an
+    operation must share offsets afterwards.
     """
 
     _found: dict[Hashable, tuple[Any, Any]] = attrs.field(factory=dict)
 
     def get(self, what: str, sources: Sequence[Any], extra: Hashable, make: Callable[[], Any]) -> Any:
-        """Return the result of `make` for these very source objects, made once."""
+        """Return the result of `make` for these source objects, computed once."""
         key = (what, *map(id, sources), extra)
         if key not in self._found:
-            self._found[key] = (make(), tuple(sources))  # the sources are held, or their ids could be reused
+            self._found[key] = (make(), tuple(sources))  # keeps the sources alive: their ids must not be reused
         return self._found[key][0]
 
 
 class Kind:
-    """One kind of leaf with rows; this one is a list's."""
+    """A kind of leaf with rows; the base class is for lists."""
 
     def length(self, value: Any) -> int | None:
-        """Return the number of rows, None when this very value has none (a 0-d tensor)."""
+        """Return the number of rows; None for a value without rows (a 0-d tensor)."""
         return len(value)
 
     def slice(self, value: Any, start: int, stop: int, memo: Memo) -> Any:
@@ -48,19 +48,19 @@ class Kind:
         return value[start:stop]
 
     def concat(self, parts: Sequence[Any], memo: Memo) -> Any:
-        """Join the parts, at least two, one after the other."""
+        """Join at least two parts, one after the other."""
         return list(chain.from_iterable(parts))
 
     def split(self, value: Any, sizes: Sequence[int], memo: Memo) -> list[Any]:
-        """Cut contiguous parts of these sizes, which add up to the length."""
+        """Cut a value into contiguous parts of these sizes, which must add up to the length."""
         return [self.slice(value, start, stop, memo) for start, stop in pairwise(accumulate(sizes, initial=0))]
 
     def items(self, value: Any, memo: Memo) -> Sequence[Any]:
-        """Return the rows one by one: of a list its items, of a tensor with an axis less."""
+        """Return the rows one by one: a list's items, or slices of a tensor with one axis less."""
         return list(value.unbind(0)) if hasattr(value, "unbind") else list(value)
 
     def take(self, value: Any, rows: Sequence[int], memo: Memo) -> Any:
-        """Return these rows, in this order."""
+        """Return the rows at these indices, in the given order."""
         runs: list[tuple[int, int]] = []
         for row in rows:
             if runs and runs[-1][1] == row:
@@ -83,10 +83,10 @@ class _Array(Kind):
         import numpy as np
 
         if any(isinstance(part, np.ma.MaskedArray) for part in parts):
-            concatenate: Callable[[Sequence[Any]], Any] = np.ma.concatenate  # the plain one would drop the masks
+            concatenate: Callable[[Sequence[Any]], Any] = np.ma.concatenate  # numpy.concatenate would drop the masks
             return concatenate(parts)
         joined = np.concatenate(parts)
-        if type(joined) is not type(parts[0]) and {*map(type, parts)} == {type(parts[0])}:  # one of a subclass
+        if type(joined) is not type(parts[0]) and {*map(type, parts)} == {type(parts[0])}:  # restores a subclass
             return parts[0].__array_wrap__(joined)
         return joined
 
@@ -116,7 +116,7 @@ class _Tensor(Kind):
         if any(part.is_nested for part in parts):
             return concat_jagged(parts, memo)
         shapes = [tuple(part.shape) for part in parts]
-        if len({shape[1:] for shape in shapes}) > 1:  # torch lets an empty vector through whatever the others are
+        if len({shape[1:] for shape in shapes}) > 1:  # torch.cat accepts an empty vector among other shapes
             more = f" and {len(shapes) - 6} more" if len(shapes) > 6 else ""
             raise ValueError(f"their shapes are {', '.join(map(str, shapes[:6]))}{more}")
         return torch.cat(list(parts))
@@ -133,7 +133,7 @@ class _Tensor(Kind):
 
 
 def _packed(value: Any, memo: Memo) -> tuple[Any, Any, int]:
-    """Return a jagged tensor's values without holes, their offsets, and the dimension in which they are ragged."""
+    """Return a jagged tensor's values without holes, the offsets, and the ragged dimension of the values."""
     import torch
 
     dim, offsets, lengths = value._ragged_idx, value.offsets(), value.lengths()
@@ -149,7 +149,6 @@ def _packed(value: Any, memo: Memo) -> tuple[Any, Any, int]:
 
 
 def slice_jagged(value: Any, start: int, stop: int, memo: Memo) -> Any:
-    """Cut rows of a jagged tensor."""
     import torch
 
     values, offsets, dim = _packed(value, memo)
@@ -160,7 +159,6 @@ def slice_jagged(value: Any, start: int, stop: int, memo: Memo) -> Any:
 
 
 def concat_jagged(parts: Sequence[Any], memo: Memo) -> Any:
-    """Join jagged tensors."""
     import torch
 
     if not all(part.is_nested and part.layout is torch.jagged for part in parts):
@@ -181,22 +179,22 @@ def concat_jagged(parts: Sequence[Any], memo: Memo) -> Any:
 
 
 kinds: dict[type, Kind] = {list: Kind()}
-"""The kinds of types: a list's, and those that were registered."""
+"""The registered kinds, by type."""
 NAMED = {"numpy.ndarray": _Array(), "torch.Tensor": _Tensor()}
 
 
 @by_type
 def is_collection(kind: type) -> bool:
-    """Whether values of this type are TensorDicts, or of a tensorclass."""
+    """Return whether values of a type are TensorDicts or tensorclass instances."""
     tensordict = imported("tensordict")
-    if tensordict is None or not hasattr(kind, "batch_size"):  # tensordict keeps every type that it is asked about
+    if tensordict is None or not hasattr(kind, "batch_size"):  # tensordict would keep every type passed to its check
         return False
     return bool(tensordict.is_tensor_collection(kind))
 
 
 @by_type
 def kind_of(cls: type) -> Kind | None:
-    """Return how values of this type are counted, cut and joined; None when they have no rows.
+    """Return how to count, cut and join values of a type; None for types without rows.
 
     The nearest class in the method resolution order decides.
     """

@@ -1,4 +1,4 @@
-"""Leaves of values with rows: the ways to them, and values made of others.
+"""Walk the leaves of values with rows, and build values from new leaves.
 
 A value is a leaf with rows (`kinds`), a tuple or mapping of values, or None.
 """
@@ -14,11 +14,11 @@ from colocate._values.kinds import kind_of
 from colocate.errors import DispatchError
 
 Label = Callable[[int], str]
-"""What to call one of several values in an error."""
+"""Returns the name of value i for errors."""
 
 
 def is_container(value: Any) -> bool:
-    """Whether the value is a tuple or mapping of values, and not itself a leaf with rows."""
+    """Return whether a value is a tuple or mapping of values, and not itself a leaf with rows."""
     return _is_container(type(value))
 
 
@@ -28,7 +28,7 @@ def _is_container(kind: type) -> bool:
 
 
 def leaves(value: Any) -> list[Any]:
-    """Return every leaf but None, in order."""
+    """Return all leaves except None, in order."""
     if not is_container(value):
         return [] if value is None else [value]
     found = []
@@ -41,7 +41,7 @@ def leaves(value: Any) -> list[Any]:
 
 
 def named_leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """Give every leaf but None with its path, in order."""
+    """Yield all leaves except None, each with a path, in order."""
     if value is None:
         return
     if not is_container(value):
@@ -56,9 +56,9 @@ def map_leaves(
     leaf: Callable[[Any], Any],
     matters: Callable[[type], bool] | None = None,
 ) -> Any:
-    """Replace each leaf of nested lists, tuples and dicts by `leaf(it)`; what nothing changed in is the same object.
+    """Replace each leaf of nested lists, tuples and dicts by `leaf(it)`; unchanged parts are the same objects.
 
-    With `matters`, `leaf` is asked of no other types, and long lists of what doesn't matter are cheap.
+    With `matters`, only leaves of these types are replaced, and long lists of other types are cheap.
     """
     if isinstance(value, dict):
         changed = {name: new for name, old in value.items() if (new := map_leaves(old, leaf, matters)) is not old}
@@ -78,7 +78,7 @@ def map_leaves(
 
 
 def take_apart(value: Any, count: int, leaf: Callable[[Any], Sequence[Any]]) -> list[Any]:
-    """Return `count` values of the structure of this one, where `leaf` gives the parts of each leaf."""
+    """Return `count` values of the same structure, with leaves from the parts that `leaf` returns."""
     if value is None:
         return [None] * count
     if not is_container(value):
@@ -92,10 +92,10 @@ def take_apart(value: Any, count: int, leaf: Callable[[Any], Sequence[Any]]) -> 
 
 
 def rebuild(value: Any, items: Any) -> Any:
-    """Make a mapping or tuple of the same type and order with these items in place of its own: of a tuple, with all.
+    """Build a mapping or tuple of the same type and order with other items; for a tuple all items are needed.
 
-    A mapping that is no dict, such as a `UserDict` or a tokenizer's `BatchEncoding`, is made by its class of a dict:
-    what it has besides its items may be of its rows.
+    A mapping other than a dict, such as a `UserDict` or a tokenizer's `BatchEncoding`, is built by its class from a
+    dict: further attributes may belong to the old rows.
     """
     kind = type(value)
     if kind is dict:
@@ -103,7 +103,7 @@ def rebuild(value: Any, items: Any) -> Any:
     if kind is tuple:
         return tuple(items)
     if isinstance(value, dict):
-        new = copy.copy(value)  # the one way that keeps what subclasses hold besides their items
+        new = copy.copy(value)  # keeps further attributes of subclasses
         for key, item in items.items():
             new[key] = item
         return new
@@ -122,7 +122,11 @@ def rebuild(value: Any, items: Any) -> Any:
 
 
 def check_alike(values: Sequence[Any], path: str, label: Label) -> None:
-    """Raise a `DispatchError` unless all values are None, or have the keys or the length of the first."""
+    """Compare the structure of values with the first.
+
+    Raises:
+        DispatchError: Some are None and others not, or keys or lengths differ.
+    """
     first = values[0]
     for index, value in enumerate(values):
         if (value is None) is not (first is None):

@@ -1,7 +1,7 @@
-"""What becomes of the tensors in a value, as a method gets it and as it leaves one; how a write in place is noticed.
+"""Convert the tensors in arguments and results, and detect writes in place.
 
-A method finds its tensors on its slot's device, whatever made them. What it returns has no graph of autograd's. Tensors
-in records, values of users' classes that have others as attributes, are among them.
+A method gets its tensors on its slot's device, wherever they were made. Results have no autograd graph. Tensors in
+records, the attributes of users' dataclasses and similar classes, are included.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ _COMPARED = (*_PLAIN, complex, bytes, bytearray)
 
 @by_type
 def fields(kind: type) -> tuple[str, ...]:
-    """Return the attributes in which a record has its values; none of other types.
+    """Return the attributes of a record type that hold values; empty for other types.
 
-    Records are dataclasses, classes made by attrs, and `UserDict`.
+    Records are dataclasses, attrs classes, and `UserDict`.
     """
     if dataclasses.is_dataclass(kind):
         return tuple(field.name for field in dataclasses.fields(kind))
@@ -48,12 +48,11 @@ def fields(kind: type) -> tuple[str, ...]:
 
 @by_type
 def is_record(kind: type) -> bool:
-    """Whether values of a type are opened: records, and those that `register_batch` was told the leaves of."""
+    """Return whether values of a type are opened: records, and types in `register_batch`."""
     return structure_of(kind) is not None or bool(fields(kind))
 
 
 def _inside(item: Any) -> list[Any]:
-    """Return what lies in a value that is opened."""
     kind: type = type(item)
     if (structure := structure_of(kind)) is not None:
         return [structure.open(item)]
@@ -62,39 +61,47 @@ def _inside(item: Any) -> list[Any]:
 
 @by_type
 def slots(kind: type) -> tuple[types.MemberDescriptorType, ...]:
-    """Return a type's slots, also private ones and those that a base has under the same name."""
+    """Return the slots of a type, including private ones and those of bases with the same name."""
     members = (member for base in kind.__mro__ if base is not object for member in vars(base).values())
     return tuple(member for member in members if isinstance(member, types.MemberDescriptorType))
 
 
 class CopyError(Exception):
-    """A record can't be copied, or the copy not be given other values."""
+    """Raised if a record can't be copied, or the copy's attributes can't be set."""
 
 
 class Records:
-    """Makes records anew in which something changes; no record itself is changed.
+    """Copies records with changed contents; no record itself is changed.
 
-    Each once, so that two names of one stay two names of one; one that leads to itself does so again. Who uses them is
-    no part of them: that would be a circle, which holds what was made until the garbage collector comes.
+    Each record is copied once, so that two references to one record stay so; a cycle stays a cycle. Users of this class
+    aren't referred to here: such a reference cycle would keep copies alive until a garbage collection.
     """
 
     def __init__(self, by_itself: Callable[[Any], Any] | None = None) -> None:
-        """Args: by_itself: Copies one in its own way, with code of its class; None: none of that is run."""
+        """Create an empty memo.
+
+        Args:
+            by_itself: Copies a record by code of its class; None to run no such code.
+        """
         self._by_itself = by_itself
-        self._made: dict[int, tuple[Any, Any]] = {}  # by id, with what it is of; None while nothing else is needed
-        self._inside: list[int] | None = None  # the outermost one's, and of all in it; None between two
+        self._made: dict[int, tuple[Any, Any]] = {}  # by id: the record and its copy; None while no copy is needed
+        self._inside: list[int] | None = None  # ids in the outermost record; None between two records
         self._leads_back = self._copies_back = False
 
     def of(self, item: Any, change: Callable[[Any], Any]) -> Any:
-        """Return what a record becomes: itself where nothing in it changes; a `CopyError` if it can't be copied.
+        """Return a record with changed contents; the record itself if nothing changes.
 
-        `change` says what becomes of a field's value, the very object where nothing does; it comes back here for those
-        in it.
+        Args:
+            item: The record.
+            change: Returns the new value of an attribute, or the same object; calls this method for nested records.
+
+        Raises:
+            CopyError: The record can't be copied.
         """
         known, made = self._made.get(id(item), (None, None))
         if made is not None:
             return made
-        if known is not None:  # it leads to itself
+        if known is not None:  # a cycle
             self._leads_back = True
             if not self._copies_back:
                 return item
@@ -108,7 +115,7 @@ class Records:
         self._inside.append(id(item))
         self._made[id(item)] = item, None
         made = item
-        try:  # without another frame: records may be nested deep
+        try:  # inlined: nested records must not need more stack frames
             if (structure := structure_of(type(item))) is not None:
                 leaves = structure.open(item)
                 if (new := change(leaves)) is not leaves:
@@ -124,7 +131,7 @@ class Records:
                 copied = self._copy(item)
             for name, new in changed.items():
                 try:
-                    object.__setattr__(copied, name, new)  # it may be frozen
+                    object.__setattr__(copied, name, new)  # the class may be frozen
                 except AttributeError as error:
                     raise CopyError(f"{name} can't be set") from error
             made = item if copied is None else copied
@@ -136,7 +143,7 @@ class Records:
         self._inside, self._leads_back, self._copies_back = [], False, False
         try:
             made = self.of(item, change)
-            if self._leads_back and made is not item:  # all of it once more: what leads back leads to copies now
+            if self._leads_back and made is not item:  # once more, so that references in cycles lead to copies
                 for key in self._inside:
                     del self._made[key]
                 self._inside, self._copies_back = [], True
@@ -159,17 +166,17 @@ class Records:
             if kind.__dictoffset__:
                 vars(made).update(vars(item))
             for member in slots(kind):
-                with contextlib.suppress(AttributeError):  # nothing is in it
+                with contextlib.suppress(AttributeError):  # an empty slot
                     member.__set__(made, member.__get__(item))
-        except (AttributeError, TypeError) as error:  # it is of a type that is made otherwise
+        except (AttributeError, TypeError) as error:  # a type that `object.__new__` can't create
             raise CopyError(str(error)) from error
         return made
 
 
 def placed(arguments: dict[str, Any], device: str, host: Collection[str] = ()) -> dict[str, Any]:
-    """Return a method's arguments with their tensors on a device, but for those of parameters on the `host`.
+    """Return a method's arguments with tensors on a device, except those of parameters in `host`.
 
-    What is there already is the very object that it was.
+    A tensor on the right device stays the same object.
     """
     torch = imported("torch")
     if torch is None:
@@ -182,7 +189,7 @@ def placed(arguments: dict[str, Any], device: str, host: Collection[str] = ()) -
 
 
 def on_device(value: Any, device: str) -> Any:
-    """Return a value with its tensors on a device."""
+    """Return a value with all tensors on a device."""
     return placed({"": value}, device)[""]
 
 
@@ -193,9 +200,9 @@ def on_one_device(values: Sequence[Any]) -> Sequence[Any]:
 
 
 class _Moves:
-    """Moves values to one device: each tensor once, so that two names of one stay two names of one.
+    """Moves values to one device: each tensor once, so that shared tensors stay shared.
 
-    So a model that is moved and its optimizer have the same parameters there.
+    A moved model and its optimizer, for example, have the same parameters.
     """
 
     def __init__(self, torch: Any, device: str) -> None:
@@ -203,7 +210,8 @@ class _Moves:
         self._device = torch.device(device)
         self.copies = Copies(self._device)
         self._records = Records(copy.copy)
-        self._moved: dict[int, tuple[Any, Any]] = {}  # by id, with what it is of: an id may be used again
+        # By id: the original, which keeps the id in use, and the moved tensor.
+        self._moved: dict[int, tuple[Any, Any]] = {}
         self._memo: dict[int, Any] = {}  # the same for `copy.deepcopy`
 
     def value(self, value: Any) -> Any:
@@ -219,7 +227,7 @@ class _Moves:
                 known = self._moved[id(item)] = item, self._moved_leaf(item, kind)
             return known[1]
         try:
-            # `self.value` with a frame less for each record within another one: they may be nested deep.
+            # One stack frame less per nested record than `self.value`.
             return self._records.of(item, functools.partial(map_leaves, leaf=self._leaf, matters=_may_hold_tensors))
         except CopyError as error:
             raise DispatchError(
@@ -244,7 +252,7 @@ class _Moves:
             if all(self._is_there(each) for each in memories(item) if isinstance(each, torch.Tensor)):
                 return item
             moved = item.apply(self._leaf, filter_empty=False, device=None, propagate_lock=True)
-            return moved.to(self._device)  # which is there: it only has to say so
+            return moved.to(self._device)  # marks the collection's device; nothing moves
         if isinstance(item, torch.nn.Module):
             held = [*item.parameters(), *item.buffers()]
         else:
@@ -254,18 +262,18 @@ class _Moves:
             held += [each for each in states if isinstance(each, torch.Tensor)]
         if all(map(self._is_there, held)):
             return item
-        # A copy on the device: the thing itself may be somebody's who uses it where it is.
+        # A copy on the device: other code may use the original where it is.
         self._memo.update({id(tensor): self._leaf(tensor) for tensor in held})
         return copy.deepcopy(item, self._memo)
 
     def _is_there(self, tensor: Any) -> bool:
-        there: bool = tensor.device == self._device or tensor.is_meta  # which has no contents to be moved
+        there: bool = tensor.device == self._device or tensor.is_meta  # meta tensors have no contents to move
         return there
 
 
 @by_type
 def _is_whole(kind: type) -> bool:
-    """Whether values of this type are moved as a whole: tensors, collections of them, and what has parameters."""
+    """Return whether values of a type are moved as a whole: tensors, tensor collections, models and optimizers."""
     torch = imported("torch")
     wholes = torch.Tensor, torch.nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler
     return is_collection(kind) or issubclass(kind, wholes)
@@ -277,52 +285,52 @@ def _may_hold_tensors(kind: type) -> bool:
 
 
 def ordinary(value: Any, is_lent: Callable[[Any], bool] = lambda tensor: False) -> Any:
-    """Return the value with its tensors detached from autograd, and inference tensors as ordinary ones.
+    """Return a value with tensors detached from autograd, and inference tensors made ordinary.
 
-    Those in its records are among them, where these can be copied and the value isn't nested too deep. Parameters of a
-    model or an optimizer that is in the value stay what they are to that. It shares memory with the value; only an
-    inference tensor is cloned, since nothing but a copy can make it ordinary, and one that `is_lent`, into which others
-    will write without torch's noticing.
+    Tensors in records are included, if the records can be copied and aren't nested too deeply. Parameters of a model or
+    optimizer in the value stay parameters. The result shares memory with the value, except for clones: inference
+    tensors, which only a copy can make ordinary, and tensors that `is_lent` reports, because others write into them
+    unnoticed by torch.
     """
     return value if isinstance(value, _PLAIN) else _Ordinary(is_lent).value(value)
 
 
 def handed_over(value: Any) -> Any:
-    """Return an argument as a method gets it within one process: ordinary, but parameters stay parameters."""
+    """Return an argument for a method in the same process: ordinary, but with parameters."""
     return _Ordinary(lambda tensor: False, keeps_leaves=True).value(value)
 
 
 def copy_of(value: Any) -> Any:
     """Copy a value with all containers, tensors and arrays: the owner may write to the same memory next.
 
-    Tensors come out detached from autograd, each with memory for its own elements alone. A model's parameters stay
+    Copied tensors are detached from autograd, with memory for their own elements only. A model's parameters stay
     parameters.
     """
     if is_plain(value):
         return [*value] if type(value) is list else value
     torch = imported("torch")
     parts = [] if torch is None else [item for item in memories(value) if isinstance(item, torch.Tensor)]
-    # `copy.deepcopy` alone copies the whole storage of a view, and refuses tensors of an autograd graph.
+    # `copy.deepcopy` alone would copy the whole storage of a view, and refuses tensors of an autograd graph.
     clones = {id(item): item.detach().clone() for item in parts if not is_trained(item)}
     return copy.deepcopy(value, clones)
 
 
 class _Ordinary:
-    """Makes values ordinary."""
+    """Converts the tensors of values for `ordinary`."""
 
     def __init__(self, is_lent: Callable[[Any], bool], keeps_leaves: bool = False) -> None:
         self._is_lent = is_lent
-        self._keeps_leaves = keeps_leaves  # whatever gradients are computed of stays so
+        self._keeps_leaves = keeps_leaves  # whether all leaves of autograd stay so
         self._value: Any = None
-        self._trained: set[int] | None = None  # by id(), the parameters of models and optimizers in the value
+        self._trained: set[int] | None = None  # ids of the parameters of models and optimizers in the value
         self._torch = imported("torch")
         self._records = Records()
         self._is_inside = False
 
     def value(self, value: Any) -> Any:
-        """Return what becomes of a value."""
+        """Return the converted value."""
         self._value = value
-        return map_leaves(value, self._leaf, _may_have_memory)  # also without torch: so what has no end is found
+        return map_leaves(value, self._leaf, _may_have_memory)  # also without torch, to detect endless values
 
     def _leaf(self, item: Any) -> Any:
         torch = self._torch
@@ -345,11 +353,11 @@ class _Ordinary:
             return item
         is_inside, self._is_inside = self._is_inside, True
         try:
-            # `self.value` with a frame less for each record within another one: they may be nested deep.
+            # One stack frame less per nested record than `self.value`.
             return self._records.of(item, functools.partial(map_leaves, leaf=self._leaf, matters=_may_have_memory))
         except CopyError:
             return item
-        except RecursionError:  # too deep: all of it stays as it is
+        except RecursionError:  # nested too deeply: the outermost record stays unchanged
             if is_inside:
                 raise
             return item
@@ -357,8 +365,8 @@ class _Ordinary:
             self._is_inside = is_inside
 
     def _is_copied(self, tensor: Any) -> bool:
-        # `is_inference()` lets go of the interpreter's lock, which takes long to come back where other threads want it
-        # too. Such tensors, and no others, have no version.
+        # `is_inference()` releases the GIL, which takes long to get back among busy threads. Only inference tensors
+        # have no version.
         try:
             tensor._version  # noqa: B018 - it is asked for, that is all
         except RuntimeError:
@@ -370,7 +378,7 @@ class _Ordinary:
         return tensor.requires_grad or isinstance(tensor, self._torch.nn.Parameter)
 
     def _stays(self, tensor: Any) -> bool:
-        """Whether a tensor is to stay what gradients are computed of: the value has a model or optimizer of it."""
+        """Return whether a tensor stays a parameter: a model or optimizer in the value has the tensor."""
         torch = self._torch
         if self._trained is None:
             trained = self._trained = set[int]()
@@ -388,11 +396,11 @@ class _Ordinary:
 class Watch:
     """Notices writes into the tensors and arrays of a value.
 
-    Version counters see every write through torch's operators, at no cost; writes through NumPy, `.data` or a
-    detached alias of other counters are seen in the contents only, which takes reading all of it.
+    Version counters show all writes by torch's operators, at no cost. Writes by NumPy, by `.data` or by a detached
+    alias with other counters show in the contents only, which must be read in full.
 
     Attributes:
-        nbytes: How many bytes they are.
+        nbytes: Bytes of all tensors and arrays.
     """
 
     __slots__ = ("_contents", "_seen", "_tensors", "nbytes")
@@ -406,12 +414,12 @@ class Watch:
         self._seen = self._state()
 
     def written(self) -> bool:
-        """Whether somebody has written into them since this was last asked, or since they were made."""
+        """Return whether anything was written since the last call, or since the creation."""
         before, self._seen = self._seen, self._state()
         return before != self._seen
 
     def touched(self) -> bool:
-        """Whether torch's operators have written since then. This may be asked on any thread, and changes nothing."""
+        """Return whether torch's operators have written since then. Safe on any thread; changes nothing."""
         versions, _ = self._seen
         return versions != self._versions()
 
@@ -426,8 +434,8 @@ class Watch:
 
 
 def version(tensor: Any) -> int:
-    """Return how often torch's operators have written into a tensor; 0 for an inference tensor, which has no count."""
-    # `is_inference()` lets go of the interpreter's lock, which takes long to come back where other threads want it too.
+    """Return the number of writes into a tensor by torch's operators; 0 for an inference tensor, without a counter."""
+    # `is_inference()` releases the GIL, which takes long to get back among busy threads.
     try:
         return tensor._version  # type: ignore[no-any-return]
     except RuntimeError:
@@ -435,9 +443,9 @@ def version(tensor: Any) -> int:
 
 
 def _add(digest: hashlib.blake2b, value: Any, looked_at: dict[int, Any]) -> None:
-    """Add a value's structure, the contents of its tensors and arrays, and its numbers and strings.
+    """Add a value's structure, the contents of tensors and arrays, and numbers and strings to a digest.
 
-    Those in its records are among them; what other objects have as attributes isn't.
+    Records are included; attributes of other objects aren't.
     """
     kind: Any = type(value)
     if isinstance(value, dict):
@@ -455,7 +463,7 @@ def _add(digest: hashlib.blake2b, value: Any, looked_at: dict[int, Any]) -> None
         for item in memories(value):
             _add_memory(digest, item)
     elif is_record(kind) and id(value) not in looked_at:
-        looked_at[id(value)] = value  # it may lead to itself
+        looked_at[id(value)] = value  # records may form cycles
         for part in _inside(value):
             _add(digest, part, looked_at)
 
@@ -468,7 +476,7 @@ def _add_memory(digest: hashlib.blake2b, item: Any) -> None:
             for part in parts:
                 _add_memory(digest, part)
             return
-        if dense.layout is not torch.strided or dense.is_meta:  # its version has to do
+        if dense.layout is not torch.strided or dense.is_meta:  # only the version counter covers these
             return
         dense = dense.detach().cpu().resolve_conj().resolve_neg().contiguous()
         digest.update(exposed(flat(dense)))
@@ -477,22 +485,22 @@ def _add_memory(digest: hashlib.blake2b, item: Any) -> None:
 
 
 def memories(value: Any) -> list[Any]:
-    """Return the tensors and arrays in a value, in order, those in its records among them."""
+    """Return the tensors and arrays in a value, including those in records, in order."""
     found: list[Any] = []
     map_leaves(value, functools.partial(_find, found, {}), _may_have_memory)
     return found
 
 
 def _find(found: list[Any], looked_at: dict[int, Any], item: Any) -> Any:
-    # No function that refers to itself by its closure: that would be a circle, which holds what was found until the
-    # garbage collector comes.
+    # A plain function: a closure that refers to itself would be a cycle, which keeps all finds alive until a garbage
+    # collection.
     kind: type = type(item)
     if is_collection(kind):
         item.apply(functools.partial(_find, found, looked_at), filter_empty=False)
     elif has_memory(kind):
         found.append(item)
     elif id(item) not in looked_at:
-        looked_at[id(item)] = item  # it may lead to itself
+        looked_at[id(item)] = item  # records may form cycles
         inside = _inside(item)
         for part in () if are_plain(inside) else inside:
             map_leaves(part, functools.partial(_find, found, looked_at), _may_have_memory)
@@ -506,12 +514,12 @@ def _may_have_memory(kind: type) -> bool:
 
 @by_type
 def has_memory(kind: type) -> bool:
-    """Whether values of this type are tensors, arrays or collections of tensors."""
+    """Return whether values of a type are tensors, arrays or collections of tensors."""
     return structure_of(kind) is None and (hasattr(kind, "nbytes") or is_collection(kind))
 
 
 def tensors(value: Any) -> list[Any]:
-    """Return the tensors in a value that have a storage, those of jagged ones among them."""
+    """Return the tensors in a value that have a storage, including the values of jagged ones."""
     torch = imported("torch")
     if torch is None:
         return []
@@ -521,7 +529,7 @@ def tensors(value: Any) -> list[Any]:
 
 
 def sparse_parts(item: Any) -> list[Any] | None:
-    """Return what a sparse tensor consists of, None of any other."""
+    """Return the parts of a sparse tensor, or None for other tensors."""
     layout = str(getattr(item, "layout", ""))
     if layout == "torch.sparse_coo":
         return [item._indices(), item._values()]
@@ -536,25 +544,25 @@ def _nbytes(item: Any) -> int:
     if (parts := sparse_parts(item)) is not None:
         return sum(map(_nbytes, parts))
     size = item.nbytes
-    return size if isinstance(size, int) else 0  # a jagged tensor's is a symbol
+    return size if isinstance(size, int) else 0  # symbolic for a jagged tensor
 
 
 def tensor_bytes(value: Any) -> int:
-    """Count the bytes of the tensors and arrays in a value (0 when there are none)."""
+    """Count the bytes of the tensors and arrays in a value."""
     return sum(map(_nbytes, memories(value)))
 
 
 def describe(value: Any) -> Any:
     """Return the structure of a value with shapes and dtypes instead of contents, as plain data.
 
-    A value that has leaves is a dict of its type's name and these.
+    A value of a type in `register_batch` is a dict from the type's name to the leaves.
     """
 
     def leaf(item: Any) -> Any:
         kind: type = type(item)
         if (structure := structure_of(kind)) is not None:
             return {kind.__name__: describe(structure.open(item))}
-        if not (has_memory(kind) and hasattr(kind, "dtype")):  # no other value is asked for its attributes
+        if not (has_memory(kind) and hasattr(kind, "dtype")):  # attributes of other values aren't read
             return kind.__name__
         has_shape = not getattr(item, "is_nested", False) or str(item.layout) == "torch.jagged"
         shape = [*getattr(item, "shape", ())] if has_shape else "[nested]"

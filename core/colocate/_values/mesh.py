@@ -1,6 +1,6 @@
-"""Meshes: named axes over the ranks of a role.
+"""Lay out ranks on meshes with named axes.
 
-Everything here is arithmetic on a few sizes: nothing is stored or done per rank, so ten thousand of them cost nothing.
+All methods compute with a few sizes: nothing is stored or done per rank, so ten thousand ranks cost nothing.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PIPELINE_AXIS = "pp"
 class Mesh:
     """Named axes over ranks, row-major: the last axis is the fastest.
 
-    An axis that the mesh lacks counts as one of size 1.
+    An axis that the mesh lacks has size 1.
     """
 
     axes: tuple[tuple[str, int], ...]
@@ -49,23 +49,23 @@ class Mesh:
         return self._strides.get(axis, (1, 1))[1]
 
     def coordinate(self, rank: int, axis: str) -> int:
-        """Return where along the axis a rank is."""
+        """Return the position of a rank along an axis."""
         stride, size = self._strides.get(axis, (1, 1))
         return rank // stride % size
 
     def lies_as(self, axis: str, other: Mesh, other_axis: str) -> bool:
-        """Whether every rank is at the same place along this axis as along that of another mesh."""
+        """Return whether every rank has the same position along this axis as along another mesh's axis."""
         mine, theirs = self._strides.get(axis, (1, 1)), other._strides.get(other_axis, (1, 1))
         return mine == theirs or mine[1] == theirs[1] == 1
 
     def line(self, rank: int, axis: str) -> range:
-        """Return the ranks that differ from this one along the axis only, itself among them, in order."""
+        """Return the ranks along an axis through this rank, in order."""
         stride, size = self._strides.get(axis, (1, 1))
         start = rank - self.coordinate(rank, axis) * stride
         return range(start, start + size * stride, stride)
 
     def leaders(self, axis: str) -> range:
-        """Return one rank for each place along the axis: the first along the other axes, of the last pipeline stage."""
+        """Return one rank per position on an axis: the first along the other axes, of the last pipeline stage."""
         stage = 0
         if axis != PIPELINE_AXIS:
             stride, size = self._strides.get(PIPELINE_AXIS, (1, 1))
@@ -75,15 +75,15 @@ class Mesh:
 
 @functools.cache
 def one_axis(world_size: int) -> dict[str, Mesh]:
-    """Return the meshes of a role that declares none, which are made once for each number of ranks."""
+    """Return the meshes of a role that declares none, cached by number of ranks."""
     return {"": Mesh({"dp": world_size})}
 
 
 @attrs.frozen
 class Ranks:
-    """The ranks of one call, as dispatch and collect see them.
+    """The ranks of one call, for dispatch and collect.
 
-    `meshes` maps names to meshes, an unnamed one has the name "". What is per rank below goes along `targets`.
+    `meshes` maps names to meshes; the unnamed mesh has the name "". Sequences with an item per rank follow `targets`.
     """
 
     world_size: int
@@ -91,16 +91,16 @@ class Ranks:
         default=attrs.Factory(lambda self: one_axis(self.world_size), takes_self=True), repr=False
     )
     rows: Sequence[int | None] | None = None
-    """For a collect: the real rows that each rank worked on, None where they aren't known; None where none are."""
+    """For a collect: the real rows of each rank, None for unknown ones; None if no numbers are known."""
     padded: Sequence[int | None] | None = None
-    """For a collect: the rows that each rank was given, padding included, None where nothing was padded."""
+    """For a collect: the rows of each rank with padding; None without padding."""
     targets: Sequence[int] | None = None
-    """The ranks that the call goes to, in order; None when it goes to all."""
+    """The ranks to call, in order; None for all."""
     partition: Sequence[Sequence[int]] | None = None
-    """For a collect: the numbers of the rows that each rank worked on, where `Scatter(balance=...)` chose them."""
+    """For a collect: the row indices of each rank, if `Scatter(balance=...)` chose the rows."""
 
     def mesh(self, name: str | None = None) -> Mesh:
-        """Return the mesh of that name; without a name the unnamed or only one.
+        """Return the mesh with a name; without a name the unnamed or only one.
 
         Raises:
             DispatchError: There is no such mesh, or there are several and none was named.
@@ -117,7 +117,7 @@ class Ranks:
         raise DispatchError(f"the role has several meshes ({known}): say which one with mesh=")
 
     def pick(self, items: Sequence[Any], ranks: Sequence[int]) -> Sequence[Any]:
-        """Return the items, one per target, that belong to these ranks."""
+        """Return the items that belong to these ranks, from a sequence with an item per target."""
         if self.targets is None:
             if isinstance(ranks, range) and ranks == range(self.world_size):
                 return items
@@ -126,7 +126,7 @@ class Ranks:
         return [items[places[rank]] for rank in ranks]
 
     def leaders(self, axis: str, mesh: str | None = None) -> Sequence[int]:
-        """Return what `Mesh.leaders` does, of the ranks that the call goes to: places without any are left out."""
+        """Return the leaders like `Mesh.leaders`, among the called ranks only; skip positions without a called rank."""
         where = self.mesh(mesh)
         if self.targets is None:
             return where.leaders(axis)
@@ -139,7 +139,7 @@ class Ranks:
 
 
 def parse_meshes(spec: Mapping[str, Any] | None, slots: int) -> dict[str, Mesh]:
-    """Return the meshes of a role from what was declared: None (one axis, `dp`), one mesh, or several by name."""
+    """Parse a declared mesh: None (one axis, `dp`), one mesh, or several by name."""
     if spec is None:
         return one_axis(slots)
     if not isinstance(spec, Mapping) or not spec:

@@ -1,4 +1,4 @@
-"""How values are nested: an error for one that has no end, and the types of all that lies in one."""
+"""Handle nested values: an error for endless ones, and the types of all contents."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from colocate.errors import SerializationError
 
 
 def no_end(what: str, argument: str | None = None) -> SerializationError:
-    """Return the error for a value that contains itself or is nested too deeply, which Python has found.
+    """Return the error for a value that contains itself or is nested too deeply.
 
     Args:
-        what: What the value is sent to, or comes from.
-        argument: Its name, where that is known.
+        what: The destination or source of the value.
+        argument: The argument's name, if known.
     """
     return SerializationError(
         f"{what}: {argument or 'an argument'} can't be sent: it contains itself, or is nested too deeply. Give it "
@@ -24,9 +24,9 @@ def no_end(what: str, argument: str | None = None) -> SerializationError:
 
 
 def kinds_inside(value: Any) -> set[type]:
-    """Return the types of all that lies in nested lists, tuples and dicts.
+    """Return the types of all objects in nested lists, tuples and dicts.
 
-    The interpreter's own references are followed, a level at a time: there may be more types than those of the items.
+    The garbage collector's references are followed, level by level, so there may be more types than those of the items.
     """
     kinds: set[type] = set()
     seen: set[int] = set()
@@ -34,7 +34,7 @@ def kinds_inside(value: Any) -> set[type]:
     while level:
         found = set(map(type, level))
         kinds |= found
-        if not any(issubclass(kind, dict | list | tuple) for kind in found):  # soon told of a million numbers
+        if not any(issubclass(kind, dict | list | tuple) for kind in found):  # fast for a list of a million numbers
             break
         fresh = {id(item): item for item in level if isinstance(item, dict | list | tuple)}
         level = gc.get_referents(*map(fresh.__getitem__, fresh.keys() - seen))

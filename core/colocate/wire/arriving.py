@@ -76,4 +76,4 @@ class Arriving:
 
 
 Arrives: TypeAlias = Callable[[tuple[object, ...], Sequence[int], int], "Arriving | None"]
-"""Chooses the destination of a body, given the message's head, and the body's sizes and length; None for plain memory."""
+"""Chooses the destination of a body, given the message's head, and the body's sizes and length; None for memory."""

@@ -214,7 +214,7 @@ class Area:
             with memoryview(piece) as memory:
                 if memory.readonly:
                     self._memory[at : at + memory.nbytes] = memory
-                elif memory.nbytes:  # memmove releases the GIL, for the threads that wait for earlier readers
+                elif memory.nbytes:  # without the GIL: readers of the previous body send requests meanwhile
                     ctypes.memmove(start + at, ctypes.addressof(ctypes.c_char.from_buffer(memory)), memory.nbytes)
                 at += memory.nbytes
         return InFile(self._file, sizes, length)
