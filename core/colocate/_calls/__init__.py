@@ -1,1 +1,1 @@
-"""One order of calls, the hold, deadlines."""
+"""The order of calls, holds, deadlines and residents, in the driver."""

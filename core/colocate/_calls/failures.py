@@ -1,4 +1,4 @@
-"""What a failure in a worker becomes for the caller: the words of the error table."""
+"""Errors for users, from failures in workers: the texts of the error table."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def _names(*kinds: type[ColocateError]) -> set[str]:
-    """As a worker tells them."""
+    """Return qualified names, as workers report types."""
     return {f"{kind.__module__}.{kind.__qualname__}" for kind in kinds}
 
 
@@ -39,11 +39,11 @@ _OF_A_CALL = ("group", "role", "method", "rank", "node", "remote_traceback", "ca
 def failure_error(
     link: WorkerGroup, call: PendingCall, slot: int, failure: Failure, body: Any, row: int | None = None
 ) -> ColocateError:
-    """The error for a call that raised on a rank, or for a row of one."""
+    """Return the error for a call that raised on a rank, or for a row of one."""
     kind, text, role = failure.type, failure.text, failure.role
     rank = call.rank_of(slot)
     if failure.host and kind in _OWN_WORDS and isinstance(own := original(link, body, kind, text), ColocateError):
-        # Arguments that don't fit, a value written into, a result that can't be sent: colocate's words are the error.
+        # Arguments that don't fit, a value written into, a result that can't be sent: colocate's own text is the error.
         found = copy.copy(own)
         found.group, found.role, found.method, found.rank = link.name, role or call.role or None, call.method, rank
         found.node, found.called_at, found.row = link.node(slot), call.called_at, row
@@ -59,7 +59,7 @@ def failure_error(
     if role is None:
         where = call.label if call.method != "__init__" else "what comes before the constructors of the roles"
     states = _states(call, slot) if call.method != "__init__" and row is None else ""
-    follows = kind in _CONSEQUENCES  # the role hasn't raised it: it says what kept the role from going on
+    follows = kind in _CONSEQUENCES  # the role hasn't raised this error, which only reports an interruption
     how = "was given up" if follows else f"raised {kind}"
     if failure.unmade is not None:
         how, text = "could not begin", f"{failure.unmade} can't be rebuilt there: {kind}: {text}"
@@ -76,7 +76,7 @@ def failure_error(
         row=row,
     )
     error._follows = follows
-    if not follows:  # unpickled later, not on this thread, which reads all connections
+    if not follows:  # Unpickled later: this thread reads all connections, and mustn't run users' code.
         error._unpickle = lambda: original(link, body, kind, text)
     return error
 
@@ -92,7 +92,7 @@ def original(link: WorkerGroup, body: Any, kind: str, text: str) -> BaseExceptio
     if body is not None:
         try:
             value = link.unpack(body)
-        except BaseException as fault:  # its class says how
+        except BaseException as fault:  # unpickling runs code of users' classes
             return RuntimeError(f"{kind}: {text} (it can't be unpickled here: {error_text(fault)})")
         if isinstance(value, BaseException):
             return value
@@ -113,13 +113,13 @@ def _states(call: PendingCall, failed: int) -> str:
 
 
 def later_error(error: ColocateError, root: ColocateError | None, follows: bool) -> ColocateError:
-    """The error of a later call that failed on a rank which had begun it before the first failure was known.
+    """Return the error of a later call that failed on a rank, having begun before the first failure was known.
 
     Args:
-        error: What it failed of there.
+        error: The later call's own error.
         root: The first failure.
-        follows: What has failed there is a consequence, of which the first failure is the cause. Otherwise its cause
-            is what its own code has raised, as ever.
+        follows: Whether the error is a consequence of the first failure. Otherwise its cause is the role's own
+            exception, as usual.
     """
     if root is None:
         return error
@@ -133,7 +133,7 @@ def later_error(error: ColocateError, root: ColocateError | None, follows: bool)
 
 
 def timeout_error(link: WorkerGroup, call: PendingCall, timeout: float, stacks: Mapping[int, str]) -> CallTimeout:
-    """The error of a call that outlived its timeout."""
+    """Return the error of a call after a timeout."""
     late = list(stacks)
     by_rank = {call.rank_of(slot): stack for slot, stack in stacks.items()}
     paused = f"; role {call.lane!r} is paused until group.resume({call.lane!r})" if link.is_paused(call.lane) else ""
@@ -153,7 +153,7 @@ def timeout_error(link: WorkerGroup, call: PendingCall, timeout: float, stacks: 
 def hung_error(
     link: WorkerGroup, slot: int, phase: tuple[str, float] | None, cause: ColocateError | None, stack: str
 ) -> ColocateError:
-    """The error of a group one of whose ranks didn't come back after a failed call, or from a phase of its hold."""
+    """Return the error of a group with a rank that didn't stop after a failed call, or hangs in a phase of the hold."""
     what = f"{link.grace:g} s" if phase is None else f"{phase[1]:g} s from {phase[0]}"
     error = RoleError(
         f"group {link.name!r} failed: slot {slot} (node {link.node(slot)}) did not come back within {what} "
@@ -167,17 +167,17 @@ def hung_error(
 
 
 def broken_error(link: WorkerGroup, slot: int, pid: int | None, reason: str, log_tail: str) -> WorkerDied:
-    """The error of a group of whose workers one is of no use any more."""
+    """Return the error of a group with an unusable worker."""
     return _died(link, slot, pid, f"can't go on: {reason}", detail=reason, log_tail=log_tail or None)
 
 
 def thread_error(name: str, reason: str) -> ColocateError:
-    """The error of a group whose driver has lost a thread that it needs."""
+    """Return the error of a group after the loss of one of the driver's threads."""
     return ColocateError(f"group {name!r} can't go on: {reason}. {OUR_FAULT}", group=name)
 
 
 def death_error(link: WorkerGroup, slot: int, pid: int | None, exit: Exit, running: str | None) -> WorkerDied:
-    """The error of a group one of whose workers is gone."""
+    """Return the error of a group with a dead worker."""
     if exit.signal is not None:
         how = f"was killed by {exit.signal}"
     elif exit.exitcode is not None:
@@ -200,7 +200,6 @@ def death_error(link: WorkerGroup, slot: int, pid: int | None, exit: Exit, runni
 
 
 def _died(link: WorkerGroup, slot: int, pid: int | None, how: str, **known: Any) -> WorkerDied:
-    """The error of a group that has lost a worker."""
     where = f"pid {pid}, node {link.node(slot)}" if pid is not None else f"node {link.node(slot)}"
     return WorkerDied(
         f"worker {slot} of group {link.name!r} ({where}) {how}",
@@ -213,7 +212,7 @@ def _died(link: WorkerGroup, slot: int, pid: int | None, how: str, **known: Any)
 
 
 def worker_error(link: WorkerGroup, slot: int, pid: int | None, what: str) -> RoleError:
-    """The error of a worker that is as it mustn't be, before it runs or when it should have ended."""
+    """Return the error of a worker with a problem at the start or end."""
     where = f"node {link.node(slot)}" if pid is None else f"node {link.node(slot)}, pid {pid}"
     return RoleError(
         f"worker {slot} of group {link.name!r} ({where}) {what}",

@@ -1,4 +1,4 @@
-"""What users have of a resident: the handle that `.keep` returns, and its `.ref`, which stands for it in a call."""
+"""The users' handles of residents: results of `.keep`, and placeholders (`.ref`) in calls."""
 
 from __future__ import annotations
 
@@ -34,7 +34,10 @@ T_co = TypeVar("T_co", covariant=True)
 
 @attrs.frozen(eq=False)
 class Consumer:
-    """The role that uses a resident, as far as partitions go.
+    """The role that uses a resident, for questions about partitions.
+
+    `finds_own` caches answers for residents of the role's group, which are used again in each step: whether each
+    rank has its part in its own worker, by origin and split.
 
     `finds_own` is what it has been asked before of residents of its group, which are used again in each step: whether
     each rank has its part in its own worker, by what made them and how they are taken apart.
@@ -47,56 +50,55 @@ class Consumer:
 
 
 class Reference(OnDriver, Deferred):
-    """A resident in a call's arguments. Typed as its value; at run time a placeholder with no use of its own."""
+    """A resident in a call's arguments. Typed as its value; at run time a placeholder without other uses."""
 
     __slots__ = ("_consumer", "_handle", "_kept", "_lent", "_residents")
     _instead = INSTEAD_OF_RESIDENT
 
     def __init__(self, handle: KeptResident[Any], consumer: Consumer | None = None) -> None:
-        self._handle = handle  # the value lives as long as anybody can still name it
+        self._handle = handle  # The value lives as long as a reference exists.
         self._residents = handle._residents
         self._kept = handle._kept
         self._consumer = consumer
         self._lent: object = None
 
     def bound(self, consumer: Consumer) -> Reference:
-        """Return the same reference, as seen by the role that uses it."""
+        """Return the same reference, bound to the role of the call."""
         return Reference(self._handle, consumer)
 
     def lend(self, call: PendingCall, borrower: Residents) -> None:
-        """Have a call use the resident from now on, or raise why it can't."""
+        """Lend the resident to a call, or raise."""
         self._lent = self._residents.lend(call, self._kept, borrower)
 
     def give_back(self) -> None:
-        """End the use by a call that has ended. Idempotent."""
+        """End the loan to a finished call. Idempotent."""
         self._lent = None
 
     def sizes(self, axis: str, mesh: str | None, count: int, of: int = 1) -> list[int]:
-        """Return the rows of each part; waits for the call that makes the value."""
+        """Wait for the call that makes the value; return the rows of each part."""
         kept = self._kept
         self._residents.made(kept, FOREVER_S)
         if isinstance(kept.source.collect, Concat):
             sizes = kept.sizes()
-        else:  # it is no sequence of parts: only the value itself tells
+        else:  # the value isn't a sequence of parts: count the whole value
             sizes = [batch.rows(self._residents.fetch(kept), f"the resident of {kept.source.label}")]
         return even_sizes(sum(sizes), count, of) if self.own(axis, mesh, count) is None else sizes
 
     def part(self, index: int, count: int, axis: str, mesh: str | None, padding: Padding, of: int = 1) -> Any:
-        """Return a placeholder for one part."""
         own = self.own(axis, mesh, count, of) if padding == "none" else None
         return Part(self._kept.source, index, count, padding == "even", of=of) if own is None else own
 
     def own(
         self, axis: str, mesh: str | None, count: int, of: int = 1, partition: Partition | None = None
     ) -> Any | None:
-        """Return a placeholder for all parts, where each rank finds its own in its own worker, with these very rows."""
+        """Return a placeholder for all parts if each rank finds its part, with exactly these rows, locally."""
         if not self._finds_own(axis, mesh, count) or partition != self.partition:
             return None
         return Own(self._kept.source, count, of)
 
     @property
     def partition(self) -> Partition | None:
-        """The rows of each part, where these were chosen by what they cost."""
+        """The rows of each part, if chosen by cost."""
         source = self._kept.source
         if source.partition is None or not isinstance(source.collect, Concat):
             return None
@@ -104,40 +106,36 @@ class Reference(OnDriver, Deferred):
         return ranks.pick(source.partition, source.collect.sources(ranks))
 
     def pick(self, rows: Sequence[int], beside: Beside) -> Any:
-        """Return a placeholder for some rows by their numbers."""
+        """Return a placeholder for some rows by number."""
         return Pick(self._kept.source, rows, beside)
 
     @property
     def known(self) -> bool:
-        """Whether the call that makes the value has said how many rows each part has."""
+        """Whether the number of rows in each part is known."""
         return self._kept.call.done() and isinstance(self._kept.source.collect, Concat)
 
     def share(self, index: int, count: int, padding: Padding, beside: Beside, of: int = 1) -> Any:
-        """Return a placeholder for one even part."""
         return Part(self._kept.source, index, count, padding == "even", beside, of)
 
     def items(self, count: int, parameter: str) -> Sequence[Any]:
-        """Return a placeholder for each item; their number is seen now where the value is a list of ranks' results."""
+        """Return a placeholder for each item; check the number of items now for a list of the ranks' results."""
         source = self._kept.source
         if type(source.collect) is Gather:
             check_items(parameter, list(source.holders), count)
         return [Item(source, index, count, parameter) for index in range(count)]
 
     def slice(self, start: int, stop: int) -> Any:
-        """Return a placeholder for some rows."""
         return Rows(self._kept.source, start, stop)
 
     def whole(self) -> Any:
-        """Return a placeholder for the value."""
         return Use(self._kept.source)
 
     def fetch(self) -> Any:
-        """Return the value, on the driver."""
         refuse_to_wait(f"the resident of {self._kept.source.label}")
         return self._residents.fetch(self._kept)
 
     def _finds_own(self, axis: str, mesh: str | None, count: int) -> bool:
-        """Whether each rank of the consumer finds its part in its own worker: same slots, same partition."""
+        """Whether each rank of the consumer finds its part locally: same slots, same partition."""
         origin, consumer = self._kept.source.origin, self._consumer
         if consumer is None or origin.group != consumer.group or origin.ranks.targets is not None:
             return False
@@ -162,7 +160,7 @@ class Reference(OnDriver, Deferred):
     __rsub__ = __truediv__ = __rtruediv__ = __matmul__ = __rmatmul__ = __pow__ = __neg__ = __abs__ = _no_use
     __float__ = __int__ = __index__ = __contains__ = __lt__ = __gt__ = __le__ = __ge__ = __setitem__ = _no_use
     __call__ = __array__ = __array_ufunc__ = _no_use  # NumPy would make an array of one object
-    __eq__ = __ne__ = _no_use  # `ref == value` would be False without a word
+    __eq__ = __ne__ = _no_use  # `ref == value` would silently be False
     __hash__ = object.__hash__
 
     def __getattr__(self, name: str) -> NoReturn:
@@ -182,11 +180,11 @@ class Reference(OnDriver, Deferred):
 
 
 class KeptResident(Resident[T_co]):
-    """The handle of a kept result. Dropping it ends the lease; its group is told with the next message."""
+    """The handle of a kept result. Dropping the handle ends the lease; the next message tells the group's workers."""
 
     def __init__(self, residents: Residents, source: Source, call: PendingCall) -> None:
         self._residents = residents
-        self._hold: Pin | None = Pin()  # None once it is freed
+        self._hold: Pin | None = Pin()  # None after `free`
         ending = weakref.ref(self._hold, lambda _: residents.ended.append(source.key))
         self._kept = Kept(source, call, weakref.ref(self), ending)
 
@@ -208,12 +206,11 @@ class KeptResident(Resident[T_co]):
 
     @property
     def ref(self) -> T_co:
-        """Stands for the value as an argument; another name of it keeps it alive as the handle does."""
+        """Placeholder for the value as an argument; keeps the value alive, as the handle does."""
         return cast("T_co", Reference(self))
 
     @property
     def spec(self) -> ResidentSpec:
-        """Return the structure, shapes, dtypes and bytes of the resident; wait until it is there."""
         residents, kept = self._residents, self._kept
         deadline, source = residents.made(kept, None), kept.source
         counted = source.collect.sources(source.ranks) or source.holders
@@ -222,18 +219,16 @@ class KeptResident(Resident[T_co]):
         return ResidentSpec(structure, tuple(size[0] for size in kept.call.bodies), tuple(kept.call.rows))
 
     def wait(self, timeout: float | None = None) -> None:
-        """Wait until it is there, in the workers."""
         refuse_to_wait(f"the resident of {self._kept.source.label}")
         self._residents.made(self._kept, limit(timeout, "wait(timeout)"))
 
     def fetch(self, timeout: float | None = None) -> T_co:
-        """The collected value, on the driver; waits until it is there."""
         refuse_to_wait(f"the resident of {self._kept.source.label}")
         value: T_co = self._residents.fetch(self._kept, limit(timeout, "fetch(timeout)"))
         return value
 
     def free(self) -> None:
-        """Let go of it. Calls that use it already still get it."""
+        """Free the value. Calls that use it already still get it."""
         link = self._residents.link
         if link.forked:
             link.check()

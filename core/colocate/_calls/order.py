@@ -1,4 +1,15 @@
-"""Order and the hold, the driver's half: one total order of a group's calls, and what follows when one of them fails.
+"""Order and holds, the driver's half: one total order of a group's calls, and the barrier after a failure.
+
+After a failure no rank begins the failed call or a later one until all ranks have stopped (see
+`worker/lane_order.py` for their half). Then the failed call is withdrawn from the ranks that hadn't begun it, and so
+is any later call that failed on a rank; all other calls go on. A rank that doesn't stop within the grace period
+fails the group.
+
+A call that no rank has begun can be cancelled: each rank is asked to pause it, and answers whether it hadn't begun.
+If none had, all ranks drop the call; if one had, or doesn't answer, the call goes on with `ctx.cancelled` set.
+
+Calls of a background role have an order and holds of their own. Numbers belong to the group: a call that concerns
+all roles has its place in each order by its number.
 
 After a failure no rank takes up the failed call or a later one until all are back (see `worker/lane_order.py` for their
 half). Then the failed call is withdrawn from the ranks that had not begun it, and so is any later one that failed on a
@@ -48,21 +59,21 @@ if TYPE_CHECKING:
     from colocate._worker_group.worker_group import WorkerGroup
 
 NO_ANSWER = "no answer (C code may hold the GIL, or it is stopped)"
-"""What stands where a rank's stack would, if neither the rank nor its machine tells it."""
+"""Placeholder for a rank's stack, if neither the rank nor its machine answers."""
 HAS_LEFT = "running nothing; its lane has ended"
-"""Likewise, if it has left, or is about to: as its worker says it, while it still answers."""
+"""Placeholder for the stack of a rank that has left, or is about to, by its worker's report."""
 
 
 @attrs.define(eq=False)
 class Hold:
-    """A hold under way.
+    """A hold in progress.
 
     Attributes:
-        number: Its number, by which ranks answer; `lane` is the background role whose it is, "" for the main lane.
-        waiting: The slots of ranks that aren't back, or are in a phase that comes before all go on.
-        parts: What features keep of it, by their names.
-        back: What ranks have said as they came back, by slot.
-        phase: What all ranks do, once they are back, before they go on, and the seconds that this may take.
+        number: The hold's number in ranks' answers; `lane` is the background role, "" for the main lane.
+        waiting: The slots of ranks that haven't stopped, or are in a phase before all continue.
+        parts: State of features, by feature name.
+        back: The reports of stopped ranks, by slot.
+        phase: The work of all stopped ranks before they continue, and its timeout in seconds.
     """
 
     number: int
@@ -73,38 +84,38 @@ class Hold:
     withdrawn: set[int] = attrs.field(factory=set)
     root: ColocateError | None = None
     suspected: tuple[PendingCall, ColocateError] | None = None
-    later: list[tuple[PendingCall, ColocateError, bool]] = attrs.field(factory=list)  # the last: whether it follows
+    later: list[tuple[PendingCall, ColocateError, bool]] = attrs.field(factory=list)  # True for a consequence
     timer: Timer | None = None
-    armed: float = 0.0  # when that was begun
-    failures: list[PendingCall] = attrs.field(factory=list)  # those that don't go on after it
-    patient: bool = False  # the cause of what is suspected may come from a rank that is alive
+    armed: float = 0.0  # time of the timer's start
+    failures: list[PendingCall] = attrs.field(factory=list)  # calls that don't go on after the hold
+    patient: bool = False  # whether a better cause may come from a rank that is alive
     parts: dict[str, Any] = attrs.field(factory=dict)
     back: dict[int, from_worker.Held] = attrs.field(factory=dict)
     phase: tuple[str, float] | None = None
 
     def cause(self) -> ColocateError | None:
-        """Return what is known of why it was begun."""
+        """Return the known cause of the hold."""
         return self.root or (self.suspected[1] if self.suspected is not None else None)
 
     def ended(self) -> Sequence[PendingCall]:
-        """Return the calls that don't go on after it."""
+        """Return the calls that don't go on after the hold."""
         return (*self.failures, *(call for call, _, _ in self.later), *(self.suspected or ())[:1])
 
 
 @attrs.frozen
 class Stacks:
-    """What ranks were doing when they were asked.
+    """The stacks of ranks at one time.
 
     Attributes:
-        told: By slot, of those that have answered.
-        seen: By slot, of those that had given no answer and were looked at from outside, where that can be.
+        told: Answers by slot.
+        seen: Descriptions from outside the process by slot, for ranks without an answer, if possible.
     """
 
     told: dict[int, str] = attrs.field(factory=dict)
     seen: dict[int, str] = attrs.field(factory=dict)
 
     def of(self, slot: int) -> str:
-        """Return what is known of a rank."""
+        """Return a rank's stack, or the placeholder."""
         return self.told.get(slot) or self.seen.get(slot) or NO_ANSWER
 
 
@@ -112,9 +123,9 @@ class CallOrder:
     """The calls of one group. All methods may be called from any thread.
 
     Attributes:
-        lock: Held while anything of them changes.
+        lock: Lock for all changes of calls.
         pending: The calls that were sent and aren't done, by number.
-        stacks: What their ranks are doing.
+        stacks: The questions for ranks' stacks.
     """
 
     def __init__(self, link: WorkerGroup) -> None:
@@ -127,12 +138,12 @@ class CallOrder:
         self._last_seq = link.base  # 0 is the construction of the roles
         self._resumed: dict[str, int] = {}  # by lane
         self._holds: dict[str, Hold] = {}  # likewise
-        self._ended: dict[tuple[str, int], float] = {}  # by lane and slot: when the last call that it told of was over
+        self._ended: dict[tuple[str, int], float] = {}  # by lane and slot: end of the last reported call
 
     def renew(self) -> None:
-        """Begin anew with other workers, after `fail_all`. The lock is held."""
-        self._resumed.clear()  # as new lanes count
-        self._forget_holds()  # of a generation that is gone
+        """Reset for new workers, after `fail_all`. The lock is held."""
+        self._resumed.clear()  # New lanes count from the beginning.
+        self._forget_holds()  # The holds belong to a generation that is gone.
         self.stacks.renew()
 
     # -- submission
@@ -143,7 +154,7 @@ class CallOrder:
         return self._last_seq + 1
 
     def enter(self, call: PendingCall) -> int:
-        """Give a call its place in the order. The lock is held, and the call is sent before it is released."""
+        """Assign a call the next place in the order. The caller holds the lock until the call is sent."""
         call.unsent = None
         call.link = self.link
         self._last_seq = call.seq = self._last_seq + 1
@@ -151,7 +162,7 @@ class CallOrder:
         return call.seq
 
     def give_up(self, call: PendingCall, error: BaseException, sent: bool) -> None:
-        """A call couldn't be sent to all its ranks, but perhaps to some (`sent`). The lock is held."""
+        """Fail a call that couldn't be sent to all ranks, but perhaps to some (`sent`). The lock is held."""
         if sent and call.lane not in self._holds:
             self._begin_hold(call.seq, known=None, cut=True, lane=call.lane)
         if (hold := self._holds.get(call.lane)) is not None:
@@ -160,7 +171,7 @@ class CallOrder:
         call._fail(error)
 
     def drop(self, call: PendingCall, error: BaseException) -> None:
-        """A call will never be sent, or has been withdrawn from all its ranks."""
+        """Fail a call that will never be sent, or has been withdrawn from all ranks."""
         with self.lock:
             if not call.done():
                 call.unsent = None
@@ -168,9 +179,9 @@ class CallOrder:
                 call._fail(error)
 
     def cancel(self, call: PendingCall) -> bool:
-        """Withdraw a call, if no rank has begun it; whether it was.
+        """Withdraw a call, unless a rank has begun it; return whether it was withdrawn.
 
-        Waits for an answer of each rank's receiving thread: not of the lane, which may be busy.
+        Waits for each rank's receiving thread, not for the lane, which may be busy.
         """
         with self.lock:
             if call.seq not in self.pending:
@@ -182,7 +193,7 @@ class CallOrder:
         try:
             self.link.send(slots, to_worker.Withdraw(request.token, call.seq, call.lane))
             request.wait(WITHDRAWN_WITHIN_S)
-        finally:  # after an interruption, too: ranks wait for the decision
+        finally:  # After an interruption, too: ranks wait for the decision.
             self._withdrawals.drop(request)
             with self.lock:
                 can = request.error is None and not request.owing and all(request.answers.values())
@@ -201,12 +212,12 @@ class CallOrder:
     # -- what workers say
 
     def done(self, slot: int, done: from_worker.Done, body: Any) -> None:
-        """A rank has finished a call."""
-        with self.lock.lock:  # as often, and on a thread of the framework
+        """Record a rank's result of a call."""
+        with self.lock.lock:  # A plain lock: this runs on our own thread, thousands of times a second.
             call = self.pending.get(done.seq)
             if done.parts:
                 self._tell_ended(slot, done.seq, done.parts)
-            if call is None:  # it has failed elsewhere already
+            if call is None:  # the call has failed elsewhere already
                 return
             index = call.index_of(slot)
             call.bodies[index] = done.size if body is None else body
@@ -217,7 +228,7 @@ class CallOrder:
                 call.taken = {**call.taken, index: done.taken}
             call.remaining -= 1
             if call.remaining == 0:
-                # What it used was given up, though the ranks had it: nothing was made, for whoever looks.
+                # A used resident was given up, although the ranks had the value: the call counts as failed.
                 poison = call.poison() if call.uses else None
                 self._end(call, poison)
                 if poison is None:
@@ -226,14 +237,14 @@ class CallOrder:
                     call._fail(poison)
 
     def failed(self, slot: int, failed: from_worker.Failed, body: Any) -> None:
-        """A call has raised on a rank, which has stopped itself."""
+        """Record a rank's error of a call; the rank has stopped."""
         with self.lock:
             seq, failure = failed.seq, failed.failure
             call = self.pending.get(seq)
             hold = self._holds.get(failed.lane)
             if failure.secondary and self.link.closed_by is not None:
-                return  # it is the end of the group that has broken what the call waited for, and that is told to all
-            if hold is None:  # perhaps its caller has been told already: another rank failed first
+                return  # The group's end has broken the call's wait, and all callers are told of the end.
+            if hold is None:  # Another rank may have failed first: then the caller has the error already.
                 hold = self._begin_hold(seq, known=slot, lane=failed.lane)
             self.link.halted(hold, slot, failed.parts, False)
             self._tell_ended(slot, seq, failed.parts)
@@ -247,12 +258,12 @@ class CallOrder:
                 call.taken = {**call.taken, index: failed.taken}
             poison = call.poison()
             error = poison or failure_error(self.link, call, slot, failure, body)
-            if seq > hold.failed and seq not in hold.withdrawn:  # as soon as its first rank has failed
+            if seq > hold.failed and seq not in hold.withdrawn:  # sent once, after the first rank's failure
                 self.link.send(self.link.live(), to_worker.Unwanted(seq))
             hold.withdrawn.add(seq)
             self._lower(hold, seq)
             if failure.secondary and hold.root is None and poison is None:
-                # A lost connection or resident is a consequence: its cause is on its way, as a failure or as a death.
+                # A lost connection or resident is a consequence: the cause is coming, as a failure or as a death.
                 hold.patient = hold.patient or failure.type in CAUSE_MAY_COME_LATE
                 self._suspect(hold, call, error)
             elif seq > hold.failed and (hold.root or hold.suspected):
@@ -261,13 +272,13 @@ class CallOrder:
                 self._tell_root(hold, call, error)
 
     def can_withdraw(self, slot: int, answer: from_worker.CanWithdraw) -> None:
-        """Hear whether a rank can do without a call; one that can't decides it."""
+        """Record a rank's vote on the withdrawal of a call; one refusal decides."""
         request = self._withdrawals.answered(answer.token, slot, answer.can)
         if request is not None and not answer.can:
             self._withdrawals.drop(request)
 
     def alive(self, slot: int, alive: from_worker.Alive) -> None:
-        """A rank has heard of a hold."""
+        """Record a rank's acknowledgement of a hold."""
         with self.lock:
             hold = self._holds.get(alive.lane)
             if hold is not None and hold.number == alive.number:
@@ -275,7 +286,7 @@ class CallOrder:
                 self._check_suspicion(hold)
 
     def held(self, slot: int, held: from_worker.Held) -> None:
-        """A rank is back: it runs nothing and takes up nothing."""
+        """Record that a rank has stopped in a hold."""
         with self.lock:
             hold = self._holds.get(held.lane)
             if hold is None or hold.number != held.number:
@@ -288,12 +299,14 @@ class CallOrder:
                 self._resume(hold)
 
     def begin_phase(self, hold: Hold, what: str, within_s: float) -> None:
-        """Have ranks that are all back wait for each other once more; `phase_over` follows. The lock is held.
+        """Start a phase: all stopped ranks do some work and wait for each other again. The lock is held.
+
+        `phase_over` follows for each rank.
 
         Args:
-            hold: The hold, which all ranks are back in.
-            what: What they do, in the words of an error.
-            within_s: In how many seconds.
+            hold: The hold in which all ranks have stopped.
+            what: Description of the work, for errors.
+            within_s: Timeout in seconds.
         """
         hold.waiting, hold.phase = set(self.link.live()), (what, within_s)
         if hold.timer is not None:
@@ -303,12 +316,12 @@ class CallOrder:
     def phase_over(
         self, slot: int, number: int, error: Callable[[ColocateError | None], ColocateError] | None = None
     ) -> None:
-        """A rank has done what the phase of a hold of the main lane is for; or the group fails.
+        """Record a rank's end of a phase in the main lane's hold; or fail the group.
 
         Args:
-            slot: The rank's.
-            number: The hold's.
-            error: Makes that failure of the hold's cause.
+            slot: The rank's slot.
+            number: The hold's number.
+            error: Makes the group's error from the hold's cause.
         """
         with self.lock:
             hold = self._holds.get("")
@@ -321,7 +334,7 @@ class CallOrder:
                 self._resume(hold)
 
     def gone(self, slot: int) -> None:
-        """A rank has ended; nobody waits for it any more."""
+        """Record a rank's exit: nobody waits for the rank any more."""
         self._withdrawals.gone(slot, ColocateError(f"worker {slot} has ended"))
         with self.lock:
             for hold in self._holds.values():
@@ -329,7 +342,7 @@ class CallOrder:
                 hold.silent.discard(slot)
 
     def fail_all(self, error: ColocateError) -> bool:
-        """End every pending call with the same error; whether there was one."""
+        """Fail every pending call with one error; return whether there was a call."""
         with self.lock:
             calls = list(self.pending.values())
             for lane in {call.lane for call in calls}:
@@ -341,7 +354,7 @@ class CallOrder:
             return bool(calls)
 
     def begin_anew(self, background: Iterable[str] = ()) -> None:
-        """Have all ranks come back from what an earlier driver has left them in, before they begin anything.
+        """Stop all ranks by a hold, to end the work of an earlier driver before any new call.
 
         Args:
             background: The group's background roles.
@@ -364,12 +377,12 @@ class CallOrder:
         hold.withdrawn.add(failed)
         self._holds[lane] = hold
         self._arm(hold, self.link.grace)
-        # To the rank that failed too, which has stopped by itself: another async call may wait there for its peers.
+        # Also sent to the failed rank, which has stopped already: another async call there may wait for peers.
         self.link.send(live, to_worker.Hold(hold.number, failed, cut, lane))
         return hold
 
     def _lower(self, hold: Hold, seq: int) -> None:
-        """If this is an earlier call than the one that began the hold: nobody waits for anything from this one on."""
+        """Extend the hold to an earlier call: nobody waits for any call from this one on."""
         if seq < hold.failed:
             hold.failed = seq
             self.link.send(self.link.live(), to_worker.Hold(hold.number, seq, False, hold.lane))
@@ -386,7 +399,7 @@ class CallOrder:
     def _suspect(self, hold: Hold, call: PendingCall, error: ColocateError) -> None:
         if hold.suspected is not None:
             if hold.suspected[0] is call and hold.suspected[1]._follows and not error._follows:
-                hold.suspected = call, error  # that says more
+                hold.suspected = call, error  # The new error has more information.
             else:
                 hold.later.append((call, error, True))
             return
@@ -399,9 +412,10 @@ class CallOrder:
             self._settle_suspicion(hold)
 
     def _settle_suspicion(self, hold: Hold) -> None:
-        """No better cause has come: the lost connection is what the caller is told.
+        """Report the lost connection to the caller: no better cause has come.
 
-        Of a rank that has left it is still to come: its end is told when its supervisor has seen to all that it had.
+        For a rank that has left, the cause is still coming: its supervisor reports the exit once all children are
+        gone.
         """
         with self.lock:
             if any(map(self.link.has_left, range(self.link.size))):
@@ -437,7 +451,7 @@ class CallOrder:
             if (stood := self.link.stood(hold.armed)) > 0.0:
                 self._arm(hold, stood)
                 return
-            # A rank that is still in an earlier call is late with that one, which has no deadline of its own.
+            # A rank in an earlier call is late with that call, which has no deadline here.
             earlier = [call for seq, call in list(self.pending.items()) if seq < hold.failed]
             busy = {slot for each in earlier if each.lane == hold.lane or each.is_for_all for slot in each.missing()}
             stuck = sorted(hold.waiting - busy)
@@ -455,7 +469,7 @@ class CallOrder:
     # -- deadlines
 
     def late(self, ref: weakref.ref[PendingCall], timeout: float) -> None:
-        """A call's time is over; it may have been settled, or never sent."""
+        """Time out a call, unless settled, or never sent."""
         call = ref()
         if call is None or call.done() or call.seq < 0:
             return
@@ -473,43 +487,42 @@ class CallOrder:
                 self.break_off(call, timeout_error(self.link, call, timeout, by_slot))
 
     def break_off(self, call: PendingCall, error: ColocateError) -> None:
-        """Nobody waits for a call that may be running: it fails, and all ranks come back as after a failure."""
+        """Fail a call that may be running, and stop all ranks as after a failure: nobody waits for the call."""
         with self.lock:
             if call.done():
                 return
-            if call.seq < 0:  # it is yet to be sent
+            if call.seq < 0:  # not sent yet
                 self.drop(call, error)
                 return
             hold = self._holds.get(call.lane)
             if hold is None:
                 hold = self._begin_hold(call.seq, known=None, cut=True, lane=call.lane)
-            elif hold.phase is None:  # else nothing runs, and what ranks do before they go on isn't to be disturbed
+            elif hold.phase is None:  # in a phase, no call runs, and the ranks' work mustn't be disturbed
                 self._lower(hold, call.seq)
                 live = self.link.live()
                 self.link.send(live, to_worker.Unwanted(call.seq))
                 self.link.send(live, to_worker.Hold(hold.number, hold.failed, True, hold.lane))
             hold.withdrawn.add(call.seq)
             if hold.suspected is not None and hold.suspected[0].seq < call.seq:
-                self._settle_suspicion(hold)  # a later call is no cause of it
+                self._settle_suspicion(hold)  # a later call can't be the cause
             self._tell_root(hold, call, error)
 
     def is_held(self, lane: str) -> bool:
-        """Return whether a hold of a lane is under way."""
         return lane in self._holds
 
     def still_running(self) -> set[int]:
-        """The slots of ranks that haven't ended a call which they ran when they last told their stack."""
+        """Return the slots that still run a call from their last stack report."""
         with self.lock:
             left = {seq: call.missing() for seq, call in list(self.pending.items())}
             return {slot for slot, ran in self.stacks.ran.items() if any(slot in left.get(seq, ()) for seq in ran)}
 
     def owing(self) -> set[int]:
-        """The slots of ranks that haven't ended a call which they were sent."""
+        """Return the slots with unfinished calls."""
         with self.lock:
             return {slot for call in list(self.pending.values()) for slot in call.missing()}
 
     def oldest(self, slot: int | None = None) -> list[PendingCall]:
-        """The oldest call of each lane that a slot, or any, hasn't ended: of all that it was sent it runs these."""
+        """Return the oldest unfinished call of each lane, on a slot or on any: the calls that run there."""
         found: dict[str, PendingCall] = {}
         for call in list(self.pending.values()):
             if call.lane not in found and (slot is None or slot in call.missing()):
@@ -517,26 +530,28 @@ class CallOrder:
         return [*found.values()]
 
     def _tell_ended(self, slot: int, seq: int, told: Mapping[str, Any]) -> None:
-        """Tell features how a call has ended on a rank, also one that nobody waits for any more."""
+        """Report the end of a call on a rank to features, also of a call that nobody waits for any more."""
         failed = chain.from_iterable(hold.failures for hold in self._holds.values())
         for call in filter(None, (self.pending.get(seq), *(each for each in failed if each.seq == seq))):
             self.link.ended(call, slot, told)
 
     def _note_running(self, lane: str, calls: Iterable[PendingCall], busy: set[int]) -> None:
-        """Note of calls, in their order, on which ranks they run as far as is known here, and since when.
+        """Record the ranks that still run each failed call, as far as known here, and the times of their begin.
 
         Args:
-            lane: Whose calls they are.
-            calls: They.
-            busy: Slots that run none of them; those of other calls.
+            lane: The lane of the calls.
+            calls: The calls, in order.
+            busy: Slots that run other calls.
         """
         left: list[tuple[PendingCall, int]] = []
         if (hold := self._holds.get(lane)) is not None:
-            busy |= set(self.link.live()) - hold.waiting  # they are back, and run nothing
+            busy |= set(self.link.live()) - hold.waiting  # These ranks have stopped, and run nothing.
             left = [(each, index) for each in hold.failures for index, _ in each.left]
         for call in calls:
             slots = call.missing()
-            failed = {each.targets[index] for each, index in left if each.seq < call.seq}  # not left by them yet
+            failed = {
+                each.targets[index] for each, index in left if each.seq < call.seq
+            }  # still in an earlier failed call
             running = [slot for slot in slots if slot not in busy and slot not in failed]
             ended = [self._ended.get((lane, slot), 0.0) for slot in running]
             call.left = [
@@ -545,7 +560,7 @@ class CallOrder:
             busy.update(slots)
 
     def _end(self, call: PendingCall, error: BaseException | None) -> None:
-        """Take a call out of the books; it is settled next, with this error if there is one."""
+        """Remove a call from the pending ones; the caller settles the call next, with this error, if any."""
         self.pending.pop(call.seq, None)
         if self._holds and (hold := self._holds.get(call.lane)) is not None and call.seq in hold.withdrawn:
             hold.failures.append(call)
@@ -557,10 +572,10 @@ class CallOrder:
 
 
 class StackQuestions:
-    """The questions for stacks to the ranks of one group.
+    """Questions for stacks to the ranks of one group.
 
     Attributes:
-        ran: The calls that each rank ran when it last told its stack.
+        ran: The calls that each rank ran at its last stack report.
     """
 
     def __init__(self, link: WorkerGroup, lock: Section) -> None:
@@ -569,7 +584,7 @@ class StackQuestions:
         self._requests: Requests[int, str] = Requests(link.base)
 
     def ask(self, slots: list[int], then: Callable[[Stacks], None]) -> None:
-        """Ask some ranks; the answer comes on the timers' thread, in a bounded time."""
+        """Ask some ranks for their stacks; the answer comes on the timers' thread, in a bounded time."""
         found = Stacks()
 
         def over() -> None:
@@ -587,13 +602,13 @@ class StackQuestions:
                 self._link.send(asked, to_worker.AskStack(request.token))
 
     def answered(self, slot: int, answer: from_worker.Stack) -> None:
-        """A rank has said what it is doing."""
+        """Record a rank's stack."""
         with self._lock:
             self.ran[slot] = answer.running
         self._requests.answered(answer.token, slot, answer.text)
 
     def renew(self) -> None:
-        """Begin anew with other workers. The lock is held."""
+        """Reset for new workers. The lock is held."""
         self._requests = Requests(self._link.base)
         self.ran.clear()
 

@@ -1,4 +1,4 @@
-"""How a large body gets to workers of other machines: once to each machine, and from one to the next."""
+"""Routes of large bodies to workers of other machines: once to each machine, and from one machine to the next."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def _far(workers: Iterable[Worker]) -> list[list[Worker]]:
-    """List the workers that don't lie on this machine, by machine."""
+    """Return the workers on other machines, grouped by machine."""
     machines: dict[str, list[Worker]] = {}
     for worker in workers:
         if (lane := worker.host.lane) is not None and not lane.is_local:
@@ -21,17 +21,18 @@ def _far(workers: Iterable[Worker]) -> list[list[Worker]]:
 
 
 def ways(workers: Iterable[Worker], key: int) -> tuple[Sequence[tuple[int, Passed]], Sequence[Worker]]:
-    """How a body comes to those that don't lie on this machine: the first gets it from the driver.
+    """Return the route of a body to workers on other machines: the first machine gets the body from the driver.
 
-    Each machine's first one has it from that of the machine before, and the others there have it from that.
+    The first worker of each machine fetches from the machine before, and forwards to the other workers of the
+    machine.
 
     Args:
-        workers: Who is to have it.
-        key: What it is called.
+        workers: The receivers.
+        key: The body's key.
 
     Returns:
-        Their slots, with what each is told; nothing where nothing is to be passed on, or it isn't known where those are
-        reached that would. These come second.
+        The receivers' slots, each with its forwarding instructions; empty if nothing is to be forwarded, or
+            addresses are unknown. Second, the workers with unknown addresses.
     """
     machines = _far(workers)
     if sum(map(len, machines)) < 2:

@@ -1,4 +1,4 @@
-"""`PendingCall`: a call on its way, with what its group has heard of it so far."""
+"""`PendingCall`: a call in progress, with the answers so far."""
 
 from __future__ import annotations
 
@@ -27,37 +27,37 @@ OnEnd: TypeAlias = Callable[["PendingCall", BaseException | None], None]
 
 
 class Unsent:
-    """Holds calls that haven't been sent yet; until then nobody may use their residents."""
+    """Owner of calls that aren't sent yet; until then their residents are unusable."""
 
     def refuse_wait(self, label: str, awaits: bool) -> None:
-        """Raise when whoever waits for this call is who has to send it: nobody, where a thread of ours sends it."""
+        """Raise if the waiting code itself must first send the call; not for calls that one of our threads sends."""
 
 
 class PendingCall(Underway):
-    """A call on its way: what has come back from which rank.
+    """A call in progress, with the answers of ranks so far.
 
     Attributes:
-        seq: Its place in the group's order; -1 before it has one.
-        moved: When it was submitted, or has come on since.
-        targets: The slots that it goes to.
-        ranks: The ranks of its role on these.
-        bodies: The results, and where they are kept their sizes; along `targets`, as `rows` is.
+        seq: Position in the group's order; -1 before it has one.
+        moved: Time of the submission, or of the last progress.
+        targets: The slots that run the call.
+        ranks: The role's ranks on these slots.
+        bodies: The results, or the sizes of kept results; along `targets`, as `rows` is.
         spans: Index, start and end of each rank that has answered.
-        at: Code and line of the user's that has made it, or what stands for them.
-        link: Its group, once it is about to be sent.
-        info: The role that runs it, and `spec` the method: how its value is made of the results of its ranks.
-        partition: Which rows of what is scattered each rank works on, where these were chosen by what they cost.
-        sent: Bytes of its arguments, where somebody wants to know.
-        raised: Of the spans' indices, those of ranks that have raised.
-        left: Indices of those that ran it yet when it failed, and since when.
-        parts: What features have been told of it, by their names.
-        received: Bytes that have come of it before its results.
-        taken: What ranks have got of residents by index, where there was something and somebody wants to know.
-        on_end: Called with the order's lock held, just before it is settled.
-        lane: The background role in whose order it is; "" for the group's.
-        is_for_all: Whether it has a place in the orders of all background roles, too.
-        partner: The call of another group without which it doesn't end, if there is one.
-        failure: What has ended it, where its ranks answer as ever.
+        at: Code and line of the user's call, or a replacement for these.
+        link: The group, once the call is about to be sent.
+        info: The role that runs the call, and `spec` the method: how the results become the value.
+        partition: The rows of each rank, for scattered rows chosen by cost.
+        sent: Bytes of the arguments, if observed.
+        raised: Indices of ranks that have raised.
+        left: Indices of ranks that were still running the call when it failed, and the times of their begin.
+        parts: Reports of features, by feature name.
+        received: Bytes received before the results.
+        taken: Notes on residents that ranks have received, by index, if observed.
+        on_end: Callback under the order's lock, just before the call is settled.
+        lane: The background role of the call's order; "" for the group's order.
+        is_for_all: Whether the call has a place in the orders of all background roles, too.
+        partner: A call of another group on which this call's end depends, if there is one.
+        failure: The error that has ended the call, if its ranks answer as usual.
     """
 
     link: WorkerGroup | None = None
@@ -84,9 +84,9 @@ class PendingCall(Underway):
     def __init__(
         self, label: str, role: str, method: str, targets: Sequence[int], ranks: Sequence[int] | None = None
     ) -> None:
-        """Targets are slots of the group; ranks are those of the role on them (default: 0, 1, ...)."""
+        """Args: targets: Slots of the group. ranks: The role's ranks on these (default: 0, 1, ...)."""
         super().__init__(label)
-        # These two are set by a step (`CallOrder.post`), which mustn't have to make room for them.
+        # Set here, so that `CallOrder.enter` needn't allocate.
         self.seq = -1
         self.unsent: Unsent | None = None
         self.role = role
@@ -101,18 +101,17 @@ class PendingCall(Underway):
 
     @property
     def line(self) -> tuple[str, int]:
-        """File and line of the user's code that has made it."""
+        """The user's file and line of the call."""
         code, number = self.at
         return (code if isinstance(code, str) else shown(code), number)
 
     @property
     def called_at(self) -> str | None:
-        """The driver's line that made it, as errors have it; None where no line has (a group's start, say)."""
+        """The driver's line of the call, for errors; None for calls without one (a group's start, say)."""
         line = self.line
         return at(line) if line[0] else None
 
     def cancel(self) -> bool:
-        """Withdraw the call from all ranks, if none has begun it."""
         self._check_fork()
         self._check_unsent()
         link = self.link
@@ -137,7 +136,7 @@ class PendingCall(Underway):
             self.refuse_in_vain(awaits)
 
     def refuse_in_vain(self, awaits: bool = False) -> None:
-        """Raise where this thread, or task, waits for itself, as a call before this one is held open here."""
+        """Raise if this thread, or task, would wait for itself, as it holds an earlier call open."""
         for other, refuse in list(held_open.items()):
             refuse(other, self, awaits)
 
@@ -154,7 +153,7 @@ class PendingCall(Underway):
 
     def _given(self, handle: Call[Any]) -> None:
         self.handle = weakref.ref(handle)
-        if self.is_set:  # this is set first, and there: one of the two sees the other
+        if self.is_set:  # set first, before the other thread looks: one of the two sees both
             self._tell_failure()
 
     def _fail(self, error: BaseException) -> bool:
@@ -172,7 +171,7 @@ class PendingCall(Underway):
         if self.keep is not None or info is None or spec is None or link is None:
             return None
         results = [
-            None if body is None else result_of(link, self, slot, body)  # as often
+            None if body is None else result_of(link, self, slot, body)  # most results are None
             for slot, body in zip(self.targets, raw, strict=True)
         ]
         ranks = info.ranks
@@ -196,7 +195,7 @@ class PendingCall(Underway):
             (services.timers if own else services.dispatcher).soon(partial(callback, self))
 
     def index_of(self, slot: int) -> int:
-        """The index among its ranks of the rank on a slot."""
+        """Return the index of a slot among the call's ranks."""
         targets = self.targets
         if slot < len(targets) and targets[slot] == slot:
             return slot
@@ -205,31 +204,31 @@ class PendingCall(Underway):
         return self._places[slot]
 
     def rank_of(self, slot: int) -> int:
-        """The rank on a slot."""
+        """Return the rank on a slot."""
         return self.ranks[self.index_of(slot)]
 
     def poison(self) -> ColocateError | None:
-        """The failure of a kept call whose resident this one uses: there is no other reason to look for."""
+        """Return the failure of a used resident's call, if there is one: this is then the only cause to report."""
         errors = (use._kept.call._error for use in self.uses)
         return next((error for error in errors if isinstance(error, ColocateError)), None)
 
     def missing(self) -> list[int]:
-        """The slots that haven't answered."""
+        """Return the slots that haven't answered."""
         answered = {rank for rank, _, _ in self.spans}
         return [slot for index, slot in enumerate(self.targets) if index not in answered]
 
 
 held_open: dict[PendingCall, Callable[[PendingCall, PendingCall, bool], None]] = {}
-"""Calls that end only when somebody does something, and what raises where it is they who wait for a later one."""
+"""Calls that only end when a user acts, each with a function that raises if that user waits for a later call."""
 
 
 def result_of(link: WorkerGroup, call: PendingCall, slot: int, body: Any) -> Any:
-    """Return what a call has returned on a rank.
+    """Unpack a call's result from a rank.
 
     Raises:
-        SerializationError: It can't be rebuilt here.
+        SerializationError: The result can't be rebuilt here.
     """
-    if body is None:  # as often
+    if body is None:  # most results are None
         return None
     try:
         with rebuilding("it"):

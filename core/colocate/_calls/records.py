@@ -1,4 +1,4 @@
-"""What observers are told."""
+"""Records and hooks for observers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,19 @@ if TYPE_CHECKING:
 
 @attrs.frozen
 class TransferRecord:
-    """A kept result, or some of its rows, that a call got from another worker.
+    """A kept result, or some rows of one, that a call received from another worker.
+
+    Attributes:
+        rank: The receiving rank.
+        group: Name of the group that made the result.
+        role: Name of the role that made the result.
+        method: Name of the method.
+        source: The rank of that role from whose worker it came; None for many ranks.
+        nbytes: Number of bytes.
+        start: The earliest possible begin, in seconds of time.time() on the receiving worker: requested, and made.
+        end: Time of the arrival.
+        lent: Bytes that went from GPU to GPU (CUDA IPC), and not by the host.
+        refusal: Why other bytes of the same machine didn't; "" if nothing prevented it.
 
     Attributes:
         rank: The rank that got it.
@@ -57,7 +69,7 @@ HOOKS = (
     "colocate_group_checkpointed",
     "colocate_devices_sampled",
 )
-"""What observers of a runtime are told."""
+"""Hooks of a runtime's observers."""
 
 OF_RUNS = (
     "colocate_run_started",
@@ -66,7 +78,7 @@ OF_RUNS = (
     "colocate_run_leaving",
     "colocate_run_finished",
 )
-"""What those of a run are told besides."""
+"""Additional hooks of a run's observers."""
 
 
 @attrs.frozen
@@ -75,25 +87,24 @@ class CallRecord:
 
     Attributes:
         group: Name of the group.
-        role: Name of the role; empty for what a whole group does: a function, a checkpoint, a sleep or a wake.
+        role: Name of the role; empty for a call of the whole group: a function, a checkpoint, a sleep or a wake.
         method: Name of the method.
-        ranks: The ranks that it ran on, as far as they had answered when it ended: a failed one ends with its cause.
-        submitted: When it was submitted, in seconds of time.time().
-        finished: When its last answer came; of a failed one, when its error was known.
-        spans: For each of these: rank, start and end in the worker.
+        ranks: The ranks that had answered when the call ended: a failed call ends with its cause.
+        submitted: Time of the submission, in seconds of time.time().
+        finished: Time of the last answer; for a failed call, the time when its error was known.
+        spans: For each of these ranks: rank, start and end in the worker.
         kept: Whether the result stayed in the workers.
-        error: The error's first line; None when it went well.
-        ready: When it could have run, if its slots had been its own: it was submitted, and all kept results that it
-            uses were there.
-        sent: Bytes of its arguments, as they went to all its ranks; 0 where the driver's process has the ranks.
-        received: Bytes of its results, as they came back; kept ones stay in the workers.
-        transfers: What its ranks got of kept results from other workers; where it failed, as far as that had been told
-            when the call ended.
-        handed_over: Bytes of tensors and arrays in kept results of other roles that its ranks found in their very
-            workers, by reference; by the role that had made them.
-        raised: The ranks on which it has raised.
-        unfinished: For ranks that ran it yet when its error was known: rank, and since when, as far as the driver
-            knows: since it was submitted, and the slot's last call was over.
+        error: The error's first line; None for a successful call.
+        ready: When the call could have run with slots of its own: submitted, and all used kept results were made.
+        sent: Bytes of the arguments, over all ranks; 0 if the ranks are in the driver's process.
+        received: Bytes of the results; kept ones stay in the workers.
+        transfers: Kept results that the ranks received from other workers; for a failed call, those reported by its
+            end.
+        handed_over: Bytes of tensors and arrays in kept results of other roles that the ranks found in their own
+            workers, by reference; by the role that made them.
+        raised: The ranks on which the call raised.
+        unfinished: Ranks that were still running the call when its error was known: rank, and begin, as far as the
+            driver knows: after the submission, and after the slot's last call.
     """
 
     group: str
@@ -115,22 +126,22 @@ class CallRecord:
 
     @property
     def ran(self) -> tuple[tuple[int, float, float], ...]:
-        """The `spans`, with what is known of `unfinished` ones: until the call's error was known."""
+        """The `spans`, and the `unfinished` ones up to the call's error."""
         return (*self.spans, *((rank, since, self.finished) for rank, since in self.unfinished))
 
 
 @attrs.frozen
 class FetchRecord:
-    """A kept result that has come to the driver's process.
+    """A kept result that the driver's process received.
 
     Attributes:
         group: Name of the group.
-        role: Name of the role that had made it.
+        role: Name of the role that made the result.
         method: Name of the method.
-        ranks: The ranks whose parts have come.
-        nbytes: How many bytes, all together.
-        start: When they were asked for, in seconds of time.time().
-        end: When they were there.
+        ranks: The ranks whose parts were received.
+        nbytes: Number of bytes in total.
+        start: Time of the request, in seconds of time.time().
+        end: Time of the arrival.
     """
 
     group: str
@@ -144,20 +155,21 @@ class FetchRecord:
 
 @attrs.frozen
 class MoveRecord:
-    """Memory of a role that has gone to sleep, or was woken: by `group.sleep` and `group.wake`, or to take turns.
+    """A sleep or a wake of a role's memory: by `group.sleep` and `group.wake`, or to take turns.
 
     Attributes:
         group: Name of the group.
         role: Name of the role.
         rank: The rank.
         kind: "sleep" or "wake".
-        nbytes: How many bytes; also those that a GPU keeps until more beside them sleeps (`sleep="vmm"`).
-        start: When it began, in seconds of time.time() on the worker.
-        end: When it was done.
-        asleep: Whether all of it sleeps now, and not only a part.
-        why: What for, to be read: "asked for", "room for role 'critic'", "needed by actor.step" ...
-        in_call: Whether a call waited for that: it is a part of its time.
-        kept_awake: The bytes that were to sleep, too, and stay in memory, by why, as in `RoleMemory`.
+        nbytes: Number of bytes; includes bytes that a GPU keeps until more memory beside them sleeps
+            (`sleep="vmm"`).
+        start: Time of the begin, in seconds of time.time() on the worker.
+        end: Time of the end.
+        asleep: Whether all of the role's memory sleeps now.
+        why: The reason, in words: "asked for", "room for role 'critic'", "needed by actor.step" ...
+        in_call: Whether a call waited: the move is a part of the call's time.
+        kept_awake: Bytes that should have slept, too, and stay in memory, by reason, as in `RoleMemory`.
     """
 
     group: str
@@ -175,16 +187,17 @@ class MoveRecord:
 
 @attrs.frozen
 class CheckpointRecord:
-    """A checkpoint of a group that is complete.
+    """A complete checkpoint of a group.
 
     Attributes:
         group: Name of the group.
-        tag: What its writer calls it.
-        directory: Where it lies (absolute). One that belongs to a run's lies elsewhere when that is complete.
-        nbytes: How many bytes its files have.
-        start: When it was begun, in seconds of time.time().
-        taken: When all roles had taken their states, and calls went on.
-        end: When it was complete.
+        tag: The writer's tag.
+        directory: The checkpoint's folder (absolute). A checkpoint within a run's is moved when the run's is
+            complete.
+        nbytes: Size of all files in bytes.
+        start: Time of the begin, in seconds of time.time().
+        taken: Time when all roles had copied their states, and calls went on.
+        end: Time of the completion.
     """
 
     group: str
@@ -197,7 +210,7 @@ class CheckpointRecord:
 
 
 class Ended(NamedTuple):
-    """What is to be told of a call that has ended. It holds nothing that hangs on the call, such as its result."""
+    """The facts of an ended call for observers, without references to the call's results."""
 
     group: str
     role: str
@@ -207,17 +220,17 @@ class Ended(NamedTuple):
     raised: Sequence[int]
     left: Sequence[tuple[int, float]]
     submitted: float
-    failed: float | None  # when that was known
+    failed: float | None  # time of the failure
     kept: bool
     error: str | None
     ready: float
     sent: int
     received: int
     taken: Mapping[int, Sequence[Taken]]
-    makers: Mapping[int, tuple[str, str, str]]  # group, role and method of the residents that it used, by key
+    makers: Mapping[int, tuple[str, str, str]]  # group, role and method of the used residents, by key
 
     def record(self) -> CallRecord:
-        """The same as observers know it."""
+        """Return the record for observers."""
         spans = tuple(sorted([(self.ranks[index], start, end) for index, start, end in self.answers]))
         last = max((end for _, _, end in spans), default=self.submitted)
         finished = last if self.failed is None else max(last, self.failed)
@@ -254,7 +267,14 @@ class Ended(NamedTuple):
 
 
 def check_observer(observer: object, where: str) -> None:
-    """Raise unless an object is one that can be told something.
+    """Raise unless an object is a valid observer.
+
+    Args:
+        observer: The object.
+        where: The name of the call, for the error.
+
+    Raises:
+        ConfigError: The object has no hook, or an unknown one.
 
     Args:
         observer: The object.
@@ -278,14 +298,13 @@ def check_observer(observer: object, where: str) -> None:
 
 
 class Observers(list[Any]):
-    """Plugins that are told what happens: `append` and `remove` them. Costs nothing while there is none."""
+    """The registered observers: `append` and `remove` them. Events cost nothing without observers."""
 
     def tell_call(self, call: Ended) -> None:
-        """Tell of a finished call."""
         self.tell(CALL_FINISHED, call.record())
 
     def tell(self, hook: str, *args: Any) -> None:
-        """Call a hook of every plugin that has it. What one raises comes when all have been told."""
+        """Call a hook of all observers with this hook. Errors are raised after the last one."""
         errors: list[BaseException] = []
         for plugin in list(self):
             function = getattr(plugin, hook, None)

@@ -1,4 +1,4 @@
-"""Residents, the driver's half: kept, lent, released when nobody names them, and asked for.
+"""Residents, the driver's half: kept, lent to calls, released with the last reference, and fetched.
 
 The group owns the bytes. A handle (`KeptResident`) is the lease.
 """
@@ -44,10 +44,10 @@ _log = logging.getLogger("colocate")
 
 
 class Pin:
-    """What everybody holds who needs a resident's value in the workers: its handle, and each call that uses it.
+    """Keeps a resident's value in the workers; held by the handle, and by each call with this argument.
 
-    Nothing is counted, so that an interruption of who begins to use it leaves nothing behind: what its frames had is
-    let go of with them.
+    There is no count of references, so an interruption of a new user leaves nothing behind: the user's frames drop
+    their pins.
     """
 
     __slots__ = ("__weakref__",)
@@ -59,12 +59,12 @@ class Kept:
 
     Attributes:
         source: The resident as workers know it.
-        call: The call that makes it.
-        handle: Its handle, which is kept alive by whoever can name the resident.
-        ending: What notes the end of its hold.
-        used: Whether anybody has been told what becomes of it.
-        released: What has freed it, but for the end of its handle.
-        lost: Why its workers are gone.
+        call: The call that makes the value.
+        handle: The handle; references to the resident keep the handle alive.
+        ending: Weak reference whose callback records the end of the pin.
+        used: Whether a user has been told of the call's outcome.
+        released: What has freed the resident, except for a dropped handle.
+        lost: Why the resident's workers are gone.
     """
 
     source: Source
@@ -77,22 +77,22 @@ class Kept:
 
     @property
     def freed_by(self) -> str | None:
-        """Return what has ended its lease."""
+        """The event that has ended the lease; None while leased."""
         return "dropping its handle" if self.released is None and self.handle() is None else self.released
 
     @property
     def error(self) -> BaseException | None:
-        """Why there is no value: its call has failed, or its workers are gone."""
+        """The reason for a missing value: the call has failed, or the workers are gone."""
         return self.call._error or self.lost
 
     @property
     def is_unreported(self) -> bool:
-        """Whether its call has failed and nobody knows: by its use, or by another call that has failed of the same."""
+        """Whether the call has failed, and no user knows: by a use, or by another call with the same error."""
         error = self.call._error
         return error is not None and not self.used and not (isinstance(error, ColocateError) and error._told)
 
     def sizes(self) -> list[int]:
-        """Return the rows of each part in the order in which parts are joined, once its call is done."""
+        """Return the rows of each part, in the order of joining, once the call is done."""
         source = self.source
         counted = source.collect.sources(source.ranks)
         sizes = source.ranks.pick([size[1] for size in self.call.bodies], counted)
@@ -104,7 +104,7 @@ class Kept:
 
 @attrs.frozen(eq=False)
 class Borrow:
-    """An unfinished use by another group's call, which has this for as long."""
+    """An unfinished use by a call of another group, which holds this object meanwhile."""
 
     pin: Pin
     call: weakref.ref[PendingCall]
@@ -113,7 +113,6 @@ class Borrow:
     words: str
 
     def break_off(self, error: ColocateError) -> None:
-        """Fail the call with this error."""
         call = self.call()
         if call is not None:
             self.borrower.order.break_off(call, error)
@@ -121,9 +120,9 @@ class Borrow:
 
 @attrs.define(eq=False)
 class Scope:
-    """A block of one thread and task that frees what is kept in it; `line` entered it.
+    """A block of one thread or task that frees the residents kept inside; `line` entered it.
 
-    Only the block itself has it, others refer to it weakly: so it ends wherever the block is interrupted.
+    Only the block itself holds a strong reference, so the scope ends wherever the block is interrupted.
     """
 
     of: Residents
@@ -133,7 +132,7 @@ class Scope:
 
 
 class Refused(Exception):
-    """A worker can't send its part: what it has told of that, and the exception as it travels."""
+    """A worker's refusal to send a part: the failure, and the packed exception."""
 
     def __init__(self, slot: int, failure: from_worker.Failure, body: Any) -> None:
         super().__init__(slot)
@@ -144,16 +143,16 @@ _open: ContextVar[tuple[weakref.ref[Scope], ...]] = ContextVar("colocate_scopes"
 
 
 class Residents:
-    """What a group keeps in its workers.
+    """The residents of a group.
 
-    The workers may forget a resident once its handle is dropped or freed, and whatever call uses it has ended.
+    Workers may forget a resident once the handle is dropped or freed, and all calls that use it have ended.
 
     Attributes:
         link: The group.
-        order: The order of its calls.
-        kept: The residents by key: until they are freed and their calls are over, and if these have failed, told.
-        ended: The keys of residents that workers may forget, and haven't been told to.
-        scopes: The scopes that are open, in whatever thread and task.
+        order: The order of the group's calls.
+        kept: The residents by key: until freed, their calls ended, and failures reported.
+        ended: Keys of residents that workers may forget, and haven't been told to.
+        scopes: The open scopes of all threads and tasks.
     """
 
     def __init__(self, link: WorkerGroup, order: CallOrder) -> None:
@@ -162,27 +161,26 @@ class Residents:
         self.kept: dict[int, Kept] = {}
         self.ended: deque[int] = deque()
         self.scopes: weakref.WeakSet[Scope] = weakref.WeakSet()
-        self._over: list[Kept] = []  # freed in the workers before their calls were over, which now are
-        self._borrows: dict[weakref.ref[Borrow], None] = {}  # in their order
-        self._flushes_by = 0.0  # when somebody does
-        # Questions to the workers of this generation, and what sends them.
+        self._over: list[Kept] = []  # freed in the workers before their calls ended; the calls have ended now
+        self._borrows: dict[weakref.ref[Borrow], None] = {}  # in order
+        self._flushes_by = 0.0  # time until which a flush is scheduled
+        # Questions to this generation's workers, and the function for sending.
         self._asking: tuple[Requests[int, Any], Callable[[int, Message], None]] = Requests(link.base), link.teller()
 
     # -- one resident
 
     def add(self, kept: Kept) -> None:
-        """Note a resident whose call has been sent."""
         self.kept[kept.source.key] = kept
 
     def forget_unsent(self, kept: Kept) -> None:
-        """Forget a resident whose call couldn't be sent, of which whoever has made it is told."""
+        """Forget a resident of a call that couldn't be sent; the caller gets the error."""
         kept.used = True
         self.kept.pop(kept.source.key, None)
 
     def check(self, kept: Kept, by: WorkerGroup | None = None) -> None:
-        """Raise unless it can be used: freed, or made by a call that failed, or its group is closed.
+        """Raise if the resident is unusable: freed, never made because of a failure, or of a closed group.
 
-        It isn't asked whether its group can be called where that is the one that uses it: whoever calls has looked.
+        The group's state isn't checked again for a call of the same group, which has been checked.
         """
         if self.link.forked and by is not self.link:
             self.link.check()
@@ -192,19 +190,19 @@ class Residents:
             kept.used = True
             if isinstance(error, ColocateError):
                 error._told = True
-            # Each gets a copy: its traceback will hold the frames, and so the handle, of who is told, while the group
-            # holds the original for as long as the handle lives.
+            # Each user gets a copy: a traceback holds the user's frames, and so the handle, and the group keeps the
+            # original as long as the handle lives.
             raise copy.copy(error)
         if by is not self.link:
             self.link.check()
 
     def use(self, kept: Kept, by: WorkerGroup) -> None:
-        """Make it an argument of a call of a group that can be called, which may be this one."""
+        """Check and mark a resident as an argument of a usable group's call, perhaps this group's."""
         self.check(kept, by)
         kept.used = True
 
     def pin(self, kept: Kept) -> Pin:
-        """Return what keeps the value in the workers, or raise."""
+        """Return the pin of a usable resident, or raise."""
         handle = kept.handle()
         pin = None if handle is None else handle._hold
         if pin is None or kept.lost is not None:
@@ -213,14 +211,14 @@ class Residents:
         return pin
 
     def release(self, kept: Kept, by: str) -> None:
-        """Let go of a resident on behalf of `by`, if nobody has done so before, though there may be who can name it."""
+        """Release a resident on behalf of `by`, unless released before; there may still be references."""
         if kept.freed_by is None:
             kept.released = by
             if (handle := kept.handle()) is not None:
                 handle._hold = None
 
     def state_of(self, kept: Kept) -> tuple[str, str]:
-        """Return what a resident is, in a word, and why it can't be used, if so; nobody is asked."""
+        """Return a resident's state in a word, and the reason if unusable; asks no worker."""
         if kept.freed_by is not None:
             return "freed", f"freed by {kept.freed_by}"
         if kept.call._error is not None:
@@ -234,18 +232,17 @@ class Residents:
     # -- scopes
 
     def here(self) -> tuple[Scope, ...]:
-        """Return the scopes that the caller's thread or task has open."""
+        """Return the open scopes of this thread or task."""
         scopes = (found() for found in _open.get())
         return tuple(each for each in scopes if each is not None and each.of is self and each.here.is_current)
 
     def free_with(self, scopes: Sequence[Scope], kept: Kept) -> None:
-        """Free it at the end of some scopes of this thread and task."""
         for scope in scopes:
             scope.kept.append(kept)
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:
-        """Free what this thread or task keeps in the block; raise the failures of kept calls that nobody has used."""
+        """Free the residents that this thread or task keeps in the block; raise failures of unused kept calls."""
         scope = Scope(self, caller())
         self.scopes.add(scope)
         _open.set((*(found for found in _open.get() if found() is not None), weakref.ref(scope)))
@@ -259,21 +256,21 @@ class Residents:
         self._raise(self._take_untold(scope))
 
     def leave(self, scope: Scope) -> None:
-        """Free what was kept in a scope. Idempotent."""
+        """Free the residents of a scope. Idempotent."""
         self.scopes.discard(scope)
         for kept in scope.kept:
             self.release(kept, "the end of its scope")
 
-    # -- failures that nobody has been told
+    # -- unreported failures
 
     def raise_untold(self) -> None:
-        """Raise what has failed without anybody's having been told, but for what the end of an open scope will."""
+        """Raise unreported failures, except for those that an open scope will raise."""
         self._raise(self._take_untold(None))
 
     def _take_untold(self, scope: Scope | None) -> list[BaseException]:
-        """Return known failures of kept calls that nobody has used, whom the caller tells; and leave a scope.
+        """Return unreported failures of unused kept calls, for the caller to raise; and leave a scope.
 
-        They are those of the scope, and those that nobody can use any more.
+        These are the scope's failures, and those of residents that nobody can use any more.
         """
         with self.order.lock:
             mine = () if scope is None else [kept for kept in scope.kept if kept.call.done()]
@@ -287,7 +284,7 @@ class Residents:
                     found.append(error)
                     if kept.freed_by:
                         self.kept.pop(kept.source.key, None)
-        if scope is not None:  # only now: its residents are released by that, and their failures would be logged too
+        if scope is not None:  # Not earlier: leaving releases the scope's residents, and would log their failures, too.
             self.leave(scope)
         return list(dict.fromkeys(found))
 
@@ -298,7 +295,7 @@ class Residents:
             raise BaseExceptionGroup(f"kept calls of group {self.link.name!r} failed and were never used", errors)
 
     def unreported_failures(self) -> list[BaseException]:
-        """Return failures of kept calls that nobody has used, but for the group's own, which is told by itself."""
+        """Return failures of unused kept calls, except for the group's own failure, which is reported elsewhere."""
         kept = list(self.kept.values())
         found = [each for each in kept if each.is_unreported and each.call._error is not self.link.failure]
         return list(dict.fromkeys(cast("BaseException", each.call._error) for each in found))
@@ -319,31 +316,31 @@ class Residents:
         return [borrow for each in list(self._borrows) if (borrow := each()) is not None]
 
     def borrowers(self, closing: Owned | None = None) -> list[str]:
-        """Return unfinished uses by other groups, but for those that lie in what is closing."""
+        """Return unfinished uses by other groups, except for groups in `closing`."""
         borrows = self._borrowed()
         found = [each.words for each in borrows if closing is None or not each.borrower.link.lies_in(closing)]
         return list(dict.fromkeys(found))
 
     def break_borrows(self) -> None:
-        """Fail calls of other groups that use its residents, as the group is closing."""
+        """Fail other groups' calls that use residents of this closing group."""
         by = self.link.closed_by
         for borrow in self._borrowed():
             text = f"{borrow.words}, but group {self.link.name!r} was closed by {by}"
             borrow.break_off(ClosedError(text, closed_by=by))
 
     def never_made(self, kept: Kept, error: ColocateError) -> None:
-        """Fail calls of other groups that use a resident which will not be."""
+        """Fail other groups' calls that use a resident without a future value."""
         for borrow in self._borrowed():
             if borrow.kept is kept:
                 borrow.break_off(error)
 
-    # -- telling the workers what they may forget
+    # -- telling workers which residents to forget
 
     def take_frees(self) -> tuple[int, ...]:
-        """Take what the workers may forget, to tell them; `told` follows, or it is put back into `ended`."""
+        """Take the keys to forget for a message; `told` follows, or the caller puts the keys back into `ended`."""
         with self.order.lock:
             frees = tuple(self.ended)
-            for _ in frees:  # others may come meanwhile, on any thread
+            for _ in frees:  # other threads may append meanwhile
                 self.ended.popleft()
         return frees
 
@@ -354,29 +351,29 @@ class Residents:
                 self._settle(kept)
 
     def tell(self) -> None:
-        """Have all workers forget now what they may. The order's lock is held."""
+        """Tell all workers now which residents to forget. The order's lock is held."""
         over, self._over = self._over, []
         for kept in over:
             self._settle(kept)
         if frees := self.take_frees():
             try:
                 self.link.send(self.link.live(), to_worker.Free(frees))
-            except (OSError, MemoryError):  # no descriptor or memory is left just now; a call will tell
+            except (OSError, MemoryError):  # no descriptor or memory left just now; a call will tell the workers
                 self.ended.extend(frees)
             else:
                 self.told(frees)
 
     def _settle(self, kept: Kept) -> None:
-        """Drop what is freed once its call is over; one that has failed stays until somebody has seen that."""
+        """Drop the record of a freed resident after the end of the call; a failed one stays until reported."""
         key, call, link = kept.source.key, kept.call, self.link
         if self.kept.get(key) is not kept:
             return
         if not call.done():
-            call.on_end = partial(self._note_over, kept, call.on_end)  # no message looks at it until then
+            call.on_end = partial(self._note_over, kept, call.on_end)  # no message handles the record until then
         elif not kept.is_unreported:
             del self.kept[key]
-        elif (error := call._error) is not link.failure:  # which is told by itself
-            # Logged now; and raised by its scope, or else by the group's next scope end, checkpoint or close.
+        elif (error := call._error) is not link.failure:  # the group's own failure is reported elsewhere
+            # Logged now; and raised by the scope, or else by the group's next scope end, checkpoint or close.
             text = (
                 f"{kept.source.label} of group {link.name!r}, kept at {call.line[0]}:{call.line[1]}, has failed, and "
                 f"nobody has used its resident (freed by {kept.freed_by}): {error}"
@@ -389,16 +386,16 @@ class Residents:
             then(call, error)
 
     def flush_later(self) -> None:
-        """Tell the workers of what is released, after a while of quiet. To be told twice does no harm."""
+        """Schedule a message about released residents, after a while of quiet. Telling workers twice does no harm."""
         if time.monotonic() >= self._flushes_by and (self.kept or self.ended) and self.link.alive:
             self.link.services.timers.after(RELEASED_AFTER_S, self._flush)
             self._flushes_by = time.monotonic() + 2 * RELEASED_AFTER_S
 
     def _flush(self) -> None:
-        """Release what no message has carried, after a while of quiet."""
+        """Send releases that no message has carried, after a while of quiet."""
         with self.order.lock:
             self._flushes_by = 0.0
-            if not self.link.alive:  # its end tells what has failed
+            if not self.link.alive:  # the group's end reports the failures
                 return
             self.tell()
         self.flush_later()
@@ -406,14 +403,14 @@ class Residents:
     # -- values for the driver
 
     def made(self, kept: Kept, timeout: float | None) -> Deadline:
-        """Wait until a resident is there (None: for the runtime's `call_timeout`); what is left of the time."""
+        """Wait for a resident's value (None: for `call_timeout`); return the rest of the time as a deadline."""
         deadline = Deadline(self.link.services.call_timeout if timeout is None else timeout)
         self.check(kept)
         kept.call._check_unsent()
         was_used, kept.used = kept.used, True
         try:
             kept.call._wait(deadline.left)
-        except BaseException:  # the caller has given up, and was told nothing
+        except BaseException:  # the caller has given up, and knows nothing of the outcome
             kept.used = was_used
             raise
         self.check(kept)
@@ -421,7 +418,6 @@ class Residents:
 
     @calls_users_code
     def fetch(self, kept: Kept, timeout: float | None = None) -> Any:
-        """Return the collected value of a resident; see `made`."""
         deadline = self.made(kept, timeout)
         source = kept.source
         wanted = list(source.collect.sources(source.ranks))
@@ -434,7 +430,7 @@ class Residents:
         return source.collect.join(parts, ranks)
 
     def ask(self, kept: Kept, ranks: Sequence[int], contents: bool, deadline: Deadline) -> list[Any]:
-        """Ask some ranks for their parts, or for the structure of these; observers are told of contents."""
+        """Ask some ranks for their parts, or only for the structure; report received parts to observers."""
         (requests, tell), link, call = self._asking, self.link, kept.call
 
         def send(slot: int, token: int) -> None:
@@ -449,8 +445,8 @@ class Residents:
         except Refused as refused:
             raise failure_error(link, call, refused.slot, refused.failure, refused.body) from None
         finally:
-            del pin  # a traceback keeps what is in frames
-        # Unless the parts were in this process anyway.
+            del pin  # A traceback keeps the values of frames alive.
+        # Parts that were in this process aren't reported.
         if contents and link.services.observers and not link.services.executor.in_process:
             nbytes = sum(map(packed_bytes, bodies))
             record = FetchRecord(link.name, call.role, call.method, tuple(ranks), nbytes, asked, time.time())
@@ -458,20 +454,20 @@ class Residents:
         return bodies
 
     def answered(self, slot: int, fetched: from_worker.Fetched, body: Any) -> None:
-        """Take the part that a worker has sent."""
+        """Receive a worker's part."""
         if fetched.failure is None:
             self._asking[0].answered(fetched.token, slot, body)
         else:
             self._asking[0].refused(fetched.token, Refused(slot, fetched.failure, body))
 
     def fail(self, error: ColocateError) -> None:
-        """End the waiting for parts, of which none will come any more."""
+        """Fail all waits for parts: none will come any more."""
         self._asking[0].fail_all(error)
 
     def renew(self, error: ColocateError) -> None:
-        """Begin anew with other workers, after `fail`. Who still has a handle is told the error.
+        """Reset for new workers, after `fail`; remaining handles raise the error. The order's lock is held.
 
-        What had failed before, and nobody has used, is still to be told. The order's lock is held.
+        Earlier failures of unused kept calls stay, to be reported.
         """
         for key, kept in list(self.kept.items()):
             kept.lost = error

@@ -1,4 +1,7 @@
-"""Sending calls of one group: they get their places in its order, and go to their ranks, or to none.
+"""Sending calls of one group: calls get places in the group's order, and go to all their ranks, or to none.
+
+A `Draft` is a call that is ready to send; `Messages` are the encoded drafts, one message for each worker with a
+part. Features may insert calls in front: a wake of a role that may sleep, say.
 
 A `Draft` is a call that is ready; `Messages` are those by which drafts are sent together, one to each worker that has a
 part. Features may put calls before them: one that wakes a role that may sleep, say.
@@ -47,16 +50,16 @@ OPEN: ContextVar[Pipeline | None] = ContextVar("colocate_recorder", default=None
 
 
 def recording(worker_group: WorkerGroup) -> Pipeline | None:
-    """Return what takes a group's calls on this thread and task, if there is something."""
+    """Return the open pipeline that takes a group's calls on this thread or task, if any."""
     found = OPEN.get()
     return found if found is not None and found.records(worker_group) else None
 
 
 @attrs.define(eq=False)
 class Draft:
-    """A call that is ready to be sent. `bodies` and `valid` go along its targets.
+    """A call that is ready to send. `bodies` and `valid` go along the targets.
 
-    `wakes` says what of which roles' memory it needs; None for what its method says of its own role.
+    `wakes` has the needed memory by role; None for the memory that the method declares for its own role.
     """
 
     worker_group: WorkerGroup
@@ -70,7 +73,7 @@ class Draft:
     wakes: Mapping[str, Sequence[str]] | None = None
 
     def lend(self) -> None:
-        """Lend the call what it uses from now on. This takes no lock.
+        """Lend the used residents to the call. Takes no lock.
 
         Raises:
             ColocateError: A resident has been freed, or its group has failed.
@@ -95,19 +98,17 @@ def ready(
     timeout: float | None,
     packed: Sequence[Any] | None = None,
 ) -> Draft:
-    """Have everything ready, on the caller's thread, for users' code runs meanwhile.
-
-    Everything that can't be sent is found out before anything is.
+    """Prepare a call on the caller's thread, which may run users' code; errors come before anything is sent.
 
     Args:
         worker_group: The group.
         call: The call.
-        role: Whose method it is.
+        role: The role of the method.
         spec: The method.
         planned: How the arguments reach the ranks.
-        uses: The residents among them.
-        timeout: Seconds until it is given up; None for the runtime's default, `FOREVER_S` for never.
-        packed: The arguments, where that is known already.
+        uses: The residents among the arguments.
+        timeout: Seconds until the call is given up; None for the runtime's default, `FOREVER_S` for never.
+        packed: The packed arguments, if known already.
     """
     services = worker_group.services
     executor = services.executor
@@ -147,7 +148,7 @@ def ready(
 
 
 def give_place(worker_group: WorkerGroup, call: PendingCall) -> None:
-    """Say in which orders a call has its place."""
+    """Assign the call to a lane, or to all lanes."""
     if call.role in worker_group.background:
         call.lane = call.role
     if not call.role:
@@ -155,8 +156,8 @@ def give_place(worker_group: WorkerGroup, call: PendingCall) -> None:
 
 
 def settled(worker_group: WorkerGroup, call: PendingCall, error: BaseException | None) -> None:
-    """A call is about to be: what it used is given back, and observers are told."""
-    if worker_group.services.observers and call.seq >= 0:  # otherwise it was never sent
+    """Return a settled call's loans, and report the call to observers."""
+    if worker_group.services.observers and call.seq >= 0:  # a call without a number was never sent
         services = worker_group.services
         services.dispatcher.gather(partial(services.observers.tell_call, _ended(worker_group, call, error)))
     for use in call.uses:
@@ -166,7 +167,7 @@ def settled(worker_group: WorkerGroup, call: PendingCall, error: BaseException |
 
 def _ended(worker_group: WorkerGroup, call: PendingCall, error: BaseException | None) -> Ended:
     used = [use._kept for use in call.uses]
-    # Where the ranks are threads of this process nothing has to travel.
+    # Nothing travels if the ranks are threads of this process.
     travels = not worker_group.services.executor.in_process
     return Ended(
         worker_group.name,
@@ -189,7 +190,7 @@ def _ended(worker_group: WorkerGroup, call: PendingCall, error: BaseException | 
 
 
 def submit(draft: Draft) -> PendingCall:
-    """Send a call: with its pipeline, now, or when the framework is no longer at work on this thread."""
+    """Send a call: with its pipeline, now, or when the framework's code on this thread has ended."""
     if draft.recorder is not None:
         draft.recorder.add(draft)
     elif in_framework():
@@ -200,7 +201,7 @@ def submit(draft: Draft) -> PendingCall:
 
 
 def start(draft: Draft) -> PendingCall:
-    """Send a call now, and refuse one that its caller would wait for in vain."""
+    """Send a call now; refuse a call that would make the caller wait in vain."""
     if held_open:
         draft.call.refuse_in_vain()
     send_now(draft)
@@ -208,7 +209,7 @@ def start(draft: Draft) -> PendingCall:
 
 
 def keep(draft: Draft) -> KeptResident[Any]:
-    """Send a call whose result stays in the workers, and return the handle of the result."""
+    """Send a call with a kept result, and return the handle of the result."""
     worker_group, call = draft.worker_group, draft.call
     residents = worker_group.residents
     call.keep = worker_group.base + worker_group.services.new_key()
@@ -228,18 +229,18 @@ def keep(draft: Draft) -> KeptResident[Any]:
 
 
 def _send_soon(draft: Draft) -> None:
-    """Send a call that was made where the framework is at work, when that is over."""
+    """Send a call, made while the framework was at work on this thread, on the timers' thread."""
     worker_group, kept = draft.worker_group, draft.kept
     bodies = {id(body): owned(body) for body in draft.bodies}
-    draft.bodies = [bodies[id(body)] for body in draft.bodies]  # now: the caller may write to the arguments
+    draft.bodies = [bodies[id(body)] for body in draft.bodies]  # copied now: the caller may write to the arguments
     draft.lend()
     if kept is not None:
-        draft.pin = worker_group.residents.pin(kept)  # until it has been sent, the workers mustn't be told to forget it
+        draft.pin = worker_group.residents.pin(kept)  # The workers mustn't forget the resident before the call is sent.
         worker_group.residents.add(kept)
     draft.call.unsent = Unsent()
 
     def send_it() -> None:
-        with suppress(BaseException):  # which the call has been given
+        with suppress(BaseException):  # The call has received the error.
             send_now(draft)
         draft.pin = None
 
@@ -248,6 +249,11 @@ def _send_soon(draft: Draft) -> None:
 
 def send_now(draft: Draft, then: Callable[[], object] | None = None, is_again: bool = False) -> None:
     """Send a call.
+
+    Args:
+        draft: The call.
+        then: Sends further messages of the call, under the same hold of the order's lock.
+        is_again: Whether this call replaces one from before the group's restart.
 
     Args:
         draft: The call.
@@ -273,31 +279,31 @@ def send_now(draft: Draft, then: Callable[[], object] | None = None, is_again: b
         finally:
             messages.discard()
     except BaseException as error:
-        worker_group.order.drop(call, error)  # unless that was done
+        worker_group.order.drop(call, error)  # no effect after an earlier drop
         raise
     watch(sent)
 
 
 class Messages:
-    """Calls of one group, encoded: one message to each worker that has a part. Only their numbers are missing.
+    """Encoded calls of one group: one message for each worker with a part, complete except for the calls' numbers.
 
-    They are made on the thread of whoever calls, who may have much to encode, and holds nothing.
+    The encoding runs on the caller's thread, which may have much to encode, without locks.
     """
 
     __slots__ = ("_calls", "_frames", "_frees", "_needs", "_puts", "_unlocated", "_worker_group", "drafts")
 
     def __init__(self, drafts: Sequence[Draft]) -> None:
-        """Encode them.
+        """Encode the drafts.
 
         Raises:
-            BaseException: No descriptor or memory is left, say.
+            BaseException: There is no descriptor or memory left, say.
         """
         self.drafts = drafts
         self._worker_group = worker_group = drafts[0].worker_group
-        self._frees: Sequence[int] = ()  # of residents, which whoever gets these forgets
+        self._frees: Sequence[int] = ()  # residents that the receivers forget
         self._needs = False
         self._frames: list[tuple[Any, list[int]]] = []
-        self._calls: list[PendingCall] = []  # of each place for a number, and what puts it there
+        self._calls: list[PendingCall] = []  # one per place for a number, as in `_puts`
         self._puts: list[Callable[[int], object]] = []
         self._unlocated: Sequence[Worker] = ()
         lots, everywhere = _lots(drafts)
@@ -308,7 +314,7 @@ class Messages:
             message: to_worker.Call | to_worker.Batch
             if len(lot) == 1:
                 ((draft, index),), (message,) = lot, calls
-                body, message.frees = draft.bodies[index], self._frees  # type: ignore[misc]  # nobody has it yet
+                body, message.frees = draft.bodies[index], self._frees  # not shared yet
             else:
                 wheres, body = together([draft.bodies[index] for draft, index in lot])
                 message = to_worker.Batch(self._frees, list(zip(calls, wheres, strict=True)))
@@ -318,14 +324,14 @@ class Messages:
             if len(slots) > 1 and isinstance(body, Packed) and body.nbytes >= to_worker.PASSED_BYTES:
                 slots, others = self._pass_on(message, slots)
             self._add(lot, message, body, slots)
-            for slot, passed in others:  # after it: whoever waits for a body knows that it has been sent
+            for slot, passed in others:  # after the body: waiting workers know that the body was sent
                 message.passed = passed  # type: ignore[misc]
                 self._add(lot, message, None, [slot])
 
     def _pass_on(
         self, message: to_worker.Call | to_worker.Batch, slots: list[int]
     ) -> tuple[list[int], Sequence[tuple[int, to_worker.Passed]]]:
-        """Return who gets a large body from here, and who from other workers, of machines that aren't this one."""
+        """Return the receivers of a large body from here, and the receivers from other workers."""
         group = self._worker_group
         workers = group.workforce.workers
         found, self._unlocated = ways((workers[slot] for slot in slots), group.base + group.services.new_key())
@@ -342,16 +348,16 @@ class Messages:
         self._calls += [draft.call for draft, _ in lot]
 
     def send(self) -> None:
-        """Give the calls their places in the group's order, and send them. The order's lock is held.
+        """Assign the calls places in the group's order, and send all messages. The order's lock is held.
 
         Raises:
-            BaseException: No descriptor is left, say: none of the calls goes on.
+            BaseException: There is no descriptor left, say: all of the calls are given up.
         """
         worker_group, drafts = self._worker_group, self.drafts
         order, workers = worker_group.order, worker_group.workforce.workers
         sent = False
         try:
-            for worker in self._unlocated:  # the next large body is passed on
+            for worker in self._unlocated:  # The next large body can then be forwarded.
                 worker.locate(lambda *_: None)
             if self._needs:
                 slots = [slot for _, slots in self._frames for slot in slots]
@@ -363,7 +369,7 @@ class Messages:
             for call, put in zip(self._calls, self._puts, strict=True):
                 put(call.seq)
             if not self._frees and worker_group.frees_first and worker_group.residents.ended:
-                worker_group.residents.tell()  # the calls may need the room
+                worker_group.residents.tell()  # The calls may need the freed memory.
             for frame, slots in self._frames:
                 for slot in slots:
                     sent = True
@@ -377,21 +383,21 @@ class Messages:
             raise
 
     def put_frees_back(self) -> None:
-        """Leave it to other messages to tell the workers what they may forget."""
+        """Return the freed residents to the queue for later messages."""
         self._worker_group.residents.ended.extend(self._frees)
         self._frees = ()
 
     def discard(self) -> None:
-        """Forget the messages: they have been sent, or won't be."""
+        """Release the messages after the send, or instead."""
         self.put_frees_back()
         for frame, _ in self._frames:
             self._worker_group.services.executor.discard(frame)
 
 
 def _lots(drafts: Sequence[Draft]) -> tuple[list[tuple[list[tuple[Draft, int]], list[int]]], int]:
-    """The calls of workers, which of their bodies these get, and the slots of those for which that is the same.
+    """Group the workers that get equal calls and bodies; return the calls and slots of each group of workers.
 
-    Also how many slots these are, all together.
+    The second result is the number of slots.
     """
     found: list[tuple[list[tuple[Draft, int]], list[int]]] = []
     if len(drafts) == 1:
@@ -427,17 +433,17 @@ def _message(draft: Draft, index: int, seq: int) -> to_worker.Call:
 
 
 def watch(drafts: Sequence[Draft]) -> None:
-    """Give up on calls that were sent when their time is over; on a wake after those that have asked for it."""
+    """Start the deadlines of sent calls; a wake's deadline starts after those of the following calls."""
     for draft in reversed(drafts):
         if draft.timeout < FOREVER_S:
             draft.worker_group.order.watch(draft.call, draft.timeout)
 
 
-# -- with what goes before
+# -- calls of whole workers
 
 
 def everyone(worker_group: WorkerGroup) -> RoleInfo:
-    """Return the role that calls on whole workers run in. Workers know it by what its context needs."""
+    """Return the role of calls on whole workers. Workers know it by the number of slots and the seed."""
     slots = range(len(worker_group.workforce.workers))
     key = len(slots), worker_group.services.seed
     return RoleInfo("", object, {}, slots, one_axis(len(slots)), "", key=key)
@@ -451,15 +457,15 @@ def for_all(
     arguments: Arguments,
     timeout: float | None = None,
 ) -> Draft:
-    """Have a call of whole workers ready.
+    """Prepare a call of whole workers.
 
     Args:
-        worker_group: Their group.
-        label: What messages call it.
-        method: Its name.
-        spec: What of them it calls.
-        arguments: What it is given.
-        timeout: Seconds until it is given up; None for never.
+        worker_group: The workers' group.
+        label: The call's label in messages.
+        method: The method's name.
+        spec: The method.
+        arguments: The arguments.
+        timeout: Seconds until the call is given up; None for never.
     """
     info = everyone(worker_group)
     planned = plan(spec.dispatch, arguments, info.ranks)
@@ -468,7 +474,7 @@ def for_all(
 
 
 def send(messages: Messages) -> Sequence[Draft]:
-    """Send calls of one group, with those that features put before them; all of these. The order's lock is held."""
+    """Send calls of one group, with calls that features insert; return all of these. The order's lock is held."""
     drafts, worker_group = messages.drafts, messages._worker_group
     found = drafts
     for part in worker_group.drafting:
@@ -486,7 +492,7 @@ def send(messages: Messages) -> Sequence[Draft]:
 
 
 def refuse_here(worker_group: WorkerGroup, label: str) -> None:
-    """Refuse a call in a pipeline, which would wait, one of a group that is over, and one from role code."""
+    """Refuse a blocking call in a pipeline, of a closed or failed group, or from role code."""
     if (recorder := recording(worker_group)) is not None:
         recorder.refuse_call(label)
     worker_group.check()
@@ -494,7 +500,6 @@ def refuse_here(worker_group: WorkerGroup, label: str) -> None:
 
 
 def refuse_inside(label: str, group: str) -> None:
-    """Refuse a call from role code."""
     if (inside := context.current()) is not None and inside.hosted:
         who = f"role {inside.role!r}" if inside.role is not None else "a function of group.run"
         raise ColocateError(

@@ -1,4 +1,4 @@
-"""What all that a runtime owns shares: its executor, its threads, and what it was connected with."""
+"""Services of a runtime: executor, threads and settings."""
 
 from __future__ import annotations
 
@@ -24,29 +24,29 @@ from colocate.executor import Boot, Executor
 
 @attrs.define(eq=False)
 class Services:
-    """What every group of a runtime uses.
+    """The executor, threads and settings that all groups of a runtime share.
 
     Attributes:
-        id: The runtime's, unique among all that there are.
-        executor: What runs the workers.
-        seed: What every `ctx.generator` is derived from.
+        id: The runtime's id, globally unique.
+        executor: The executor of the workers.
+        seed: The seed of every `ctx.generator`.
         strict: Whether everything is checked.
-        call_timeout: Seconds that a call may take which names no timeout of its own.
-        collective_timeout: Seconds that an operation of a process group may take.
-        spill_dir: Where memory that sleeps lies on the workers' machines; None for one of the usual folders.
-        ports: The first and the last TCP port that may be listened on; None for any.
-        cut_s: Seconds in which nothing may be heard of another machine; None for what is usual.
-        timers: Keeps deadlines; nothing of the user's runs there.
-        dispatcher: Runs users' callbacks.
-        printer: Prints what workers print, and logs.
-        observers: Who is told what happens.
-        secret: What workers and driver know each other by.
-        debugging: Whether ranks stop where a role raises, and the driver's PYTHONBREAKPOINT; None where neither is.
-        is_ending: Whether its run was asked to end: no rank of any group of this process stops in a debugger any more.
-        hears: Is told what workers' processes print: whose boot, the role and rank where that is known, and the line;
-            returns whether the line isn't to be shown.
-        resumed: Where a run that goes on has checkpoints of groups, by their names.
-        run: The run (`Run`) that leaves what remains of its calls; None for none.
+        call_timeout: Seconds for calls without a timeout of their own.
+        collective_timeout: Seconds for an operation of a process group.
+        spill_dir: Folder for sleeping memory on the workers' machines; None for one of the usual folders.
+        ports: The first and the last TCP port to listen on; None for any.
+        cut_s: Seconds of silence after which another machine counts as cut off; None for the default.
+        timers: The thread of deadlines; runs no users' code.
+        dispatcher: The thread of users' callbacks.
+        printer: The thread that prints workers' output and logs.
+        observers: The observers of events.
+        secret: The key with which workers and driver authenticate each other.
+        debugging: Whether ranks stop where a role raises, and the driver's PYTHONBREAKPOINT; None for neither.
+        is_ending: Whether the run was asked to end: then no rank of any group of this process stops in a debugger.
+        hears: Callback for the output of workers' processes: the worker's boot, the role and rank, if known, and the
+            line; returns whether to hide the line.
+        resumed: Checkpoints of groups in a resumed run, by group name.
+        run: The run (`Run`) that records calls; None for none.
     """
 
     id: str
@@ -72,20 +72,19 @@ class Services:
 
     @property
     def path(self) -> tuple[str, ...]:
-        """Where this process looks for modules, as it is now."""
+        """The current module search path of this process."""
         return tuple(entry or os.getcwd() for entry in sys.path)
 
     def new_key(self) -> int:
-        """An id for a resident."""
         return next(self._keys)
 
     def settle(self) -> bool:
-        """Wait until observers have been told of all that has happened; False when one of them doesn't return."""
+        """Wait until observers have received all events; return False if an observer hangs."""
         told = Flag()
         self.dispatcher.soon(told.set)
         return told.wait(TOLD_WITHIN_S)
 
     def tell(self, hook: str, *args: Any) -> None:
-        """Tell the observers what has happened, on the dispatcher's thread."""
+        """Report an event to the observers, on the dispatcher's thread."""
         if self.observers:
             self.dispatcher.soon(partial(self.observers.tell, hook, *args))

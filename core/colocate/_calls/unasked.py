@@ -1,4 +1,4 @@
-"""Calls that have failed and that nobody has asked about: it is logged when they are dropped, or their group ends."""
+"""Failures of calls that nobody has asked about: logged when the handle is dropped, or the group ends."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ _log = logging.getLogger("colocate")
 
 
 class Unasked:
-    """The failures of one group that nobody has asked about. No lock is taken."""
+    """The unasked failures of one group. Takes no lock."""
 
     def __init__(self, link: WorkerGroup) -> None:
         self._link = link
-        self._left: dict[PendingCall, weakref.ref[Call[Any]]] = {}  # by calls that somebody has yet, and may ask about
-        self._closed: list[PendingCall] = []  # those that the group's end has ended
+        self._left: dict[PendingCall, weakref.ref[Call[Any]]] = {}  # calls with a living handle may still be asked
+        self._closed: list[PendingCall] = []  # calls that the group's end has ended
 
     def failed(self, call: PendingCall, error: BaseException) -> None:
-        """A call has failed, and nobody has asked about it so far."""
+        """Record a failure that nobody has asked about so far."""
         if error is self._link.failure and not isinstance(error, GroupRestarted):
-            return  # it is told by itself
+            return  # the group's own failure is reported elsewhere
         if isinstance(error, ClosedError) and self._link.closed_by is not None:
             self._closed.append(call)
         elif call.handle is not None and (handle := call.handle()) is not None:
@@ -41,7 +41,7 @@ class Unasked:
             self._link.services.printer.soon(lambda: self._tell(call, error))
 
     def tell(self) -> None:
-        """Tell of all that are left: the group ends, and so have its calls."""
+        """Log all remaining failures: the group ends with all calls."""
         closed, self._closed = self._closed, []
         if closed:
             self._link.services.printer.soon(lambda: self._tell_closed(closed))
@@ -68,7 +68,7 @@ class Unasked:
             return
         call.handle = None
         if isinstance(error, ColocateError):
-            if error._told:  # of another call
+            if error._told:  # reported by another call with the same error
                 return
             error._told = True
         name, where, text = self._link.name, _place(call), message_of(error)

@@ -1,4 +1,4 @@
-"""Views: the driver's name for one role of one group. A view owns nothing and has no methods but the role's."""
+"""Views: the driver's handles of roles. A view owns nothing, and has no methods but the role's."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class RoleView(OnDriver):
-    """The driver's name for one role of one group; `colocate.inspect(view)` tells more."""
+    """The driver's handle of one role of one group; `colocate.inspect(view)` has more facts."""
 
     __slots__ = ("__dict__", "__weakref__")
 
@@ -59,7 +59,7 @@ class RoleView(OnDriver):
 
 @attrs.frozen
 class Inspection:
-    """What `colocate.inspect(view)` tells."""
+    """Facts about a view's role, from `colocate.inspect(view)`."""
 
     group: str
     role: str
@@ -71,10 +71,10 @@ class Inspection:
 
 
 def viewed(view: Any, given: str) -> tuple[WorkerGroup, RoleInfo]:
-    """Return a view's group and role; `given` says to what it was given.
+    """Return a view's group and role; `given` is the call's text for the error.
 
     Raises:
-        ConfigError: It is no view.
+        ConfigError: The object is no view.
     """
     found = getattr(view, "__dict__", {}).get("_colocate_view")
     if found is None:
@@ -83,7 +83,7 @@ def viewed(view: Any, given: str) -> tuple[WorkerGroup, RoleInfo]:
 
 
 def inspect(view: Any) -> Inspection:
-    """Group, role, ranks, meshes and methods (with signatures) of a view."""
+    """Return group, role, ranks, meshes and methods (with signatures) of a view."""
     worker_group, role = viewed(view, "inspect(view")
     return Inspection(
         group=worker_group.name,
@@ -97,7 +97,7 @@ def inspect(view: Any) -> Inspection:
 
 
 class ViewCall(OnDriver):
-    """One method of a role, on its ranks."""
+    """One method of a role, on the role's ranks."""
 
     __slots__ = (
         *("_consumer", "_label", "_nothing", "_of", "_packed", "_ranks", "_role", "_spec", "_timeout", "_worker_group"),
@@ -120,11 +120,11 @@ class ViewCall(OnDriver):
         self._look()
 
     def _look(self) -> None:
-        """Look which ranks there are."""
+        """Refresh the ranks and everything derived from the ranks."""
         role, spec = self._role, self._spec
         self._of = role.ranks
         self._consumer = Consumer(self._worker_group.name, role.slots, role.ranks.mesh)
-        # How no arguments reach the ranks, where that is always the same.
+        # The plan for a call without arguments, if always the same.
         is_plain = type(spec.dispatch) is Broadcast and self._ranks is None and not spec.required
         self._nothing = plan(spec.dispatch, {}, role.ranks) if is_plain else None
         self._packed: list[Any] | None = [None] * len(role.slots)
@@ -137,20 +137,20 @@ class ViewCall(OnDriver):
         return start(self._draft(args, kwargs)).result()
 
     def submit(self, /, *args: Any, **kwargs: Any) -> Call[Any]:
-        """Send it and return at once."""
+        """Submit the call and return at once."""
         return Call(submit(self._draft(args, kwargs)))
 
     def keep(self, /, *args: Any, **kwargs: Any) -> Resident[Any]:
-        """Send it and return at once; the results stay in the workers."""
+        """Submit the call and return at once; the results stay in the workers."""
         return keep(self._draft(args, kwargs))
 
     def options(self, *, timeout: float | None = None, ranks: Sequence[int] | None = None) -> ViewCall:
-        """The same method with a deadline, or on some ranks only.
+        """Return the same method with a timeout, or for some ranks only.
 
         Args:
-            timeout: Seconds until the call is given up (`CallTimeout`), `math.inf` for never; None for what was said
-                before, or else the runtime's `call_timeout`.
-            ranks: The ranks to call, in order; None for those that were said before, or else all.
+            timeout: Seconds until the call is given up (`CallTimeout`), `math.inf` for never; None for the previous
+                setting, or else the runtime's `call_timeout`.
+            ranks: The ranks to call, in order; None for the previous setting, or else all.
         """
         timeout = limit(timeout, "options(timeout)", positive=True)
         return ViewCall(
@@ -168,7 +168,7 @@ class ViewCall(OnDriver):
         return f"<{self._label}{self._spec.signature} of group {self._worker_group.name!r}>"
 
     def _draft(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Draft:
-        """Bind the arguments, plan who gets what, and pack that: a call that is ready to be sent."""
+        """Bind, plan and pack the arguments; return a call that is ready to send."""
         worker_group, role, spec, label = self._worker_group, self._role, self._spec, self._label
         if not worker_group.life.is_plain:
             worker_group.check()
@@ -188,7 +188,7 @@ class ViewCall(OnDriver):
             except RecursionError:
                 raise no_end(label) from None
         targets: Sequence[int] = role.slots
-        if not isinstance(planned.targets, range):  # those that the call names, as opposed to all ranks in order
+        if not isinstance(planned.targets, range):  # ranks that the call names, in place of all ranks in order
             targets = [targets[rank] for rank in planned.targets]
         call = PendingCall(label, role.name, spec.name, targets, planned.targets)
         if planned.partition is not None:
@@ -199,7 +199,7 @@ class ViewCall(OnDriver):
 def with_references(
     arguments: dict[str, Any], worker_group: WorkerGroup, consumer: Consumer, label: str, uses: list[Reference]
 ) -> dict[str, Any]:
-    """Return the arguments with references, bound to their consumer, in place of residents; `uses` gets them.
+    """Return the arguments with bound references in place of residents; append the references to `uses`.
 
     Residents are found as arguments, and in lists, tuples and the values of dicts.
     """
