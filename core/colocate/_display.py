@@ -50,12 +50,10 @@ _ESCAPES = str.maketrans({"&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&quot;",
 
 
 def page(*parts: str) -> str:
-    """Join parts into one HTML page."""
     return f'{_STYLE}<div class="colocate">{"".join(parts)}</div>'
 
 
 def heading(kind: str, name: object, state: str, more: str = "") -> str:
-    """Format an object's kind, name and state."""
     look = _LOOK_OF.get(state)
     dot = f'<i class="{look}"></i>' if look else " "
     rest = f" <small>{_text(more)}</small>" if more else ""

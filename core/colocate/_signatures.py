@@ -417,7 +417,6 @@ def shown(value: Any) -> str:
 
 
 def _is_record(kind: Any) -> bool:
-    """Return whether a class is a dataclass, an attrs class, or a named tuple."""
     return isinstance(kind, type) and (
         dataclasses.is_dataclass(kind) or attrs.has(kind) or (issubclass(kind, tuple) and hasattr(kind, "_fields"))
     )

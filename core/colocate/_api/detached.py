@@ -167,7 +167,6 @@ def _versions() -> tuple[str, str, int]:
 
 
 def detach(pool: Slots, name: str, ttl: float) -> None:
-    """Detach a pool; see `Pool.detach`."""
     if (problem := "must be text, not None" if name is None else name_problem(name)) is not None:
         raise ConfigError(f"pool.detach(name) {problem}")
     if duration_problem(ttl, positive=True) is not None or ttl >= FOREVER_S:
@@ -240,7 +239,6 @@ def _close_all(pool: Slots, by: str) -> list[WorkerGroup]:
 
 
 def attach(connection: Connection, name: str, own: bool) -> Slots:
-    """Attach a pool; see `Runtime.attach`."""
     executor = cast("Detachable", connection.services.executor)
     lock, made, fenced_by = threading.Lock(), list[Slots](), list[str]()
 
@@ -315,7 +313,7 @@ def _taken(pool: Slots, record: GroupRecord) -> WorkerGroup:
 
 
 def _greet(group: WorkerGroup) -> None:
-    """Wait until the workers have greeted their new driver; then return all to idle with a hold."""
+    """Wait until the workers have greeted their new driver; then stop all ranks by a hold."""
     silent = group.workforce.wait_hello(group.grace)
     group.workforce.ready()
     if silent and group.failure is None:

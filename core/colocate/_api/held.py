@@ -66,7 +66,6 @@ class Held(OnDriver, Generic[N]):
         return self._shown()
 
     def _shown(self, *more: str) -> str:
-        """Return the HTML for a notebook, with more parts."""
         return str(features.module("looking.graph").shown(self._node, *more))
 
     def __enter__(self) -> Self:

@@ -36,7 +36,6 @@ class SlowCalls:
         self._timer = services.timers.after(SLOW_EVERY_S, self._look)
 
     def close(self) -> None:
-        """Stop the checks."""
         self._timer.cancel()
 
     def _look(self) -> None:

@@ -39,7 +39,6 @@ _OF_A_CALL = ("group", "role", "method", "rank", "node", "remote_traceback", "ca
 def failure_error(
     link: WorkerGroup, call: PendingCall, slot: int, failure: Failure, body: Any, row: int | None = None
 ) -> ColocateError:
-    """Return the error for a call that raised on a rank, or for a row of one."""
     kind, text, role = failure.type, failure.text, failure.role
     rank = call.rank_of(slot)
     if failure.host and kind in _OWN_WORDS and isinstance(own := original(link, body, kind, text), ColocateError):
@@ -133,7 +132,6 @@ def later_error(error: ColocateError, root: ColocateError | None, follows: bool)
 
 
 def timeout_error(link: WorkerGroup, call: PendingCall, timeout: float, stacks: Mapping[int, str]) -> CallTimeout:
-    """Return the error of a call after a timeout."""
     late = list(stacks)
     by_rank = {call.rank_of(slot): stack for slot, stack in stacks.items()}
     paused = f"; role {call.lane!r} is paused until group.resume({call.lane!r})" if link.is_paused(call.lane) else ""
@@ -167,7 +165,6 @@ def hung_error(
 
 
 def broken_error(link: WorkerGroup, slot: int, pid: int | None, reason: str, log_tail: str) -> WorkerDied:
-    """Return the error of a group with an unusable worker."""
     return _died(link, slot, pid, f"can't go on: {reason}", detail=reason, log_tail=log_tail or None)
 
 
@@ -177,7 +174,6 @@ def thread_error(name: str, reason: str) -> ColocateError:
 
 
 def death_error(link: WorkerGroup, slot: int, pid: int | None, exit: Exit, running: str | None) -> WorkerDied:
-    """Return the error of a group with a dead worker."""
     if exit.signal is not None:
         how = f"was killed by {exit.signal}"
     elif exit.exitcode is not None:
@@ -212,7 +208,6 @@ def _died(link: WorkerGroup, slot: int, pid: int | None, how: str, **known: Any)
 
 
 def worker_error(link: WorkerGroup, slot: int, pid: int | None, what: str) -> RoleError:
-    """Return the error of a worker with a problem at the start or end."""
     where = f"node {link.node(slot)}" if pid is None else f"node {link.node(slot)}, pid {pid}"
     return RoleError(
         f"worker {slot} of group {link.name!r} ({where}) {what}",

@@ -63,11 +63,9 @@ class Reference(OnDriver, Deferred):
         self._lent: object = None
 
     def bound(self, consumer: Consumer) -> Reference:
-        """Return the same reference, bound to the role of the call."""
         return Reference(self._handle, consumer)
 
     def lend(self, call: PendingCall, borrower: Residents) -> None:
-        """Lend the resident to a call, or raise."""
         self._lent = self._residents.lend(call, self._kept, borrower)
 
     def give_back(self) -> None:
@@ -106,7 +104,6 @@ class Reference(OnDriver, Deferred):
         return ranks.pick(source.partition, source.collect.sources(ranks))
 
     def pick(self, rows: Sequence[int], beside: Beside) -> Any:
-        """Return a placeholder for some rows by number."""
         return Pick(self._kept.source, rows, beside)
 
     @property

@@ -94,7 +94,6 @@ class Hold:
     phase: tuple[str, float] | None = None
 
     def cause(self) -> ColocateError | None:
-        """Return the known cause of the hold."""
         return self.root or (self.suspected[1] if self.suspected is not None else None)
 
     def ended(self) -> Sequence[PendingCall]:
@@ -150,7 +149,6 @@ class CallOrder:
 
     @property
     def next_seq(self) -> int:
-        """The number of the next call."""
         return self._last_seq + 1
 
     def enter(self, call: PendingCall) -> int:
@@ -549,9 +547,8 @@ class CallOrder:
             left = [(each, index) for each in hold.failures for index, _ in each.left]
         for call in calls:
             slots = call.missing()
-            failed = {
-                each.targets[index] for each, index in left if each.seq < call.seq
-            }  # still in an earlier failed call
+            # Slots that still run an earlier failed call.
+            failed = {each.targets[index] for each, index in left if each.seq < call.seq}
             running = [slot for slot in slots if slot not in busy and slot not in failed]
             ended = [self._ended.get((lane, slot), 0.0) for slot in running]
             call.left = [

@@ -195,7 +195,6 @@ class PendingCall(Underway):
             (services.timers if own else services.dispatcher).soon(partial(callback, self))
 
     def index_of(self, slot: int) -> int:
-        """Return the index of a slot among the call's ranks."""
         targets = self.targets
         if slot < len(targets) and targets[slot] == slot:
             return slot
@@ -204,7 +203,6 @@ class PendingCall(Underway):
         return self._places[slot]
 
     def rank_of(self, slot: int) -> int:
-        """Return the rank on a slot."""
         return self.ranks[self.index_of(slot)]
 
     def poison(self) -> ColocateError | None:

@@ -230,7 +230,6 @@ class Ended(NamedTuple):
     makers: Mapping[int, tuple[str, str, str]]  # group, role and method of the used residents, by key
 
     def record(self) -> CallRecord:
-        """Return the record for observers."""
         spans = tuple(sorted([(self.ranks[index], start, end) for index, start, end in self.answers]))
         last = max((end for _, _, end in spans), default=self.submitted)
         finished = last if self.failed is None else max(last, self.failed)

@@ -454,7 +454,6 @@ class Residents:
         return bodies
 
     def answered(self, slot: int, fetched: from_worker.Fetched, body: Any) -> None:
-        """Receive a worker's part."""
         if fetched.failure is None:
             self._asking[0].answered(fetched.token, slot, body)
         else:

@@ -156,7 +156,7 @@ def give_place(worker_group: WorkerGroup, call: PendingCall) -> None:
 
 
 def settled(worker_group: WorkerGroup, call: PendingCall, error: BaseException | None) -> None:
-    """Return a settled call's loans, and report the call to observers."""
+    """Handle the end of a call just before it is settled: end the loans, and report the call to observers."""
     if worker_group.services.observers and call.seq >= 0:  # a call without a number was never sent
         services = worker_group.services
         services.dispatcher.gather(partial(services.observers.tell_call, _ended(worker_group, call, error)))

@@ -19,7 +19,6 @@ class Dispatcher(JobThread):
     """
 
     def __init__(self, name: str) -> None:
-        """Args: name: Name of the thread."""
         super().__init__(name, _report)
         self._gathered: deque[Callable[[], object]] = deque()
         self._comes = False  # whether a catch-up is scheduled
@@ -42,7 +41,6 @@ class Dispatcher(JobThread):
 
     @property
     def stack(self) -> str:
-        """The stack of the thread."""
         return "".join(stack_of_role_code(self._thread))
 
     def _finish(self) -> None:

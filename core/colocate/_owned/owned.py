@@ -187,7 +187,6 @@ class Lifecycle:
         came_to_nothing.set()
 
     def end(self) -> None:
-        """Mark the node as closed."""
         with self._lock:
             self._enter(State.CLOSED, State.CLOSING)
         self._closing.set()
@@ -208,7 +207,6 @@ class Making(Generic[N]):
     """Makes a node off the main thread. If the waiting thread is interrupted, the node is closed, at any stage."""
 
     def __init__(self, what: str) -> None:
-        """Args: what: Description of the node in the making."""
         self._what = what
         self._node: N | None = None
         self._given_up = False
@@ -279,7 +277,6 @@ class Owned(OnDriver):
 
     @property
     def state(self) -> str:
-        """The current state, in a word."""
         return self.life.state.value
 
     @property
@@ -289,7 +286,6 @@ class Owned(OnDriver):
 
     @property
     def alive(self) -> bool:
-        """Whether the node is usable."""
         return self.closed_by is None and self._born_after == _forks
 
     def check(self) -> None:
@@ -327,7 +323,6 @@ class Owned(OnDriver):
         return True
 
     def disown(self) -> None:
-        """Remove the node from the graph."""
         if self.owner is not None:
             self.owner.children.pop(id(self), None)
 

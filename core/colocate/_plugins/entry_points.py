@@ -192,7 +192,6 @@ def unknown_plugin(noun: str, name: str, known: Collection[str]) -> PluginError:
 
 
 def entry_error(entry: EntryPoint, message: str, hint: str | None = None) -> PluginError:
-    """Return an error about one plugin."""
     return PluginError(message, name=entry.name, distribution=distribution_of(entry)[0], hint=hint)
 
 
@@ -286,7 +285,6 @@ def versions_of(names: Iterable[str]) -> Mapping[str, str | None]:
 
 
 def extras_of(owner: Distribution | str) -> Collection[str]:
-    """Return the extras that a distribution declares."""
     if isinstance(owner, str):
         try:
             owner = distribution(owner)

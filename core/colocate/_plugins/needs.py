@@ -60,7 +60,6 @@ def needs(*what: Literal["process_group", "process"]) -> Callable[[C], C]:
 
 
 def needed_by(cls: type) -> frozenset[str]:
-    """Return the declared requirements of a role class."""
     found: frozenset[str] = getattr(cls, NEEDS, frozenset())
     return found
 

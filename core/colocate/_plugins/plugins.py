@@ -206,7 +206,6 @@ class FoundRole(_Found):
     _noun = "role"
 
     def load(self) -> type:
-        """Import the role's class; see the base class."""
         from colocate._role.role import methods_of
 
         is_name = isinstance(self.target, str)
@@ -226,7 +225,6 @@ class FoundJob(_Found):
     _noun = "job"
 
     def load(self) -> Callable[..., Any]:
-        """Import the job's function; see the base class."""
         function = super().load()
         if inspect.iscoroutinefunction(function):
             raise self._error(" is an async function, and a job is a plain one: have it call asyncio.run(...) on that")

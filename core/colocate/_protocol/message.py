@@ -47,7 +47,6 @@ class Message:
 
 
 def values(message: Message) -> Head:
-    """Return the field values in order."""
     return _values[type(message)](message)
 
 

@@ -49,7 +49,6 @@ class Request(Generic[Party, Answer]):
 
     @property
     def owing(self) -> list[Party]:
-        """The parties that haven't answered."""
         return [party for party in self.parties if party not in self.answers]
 
     def wait(self, timeout: float | None = None) -> bool:
@@ -172,7 +171,6 @@ class Requests(Generic[Party, Answer]):
             request.end()
 
     def fail(self, request: Request[Party, Answer], error: BaseException) -> None:
-        """End a question with an error."""
         if self._take(request):
             request.error = error
             request.end()

@@ -93,15 +93,12 @@ class Underway(Flag):
         self.handle: weakref.ref[Call[Any]] | None = None  # the user's handle, until the outcome is asked for
 
     def cancel(self) -> bool:
-        """See `Call.cancel`."""
         return False
 
     def done(self) -> bool:
-        """Whether the call has a result or an error."""
         return self.is_set
 
     def result(self, timeout: float | None = None) -> Any:
-        """See `Call.result`."""
         self._wait(None if timeout is None else limit(timeout, "result(timeout)"))
         error = self._failure()
         if error is None:
@@ -113,7 +110,6 @@ class Underway(Flag):
             del self, error  # a cycle of error, frame and call would keep values alive until garbage collection
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """See `Call.exception`."""
         self._wait(limit(timeout, "exception(timeout)"))
         return self._failure()
 

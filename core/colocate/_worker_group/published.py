@@ -153,7 +153,6 @@ class Published:
             worker.table.lost(lost.ids, lost.names)
 
     def told(self, worker: Worker, told: to_worker.Define, body: Any) -> None:
-        """Receive a worker's own definitions."""
         worker.table.knows.update(told.ids)
         self._received_definitions.put(told.ids, told.names, body)
 

@@ -46,7 +46,6 @@ class Declared:
 
     @property
     def background(self) -> Sequence[str]:
-        """The names of the background roles."""
         return tuple(name for name, spec in self.specs.items() if spec.background)
 
 

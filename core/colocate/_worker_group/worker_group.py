@@ -202,7 +202,6 @@ class Restarts:
             group.fail_for_good(cause, error)
 
     def _attempt(self) -> BaseException | None:
-        """Rebuild the group once; return the error, or None."""
         group = self._group
         if not group.workforce.wait_gone():
             self._used = self.limit
@@ -343,7 +342,6 @@ class WorkerGroup(Owned):
         return Source(call.keep, known, call.partition)
 
     def send(self, slots: Sequence[int], message: Message, body: Any = None) -> None:
-        """Send one message to several workers."""
         executor = self.services.executor
         if body is not None:
             self.published.before(slots, (body,))
@@ -395,7 +393,6 @@ class WorkerGroup(Owned):
                 self.services.printer.soon(partial(_log.warning, text))
 
     def ended(self, call: PendingCall, slot: int, told: Mapping[str, Any]) -> None:
-        """Report the end of a call on a rank to features."""
         for name, plain in told.items():
             self.part(name).ended(call, slot, plain)
 
@@ -426,7 +423,6 @@ class WorkerGroup(Owned):
         return worker.lane_ended or worker.exit is not None or (connection is not None and connection.finished)
 
     def unpack(self, body: Any) -> Any:
-        """Unpack a body into a value."""
         if body is None:
             return None
         value = self.services.executor.codec.unpack(body, None)
@@ -476,7 +472,6 @@ class WorkerGroup(Owned):
             part.greets(worker)
 
     def gone(self, worker: Worker) -> None:
-        """Report the exit of a worker to features."""
         for part in self.parts.values():
             part.gone(worker)
 

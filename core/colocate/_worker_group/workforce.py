@@ -61,7 +61,6 @@ class Stages:
                     self._news.notify_all()
 
     def all_reached(self, stage: Stage) -> bool:
-        """Return whether all workers have reached a stage."""
         return not any(self.numbers[:stage])
 
     def short_of(self, stage: Stage) -> set[int]:
@@ -124,7 +123,6 @@ class Worker:
 
     @property
     def state(self) -> str:
-        """The worker's state in the graph."""
         if self.exit is not None:
             return "exited"
         return "running" if self.hello is not None else "starting"
@@ -138,7 +136,6 @@ class Worker:
             executor.discard(frame)
 
     def received(self, head: Head, body: Any) -> None:
-        """Handle a message from the worker."""
         message, workforce = read(head), self.workforce
         if isinstance(message, from_worker.Done):
             if message.seq == 0:
@@ -182,7 +179,6 @@ class Worker:
         services.printer.line(f"[{who}] {text}")
 
     def exited(self, exit: Exit) -> None:
-        """Record the worker's exit."""
         tail = "\n".join(self._tail).removesuffix("\r") or None
         self.exit = attrs.evolve(exit, log_tail=exit.log_tail or tail)
         self._questions.fail_all(ClusterError("the worker has ended"))
@@ -190,7 +186,6 @@ class Worker:
 
     @property
     def last_lines(self) -> Sequence[str]:
-        """The last lines of output."""
         return tuple(self._tail)
 
     @property
@@ -332,7 +327,6 @@ class Workforce:
             self._reached(Stage.BUILT, Deadline(group.grace))
 
     def _start_errors(self) -> dict[int, ColocateError]:
-        """Return the errors of the start, by slot."""
         errors: dict[int, ColocateError] = {}
         for worker in self.workers:
             error = self._built.get(worker.slot)
@@ -379,7 +373,6 @@ class Workforce:
         self.stages.reach(slot, Stage.BUILT)
 
     def build_failed(self, slot: int, failure: from_worker.Failure, body: Any) -> None:
-        """Record the failure of a constructor."""
         role = failure.role
         call = PendingCall(
             f"the constructor of {role}", role or "", "__init__", [worker.slot for worker in self.workers]
@@ -437,7 +430,6 @@ class Workforce:
             self.link.services.tell("colocate_worker_died", error)
 
     def kill(self) -> None:
-        """Kill all running workers."""
         for worker in self.workers:
             if worker.exit is None:
                 worker.host.kill()
