@@ -17,7 +17,7 @@ import attrs
 
 
 class ColocateError(Exception):
-    """The root of all errors of colocate.
+    """Base class of all errors of colocate.
 
     Unknown attributes are None (never a guess). Each call that ends with a common failure raises an exception of its
     own, as a traceback belongs to one thread; these exceptions are equal.

@@ -134,7 +134,7 @@ class Connection(Owned):
         require(type(self.services.executor), capability, what)
 
     def give_up(self, by: str) -> None:
-        """Close the connection at once: an interruption of the maker, or of the only group's maker."""
+        """Close the connection at once, after an interruption of `connect` or `spawn`."""
         for child in list(self.children.values()):
             child.give_up(by)  # This also stops a pool's wait for slots.
         super().give_up(by)

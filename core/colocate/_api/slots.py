@@ -439,7 +439,7 @@ class Slots(Owned):
         raise_together(f"pool {self.name!r} was closed, and this had gone wrong", errors)
 
     def give_up(self, by: str) -> None:
-        """Close the pool at once: an interruption of its maker. An attached pool lives on."""
+        """Close the pool at once, after an interruption of the maker. An attached pool lives on."""
         if self.attachment is not None:
             self.attachment.own = False
         elif self.reservation is None:

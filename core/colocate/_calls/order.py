@@ -314,7 +314,7 @@ class CallOrder:
     def phase_over(
         self, slot: int, number: int, error: Callable[[ColocateError | None], ColocateError] | None = None
     ) -> None:
-        """Record a rank's end of a phase in the main lane's hold; or fail the group.
+        """Record that a rank has finished a phase of the main lane's hold, or fail the group.
 
         Args:
             slot: The rank's slot.

@@ -1,4 +1,4 @@
-"""The runtime's dispatcher: a thread for users' callbacks and observers. The framework never waits for this thread."""
+"""The runtime's dispatcher: a thread for users' callbacks and observers. No part of the framework needs this thread."""
 
 from __future__ import annotations
 

@@ -424,7 +424,7 @@ class Owned(OnDriver):
                     error.add_note(f"and then, closing {self.kind} {self.name!r}: {type(each).__name__}: {each}")
 
     def give_up(self, by: str) -> None:
-        """Close the node at once: an interruption of its maker, who receives the error."""
+        """Close the node at once, after an interruption of the maker, who receives the error."""
         self.hurried = True
         with contextlib.suppress(BaseExceptionGroup):
             self.close_for(by, 0.0, True)

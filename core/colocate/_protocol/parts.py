@@ -77,7 +77,7 @@ class Elsewhere(Message):
     """Redirect the requester: that worker has, or is fetching, the part (`Shared`)."""
 
     address: str  # that worker's address
-    times: int  # how often this worker has redirected to that address
+    times: int  # how often a sharer was named for the requester's machine
 
 
 @message

@@ -14,7 +14,7 @@ Where: TypeAlias = "int | tuple[int, int, tuple[int, ...]] | None"
 # How a large body reaches several workers of other machines: the body's key, the number of workers that fetch the body
 # from this one, and the address from which this worker fetches; "" for a body that comes with the message.
 Passed: TypeAlias = "tuple[int, int, str]"
-PASSED_BYTES = 1 << 20  # larger bodies are forwarded from worker to worker
+PASSED_BYTES = 1 << 20  # bodies of at least this size are forwarded from worker to worker
 
 
 @message

@@ -369,7 +369,7 @@ class Resolver:
     def _is_aligned(self, first: Own, part: Own) -> bool:
         """Check whether two residents have the same partition on all ranks; equal sizes on this rank aren't enough."""
         key = first.source.key
-        # Chosen rows are taken from the own part only for equal choices.
+        # A resident with chosen rows only becomes an `Own` if the first one has the same choice.
         if part.count == 1 or part.source.key == key or part.source.partition is not None:
             return True
         if self._aligned is None:
@@ -420,7 +420,7 @@ class Resolver:
         pieces: list[Any] = []
         offset = 0
         holders, sizes = source.collect.sources(source.ranks), self._sizes(source)
-        # Empty parts are skipped unless all are empty: an empty part may have another shape.
+        # An empty range is cut from the fullest part: empty parts may have another shape.
         fullest = sizes.index(max(sizes))
         for index, (rank, size) in enumerate(zip(holders, sizes, strict=True)):
             low, high = (max(start, offset), min(stop, offset + size)) if start < stop else (offset, offset)

@@ -190,7 +190,7 @@ def builds(
             try:
                 arguments = codec.pack((spec.args, dict(spec.kwargs)))
             except Exception:
-                codec.pack_arguments(given, what)  # names the argument
+                codec.pack_arguments(given, what)  # raises an error that names the argument
                 raise
             if getattr(arguments, "has_trained", False):
                 refuse_apart(given, (*arguments.needs, *wire.pack(info.cls).needs), what)
@@ -202,7 +202,8 @@ def builds(
     try:
         body = codec.pack(made)
     except Exception:
-        codec.pack_arguments({build.shipped.name: build.shipped for build in made}, "a role's class")  # names the class
+        # The error of this call names the class.
+        codec.pack_arguments({build.shipped.name: build.shipped for build in made}, "a role's class")
         raise
     inner = (each for build in made for each in (build.shipped.data, build.arguments) if isinstance(each, wire.Packed))
     needs = tuple(need for each in inner for need in each.needs)

@@ -377,7 +377,7 @@ class WorkerGroup(Owned):
             part.halted(hold, slot, told.get(name), is_back)
 
     def report_unfinished(self, back: Mapping[int, from_worker.Held]) -> None:
-        """Warn of calls of an earlier driver that only some ranks have finished; `Held` by slot."""
+        """Warn of calls of an earlier driver that only some ranks have finished; `back` has reports by slot."""
         calls = {(number, label) for held in back.values() for number, label in held.unfinished}
         for number, label in sorted(calls):
             role = self.roles.get(label.partition(".")[0])
