@@ -314,7 +314,7 @@ class Messages:
             message: to_worker.Call | to_worker.Batch
             if len(lot) == 1:
                 ((draft, index),), (message,) = lot, calls
-                body, message.frees = draft.bodies[index], self._frees  # not shared yet
+                body, message.frees = draft.bodies[index], self._frees  # type: ignore[misc]  # not shared yet
             else:
                 wheres, body = together([draft.bodies[index] for draft, index in lot])
                 message = to_worker.Batch(self._frees, list(zip(calls, wheres, strict=True)))
