@@ -1,7 +1,4 @@
-"""Write `report.html`: one page that shows a finished run, without network, scripts or other files.
-
-It needs no network, no script and no other file.
-"""
+"""Write `report.html`: one page that shows a finished run, without network, scripts or other files."""
 
 from __future__ import annotations
 

@@ -194,7 +194,6 @@ class _Window:
         self._thread.start()
 
     def close(self) -> None:
-        """Close the window."""
         self._closing = True
         mine = os.getpid() == self._process  # a forked child shares the socket
         if mine:

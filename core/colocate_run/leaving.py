@@ -1,7 +1,4 @@
-"""Watch for announced losses, on a thread beside the job: nodes that the cluster removes, and the batch job's end.
-
-It is looked for beside the job.
-"""
+"""Watch for announced losses, on a thread beside the job: nodes that the cluster removes, and the batch job's end."""
 
 from __future__ import annotations
 

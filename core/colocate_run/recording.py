@@ -313,7 +313,6 @@ def _until_done(run: Run, job: Callable[[], object]) -> None:
 
 
 def _is_good(error: BaseException) -> bool:
-    """Return whether an exit is a regular end of a run."""
     return isinstance(error, SystemExit) and (error.code is None or (isinstance(error.code, int) and not error.code))
 
 
@@ -358,7 +357,6 @@ def _record(begun: Begun, run: Run, calls: CallLog, devices: DeviceLog, started:
 
 
 def _memory(run: Run) -> tuple[GroupMemory, ...]:
-    """Return the memory use of groups, if their roles hold any."""
     found: list[GroupMemory] = []
     deadline = Deadline(LEDGERS_WITHIN_S)
     for name, group in run.runtime.groups.items():

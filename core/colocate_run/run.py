@@ -321,7 +321,6 @@ class Run:
             self._observers.soon(Driver(self.runtime), "colocate_run_checkpointed", step, directory)
 
     def _of_groups(self) -> list[CheckpointsOfGroup]:
-        """Return the checkpoints of all groups, including groups that the job has spawned."""
         return [checkpoints_of(group) for group in self.runtime.groups.values()]
 
     def _warn_of_others(self, directory: Path) -> None:

@@ -208,6 +208,5 @@ def _is_list(record: Any, step: int) -> bool:
 
 
 def _is_behind(folder: RunFolder, record: Mapping[str, Any]) -> bool:
-    """Return whether the local folder has no checkpoint, or only older ones."""
     here = folder.checkpoints()
     return not here or here[-1][0] < int(record["step"])

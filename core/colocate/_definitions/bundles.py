@@ -417,7 +417,6 @@ class _Looking(TensorPickler):
         self.met: list[torch.Tensor] = []
 
     def reducer_override(self, obj: Any) -> Any:
-        """Collect tensors; reduce all other objects like the codec."""
         if not isinstance(obj, sys.modules["torch"].Tensor):
             return super().reducer_override(obj)
         if obj.requires_grad and obj.is_leaf:

@@ -165,7 +165,6 @@ class _Couriers:
 
 
 def _has_started_processes() -> bool:
-    """Return whether this thread has running child processes, as far as the kernel tells."""
     try:
         with open(f"/proc/self/task/{_thread.get_native_id()}/children", "rb") as children:
             return bool(children.read(1))

@@ -167,7 +167,6 @@ def _bare(handler: Any) -> Any:
 
 
 def _forget_fork() -> None:
-    """Reset the state in a forked child: no runtime, no thread of colocate, and another main thread."""
     global _main, _is_on, _has_thread
     _main = threading.main_thread().ident
     _is_on = _has_thread = False

@@ -207,7 +207,6 @@ def _settle(final: Path) -> None:
 
 
 def _part(final: Path) -> Path:
-    """Return a new name for an unfinished folder."""
     return final.with_name(f"{_PART}{final.name}-{os.getpid()}-{next(_numbers)}@{socket.gethostname()}")
 
 

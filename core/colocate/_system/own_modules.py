@@ -82,7 +82,6 @@ class _Loader(SourceFileLoader):
         return self._stats
 
     def get_data(self, path: Any) -> bytes:
-        """Return the bytes of a file."""
         found = self._data.get(path)
         return super().get_data(path) if found is None else found
 
@@ -91,7 +90,6 @@ class _Finder(FileFinder):
     """Finds the modules of one folder, first in memory."""
 
     def find_spec(self, fullname: str, target: ModuleType | None = None) -> ModuleSpec | None:
-        """Return the import spec of a module."""
         loader = _loaders.get(fullname)
         if loader is None:
             return super().find_spec(fullname, target)

@@ -116,7 +116,6 @@ def count_rows(value: Any, path: str) -> int | None:
 
 
 def _uneven(value: Any, path: str) -> DispatchError:
-    """Return the error for leaves without rows, or with different numbers of rows."""
     named = [(where, leaf) for where, leaf in named_leaves(value, path) if not is_deferred(type(leaf))]
     first, total = named[0][0], _length(named[0][1], named[0][0])
     for where, leaf in named:

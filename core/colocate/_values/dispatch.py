@@ -134,7 +134,6 @@ class _Named(Dispatch):
     parameters: tuple[str, ...]
 
     def declare(self, parameters: Sequence[str], method: str) -> None:
-        """Check that the parameters exist."""
         for name in self.parameters:
             if name not in parameters:
                 known = ", ".join(map(repr, parameters)) or "none"

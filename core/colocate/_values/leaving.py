@@ -328,7 +328,6 @@ class _Ordinary:
         self._is_inside = False
 
     def value(self, value: Any) -> Any:
-        """Return the converted value."""
         self._value = value
         return map_leaves(value, self._leaf, _may_have_memory)  # also without torch, to detect endless values
 

@@ -354,7 +354,6 @@ class Listener:
         self._sock.close()
 
     def _end(self) -> None:
-        """Close the socket and all unauthenticated connections."""
         for hello in list(self._strangers.values()):
             self._drop(hello)
         if self._sock.fileno() >= 0:

@@ -306,7 +306,6 @@ def _lay_out(segments: tuple[Buffer, ...], sizes: list[int]) -> tuple[list[Buffe
 
 
 def _split(payload: memoryview, sizes: tuple[int, ...]) -> Packed:
-    """Split a payload into a body's segments."""
     segments = []
     start = 0
     for size in sizes:
@@ -385,7 +384,6 @@ class Sending:
         return self.frame.payload_bytes
 
     def _pass_file(self, sock: socket.socket) -> None:
-        """Send the first bytes with the file attached."""
         rights = array.array("i", [self.frame._file])
         try:
             written = sock.sendmsg([self._left], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)])

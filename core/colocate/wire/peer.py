@@ -292,7 +292,6 @@ class _Connection:
         self._scratch = memoryview(bytearray(_SCRATCH_BYTES))
 
     def send(self, frame: Frame) -> None:
-        """Send a message, whole."""
         sending = frame.sending(self._passes_files)
         try:
             while not sending.write(self.sock):
@@ -324,6 +323,5 @@ class _Connection:
             self.sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Close the connection, and drop incomplete data."""
         self._reader.close()
         self.sock.close()

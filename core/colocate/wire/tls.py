@@ -183,5 +183,4 @@ def cut_after(sock: socket.socket, seconds: float) -> None:
 
 
 def _proof(secret: bytes, server: bool) -> bytes:
-    """Return the proof of the server's side, or of the other one."""
     return hmac.digest(secret, b"taken over" if server else b"handed on", "sha256")

@@ -295,7 +295,6 @@ class _Planned(Storages):
     """Storages, including those on the meta device, which have no address."""
 
     def add_tensor(self, item: Any, torch: Any) -> None:
-        """Add the storage of a tensor."""
         if item.is_meta and item.layout is torch.strided and not hasattr(item, "__tensor_flatten__"):
             storage = item.untyped_storage()
             self.setdefault("meta", {})[storage._cdata] = storage.nbytes()
@@ -395,7 +394,6 @@ def _without_weights() -> Iterator[None]:
 
 
 def _from_config(cls: Any, /, name: Any, *_: Any, config: Any = None, **options: Any) -> Any:
-    """Return a model as `from_pretrained` does, without weights."""
     import torch
 
     informs = options.pop("output_loading_info", False)

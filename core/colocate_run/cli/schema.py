@@ -32,7 +32,6 @@ def json_schema() -> dict[str, Any]:
 
 
 def _entry(cls: type[attrs.AttrsInstance], defined: dict[str, Any]) -> dict[str, Any]:
-    """Return the JSON Schema of one attrs class of the config."""
     hints, told = get_type_hints(cls), dict(told_of(cls, "Attributes:"))
     properties, required = {}, []
     for field in keys(cls):

@@ -200,7 +200,6 @@ def _idle(found: Mapping[str, float], stops: Sequence[str]) -> str:
 
 
 def _gpu(found: Mapping[str, Any]) -> str:
-    """Describe the load of a slot's GPU: use, memory, power and temperature."""
     use, memory, watts, celsius = (found.get(name) for name in ("use", "memory", "watts", "celsius"))
     parts = (
         None if use is None else f"{use:.0%}",

@@ -74,7 +74,6 @@ def _check(config: Config, document: Document, trust: Trust) -> None:
 
 
 def _names(config: Config, document: Document) -> None:
-    """Check whether the names of pools, groups and roles can be file names."""
     places = [*(("pools", name) for name in config.pools), *(("groups", name) for name in config.groups)]
     roles = [
         (*place, "roles", name)
@@ -336,7 +335,6 @@ def _role(
     place: Place,
     document: Document,
 ) -> type | None:
-    """Check a role; return the class, or None if the import fails."""
     if not name.isidentifier():
         document.wrong(place, f"{name!r} can't be a role's name: use letters, digits and _")
     if pool is not None and _slots(role, pool, place, document):
@@ -404,7 +402,6 @@ def _own(
 
 
 def _slots(role: RoleConfig, pool: PoolConfig, place: Place, document: Document) -> bool:
-    """Check whether a role's slots exist, each named once."""
     if role.slots is None:
         return True
     if not role.slots:

@@ -111,7 +111,6 @@ def _obstacle(here: Any, key: str | int, name: str) -> str | None:
 
 
 def _at(data: Any, place: Place) -> Any:
-    """Return the value of a place, or None."""
     for key in place:
         data = data.get(key) if isinstance(data, dict) else data[key]
     return data
