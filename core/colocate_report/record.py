@@ -25,11 +25,11 @@ class RunInfo:
     """A new run, for observers.
 
     Attributes:
-        name: The config's name, or that of the folder that `record` was given.
-        directory: Its folder.
-        config: The config as run, every default written out, and values hidden whose key calls itself a secret; empty
-            for a run that has none.
-        resumed: The step that it goes on after; None for a new run.
+        name: The config's name, or the name of the folder given to `record`.
+        directory: The run's folder.
+        config: The config with all defaults, and with hidden values under keys that look like secrets; empty for a run
+            without a config.
+        resumed: The step to resume after; None for a new run.
         environment: Versions and machine.
     """
 
@@ -45,10 +45,10 @@ class LogRecord:
     """A logged step, for observers.
 
     Attributes:
-        step: The step it belongs to. After a failure a run may go back, and come to the same step again.
+        step: The step. After a failure a run may go back, and log the same step again.
         scalars: Numbers by name.
-        seconds: Seconds per phase of the job since the last one.
-        time: When, in seconds of time.time().
+        seconds: Seconds per phase of the job since the last logged step.
+        time: The time of the log call, in seconds of time.time().
     """
 
     step: int
@@ -82,27 +82,27 @@ class RunRecord:
 
     Attributes:
         name: The config's name.
-        directory: Its folder.
-        config: The config as run, in YAML, with values hidden whose key calls itself a secret.
-        metrics: What was logged, in order: `step`, `time` (of time.time()), scalars, and `seconds` per phase.
-        tables: What the job showed: rows by title.
+        directory: The run's folder.
+        config: The config in YAML, with hidden values under keys that look like secrets.
+        metrics: Logged rows, in order: `step`, `time` (of time.time()), scalars, and `seconds` per phase.
+        tables: Tables of the job (`run.show`): rows by title.
         totals: Calls and seconds per group, role and method.
-        spans: When each rank was busy with which call (of a long run: the last ones).
+        spans: Busy times of each rank, by call (of a long run: the last ones).
         phases: Seconds per phase of the job.
         tree: The ownership graph before closing, as a tree.
-        graph: The same as JSON.
+        graph: The ownership graph as JSON.
         environment: Versions and machine.
-        started: When it began (`time.time()`).
-        seconds: How long it took, with the start-up.
-        stopped: The signal that ended it early; None when it came to its own end.
-        start_up: Seconds until all workers ran and had their roles.
-        log: The last part of all that was printed.
-        handed_over: What roles used of others' results that lay where they ran: the copies that fusing saved.
-        contention: What roles did to each other on their slots (of a long run: in its last part).
-        restarts: Groups that were lost while it ran, and made anew.
-        devices: The GPUs of its slots, where somebody could sample them.
-        idle: Seconds in which slots ran nothing, by what they waited for, all added up (of a long run: its last part).
-        memory: What the memory of the groups was used for when the job was done, of those that could be asked.
+        started: The time of the beginning (`time.time()`).
+        seconds: Duration, including the start-up.
+        stopped: The signal that ended the run early; None for a regular end.
+        start_up: Seconds until all workers ran and had roles.
+        log: The last part of the printed output.
+        handed_over: Residents used on the slots of their makers: copies that fusing saved.
+        contention: Busy and waiting times of roles on shared slots (of a long run: in the last part).
+        restarts: Completed restarts of groups.
+        devices: The GPUs of the slots, if they could be sampled.
+        idle: Seconds of idle slots, by cause, summed (of a long run: in the last part).
+        memory: The memory use of groups at the end of the job, if the workers answered.
     """
 
     name: str

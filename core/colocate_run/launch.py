@@ -30,9 +30,9 @@ class Launched:
 
     Attributes:
         config: The config.
-        runtime: Its runtime.
-        groups: Its groups by name.
-        start_up: Seconds that starting it took.
+        runtime: The runtime.
+        groups: The groups by name.
+        start_up: Duration of the start, in seconds.
     """
 
     config: Config

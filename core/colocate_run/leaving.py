@@ -29,7 +29,7 @@ class Notices:
 
     Attributes:
         found: What is about to go, soonest first.
-        last: The number of notices so far. A checkpoint answers all notices that precede it.
+        last: The number of notices so far. A checkpoint answers all earlier notices.
     """
 
     _driver: Driver

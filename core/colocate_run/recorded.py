@@ -88,7 +88,7 @@ class RecordedRoles:
     Attributes:
         record: Recorded roles, by group and name.
         limit: Maximum size of the recording, in bytes or as text.
-        inputs: Roles whose inputs are recorded, too.
+        inputs: Recorded roles with recorded inputs.
         compare: Folders of earlier runs, by compared role.
         differs: Whether a compared role gave other results, or was never called.
     """

@@ -134,19 +134,18 @@ def record(
 ) -> Iterator[Run]:
     """Record a block of a script or notebook as a run: a folder with metrics, log and report.
 
-    The block gets the same object as a job does: `run.log`, `run.timed`, `run.show`, `run.checkpoint`. Its
-    `run.groups` are those that there are when the block begins, and it installs no handlers of signals.
+    The block gets the same object as a job: `run.log`, `run.timed`, `run.show`, `run.checkpoint`. `run.groups` are the
+    groups at the beginning of the block. No signal handlers are installed.
 
     Args:
-        runtime: Whose calls are counted.
-        directory: The folder, as in "runs/x"; runs/x-2 and so on when that exists.
-        observe: Who else is told, as in a config: "tensorboard", {"use": "mlflow", "with": {...}}, or an object with
-            hooks.
-        trace: Whether the folder gets a trace.json for Perfetto.
+        runtime: The runtime with the calls to count.
+        directory: The folder, as in "runs/x"; runs/x-2 and so on if that exists.
+        observe: Observers, as in a config: "tensorboard", {"use": "mlflow", "with": {...}}, or an object with hooks.
+        trace: Whether to write a trace.json for Perfetto into the folder.
 
     Raises:
-        ConfigError: What is given is no runtime, or the folder can't be made.
-        PluginError: An observer can't be had.
+        ConfigError: The runtime argument is no runtime, or the folder can't be made.
+        PluginError: An observer can't be loaded.
     """
     if not is_runtime(runtime):
         raise ConfigError(f"colocate.record(runtime, directory): a {type(runtime).__name__} is no runtime")

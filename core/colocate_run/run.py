@@ -36,16 +36,16 @@ RESTART = "(restart)"
 
 @attrs.define(eq=False, repr=False)
 class Run:
-    """The run, as a job sees it: `job(run, **options)`.
+    """A job's access to the run: `job(run, **options)`.
 
     Attributes:
         name: The config's name.
         runtime: The runtime, seeded and connected.
         groups: The config's groups by name.
         directory: The run's folder, runs/<name>.
-        resumed: The folder of the checkpoint to go on from; None for a new run. Groups of the config that have a
-            checkpoint in there are as it has them when the job is called.
-        record: What is known of it, once it is over; None before.
+        resumed: The folder of the checkpoint to resume from; None for a new run. Groups of the config with a checkpoint
+            in there are restored before the job is called.
+        record: The record of the finished run; None before.
     """
 
     name: str
@@ -88,8 +88,8 @@ class Run:
     def leaving(self) -> Leaving | None:
         """The first node or batch job under this run that is about to go; None for none.
 
-        A cluster says so when it takes a node back or down (Ray drains it, a Dask worker's `--lifetime` ends), Slurm
-        by its time limit. When a node has gone, a group with `on_failure: restart` restarts elsewhere.
+        Clusters announce the removal of a node (Ray drains the node, a Dask worker's `--lifetime` ends), and Slurm a
+        job's end by the time limit. After the loss of a node, a group with `on_failure: restart` restarts elsewhere.
         """
         found = self._notices.found if self._notices is not None else ()
         return found[0] if found else None
@@ -97,11 +97,11 @@ class Run:
     def is_due(self, step: int, every: int = 0) -> bool:
         """Return whether a checkpoint is due: each `every` steps, before a stop, and once after each notice.
 
-        One that groups write beside their calls answers a notice; if it fails, the notice is due again.
+        A checkpoint in progress answers a notice; if the checkpoint fails, a new one is due.
 
         Args:
-            step: The step that has been done.
-            every: Steps between checkpoints; 0 for none but those.
+            step: The finished step.
+            every: Steps between regular checkpoints; 0 for none.
         """
         return self.stopping or self._noticed > self._checkpoints.answers or (every > 0 and step % every == 0)
 
@@ -113,15 +113,15 @@ class Run:
         """Append a row to metrics.jsonl, and show the numbers.
 
         Args:
-            step: The step it belongs to: a whole number.
+            step: The step, an integer.
             **scalars: Numbers by name; a tensor or array of one element counts as a number.
 
         Raises:
-            TypeError: One of them isn't a number, or the step isn't a whole one.
-            ValueError: One has the name `seconds` or `time`, which a line has for `timed` and when it was logged, or is
-                too large for a float; or the step is, for 64 bits.
+            TypeError: A scalar isn't a number, or the step isn't an integer.
+            ValueError: A scalar has the reserved name `seconds` or `time`, or is too large for a float; or the step is
+                too large for 64 bits.
             ClosedError: The run is over.
-            GroupRestarted: A group that has gone on with fewer slots has all of them again (`at_least` of its pool).
+            GroupRestarted: A group that ran with fewer slots (`at_least` of its pool) restarts with more.
         """
         self._check("log")
         for name, what in {"seconds": "those of run.timed", "time": "when it was logged"}.items():
@@ -186,10 +186,10 @@ class Run:
     def rewind(self) -> int | None:
         """Remove the rows logged after the last complete checkpoint; set `resumed` to this checkpoint.
 
-        The job then has its groups go on from there, by `group.restore`.
+        The job must then restore its groups from there, by `group.restore`.
 
         Returns:
-            That checkpoint's step; None if there is no checkpoint yet: then nothing is taken back.
+            The checkpoint's step; None if there is no checkpoint yet: then nothing is removed.
         """
         self._checkpoints.settle_quietly(self._screen.say)
         complete = self._folder.checkpoints()
@@ -219,8 +219,7 @@ class Run:
         """Restore the config's groups from `resumed`.
 
         Args:
-            back: The group that has just restarted, and is at the run's checkpoint already if that was its last
-                one.
+            back: The group that has just restarted, and may be at the run's checkpoint already.
         """
         for name, folder in Driver(self.runtime).resumed.items():
             group = self.groups.get(name)
@@ -269,17 +268,17 @@ class Run:
     def checkpoint(self, step: int) -> Iterator[Path]:
         """Yield a folder for a checkpoint. The checkpoint counts if the block ends well; the last two are kept.
 
-        Where a group writes in it beside its calls (`group.checkpoint(directory / name, wait=False)`), it counts when
-        that is written, too. The job goes on meanwhile. The next checkpoint, and the job's end, wait for it.
+        If a group writes in the background (`group.checkpoint(directory / name, wait=False)`), the checkpoint counts
+        when those files are complete, too. The job goes on meanwhile. The next checkpoint, and the job's end, wait.
 
         Args:
-            step: The step it is of: a whole number, 0 or more, and none before that of the last checkpoint.
+            step: The step, an integer of 0 or more, not before the last checkpoint's.
 
         Raises:
-            TypeError: It isn't a whole number.
-            ValueError: It is less than that, or too large for 64 bits.
+            TypeError: The step isn't an integer.
+            ValueError: The step is too small, or too large for 64 bits.
             ClosedError: The run is over.
-            RoleError: A group couldn't write what it had begun in the checkpoint before; this one isn't begun.
+            RoleError: A group's background write of the previous checkpoint failed; this one isn't begun.
         """
         self._check("checkpoint")
         step = _whole("run.checkpoint", step)

@@ -48,7 +48,7 @@ class Checkpoints:
     def write(self, step: int, answers: int) -> Iterator[Path]:
         """Yield a folder for the checkpoint of a step, which counts if the block ends well.
 
-        If groups write in the background, or a store gets a copy, a thread waits for them before the checkpoint counts.
+        If groups write in the background, or a store gets a copy, a thread completes the checkpoint.
 
         Args:
             step: The step.

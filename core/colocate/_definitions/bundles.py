@@ -374,18 +374,18 @@ def unpack_whole(packed: bytes) -> tuple[Any, ReceivedDefinitions]:
 
 
 def refuse_apart(arguments: Mapping[str, Any], code: Iterable[Need], what: str) -> None:
-    """Refuse arguments that share a parameter with the code that receives them.
+    """Refuse arguments that share a parameter with the code to call.
 
-    What travels together keeps its parameters one. Globals, closures of definitions and attributes of classes travel
-    with the script's code, once, and arguments with each call.
+    Values that travel together keep shared parameters shared. Globals, closures of definitions and attributes of
+    classes travel with the script's code, once, but arguments travel with each call.
 
     Args:
-        arguments: By name; there are tensors among them of which gradients are computed.
-        code: What they and the code need.
-        what: What they are for, as errors say it.
+        arguments: Arguments by name, with tensors that require gradients among them.
+        code: The needs of the arguments and of the code.
+        what: The call, for the error text.
 
     Raises:
-        SerializationError: Names the parameter, and where it is on both sides.
+        SerializationError: A parameter is shared; the message names both places.
     """
     bundle = Bundle(Table("is given it"))
     looking = _Looking(bundle)

@@ -48,18 +48,19 @@ _here = threading.local()  # .copies: the device copies of `unpack` on this thre
 def pack(value: Any) -> Packed:
     """Encode a value without copying the memory of its tensors and arrays.
 
-    What autograd has computed comes out detached. What it computes gradients of (a parameter, a tensor that was made
-    with `requires_grad`) comes out so again, one object wherever the value has it: a model's optimizer has that
-    model's. Tensors of a device are copied to the CPU and marked.
+    Tensors computed by autograd are detached. Parameters, and leaves with `requires_grad`, are sent as such, and stay
+    one object wherever the value refers to them: an optimizer still has the parameters of its model. Device tensors are
+    copied to the CPU and marked.
 
     Args:
-        value: What cloudpickle can pickle. Classes and functions that can't be imported elsewhere are named by an id.
+        value: A value that cloudpickle can pickle. Classes and functions that other processes can't import are sent by
+            id.
 
     Returns:
-        The pickle and the memory it refers to; that memory must not change before it has been transported.
+        The pickle and the memory that it refers to, which must not change before the transport.
 
     Raises:
-        Exception: Whatever pickling raises; `explain` turns it into an error that says where the fault is.
+        Exception: Any error of pickling; `explain` finds the culprit.
     """
     if _is_plain(value, _PLAIN_ITEMS) >= 0:
         return Packed(pickle.dumps(value, protocol=5))

@@ -22,10 +22,10 @@ class Packed(NamedTuple):
 
     Attributes:
         data: The pickle.
-        buffers: What it refers to: contiguous readable memory. After `pack` it is the value's own memory; after a
-            transport it is the receiver's, writable and shared with nobody.
-        needs: What the receiver has to know before it unpacks this: classes and functions that are only named in it.
-        has_trained: Whether tensors are in it of which gradients are computed. Its sender asks, before it is sent.
+        buffers: Contiguous readable memory that the pickle refers to. After `pack` it is the value's own memory; after
+            a transport it is the receiver's, writable and not shared.
+        needs: Definitions that the receiver must have before unpacking: classes and functions sent by id.
+        has_trained: Whether the value has parameters, or leaves with `requires_grad`. Checked before sending.
     """
 
     data: Buffer

@@ -32,8 +32,8 @@ class Wanted:
 
     Attributes:
         group: The group.
-        role: The role whose code has printed them.
-        rank: With a role its rank, else the worker's slot.
+        role: The role that printed the line.
+        rank: With a role the role's rank, otherwise the worker's slot.
     """
 
     group: str | None

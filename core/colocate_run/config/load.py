@@ -140,20 +140,20 @@ def load_config(
 ) -> Config:
     """Read a config and check all parts: names, types, references, and arguments against signatures.
 
-    Imports the plugins and roles that it names, and starts nothing.
+    Imports the named plugins and roles, and starts nothing.
 
     Args:
-        source: A YAML file, or the same as a dict.
-        executor: The name of another executor, which replaces the whole entry.
+        source: A YAML file, or a dict of the same structure.
+        executor: The name of an executor, which replaces the config's whole entry.
         set: Changes "path=value", applied in order; values are read as YAML. "+path=value" makes a name (of a pool, a
             group, a role, a variable) that the config doesn't have.
-        allow_import: Whether it may name "module:Class", which is imported; False for configs of others.
+        allow_import: Whether the config may name "module:Class", to be imported; False for configs of others.
 
     Raises:
-        ConfigError: Something is wrong; its `mistakes` are all there are.
+        ConfigError: The config is wrong; the attribute `mistakes` has all mistakes.
 
     Warns:
-        UserWarning: It reserves a pool that no group of it uses.
+        UserWarning: The config reserves a pool that no group uses.
     """
     config, warned = read_config(source, executor=executor, set=set, allow_import=allow_import)
     for each in warned:

@@ -36,8 +36,8 @@ class ExecutorConfig:
     """The executor, which runs the workers.
 
     Attributes:
-        use: Its name: `local`, `ray`, `dask`, or another entry point of the group `colocate.executors`.
-        with_: Options of `colocate.connect` for it.
+        use: The executor's name: `local`, `ray`, `dask`, or another entry point of the group `colocate.executors`.
+        with_: Options of `colocate.connect` for the executor.
     """
 
     use: str = "local"
@@ -49,26 +49,25 @@ class PoolConfig:
     """Slots reserved together; the fields are the parameters of `Runtime.reserve`.
 
     Attributes:
-        slots: How many, all or none.
+        slots: The number of slots, all or none.
         gpus: GPUs of each slot.
-        cpus: CPUs of each slot. Workers that are processes set torch's threads from it.
-        host_memory: The host's memory of each slot, in bytes or as "8GiB", for what roles hold there, with what sleeps;
-            reserved where the executor counts it.
-        device_memory: How much of its device's memory the roles of each slot may hold, in bytes or as "40GiB".
-        strategy: As few nodes as possible, or as many; strictly: all on one node, or each on a node of its own.
-        timeout: Seconds to wait for slots that could fit but don't now.
-        env: Environment variables, set in the worker before torch or a role is imported. With one that is read before
-            that (`LD_*`, `PYTHON*`, `OMP_*`, `CUDA_*` ...) it gets an interpreter of its own. Needs processes.
-        groups: How many groups may share it; each has workers of its own on the same slots.
-        regrow_timeout: Seconds that a restart waits for slots in the place of lost ones.
-        spares: Slots held besides, which take the place of lost ones.
-        at_least: With how many a restart goes on, where it can't have all.
+        cpus: CPUs of each slot. In worker processes also the number of torch's threads.
+        host_memory: Host memory of each slot, in bytes or as "8GiB", for awake and sleeping memory of roles; reserved
+            if the executor counts memory.
+        device_memory: Limit of device memory for the roles of each slot, in bytes or as "40GiB".
+        strategy: As few nodes as possible, or as many; strictly: all slots on one node, or each on a different node.
+        timeout: Seconds to wait for slots that the cluster has, but not at present.
+        env: Environment variables, set in the worker before torch or a role is imported. A worker with variables that
+            are read even earlier (`LD_*`, `PYTHON*`, `OMP_*`, `CUDA_*` ...) gets a new interpreter. Needs processes.
+        groups: Number of groups that may share the pool; each has workers of its own on the same slots.
+        regrow_timeout: Seconds that a restart waits for slots in place of lost ones.
+        spares: Additional slots, which replace lost ones.
+        at_least: The number of slots with which a restart continues if not all are available.
         labels: Labels of each slot's node, as in `{ray.io/accelerator-type: H100}`; `in(A100,H100)` for one of several,
             `"!H100"` for any other.
-        resources: How much each has of what its node offers besides, as in `{tpu_host: 1}`.
-        together: A label of which all their nodes have one value, as `ray.io/gpu-domain`.
-        grow: Whether slots are waited for, up to `timeout`, for which the cluster has to grow; null where the cluster
-            says that it does.
+        resources: Amounts of other node resources for each slot, as in `{tpu_host: 1}`.
+        together: A label with one value on all nodes of the pool, such as `ray.io/gpu-domain`.
+        grow: Whether to wait, up to `timeout`, for slots that the cluster has to grow for; null to ask the cluster.
     """
 
     slots: int  # Checked later: a pool with a wrong number is dropped, and other mistakes in the pool would be hidden.
@@ -94,19 +93,19 @@ class RoleConfig:
     """A role of a group.
 
     Attributes:
-        use: A plugin's role as in `ppo.actor`, or `module:Class`.
-        with_: Arguments of its constructor, checked against its signature.
-        slots: Indices of the slots it lives on; null for all.
-        mesh: Axes over its ranks, or several such by name.
-        default_group: Whether torch's default process group, whose ranks are the group's slots, is there before it.
-        env: `torchrun` for the environment variables that torchrun sets, for a library that reads them.
-        device_memory: How much of the slot's device's memory it may hold, in bytes or as "20GiB".
-        host_memory: How much of the host's, with what sleeps.
-        reserve_activations: How much of `device_memory` stays free for what its methods compute with.
-        sleep: `vmm` for a role of which the constructor's memory on a GPU keeps its addresses when it sleeps, for CUDA
-            graphs.
-        weights: `from sync` for a role that can't be called before `sync_weights` has brought it another one's weights.
-        background: Whether its calls run on a thread of their own in each worker, beside those of the other roles.
+        use: A plugin's role, as in `ppo.actor`, or `module:Class`.
+        with_: Arguments of the constructor, checked against the signature.
+        slots: Indices of the role's slots; null for all.
+        mesh: Axes over the ranks, or several meshes by name.
+        default_group: Whether torch's default process group, over the group's slots, exists before the constructor
+            runs.
+        env: `torchrun` to set the environment variables of torchrun, for a library that reads these.
+        device_memory: Limit of device memory on each slot, in bytes or as "20GiB".
+        host_memory: Limit of host memory on each slot, including sleeping memory.
+        reserve_activations: The part of `device_memory` to keep free for the methods' computations.
+        sleep: `vmm` to keep the addresses of the constructor's GPU memory during sleep, for CUDA graphs.
+        weights: `from sync` to refuse calls before `sync_weights` has copied another role's weights here.
+        background: Whether calls run on a separate thread in each worker, beside calls of the other roles.
     """
 
     use: str
@@ -128,18 +127,17 @@ class GroupConfig:
     """Roles fused over the slots of a pool; the fields are the parameters of `Pool.spawn`.
 
     Attributes:
-        pool: The name of its pool.
+        pool: The name of the group's pool.
         roles: The roles, constructed in this order in each worker.
-        mesh: Axes over the ranks, as in `{dp: 2, tp: 4}`, for roles that live on all slots and name no mesh.
-        on_failure: Whether a group that fails ends with an error, or is rebuilt in its pool, and the job goes on from
-            its last checkpoint.
-        restarts: How often it is rebuilt without a new checkpoint in between.
-        device_memory: How much of each slot's device's memory its roles may hold together, in bytes or as "40GiB".
-        host_memory: How much of the host's, with what sleeps.
-        residency: `swap` for roles that take turns: who isn't called sleeps, so that `device_memory` is kept.
-        step: The roles in the order in which they are called again and again; by default who was called longest ago
-            makes room.
-        env: Environment variables of its workers, on top of the pool's.
+        mesh: Axes over the ranks, as in `{dp: 2, tp: 4}`, for roles on all slots without a mesh of their own.
+        on_failure: Whether a failed group ends with an error, or restarts in the pool, with the job from the last
+            checkpoint.
+        restarts: The number of restarts without a new checkpoint in between.
+        device_memory: Limit of device memory on each slot for all roles together, in bytes or as "40GiB".
+        host_memory: Limit of host memory on each slot for all roles together, including sleeping memory.
+        residency: `swap` for roles that take turns: idle roles sleep, to stay within `device_memory`.
+        step: The roles in the order of calls in a step; by default the role that was called longest ago makes room.
+        env: Environment variables of the workers, in addition to the pool's.
     """
 
     pool: str
@@ -156,11 +154,11 @@ class GroupConfig:
 
 @attrs.frozen
 class JobConfig:
-    """The function that does the work.
+    """The job: the function that does the work.
 
     Attributes:
-        use: A plugin's job as in `ppo.train`, or `module:function`.
-        with_: Its options, checked against the function's signature.
+        use: A plugin's job, as in `ppo.train`, or `module:function`.
+        with_: Options of the job, checked against the function's signature.
     """
 
     use: str
@@ -172,9 +170,9 @@ class ObserverConfig:
     """An observer of a run.
 
     Attributes:
-        use: Its name: `tensorboard`, `wandb`, `mlflow`, `prometheus`, `opentelemetry`, another entry point of the group
-            `colocate.observers`, or `module:Class`.
-        with_: Its options, checked against its signature.
+        use: The observer's name: `tensorboard`, `wandb`, `mlflow`, `prometheus`, `opentelemetry`, another entry point
+            of the group `colocate.observers`, or `module:Class`.
+        with_: Options of the observer, checked against the signature.
     """
 
     use: str
@@ -183,11 +181,11 @@ class ObserverConfig:
 
 @attrs.frozen
 class PluginsConfig:
-    """Which plugins this config may use.
+    """The plugins that a config may use.
 
     Attributes:
-        allow: Their names: executors, engines, observers, and namespaces of roles and jobs. Null for all that are
-            installed; colocate's own may always be used.
+        allow: Names of executors, engines, observers, and of namespaces of roles and jobs. Null for all installed
+            plugins; colocate's own may always be used.
     """
 
     allow: list[str] | None = None
@@ -198,31 +196,32 @@ class Config:
     """A whole config, checked.
 
     Attributes:
-        name: What the run is called; its folder is `runs/<name>`. Letters, digits, `-`, `_` and `.`. In a file, its
-            stem if nothing is said.
-        seed: The seed from which every `ctx.generator` is derived.
-        call_timeout: Seconds after which a call is given up that names no deadline of its own; null for never.
-        executor: What runs the workers.
+        name: The name of the run, with the folder `runs/<name>`. Letters, digits, `-`, `_` and `.`. In a file, the stem
+            by default.
+        seed: The seed of every `ctx.generator`.
+        call_timeout: Default deadline of calls, in seconds; null for none.
+        executor: The executor, which runs the workers.
         pools: Slots to reserve, by name, in this order.
-        groups: Groups to spawn, by name, in this order. Names of pools and groups are as that of the run.
-        job: What `colocate run` runs; null for a config that is only launched.
-        plugins: Which plugins may be used.
-        observe: Who is told of the run, as in `[tensorboard, {use: mlflow, with: {experiment: sums}}]`.
-        trace: Whether the run's folder gets a `trace.json` for Perfetto; see `Runtime.trace`.
-        record: The roles of which is kept what their calls give, in `recording` of the run's folder: names, or
-            `group.role`; with `:inputs` behind it what they are given, too.
-        record_limit: How much of it is written at most, in bytes or as "20GiB".
-        replay: Recordings that answer the calls of roles, which aren't constructed: folders of runs, by role.
-        replay_from: With which step of these, and of those under `compare`, to begin.
-        replay_loose: Whether calls that differ from recorded ones are only told.
-        compare: Recordings with which is compared what roles give: folders of runs, by role.
-        tolerance: How far numbers may be from those that were recorded, absolutely and relatively.
-        checkpoints: Where the run's checkpoints are kept besides, as `s3://bucket/folder`: `--resume` goes on from
+        groups: Groups to spawn, by name, in this order. Names of pools and groups follow the rule for the run's.
+        job: The job of `colocate run`; null for a config that is only launched.
+        plugins: The plugins that this config may use.
+        observe: Observers of the run, as in `[tensorboard, {use: mlflow, with: {experiment: sums}}]`.
+        trace: Whether to write a `trace.json` for Perfetto into the run's folder; see `Runtime.trace`.
+        record: Roles to record: the results of calls are kept in `recording` of the run's folder. Names, or
+            `group.role`; with `:inputs` appended the inputs, too.
+        record_limit: Maximum size of the recording, in bytes or as "20GiB".
+        replay: Folders of recorded runs, by role; the recordings answer the role's calls, and the role isn't
+            constructed.
+        replay_from: The first step to replay, or to compare under `compare`.
+        replay_loose: Whether calls that differ from recorded ones only cause a warning.
+        compare: Folders of recorded runs, by role, to compare the role's results with.
+        tolerance: Allowed difference of compared numbers, absolute and relative.
+        checkpoints: A store for copies of the run's checkpoints, as `s3://bucket/folder`: `--resume` continues from
             there on another machine. Extra `stores`.
-        origins: File and line of each pool and group, and of the executor ("pools.main"), for the ownership graph; an
-            option of the command line, with line 0, where that has made it.
-        withheld: Values with a secret of the environment's (`${HF_TOKEN}`), by place, as they were written: they are
-            in nothing that is written or shown.
+        origins: File and line of the executor and of each pool and group ("pools.main"), for the ownership graph; an
+            option of the command line, with line 0, if that has set the entry.
+        withheld: Values with a secret of the environment (`${HF_TOKEN}`), by place, as written: secrets are never
+            written or shown.
     """
 
     name: str

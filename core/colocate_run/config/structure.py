@@ -18,7 +18,7 @@ _WRONG: Any = object()  # stands for a value that a mistake leaves undefined
 def structure(document: Document) -> Config | None:
     """Return the valid part of the config, or None; mistakes go to the document.
 
-    An entry whose mistake is in a key with a default has the default, so that the checks of the whole see the rest.
+    A wrong value of a key with a default is replaced by the default, so that later checks see the rest of the entry.
     """
     wrong: list[Problem] = []
     config = _of_class(document.data, Config, (), wrong)

@@ -32,7 +32,7 @@ class Variables:
     """The environment variables that a config may use.
 
     Attributes:
-        known: Their values; None where it may name none.
+        known: Values by name; None if the config may use no variables.
     """
 
     known: Mapping[str, str] | None
