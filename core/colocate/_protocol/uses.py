@@ -257,7 +257,7 @@ class Resolver:
         self._arguments = arguments
         placed = dict(arguments)
         within = {name: value for name, value in placed.items() if type(value) not in PLAIN}
-        walked = {name: value for name, value in within.items() if type(value) is not Own}  # most values are
+        walked = {name: value for name, value in within.items() if type(value) is not Own}  # most values are `Own`
         for value in walked.values():
             map_leaves(value, self._begin_with, _is_cut)
         for name, value in within.items():
