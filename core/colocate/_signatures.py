@@ -117,7 +117,7 @@ class Arguments:
     def _made(self, given: Mapping[str, Any], place: Place) -> tuple[dict[str, Any], list[Problem]]:
         made: dict[str, Any] = {}
         wrong: list[Problem] = []
-        meant = set()  # Names meant by misspelt ones don't count as missing.
+        meant = set()  # the right names of misspelt ones, which don't count as missing
         for name, value in given.items():
             hint = self.hints.get(name, Any if name in self.parameters else self.others)
             made[name] = _made(value, hint, (*place, name), wrong)
@@ -307,7 +307,8 @@ def _typed_dict(value: Any, kind: Any, place: Place, wrong: list[Problem]) -> An
     hints = _evaluated(kind.__annotations__, vars(sys.modules.get(kind.__module__, builtins)))
     parameters = {}
     for name in kind.__annotations__:
-        needed = name in kind.__required_keys__ and get_origin(hints.get(name)) is not NotRequired  # also inside text
+        # `__required_keys__` doesn't see a NotRequired inside a text annotation.
+        needed = name in kind.__required_keys__ and get_origin(hints.get(name)) is not NotRequired
         default = inspect.Parameter.empty if needed else None
         parameters[name] = inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default)
     return _mapped(value, Arguments(kind.__name__, parameters, hints, open=False), place, wrong)

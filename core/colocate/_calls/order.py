@@ -449,7 +449,7 @@ class CallOrder:
             if (stood := self.link.stood(hold.armed)) > 0.0:
                 self._arm(hold, stood)
                 return
-            # A rank in an earlier call is late with that call, which has no deadline here.
+            # A rank in an earlier call is late with that call, and by default calls have no deadline.
             earlier = [call for seq, call in list(self.pending.items()) if seq < hold.failed]
             busy = {slot for each in earlier if each.lane == hold.lane or each.is_for_all for slot in each.missing()}
             stuck = sorted(hold.waiting - busy)

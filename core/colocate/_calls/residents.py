@@ -284,7 +284,7 @@ class Residents:
                     found.append(error)
                     if kept.freed_by:
                         self.kept.pop(kept.source.key, None)
-        if scope is not None:  # Not earlier: leaving releases the scope's residents, and would log their failures, too.
+        if scope is not None:  # not earlier: a release would log the failures, too
             self.leave(scope)
         return list(dict.fromkeys(found))
 

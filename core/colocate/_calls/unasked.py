@@ -24,7 +24,7 @@ class Unasked:
 
     def __init__(self, link: WorkerGroup) -> None:
         self._link = link
-        self._left: dict[PendingCall, weakref.ref[Call[Any]]] = {}  # calls with a living handle may still be asked
+        self._left: dict[PendingCall, weakref.ref[Call[Any]]] = {}  # calls with a living handle: users may ask
         self._closed: list[PendingCall] = []  # calls that the group's end has ended
 
     def failed(self, call: PendingCall, error: BaseException) -> None:
