@@ -145,9 +145,9 @@ class RunFolder:
 
     @contextlib.contextmanager
     def checkpoint(self, step: int, keep: int = 2) -> Iterator[Path]:
-        """Yield a folder to write into.
+        """Yield a folder for the checkpoint of a step.
 
-        At the end of the block it becomes the checkpoint of a step, and all but the last `keep` are removed.
+        The checkpoint counts if the block ends well; then all but the last `keep` are removed.
         """
         with atomic_folder(self.of(step)) as part:
             yield part

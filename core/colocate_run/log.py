@@ -84,7 +84,7 @@ class Tee:
         return written
 
     def writelines(self, lines: Any) -> None:
-        """Write all lines to both."""
+        """Write all lines to the stream and the log."""
         for line in lines:
             self.write(line)
 

@@ -77,7 +77,7 @@ class Table:
         return bundle
 
     def takes(self, bundle: Bundle) -> bool:
-        """Return whether a bundle made for another table suits this one, too. Both lacked the same."""
+        """Return whether a bundle made for another table suits this table, which lacks the same definitions."""
         return (
             self.knows.issuperset(bundle.others)
             and self.knows.isdisjoint(bundle.definitions)

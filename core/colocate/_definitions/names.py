@@ -41,8 +41,8 @@ def script_names() -> dict[str, Any]:
 def path_of(thing: Any) -> tuple[str, str] | None:
     """Return module and qualified name of a class or function that other processes can import; None otherwise.
 
-    Not importable: definitions of the script or a notebook, definitions inside of a function, and definitions whose
-    name now belongs to another object.
+    Other processes can't import definitions of the script or a notebook, definitions inside of a function, and
+    definitions whose name now belongs to another object.
     """
     name = getattr(thing, "__module__", None)
     path = getattr(thing, "__qualname__", None) or getattr(thing, "__name__", None)  # type variables have no other

@@ -224,7 +224,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
         return making.bind_named, (about, self.globals_ref[id(names)], came)
 
     def _names_for(self, names: dict[str, Any], used: Iterable[str], user: str) -> dict[str, Any]:
-        """Return the globals of a function that the receiver lacks."""
+        """Return the globals of a function to send along; without those that the receiver has."""
         if names is script_names() and self.bundle is not None and not self.bundle.anonymous:
             found: dict[str, Any] = self.bundle.names_for(used, user)
             return found

@@ -1,4 +1,4 @@
-"""Recognise plain values, which need no search for tensors; and compute the sizes of parts."""
+"""Detect plain values, which need no search for tensors; and compute the sizes of parts."""
 
 from __future__ import annotations
 

@@ -375,7 +375,7 @@ class Listener:
                     continue  # that connection has gone again
                 if self._strangers:
                     self._displace()
-                else:  # waiting connections must be patient
+                else:  # new connections stay in the backlog meanwhile
                     self._event_loop.look_for(self._sock, 0)
                     self._event_loop.later(_PAUSE_S, self._resume)
                 return

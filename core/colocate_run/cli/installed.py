@@ -10,7 +10,7 @@ from itertools import islice
 from colocate.plugins import PROTOCOL, VERSION, PluginInfo, plugins
 
 _DEEP = 2  # levels of folders below the named one
-_LOOKS = 2000  # files and folders: a shell waits
+_LOOKS = 2000  # entries at most: a shell waits
 
 
 def configs(incomplete: str) -> list[str]:
