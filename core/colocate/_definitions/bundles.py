@@ -87,7 +87,6 @@ class Table:
         )
 
     def has_got(self, bundle: Bundle) -> None:
-        """Record a bundle as sent."""
         self.knows.update(bundle.definitions)
         self.names.update(bundle.names)
 
@@ -317,7 +316,6 @@ class ReceivedDefinitions:
         self.count = 0
 
     def put(self, ids: Sequence[int], names: Sequence[str], body: Packed) -> None:
-        """Add a received bundle."""
         bundle = Arrived(ids, names, body, self._lost)
         self._bundles.append(bundle)
         for id in ids:

@@ -73,7 +73,6 @@ def pack(value: Any) -> Packed:
 
 
 def pickler_for(file: Any, buffer_callback: Callable[[Any], Any], bundle: Any = None) -> Pickler:
-    """Return a pickler for values, or for a bundle of definitions."""
     # Without torch there are no tensors. `nn` is missing while another thread is importing torch.
     kind = TensorPickler if hasattr(sys.modules.get("torch"), "nn") else Pickler
     return kind(file, buffer_callback, bundle)
@@ -293,7 +292,6 @@ def kind_and_cause(culprit: Any, cause: BaseException) -> str:
 
 
 def advice(culprit: Any, usual: str) -> str:
-    """Return advice on how to avoid sending an object."""
     if _module_of(type(culprit)).partition(".")[0] != "colocate":
         return usual
     return (

@@ -307,7 +307,6 @@ def make_alias(name: str, module: str) -> Any:
 
 
 def fill_alias(alias: Any, value: Any) -> None:
-    """Set the value of a type alias."""
     _here.making.values.pop(id(alias))["__value__"] = value
 
 
@@ -316,12 +315,10 @@ def make_generic_alias(kind: Any, name: str, value: Any, parameters: tuple[Any, 
 
 
 def make_thing(cls: Any) -> Any:
-    """Create an object without attributes."""
     return object.__new__(cls)
 
 
 def fill_thing(thing: Any, names: Mapping[str, Any]) -> None:
-    """Set the attributes of an object."""
     for name, value in names.items():
         object.__setattr__(thing, name, value)
 

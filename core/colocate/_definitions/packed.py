@@ -35,7 +35,6 @@ class Packed(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """The total size in bytes."""
         return len(self.data) + sum(buffer.nbytes for buffer in self.buffers)
 
     def __reduce__(self) -> Any:
@@ -48,7 +47,6 @@ class Packed(NamedTuple):
         return Packed(self.data[start:end], tuple(self.buffers[place] for place in places), self.needs)
 
     def copy(self) -> Packed:
-        """Return a copy in new memory, as after a transport."""
         buffers = tuple(memoryview(bytearray(buffer)) for buffer in self.buffers)
         return Packed(bytes(self.data), buffers, self.needs, self.has_trained)
 

@@ -201,7 +201,6 @@ def _with_inner(code: CodeType) -> Iterator[CodeType]:
 
 
 def digest(text: bytes) -> str:
-    """Return the SHA-256 digest of a text."""
     return hashlib.sha256(text).hexdigest()
 
 

@@ -79,7 +79,6 @@ def named(leaves: Leaves) -> Iterator[tuple[str, Any]]:
 
 
 def arrived(kind: type, leaves: Leaves) -> Any:
-    """Rebuild a value that was sent as leaves."""
     structure = structure_of(kind)
     if structure is None:
         raise DispatchError(

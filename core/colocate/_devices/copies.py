@@ -310,7 +310,6 @@ class HostCopies:
 
     @property
     def nbytes(self) -> int:
-        """The total size of the copies."""
         return sum(host.nbytes for host in self.tensors())
 
     def tensors(self) -> list[Any]:

@@ -73,7 +73,6 @@ class Driver:
             self._call("cuMemcpyDtoDAsync_v2", ctypes.c_uint64(target), ctypes.c_uint64(source), size, where)
 
     def close(self, address: int) -> None:
-        """Unmap memory opened by `open`."""
         with self._context():
             self._call("cuIpcCloseMemHandle", ctypes.c_uint64(address))
 
@@ -84,7 +83,6 @@ class Driver:
             self._call("cuMemHostRegister_v2", ctypes.c_void_p(address), size, ctypes.c_uint(_PORTABLE))
 
     def unpin(self, address: int) -> None:
-        """Unpin host memory."""
         with self._context():
             self._call("cuMemHostUnregister", ctypes.c_void_p(address))
 

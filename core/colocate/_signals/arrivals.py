@@ -70,7 +70,6 @@ class Arrivals(Generic[T]):
                 self._waiting.remove(lock.release)
 
     async def wait_async(self) -> None:
-        """Wait for an item or the end."""
         import asyncio
 
         event = asyncio.Event()

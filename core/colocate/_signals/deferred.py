@@ -47,7 +47,6 @@ class Flag:
         self._waiting: list[_thread.LockType] = []
 
     def set(self) -> None:
-        """Set the flag, and wake all waiters."""
         self.is_set = True
         try:
             while self._waiting:

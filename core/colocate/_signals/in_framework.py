@@ -65,7 +65,6 @@ def begin_users() -> int:
 
 
 def end_users(own: int) -> None:
-    """Mark the end of users' code."""
     _here.own += own
     _here.sections += own
 

@@ -25,7 +25,6 @@ class Deadline:
 
     @property
     def is_over(self) -> bool:
-        """Whether the deadline has passed."""
         return self.at != math.inf and time.monotonic() >= self.at
 
     def at_most(self, seconds: float) -> float:
@@ -39,7 +38,6 @@ class Deadline:
         return earlier
 
     def or_sooner(self, other: Deadline) -> Deadline:
-        """Return the earlier of two deadlines."""
         return other if other.at < self.at else self
 
 

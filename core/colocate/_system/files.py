@@ -251,5 +251,4 @@ class GrowingFile:
             raise
 
     def close(self) -> None:
-        """Close the file."""
         self._file.close()

@@ -29,7 +29,6 @@ class Here:
 
     @property
     def is_current(self) -> bool:
-        """Whether the caller is in the same thread and task."""
         return self.is_current_thread and self._task is _task()
 
     @property

@@ -55,14 +55,12 @@ def same_line() -> str:
 
 
 def distribution_line(distribution: str, extra: str | None) -> str:
-    """Return the command that installs a distribution, with an extra."""
     if distribution == "colocate":
         return pip_line(extra)
     return f"pip install '{distribution}[{extra}]'" if extra else f"pip install {distribution}"
 
 
 def version_line(distribution: str, version: str | None) -> str:
-    """Return the command that installs a distribution in one version."""
     return same_line() if distribution == "colocate" else f"pip install '{distribution}=={version}'"
 
 

@@ -64,7 +64,6 @@ class JobThread:
 
     @property
     def is_current(self) -> bool:
-        """Whether the caller runs on this thread."""
         return threading.current_thread() is self._thread
 
     def start(self) -> None:
@@ -225,7 +224,6 @@ def message_of(error: BaseException) -> str:
 
 
 def error_text(error: BaseException) -> str:
-    """Return type and message of an exception."""
     message = message_of(error)
     return f"{type(error).__name__}: {message}" if message else type(error).__name__
 

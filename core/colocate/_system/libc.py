@@ -16,7 +16,6 @@ _LARGEST_LEFT_FOR_LATER = 1  # `M_MXFAST` of malloc.h
 
 @functools.cache
 def libc() -> ctypes.CDLL:
-    """Return the C library that this process has loaded."""
     return ctypes.CDLL(None)
 
 

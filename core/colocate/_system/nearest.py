@@ -7,7 +7,6 @@ from collections.abc import Iterable
 
 
 def nearest(name: str, names: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """Return the nearest of the names, if one is near."""
     return next(iter(difflib.get_close_matches(name, list(names), 1, cutoff)), None)
 
 

@@ -1,6 +1,7 @@
 """Check numbers that users give: durations, amounts, sizes and ports; also names and variables.
 
-Every checked duration is finite and small enough for any system call. `FOREVER_S` stands for no limit.
+Functions named `..._problem` return an error text, or None for a valid value. Every checked duration is finite and
+small enough for any system call. `FOREVER_S` stands for no limit.
 """
 
 from __future__ import annotations
@@ -61,7 +62,6 @@ step_problem = partial(amount_problem, whole=True, most=2**63 - 1)
 
 
 def gpus_problem(value: Any) -> str | None:
-    """Return an error text for an invalid number of GPUs, or None."""
     problem = amount_problem(value, whole=True)
     if isinstance(value, float) and 0 < value < _MOST and not value.is_integer():
         return f"{problem}: only its group uses the GPUs of a slot, which several roles share by being in one group"
@@ -69,7 +69,6 @@ def gpus_problem(value: Any) -> str | None:
 
 
 def ports_problem(value: object) -> str | None:
-    """Return an error text for an invalid range of ports, or None."""
     found = re.fullmatch("([0-9]{4,5})-([0-9]{4,5})", value) if isinstance(value, str) else None
     if value is None or (found is not None and 1024 <= int(found[1]) <= int(found[2]) <= 65535):
         return None
@@ -105,14 +104,12 @@ def name_problem(name: object) -> str | None:
 
 
 def variable_problem(name: object, value: object) -> str | None:
-    """Return an error text for an invalid environment variable, or None."""
     if not isinstance(name, str) or not name or "=" in name or "\0" in f"{name}{value}":
         return f"is {value!r}; no environment can have such a variable"
     return None
 
 
 def labels_problem(value: object) -> str | None:
-    """Return an error text for invalid node labels, or None."""
     if not isinstance(value, Mapping) or not all(
         isinstance(each, str) and each for pair in value.items() for each in pair
     ):
@@ -124,7 +121,6 @@ def labels_problem(value: object) -> str | None:
 
 
 def resources_problem(value: object) -> str | None:
-    """Return an error text for invalid amounts of further node resources, or None."""
     if not isinstance(value, Mapping) or not all(isinstance(name, str) and name for name in value):
         return f"must be a mapping from names of resources to numbers, not {shown(value)}"
     for name, amount in value.items():
@@ -139,14 +135,12 @@ _OWN_RESOURCES = {"cpu": "cpus", "gpu": "gpus", "memory": "host_memory"}
 
 
 def url_problem(url: object) -> str | None:
-    """Return an error text for an invalid address of a checkpoint store, or None."""
     if url is None or (isinstance(url, str) and re.fullmatch(r"[a-z][a-z0-9+.-]*://.+", url)):
         return None
     return f"must be the address of a folder in a store, as s3://bucket/folder, not {shown(url)}"
 
 
 def together_problem(value: object) -> str | None:
-    """Return an error text for an invalid name of a shared node label, or None."""
     if value is None or (isinstance(value, str) and value):
         return None
     return f"must be the name of a label, not {shown(value)}"
@@ -202,7 +196,6 @@ def parse_bytes(value: str | SupportsIndex, what: str) -> int:
 
 
 def size_problem(value: Any) -> str | None:
-    """Return an error text for an invalid number of bytes, or None."""
     try:
         parse_bytes(value, "")
     except ConfigError as error:

@@ -200,11 +200,9 @@ class SpillFile:
         self._size = nbytes
 
     def write(self, view: Any, start: int) -> None:
-        """Write a tensor of bytes at an offset."""
         self._move(os.pwritev, view, start)
 
     def read(self, view: Any, start: int) -> None:
-        """Read into a tensor of bytes from an offset."""
         self._move(os.preadv, view, start)
 
     def _move(self, move: Callable[[int, list[memoryview], int], int], view: Any, start: int) -> None:
@@ -217,7 +215,6 @@ class SpillFile:
 
 
 def file_system(directory: Path) -> str:
-    """Return the type of the file system of a directory."""
     path = directory.resolve(strict=True)
     kind, longest = "", -1
     for line in Path("/proc/self/mounts").read_text(errors="replace").splitlines():

@@ -37,7 +37,6 @@ class Deferred:
 
 @by_type
 def is_deferred(kind: type) -> bool:
-    """Return whether values of a type are `Deferred`."""
     return issubclass(kind, Deferred)
 
 

@@ -28,7 +28,6 @@ def _is_container(kind: type) -> bool:
 
 
 def leaves(value: Any) -> list[Any]:
-    """Return all leaves except None, in order."""
     if not is_container(value):
         return [] if value is None else [value]
     found = []

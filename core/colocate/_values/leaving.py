@@ -189,7 +189,6 @@ def placed(arguments: dict[str, Any], device: str, host: Collection[str] = ()) -
 
 
 def on_device(value: Any, device: str) -> Any:
-    """Return a value with all tensors on a device."""
     return placed({"": value}, device)[""]
 
 

@@ -209,7 +209,6 @@ def _first_line(described: Any) -> str:
 
 
 def _docstring(described: Any) -> str:
-    """Return a class's own docstring, not an inherited one."""
     text = getattr(described, "__doc__", None)
     return inspect.cleandoc(text) if isinstance(text, str) else ""
 

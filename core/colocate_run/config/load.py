@@ -101,7 +101,6 @@ def is_argument(place: Place) -> bool:
 
 
 def _obstacle(here: Any, key: str | int, name: str) -> str | None:
-    """Return why a value can't have this key, or None."""
     if isinstance(here, list):
         known = isinstance(key, int) and key < len(here)
         return None if known else f"{name} is a list of {len(here)}: write {name}[0] …"

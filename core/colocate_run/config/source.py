@@ -264,7 +264,6 @@ class _Builder:
 
 
 def _copied(value: Any, place: Place, document: Document) -> Any:
-    """Copy plain data; types that YAML lacks are mistakes."""
     if len(place) > _MOST_DEPTH:
         document.wrong(place[:1], _TOO_DEEP)
         return None
