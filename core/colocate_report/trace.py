@@ -63,7 +63,7 @@ class Trace:
             path: The file.
             ahead: By group and slot, how far the worker's clock is ahead of the driver's, in seconds.
             zero: The time of the file's 0, in seconds of time.time().
-            without: Names of group-wide calls to leave out.
+            without: Methods to leave out among calls without a role.
 
         Raises:
             OSError: The file can't be written, or another trace is being written there.

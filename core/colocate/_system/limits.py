@@ -68,7 +68,7 @@ LONGEST_BACKOFF_S = 30.0  # before any attempt
 REGROWN_WITHIN_S = 600.0  # default for a restart to get slots for lost ones: typical times of machines in clouds
 REPLACED_EVERY_S = 2.0  # per attempt to replace lost slots: closing the pool waits for an attempt
 AVOIDED_AFTER_DEATHS = 2  # of workers on a node: a restart then prefers a spare on another node
-SPARED_EVERY_S = 0.5  # the same for spares: a restart may wait for an attempt
+SPARED_EVERY_S = 0.5  # per attempt to get spares: a restart may wait for an attempt
 LOOKS_FOR_SLOTS_EVERY_S = 0.5  # interval of looking for slots in place of lost ones, if the cluster lacks machines
 
 # -- connections

@@ -31,7 +31,7 @@ class Secured(ssl.SSLSocket):
     _lock: threading.Lock
 
     def __new__(cls, *args: Any, **named: Any) -> Secured:
-        """Create a socket with a lock; the constructor of `SSLSocket` isn't public."""
+        """Create a socket with a lock; the creation of an `SSLSocket` has no other place for attributes."""
         made = super().__new__(cls, *args, **named)
         made._lock = threading.Lock()  # OpenSSL must not read and write one connection at the same time
         return track_socket(made)

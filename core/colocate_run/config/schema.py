@@ -62,7 +62,7 @@ class PoolConfig:
         groups: Number of groups that may share the pool; each has workers of its own on the same slots.
         regrow_timeout: Seconds that a restart waits for slots in place of lost ones.
         spares: Additional slots, which replace lost ones.
-        at_least: The number of slots with which a restart continues if not all are available.
+        at_least: The minimum number of slots with which a restart continues if not all are available.
         labels: Labels of each slot's node, as in `{ray.io/accelerator-type: H100}`; `in(A100,H100)` for one of several,
             `"!H100"` for any other.
         resources: Amounts of other node resources for each slot, as in `{tpu_host: 1}`.
