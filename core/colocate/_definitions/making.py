@@ -4,7 +4,7 @@ An object whose id is known here is used unchanged: a class that comes back is t
 changes.
 
 A base class that travelled has the effects of `__init_subclass__` on the sender. A base imported here doesn't know the
-new subclass, so its `__init_subclass__` is called when the subclass is whole. The keyword options of the class statement
+new subclass, so its `__init_subclass__` is called when the subclass is whole. The options of the class statement
 (`class Grid(Env, id="grid")`) aren't stored anywhere: a base that needs some isn't called, and the driver warns.
 """
 
