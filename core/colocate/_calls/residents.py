@@ -182,7 +182,7 @@ class Residents:
 
         The group's state isn't checked again for a call of the same group, which has been checked.
         """
-        if self.link.forked and by is not self.link:
+        if self.link.forked:
             self.link.check()
         if kept.freed_by is not None:
             raise ClosedError(f"resident of {kept.source.label} was freed by {kept.freed_by}", closed_by=kept.freed_by)
