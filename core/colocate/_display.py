@@ -78,7 +78,7 @@ def tree(children: Sequence[Mapping[str, Any]], known: Callable[[Mapping[str, An
     """Format nodes of the graph as a foldable tree; nodes below workers are folded at first."""
     if not children:
         return ""
-    return f"<ul>{''.join(_item(each, known) for each in children[:MOST])}</ul>{_left_out(children)}"
+    return f"<ul>{''.join(_item(node, known) for node in children[:MOST])}</ul>{_left_out(children)}"
 
 
 def _item(node: Mapping[str, Any], known: Callable[[Mapping[str, Any]], str]) -> str:
@@ -115,7 +115,7 @@ def columns(lines: Sequence[Sequence[str]], right: Sequence[bool]) -> list[str]:
 
 def weights_age(came: tuple[int, float] | None, stale: str | None) -> str:
     """Describe a role's weights: the version, the age, and why they are out of sync, if so."""
-    found = "no weights yet" if came is None else f"weights version {came[0]}"
+    text = "no weights yet" if came is None else f"weights version {came[0]}"
     if came is not None and came[1]:
-        found += f", {time.time() - came[1]:.0f} s old"
-    return found if stale is None else f"{found}, not in sync: {stale}"
+        text += f", {time.time() - came[1]:.0f} s old"
+    return text if stale is None else f"{text}, not in sync: {stale}"

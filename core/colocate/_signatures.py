@@ -115,12 +115,12 @@ class Arguments:
         return self._made(given, ())[0]
 
     def _made(self, given: Mapping[str, Any], place: Place) -> tuple[dict[str, Any], list[Problem]]:
-        made: dict[str, Any] = {}
+        converted: dict[str, Any] = {}
         wrong: list[Problem] = []
         meant = set()  # the right names of misspelt ones, which don't count as missing
         for name, value in given.items():
             hint = self.hints.get(name, Any if name in self.parameters else self.others)
-            made[name] = _made(value, hint, (*place, name), wrong)
+            converted[name] = _made(value, hint, (*place, name), wrong)
             if name not in self.parameters and not self.open:
                 near = nearest(name, self.parameters)
                 meant.add(near)
@@ -132,7 +132,7 @@ class Arguments:
                 hint = self.hints.get(name)
                 kind = f" ({hint.__name__})" if isinstance(hint, type) else ""
                 wrong.append(Problem(place, f"{self.owner} needs {name!r}{kind}"))
-        return made, wrong
+        return converted, wrong
 
 
 def arguments_of(target: Callable[..., Any], owner: str, skip: int = 0) -> Arguments:
@@ -145,8 +145,8 @@ def arguments_of(target: Callable[..., Any], owner: str, skip: int = 0) -> Argum
     named = {parameter.name: parameter for parameter in parameters if parameter.kind in by_name}
     rest = {parameter.name: parameter for parameter in parameters if parameter.kind is inspect.Parameter.VAR_KEYWORD}
     hints = _hints(target, named | rest)
-    others = next((hints.pop(name) for name in rest if name in hints), Any)
-    return Arguments(owner, named, hints, bool(rest), others)
+    rest_hint = next((hints.pop(name) for name in rest if name in hints), Any)
+    return Arguments(owner, named, hints, bool(rest), rest_hint)
 
 
 def path_text(place: Place) -> str:
@@ -174,8 +174,8 @@ def _made(value: Any, annotation: Any, place: Place, wrong: list[Problem]) -> An
     annotation = _bare(annotation)
     origin, args = get_origin(annotation) or annotation, get_args(annotation)
     if annotation in _SCALARS:
-        if (said := _scalar_problem(value, annotation)) is not None:
-            wrong.append(Problem(place, said))
+        if (text := _scalar_problem(value, annotation)) is not None:
+            wrong.append(Problem(place, text))
         return value
     if origin is Literal:
         return _one_of(value, args, place, wrong)
@@ -199,26 +199,28 @@ def _made(value: Any, annotation: Any, place: Place, wrong: list[Problem]) -> An
             return value
         of_key, of_value = args or (Any, Any)
         return {
-            _key(key, of_key, place, wrong): _made(each, of_value, (*place, key), wrong) for key, each in value.items()
+            _key(key, of_key, place, wrong): _made(item, of_value, (*place, key), wrong) for key, item in value.items()
         }
     return _of_kind(value, origin, place, wrong)
 
 
 def _checked(value: Any, annotation: Any, place: Place, wrong: list[Problem]) -> Any:
     kind, *notes = get_args(annotation)
-    found: list[Problem] = []
-    made = _made(value, kind, place, found)
+    kind_problems: list[Problem] = []
+    converted = _made(value, kind, place, kind_problems)
     # A check of a number comes first, also for a wrong kind: its text has the reason.
     number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    if value is not None and (number or not found):
+    if value is not None and (number or not kind_problems):
         checks = [note.problem for note in notes if isinstance(note, Checked)]
-        found = [Problem(place, said) for check in checks if (said := check(value)) is not None] or found
-    wrong += found
-    return made
+        kind_problems = [
+            Problem(place, text) for check in checks if (text := check(value)) is not None
+        ] or kind_problems
+    wrong += kind_problems
+    return converted
 
 
 def _scalar_problem(value: Any, annotation: Any) -> str | None:
-    accepted, wanted = _SCALARS[annotation]
+    accepted, kind_text = _SCALARS[annotation]
     if isinstance(value, accepted) and (annotation is bool or not isinstance(value, bool)):
         return None
     hint = ""
@@ -228,7 +230,7 @@ def _scalar_problem(value: Any, annotation: Any) -> str | None:
         with suppress(ValueError):  # no number
             float(value)
             hint = "; remove the quotes"
-    return f"must be {wanted}, not {shown(value)}{hint}"
+    return f"must be {kind_text}, not {shown(value)}{hint}"
 
 
 def _plain(choice: Any) -> Any:
@@ -240,29 +242,35 @@ def _plain(choice: Any) -> Any:
 
 def _one_of(value: Any, choices: Sequence[Any], place: Place, wrong: list[Problem]) -> Any:
     """Return the choice for a value: members of an enumeration are given by value or by name."""
-    said = [_plain(choice) for choice in choices]
-    for choice, each in zip(choices, said, strict=True):
-        if value is choice or (value == each and type(value) is type(each)):
+    plain_choices = [_plain(choice) for choice in choices]
+    for choice, plain_choice in zip(choices, plain_choices, strict=True):
+        if value is choice or (value == plain_choice and type(value) is type(plain_choice)):
             return choice
     for choice in choices:
         if isinstance(choice, enum.Enum) and value == choice.name:
             return choice
-    near = nearest(value, [each for each in said if isinstance(each, str)]) if isinstance(value, str) else None
-    wrong.append(Problem(place, f"must be {brief(' or '.join(map(repr, said)), 500)}, not {shown(value)}", near))
+    near = (
+        nearest(value, [plain_choice for plain_choice in plain_choices if isinstance(plain_choice, str)])
+        if isinstance(value, str)
+        else None
+    )
+    wrong.append(
+        Problem(place, f"must be {brief(' or '.join(map(repr, plain_choices)), 500)}, not {shown(value)}", near)
+    )
     return value
 
 
 def _of_some_arm(value: Any, annotation: Any, place: Place, wrong: list[Problem]) -> Any:
     arms, of_arms = get_args(annotation), list[list[Problem]]()
     for arm in arms:
-        found: list[Problem] = []
-        made = _made(value, arm, place, found)
-        if not found:
-            return made
-        of_arms.append(found)
+        arm_problems: list[Problem] = []
+        converted = _made(value, arm, place, arm_problems)
+        if not arm_problems:
+            return converted
+        of_arms.append(arm_problems)
     # The union member of the value's own kind (a list, a mapping) has the best message about nested values.
-    deeper = [each for each in of_arms if all(problem.place != place for problem in each)]
-    real = [each for arm, each in zip(arms, of_arms, strict=True) if arm is not types.NoneType]
+    deeper = [problem_list for problem_list in of_arms if all(problem.place != place for problem in problem_list)]
+    real = [problem_list for arm, problem_list in zip(arms, of_arms, strict=True) if arm is not types.NoneType]
     if deeper:
         best = min(deeper, key=len)
         wrong += best
@@ -283,9 +291,9 @@ def _several(value: Any, kind: Any, args: tuple[Any, ...], place: Place, wrong: 
         return value
     kinds = args if whole else (args or (Any,))[:1] * len(value)
     before = len(wrong)
-    made = [_made(each, of, (*place, i), wrong) for i, (each, of) in enumerate(zip(value, kinds, strict=True))]
+    items = [_made(item, of, (*place, i), wrong) for i, (item, of) in enumerate(zip(value, kinds, strict=True))]
     try:
-        return made if len(wrong) > before else tuple(made) if kind is tuple else _LISTS[kind](made)
+        return items if len(wrong) > before else tuple(items) if kind is tuple else _LISTS[kind](items)
     except TypeError as error:  # for unhashable items of a set
         wrong.append(Problem(place, f"must be a list of what can be in a set: {error}"))
         return value
@@ -318,18 +326,18 @@ def _mapped(value: Any, arguments: Arguments, place: Place, wrong: list[Problem]
     if not isinstance(value, dict):
         wrong.append(Problem(place, f"must be a mapping ({', '.join(arguments.parameters)}), not {shown(value)}"))
         return value
-    made, found = arguments._made(value, place)
-    wrong += found
-    return made
+    converted, mapping_problems = arguments._made(value, place)
+    wrong += mapping_problems
+    return converted
 
 
 def _record(value: Any, kind: Any, place: Place, wrong: list[Problem]) -> Any:
     before = len(wrong)
-    made = _mapped(value, arguments_of(kind, kind.__name__), place, wrong)
+    fields = _mapped(value, arguments_of(kind, kind.__name__), place, wrong)
     if len(wrong) > before:
         return value
     try:
-        return kind(**made)
+        return kind(**fields)
     except Exception as error:  # the class itself refuses the arguments
         wrong.append(Problem(place, f"{kind.__name__} refuses it: {type(error).__name__}: {error}"))
         return value
@@ -360,10 +368,10 @@ def _of_text(text: str, kind: Any) -> Any:
     if kind in _DATES:
         return kind.fromisoformat(text)
     if _is_torchs(kind, "dtype"):
-        found = getattr(sys.modules["torch"], text.removeprefix("torch."), None)
-        if not isinstance(found, kind):
+        attribute = getattr(sys.modules["torch"], text.removeprefix("torch."), None)
+        if not isinstance(attribute, kind):
             raise ValueError("torch has none of that name")
-        return found
+        return attribute
     if _is_torchs(kind, "device"):
         return kind(text)
     path = (Path if kind is os.PathLike else kind)(text)
@@ -382,12 +390,14 @@ def describe(annotation: Any) -> str:
     if annotation in _SCALARS:
         return _SCALARS[annotation][1]
     if origin in (Union, types.UnionType):
-        return " or ".join(dict.fromkeys(describe(each) for each in get_args(annotation)))
+        return " or ".join(dict.fromkeys(describe(choice) for choice in get_args(annotation)))
     if not isinstance(origin, type) or origin is Any:
         choices = get_args(annotation) if origin is Literal else ()
-        return " or ".join(repr(_plain(each)) for each in choices) or str(getattr(annotation, "__name__", annotation))
+        return " or ".join(repr(_plain(choice)) for choice in choices) or str(
+            getattr(annotation, "__name__", annotation)
+        )
     if issubclass(origin, enum.Enum):
-        return " or ".join(repr(_plain(each)) for each in origin)
+        return " or ".join(repr(_plain(choice)) for choice in origin)
     if origin in _LISTS or origin is tuple:
         return "a list"
     if origin in _MAPPINGS or is_typeddict(origin):
@@ -449,9 +459,9 @@ def _value_of(alias: Any) -> Any:
     """Return the type behind an alias, with the alias's arguments; Any if unknown."""
     try:
         origin = get_origin(alias) or alias
-        given = dict(zip(origin.__type_params__, get_args(alias), strict=bool(get_args(alias))))
+        arguments = dict(zip(origin.__type_params__, get_args(alias), strict=bool(get_args(alias))))
         value = origin.__value__
-        return value[tuple(given[each] for each in value.__parameters__)] if given else value
+        return value[tuple(arguments[parameter] for parameter in value.__parameters__)] if arguments else value
     except Exception:  # annotations are code, and may raise anything
         return Any
 
@@ -462,17 +472,20 @@ def _hints(target: Callable[..., Any], parameters: Mapping[str, inspect.Paramete
     names = getattr(function, "__globals__", {})
     if _is_record(target):  # attrs defines `__init__` in a namespace of its own
         names = vars(sys.modules.get(target.__module__, builtins))
-    given = {name: parameter.annotation for name, parameter in parameters.items()}
-    return _evaluated({name: each for name, each in given.items() if each is not inspect.Parameter.empty}, names)
+    annotations = {name: parameter.annotation for name, parameter in parameters.items()}
+    return _evaluated(
+        {name: annotation for name, annotation in annotations.items() if annotation is not inspect.Parameter.empty},
+        names,
+    )
 
 
 def _evaluated(annotations: Mapping[str, Any], names: dict[str, Any]) -> dict[str, Any]:
-    found = {}
+    hints = {}
     for name, annotation in annotations.items():
         holder = types.SimpleNamespace(__annotations__={name: annotation})
         with suppress(Exception):  # annotations are code, and may raise anything
-            found[name] = get_type_hints(holder, globalns=names, include_extras=True)[name]
-    return found
+            hints[name] = get_type_hints(holder, globalns=names, include_extras=True)[name]
+    return hints
 
 
 # Checks of options with these names, for every executor.
@@ -493,6 +506,6 @@ def options_of(executor: type) -> Arguments:
 
     assert issubclass(executor, Executor)
     inherited = inspect.unwrap(executor.connect).__func__ is Executor.connect.__func__  # type: ignore[attr-defined]
-    found = arguments_of(executor if inherited else executor.connect, f"executor {executor.name!r}")
-    checked = {name: Annotated[found.hints.get(name, Any), Checked(check)] for name, check in _CHECKED.items()}
-    return attrs.evolve(found, hints={**found.hints, **checked})
+    arguments = arguments_of(executor if inherited else executor.connect, f"executor {executor.name!r}")
+    checked = {name: Annotated[arguments.hints.get(name, Any), Checked(check)] for name, check in _CHECKED.items()}
+    return attrs.evolve(arguments, hints={**arguments.hints, **checked})

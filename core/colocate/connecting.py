@@ -267,10 +267,12 @@ def _suggesting(function: Callable[..., Any], cls: type[Executor]) -> Iterator[N
     except ConfigError as error:
         from colocate._signatures import options_of
 
-        own, its = inspect.signature(function).parameters, options_of(cls).parameters
+        own_parameters, executor_parameters = inspect.signature(function).parameters, options_of(cls).parameters
         error.mistakes = [
-            each if each.nearest or each.path in its else attrs.evolve(each, nearest=nearest(each.path, own))
-            for each in error.mistakes
+            mistake
+            if mistake.nearest or mistake.path in executor_parameters
+            else attrs.evolve(mistake, nearest=nearest(mistake.path, own_parameters))
+            for mistake in error.mistakes
         ]
         raise
 

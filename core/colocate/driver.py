@@ -198,7 +198,7 @@ class Driver:
         """Return the places of a group's workers; an empty list for a group that is long gone."""
         worker_group = self._node.worker_group_of(group)
         workers = () if worker_group is None else worker_group.workforce.workers
-        return [Place(each.slot, each.boot.node, each.boot.device) for each in workers]
+        return [Place(worker.slot, worker.boot.node, worker.boot.device) for worker in workers]
 
     @property
     def foresees(self) -> bool:
@@ -243,8 +243,8 @@ class Driver:
 
     def profile(self, groups: Sequence[ColocatedGroup], title: str = "", **options: Any) -> Any:
         """Return the `colocate.profile` block of groups; without a title, only check whether profiling is possible."""
-        found = features.module("profiling.driver")
-        return found.profile(groups, title=title, **options) if title else found.check_profile(groups, **options)
+        module = features.module("profiling.driver")
+        return module.profile(groups, title=title, **options) if title else module.check_profile(groups, **options)
 
     @property
     def run(self) -> Any:
@@ -294,11 +294,11 @@ def checkpoints_of(group: ColocatedGroup) -> CheckpointsOfGroup:
 
 def regrow(group: ColocatedGroup) -> ColocateError | None:
     """Begin to restart a smaller group if more slots are available; return the error that the group's users get."""
-    found = features.module("checkpoints.driver")
+    module = features.module("checkpoints.driver")
     node = group._node
 
     def begin() -> ColocateError | None:
-        return found.begin_resize(node) if found.has_more(node) else None
+        return module.begin_resize(node) if module.has_more(node) else None
 
     is_short = node.size < len(node.whole) and checkpoints_of(group).checkpoint is not None
     return begin() if is_short else None

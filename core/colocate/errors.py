@@ -111,8 +111,8 @@ class RoleError(ColocateError, RuntimeError):
             cause = unpickle()
             if self.__dict__.pop("_unpickle", None) is not None:  # no other thread was faster
                 _CAUSE.__set__(self, cause)
-        found: BaseException | None = _CAUSE.__get__(self)
-        return found
+        original: BaseException | None = _CAUSE.__get__(self)
+        return original
 
     @__cause__.setter
     def __cause__(self, cause: BaseException | None) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]

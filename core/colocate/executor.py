@@ -440,8 +440,8 @@ class Executor(abc.ABC):
             message: A message of one or several calls (`message.numbered`), with numbers from `wire.HOLE` on.
             body: The message's body.
         """
-        found = wire.numbered(message.head(), len(message.numbered), body)
-        return found, found.puts
+        frame = wire.numbered(message.head(), len(message.numbered), body)
+        return frame, frame.puts
 
     def discard(self, frame: Any) -> None:
         """Close a frame after the last send: the memory may be freed once the hosts have received the frame."""

@@ -79,7 +79,7 @@ def listed(environ: Mapping[str, str] | None = None, machine: Sequence[str] = ()
     if text is None:
         return None
     prefix = next((prefix for prefix in _PREFIXES if text.strip().startswith(prefix)), None)
-    found: list[str] = []
+    gpus: list[str] = []
     for entry in map(str.strip, text.split(",")):
         if prefix is None:  # CUDA parses entries like strtoul: text after the digits doesn't count.
             digits = re.match(r"\+?([0-9]+)", entry, re.ASCII)
@@ -88,15 +88,15 @@ def listed(environ: Mapping[str, str] | None = None, machine: Sequence[str] = ()
             name = str(int(digits[1]))
         else:
             name = entry
-            known = prefix == "GPU-" and machine and all(machine)  # a prefix of a UUID is then enough
+            is_known = prefix == "GPU-" and machine and all(machine)  # a prefix of a UUID is then enough
             if not entry.startswith(prefix) or entry == prefix:
                 break
-            if known and not any(uuid.startswith(entry) for uuid in machine):
+            if is_known and not any(uuid.startswith(entry) for uuid in machine):
                 break
-        if name in found:
+        if name in gpus:
             return ()
-        found.append(name)
-    return tuple(found)
+        gpus.append(name)
+    return tuple(gpus)
 
 
 def names(count: int, environ: Mapping[str, str] | None = None) -> tuple[str, ...]:
@@ -148,8 +148,8 @@ def backend_for(device: str) -> str | None:
 
 def indices(some: Iterable[str], gpus: Sequence[str] = ()) -> tuple[int, ...]:
     """Return the indices of GPUs in a list; an unknown name counts by number, or else by position."""
-    known = {name: index for index, name in enumerate(gpus)}
-    return tuple(known.get(name, int(name) if name.isdigit() else index) for index, name in enumerate(some))
+    positions = {name: index for index, name in enumerate(gpus)}
+    return tuple(positions.get(name, int(name) if name.isdigit() else index) for index, name in enumerate(some))
 
 
 def count_gpus(environ: Mapping[str, str] | None = None) -> int:
@@ -167,8 +167,8 @@ def machine_gpus() -> tuple[str, ...]:
     NVIDIA's management library is the first source. Without it, as in some containers, the device files are counted.
     AMD's GPUs are counted in the kernel's list of compute nodes; an executor must be told the number of other GPUs.
     """
-    found = _by_nvml()
-    return ("",) * (_by_device_files() or _by_amd_topology()) if found is None else found
+    uuids = _by_nvml()
+    return ("",) * (_by_device_files() or _by_amd_topology()) if uuids is None else uuids
 
 
 def _by_nvml(load: Callable[[str], Any] = ctypes.CDLL) -> tuple[str, ...] | None:
@@ -183,13 +183,13 @@ def _by_nvml(load: Callable[[str], Any] = ctypes.CDLL) -> tuple[str, ...] | None
         count = ctypes.c_uint()
         if nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)):
             return None
-        found = []
+        uuids = []
         for index in range(count.value):
             device, text = ctypes.c_void_p(), ctypes.create_string_buffer(_UUID_BYTES)
             failed = nvml.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(index), ctypes.byref(device))
             failed = failed or nvml.nvmlDeviceGetUUID(device, text, ctypes.c_uint(_UUID_BYTES))
-            found.append("" if failed else text.value.decode(errors="replace"))
-        return tuple(found)
+            uuids.append("" if failed else text.value.decode(errors="replace"))
+        return tuple(uuids)
     finally:
         nvml.nvmlShutdown()
 
@@ -200,8 +200,8 @@ def _by_device_files(folder: Path = Path("/dev")) -> int:
 
 def _by_amd_topology(folder: Path = Path("/sys/class/kfd/kfd/topology/nodes")) -> int:
     # CPUs are nodes, too: those without SIMD units.
-    found = (re.search(r"^simd_count (\d+)$", path.read_text(), re.MULTILINE) for path in folder.glob("*/properties"))
-    return sum(1 for count in found if count is not None and int(count[1]))
+    matches = (re.search(r"^simd_count (\d+)$", path.read_text(), re.MULTILINE) for path in folder.glob("*/properties"))
+    return sum(1 for count in matches if count is not None and int(count[1]))
 
 
 def gpu_names(torch: Any) -> list[str]:

@@ -143,10 +143,10 @@ class Ledger:
         """
         with self._news:
             self._accounts = [account for account in self._accounts if account.node.name != node]
-            self._nodes = [each for each in self._nodes if each.name != node]
+            self._nodes = [entry for entry in self._nodes if entry.name != node]
             self._news.notify_all()
             held = [reservation for reservation, _ in self._held.values()]
-        return [each for each in held if any(place.node == node for place in each.places)]
+        return [entry for entry in held if any(place.node == node for place in entry.places)]
 
     def running(self) -> list[Running]:
         """Return the current reservations (for `Executor.running`)."""
@@ -189,7 +189,7 @@ def matches(labels: Mapping[str, str], wanted: Mapping[str, str]) -> bool:
 def _is_one_of(value: str | None, wanted: str) -> bool:
     text = wanted.removeprefix("!")
     several = text[3:-1].split(",") if text.startswith("in(") and text.endswith(")") else [text]
-    return (value in [each.strip() for each in several]) != wanted.startswith("!")
+    return (value in [choice.strip() for choice in several]) != wanted.startswith("!")
 
 
 class Placed(Protocol):
@@ -210,25 +210,25 @@ class Placed(Protocol):
 
 def words(request: Request, how: str) -> str:
     """Describe a request, as the line above a table: "pool of 2 slots with 1 CPU each can never fit:"."""
-    each = [f"{request.cpus:g} CPU"] + ([f"{request.gpus} GPU"] if request.gpus else [])
+    amounts = [f"{request.cpus:g} CPU"] + ([f"{request.gpus} GPU"] if request.gpus else [])
     if request.host_memory_bytes:
-        each.append(f"{request.host_memory_bytes / 2**30:.1f} GiB")
-    each += _named(request.resources)
-    listed = " and ".join([", ".join(each[:-1]), each[-1]] if each[1:] else each)
-    places = f", {', '.join(found)}," if (found := _places(request)) else ""
+        amounts.append(f"{request.host_memory_bytes / 2**30:.1f} GiB")
+    amounts += _named(request.resources)
+    listed = " and ".join([", ".join(amounts[:-1]), amounts[-1]] if amounts[1:] else amounts)
+    places = f", {', '.join(constraints)}," if (constraints := _places(request)) else ""
     return f"{request.owner or 'a pool'} of {request.slots} slots with {listed} each{places} {how}:"
 
 
 def where(placed: Placed) -> str:
     """Describe the constraints on the places of slots; "" for none."""
-    return ", ".join([*(f"{each} each" for each in _named(placed.resources)), *_places(placed)])
+    return ", ".join([*(f"{amount} each" for amount in _named(placed.resources)), *_places(placed)])
 
 
 def _places(placed: Placed) -> list[str]:
     strict = {"strict_pack": "all on one node", "strict_spread": "each on a node of its own"}.get(placed.strategy)
     labels = f"on nodes with {_labels(placed.labels)}" if placed.labels else None
     together = f"all of one {placed.together}" if placed.together else None
-    return [each for each in (labels, strict, together) if each is not None]
+    return [constraint for constraint in (labels, strict, together) if constraint is not None]
 
 
 def _labels(labels: Mapping[str, str | None]) -> str:
@@ -239,10 +239,10 @@ def _assign(accounts: Sequence[_Account], request: Request) -> list[_Account] | 
     """Return an account for each slot, or None."""
     domains: dict[str | None, list[_Account]] = {}
     for account in accounts:
-        if (found := account.node.labels.get(request.together)) is not None or not request.together:
-            domains.setdefault(found, []).append(account)
-    assigned = (_assign_among(each, request) for each in domains.values())
-    return next((each for each in assigned if each is not None), None)
+        if (domain := account.node.labels.get(request.together)) is not None or not request.together:
+            domains.setdefault(domain, []).append(account)
+    assigned = (_assign_among(candidates, request) for candidates in domains.values())
+    return next((candidates for candidates in assigned if candidates is not None), None)
 
 
 def _assign_among(accounts: Sequence[_Account], request: Request) -> list[_Account] | None:
@@ -252,8 +252,8 @@ def _assign_among(accounts: Sequence[_Account], request: Request) -> list[_Accou
         whole = next((account for account in accounts if room[id(account)] >= request.slots), None)
         return None if whole is None else [whole] * request.slots
     if request.strategy == "strict_spread":
-        own = [account for account in accounts if room[id(account)]]
-        return own[: request.slots] if len(own) >= request.slots else None
+        roomy = [account for account in accounts if room[id(account)]]
+        return roomy[: request.slots] if len(roomy) >= request.slots else None
     if sum(room.values()) < request.slots:
         return None
     chosen: list[_Account] = []
@@ -294,8 +294,8 @@ def table(request: Request, nodes: Sequence[tuple[Node, Node]]) -> tuple[dict[st
 
 def labels_column(labels: Mapping[str, str], request: Request) -> dict[str, str]:
     """Return a table column with a node's values of the labels in a request; empty without such labels."""
-    asked = dict.fromkeys([*request.labels, *filter(None, [request.together])])
-    return {"labels": _labels({name: labels.get(name) for name in asked})} if asked else {}
+    label_names = dict.fromkeys([*request.labels, *filter(None, [request.together])])
+    return {"labels": _labels({name: labels.get(name) for name in label_names})} if label_names else {}
 
 
 def _amounts(node: Node, request: Request) -> str:

@@ -78,12 +78,12 @@ class Naps:
         """Return the awake seconds by group and role, summed over ranks; empty if no role has slept."""
         if not self._asleep and not self._slept:
             return {}
-        found: dict[tuple[str, str], float] = {}
+        seconds_by_role: dict[tuple[str, str], float] = {}
         for rank in self._ranks:
             if rank[1]:
                 since = self._asleep.get(rank, now)
-                found[rank[:2]] = found.get(rank[:2], 0.0) + since - self._began
-        return {role: seconds - self._slept.get(role, 0.0) for role, seconds in found.items()}
+                seconds_by_role[rank[:2]] = seconds_by_role.get(rank[:2], 0.0) + since - self._began
+        return {role: seconds - self._slept.get(role, 0.0) for role, seconds in seconds_by_role.items()}
 
     def _add(self, rank: tuple[str, str, int], seconds: float) -> None:
         self._slept[rank[:2]] = self._slept.get(rank[:2], 0.0) + max(0.0, seconds)
@@ -156,8 +156,8 @@ class CallLog:
                 span = Span(record.group, slot, record.role, record.method, start, end)
                 self._busy.append((span, record.ready, None))
                 self._naps.see(record.group, record.role, rank)
-            came = sum(each.nbytes for each in record.transfers)
-            _add(self._transferred, (record.group, record.role), came)
+            received = sum(transfer.nbytes for transfer in record.transfers)
+            _add(self._transferred, (record.group, record.role), received)
             for maker, nbytes in record.handed_over.items():
                 _add(self._handed_over, (record.group, maker, record.role), nbytes)
 
@@ -219,25 +219,26 @@ class CallLog:
             slots = self._idling.slots()
             if len(self._busy) >= KEPT_SPANS:
                 since = max(since, min((each.start for each in calls), default=since))
-        found: dict[str, float] = {}
+        seconds_by_cause: dict[str, float] = {}
         for each in idle(calls, moves, dict.fromkeys(slots, (since, until))).values():
             for why, seconds in each.items():
-                _add(found, why, seconds)
-        return dict(sorted(found.items(), key=lambda each: -each[1]))
+                _add(seconds_by_cause, why, seconds)
+        return dict(sorted(seconds_by_cause.items(), key=lambda each: -each[1]))
 
     def restarts(self, saved: Sequence[float]) -> tuple[Restart, ...]:
         """Return the completed restarts, given further times at which the groups' state was saved."""
         with self._lock:
-            found = list(self._restarts)
+            restarts = list(self._restarts)
         return tuple(
-            attrs.evolve(each, since=max([each.since, *(when for when in saved if when <= each.at)])) for each in found
+            attrs.evolve(restart, since=max([restart.since, *(when for when in saved if when <= restart.at)]))
+            for restart in restarts
         )
 
     def handed_over(self) -> tuple[HandedOver, ...]:
         """Return the results that roles used on the slots where other roles had made them, most bytes first."""
         with self._lock:
-            found = [HandedOver(*key, nbytes) for key, nbytes in self._handed_over.items()]
-        return tuple(sorted(found, key=lambda each: -each.nbytes))
+            rows = [HandedOver(*key, nbytes) for key, nbytes in self._handed_over.items()]
+        return tuple(sorted(rows, key=lambda each: -each.nbytes))
 
     def spans(self) -> tuple[Span, ...]:
         """Return the last spans, in the order in which calls ended."""

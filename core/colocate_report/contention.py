@@ -86,17 +86,17 @@ def contention(
         for role, intervals in waits.items():
             key = group, role
             busy[key] = busy.get(key, 0.0) + length(running[role])
-            its = waited.setdefault(key, {})
+            waited_for = waited.setdefault(key, {})
             waiting = merged(intervals)
             for other, times in running.items():
                 if other != role and (seconds := length(waiting) - length(without(waiting, times))):
-                    its[other] = its.get(other, 0.0) + seconds
-    found = []
+                    waited_for[other] = waited_for.get(other, 0.0) + seconds
+    uses = []
     for key in busy:
         moves, nbytes = moved.get(key, (0, 0))
-        came, is_awake, seconds = transferred.get(key, 0), awake.get(key), moving.get(key, 0.0)
-        found.append(RoleUse(*key, busy[key], waited[key], nbytes, came, is_awake, seconds, moves))
-    return found
+        received, is_awake, seconds = transferred.get(key, 0), awake.get(key), moving.get(key, 0.0)
+        uses.append(RoleUse(*key, busy[key], waited[key], nbytes, received, is_awake, seconds, moves))
+    return uses
 
 
 CAUSES = 12
@@ -106,11 +106,11 @@ CAUSES = 12
 def idling(found: Mapping[str, float]) -> list[dict[str, str | float]]:
     """Return table rows of idle causes: seconds, and the share of all idle time."""
     whole = sum(found.values())
-    told = sorted(found.items(), key=lambda each: -each[1])
-    rest = sum(seconds for _, seconds in told[CAUSES:])
-    told = [*told[:CAUSES], *([(f"{len(told) - CAUSES} others", rest)] if rest else [])]
+    causes = sorted(found.items(), key=lambda each: -each[1])
+    rest = sum(seconds for _, seconds in causes[CAUSES:])
+    causes = [*causes[:CAUSES], *([(f"{len(causes) - CAUSES} others", rest)] if rest else [])]
     return [
-        {"waited for": why, "idle (s)": round(seconds, 3), "part": f"{seconds / whole:.0%}"} for why, seconds in told
+        {"waited for": why, "idle (s)": round(seconds, 3), "part": f"{seconds / whole:.0%}"} for why, seconds in causes
     ]
 
 

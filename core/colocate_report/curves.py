@@ -91,14 +91,14 @@ class Curves:
 
 def series_of(rows: Iterable[Mapping[str, Any]]) -> list[Series]:
     """Convert logged rows to series, in the order in which names first appear."""
-    found: dict[str, list[Point]] = {}
+    points_by_name: dict[str, list[Point]] = {}
     for row in rows:
         for name, value in row.items():
             if name not in ("step", "time") and (value is None or isinstance(value, bool | int | float)):
                 finite = None if value is None or not math.isfinite(value) else float(value)
-                found.setdefault(name, []).append((int(row["step"]), finite))
+                points_by_name.setdefault(name, []).append((int(row["step"]), finite))
     series = []
-    for name, points in found.items():
+    for name, points in points_by_name.items():
         points.sort(key=lambda point: point[0])
         series.append(Series(name, points, [value for _, value in points if value is not None]))
     return series
@@ -114,22 +114,22 @@ def headline(series: Sequence[Series]) -> list[Series]:
 def curves(series: Sequence[Series]) -> Curves:
     """Lay out the charts of all series."""
     leading = headline(series)
-    others = [each for each in series if each.values and each not in leading]
-    shown, rest = others[:SMALL_CHARTS], others[SMALL_CHARTS:]
+    remaining = [line for line in series if line.values and line not in leading]
+    shown, rest = remaining[:SMALL_CHARTS], remaining[SMALL_CHARTS:]
     # Values between 0 and 1 share an axis for comparison. Other values would flatten each other.
-    fractions = [each for each in leading if min(each.values) >= 0 and max(each.values) <= 1]
+    fractions = [line for line in leading if min(line.values) >= 0 and max(line.values) <= 1]
     large = [fractions] if fractions else []
-    large += [[each] for each in leading if each not in fractions]
-    steps = [each.points[place][0] for each in series for place in (0, -1)]
+    large += [[line] for line in leading if line not in fractions]
+    steps = [line.points[place][0] for line in series for place in (0, -1)]
     span = (min(steps), max(steps)) if steps else (0, 0)
     return Curves(
         tuple(_chart(group, span, large=True) for group in large),
-        tuple(_chart([each], span, large=False) for each in shown),
+        tuple(_chart([line], span, large=False) for line in shown),
         tuple(
-            (each.label, number(each.values[0]), each.last, number(min(each.values)), number(max(each.values)))
-            for each in rest[:200]
+            (line.label, number(line.values[0]), line.last, number(min(line.values)), number(max(line.values)))
+            for line in rest[:200]
         ),
-        tuple(each.gap for each in series if each.gap)[:SMALL_CHARTS],
+        tuple(line.gap for line in series if line.gap)[:SMALL_CHARTS],
     )
 
 
@@ -145,7 +145,7 @@ def rank_metric(name: str) -> int:
 
 
 def _chart(group: Sequence[Series], span: tuple[int, int], *, large: bool) -> Chart:
-    values = [value for each in group for value in each.values]
+    values = [value for curve in group for value in curve.values]
     low, high = min(values), max(values)
     if 0 <= low < high / 2:
         low = 0.0  # zero is near enough to be shown, and keeps slopes honest
@@ -153,14 +153,14 @@ def _chart(group: Sequence[Series], span: tuple[int, int], *, large: bool) -> Ch
         high = 1.0
     x = Axis.within(*span, 8 if large else 4, whole=True)
     y = Axis.around(low, high, 5 if large else 3)
-    lines = tuple(_line(each, x, y, 300 if large else 120) for each in group)
-    said = [f"{line.label} from {line.first} to {line.last}" for line in lines]
+    lines = tuple(_line(curve, x, y, 300 if large else 120) for curve in group)
+    changes = [f"{line.label} from {line.first} to {line.last}" for line in lines]
     return Chart(
         title=", ".join(line.label for line in lines),
         lines=lines,
         x_ticks=tuple((percent(x.at(tick)), label) for tick, label in zip(x.ticks, x.labels(), strict=True)),
         y_ticks=tuple((percent(1 - y.at(tick)), label) for tick, label in zip(y.ticks, y.labels(), strict=True)),
-        summary=f"Steps {span[0]} to {span[1]}: {'; '.join(said)}.",
+        summary=f"Steps {span[0]} to {span[1]}: {'; '.join(changes)}.",
     )
 
 
@@ -177,12 +177,12 @@ def _line(series: Series, x: Axis, y: Axis, columns: int) -> Line:
         lower = [place(step, low) for step, _, low, _ in reversed(buckets)]
         band = _path([*upper, *lower]) + "z"
     places = [None if value is None else place(step, value) for step, value in points]
-    real = [each for each in places if each is not None]
+    real = [point for point in places if point is not None]
     return Line(
         label=series.label,
         path=_path(places),
         band=band,
-        dots="".join(f"M{left} {top}h0" for left, top in real) if len(real) <= DOTTED else "",
+        dots="".join(f"M{across} {top}h0" for across, top in real) if len(real) <= DOTTED else "",
         first=number(series.values[0]),
         last=series.last,
         strong=rank_metric(series.name) in (0, 1, 4),
@@ -207,8 +207,8 @@ def _buckets(points: Sequence[Point], x: Axis, columns: int) -> list[tuple[float
     for step, value in points:
         if value is not None:
             buckets.setdefault(min(columns - 1, int(x.at(step) * columns)), []).append((step, value))
-    found = []
+    summaries = []
     for bucket in buckets.values():
         values = [value for _, value in bucket]
-        found.append(((bucket[0][0] + bucket[-1][0]) / 2, fmean(values), min(values), max(values)))
-    return found
+        summaries.append(((bucket[0][0] + bucket[-1][0]) / 2, fmean(values), min(values), max(values)))
+    return summaries

@@ -94,7 +94,9 @@ class _Kept:
 
 def _mean(points: Sequence[Point]) -> Point:
     count = len(points)
-    return Point(points[-1].time, sum(each.use for each in points) / count, sum(each.memory for each in points) / count)
+    return Point(
+        points[-1].time, sum(point.use for point in points) / count, sum(point.memory for point in points) / count
+    )
 
 
 class DeviceLog:
@@ -110,27 +112,27 @@ class DeviceLog:
 
     def uses(self) -> tuple[DeviceUse, ...]:
         """Return the use of each GPU, in the order of slots."""
-        found = []
-        for kept in self._kept.values():
-            last = kept.last
+        uses = []
+        for samples in self._kept.values():
+            last = samples.last
             assert last is not None
-            memory, celsius = kept.most.get("memory"), kept.most.get("celsius")
-            found.append(
+            memory, celsius = samples.most.get("memory"), samples.most.get("celsius")
+            uses.append(
                 DeviceUse(
                     node=last.node,
-                    slots=tuple(kept.slots),
+                    slots=tuple(samples.slots),
                     uuid=last.uuid,
                     name=last.name,
-                    use=kept.mean("use"),
+                    use=samples.mean("use"),
                     most_memory=None if memory is None else int(memory),
                     memory=last.memory_total,
-                    watts=kept.mean("watts"),
+                    watts=samples.mean("watts"),
                     most_celsius=celsius,
-                    xids=dict(kept.xids),
-                    points=tuple(kept.points),
+                    xids=dict(samples.xids),
+                    points=tuple(samples.points),
                 )
             )
-        return tuple(sorted(found, key=lambda each: [*each.slots]))
+        return tuple(sorted(uses, key=lambda each: [*each.slots]))
 
 
 @attrs.frozen
@@ -152,26 +154,26 @@ class DeviceLane:
 
 def lanes(uses: Sequence[DeviceUse], start: float, end: float) -> tuple[DeviceLane, ...]:
     """Return a lane for each GPU with samples, on the timeline's axis."""
-    found = []
-    for each in uses:
+    lane_list = []
+    for device_use in uses:
         places = [
             (percent((point.time - start) / ((end - start) or 1.0)) * 10, point)
-            for point in each.points
+            for point in device_use.points
             if start <= point.time <= end
         ]
         if not places:
             continue
         use = " ".join(f"L{x:.1f} {100 - 100 * point.use:.1f}" for x, point in places)
         memory = " ".join(f"{x:.1f},{100 - 100 * point.memory:.1f}" for x, point in places)
-        found.append(
+        lane_list.append(
             DeviceLane(
-                ", ".join(_slots(each)),
+                ", ".join(_slots(device_use)),
                 f"M{places[0][0]:.1f} 100 {use} L{places[-1][0]:.1f} 100 Z",
                 memory,
-                "" if each.use is None else f"{each.use:.0%}",
+                "" if device_use.use is None else f"{device_use.use:.0%}",
             )
         )
-    return tuple(found)
+    return tuple(lane_list)
 
 
 def _slots(use: DeviceUse) -> list[str]:
@@ -182,18 +184,18 @@ def rows(uses: Sequence[DeviceUse]) -> list[dict[str, Any]]:
     """Return a table row for each GPU."""
     return [
         {
-            "slots": ", ".join(_slots(each)),
-            "node": each.node,
-            "GPU": each.name,
-            "use": "" if each.use is None else f"{each.use:.0%}",
-            "most memory": "" if each.most_memory is None else size_text(each.most_memory),
-            "of": "" if each.memory is None else size_text(each.memory),
-            "mean power": "" if each.watts is None else f"{each.watts:.0f} W",
-            "hottest": "" if each.most_celsius is None else f"{each.most_celsius:.0f} °C",
+            "slots": ", ".join(_slots(device_use)),
+            "node": device_use.node,
+            "GPU": device_use.name,
+            "use": "" if device_use.use is None else f"{device_use.use:.0%}",
+            "most memory": "" if device_use.most_memory is None else size_text(device_use.most_memory),
+            "of": "" if device_use.memory is None else size_text(device_use.memory),
+            "mean power": "" if device_use.watts is None else f"{device_use.watts:.0f} W",
+            "hottest": "" if device_use.most_celsius is None else f"{device_use.most_celsius:.0f} °C",
             "XID errors": ", ".join(
                 f"{number}" if count == 1 else f"{number} ({count} times)"
-                for number, count in sorted(each.xids.items())
+                for number, count in sorted(device_use.xids.items())
             ),
         }
-        for each in uses
+        for device_use in uses
     ]

@@ -34,7 +34,7 @@ class Memory:
 
 def memory(found: Sequence[GroupMemory], roles: Mapping[str, int]) -> tuple[Memory, ...]:
     """Lay out the memory of groups as bars and tables."""
-    return tuple(_memory(each, roles) for each in found)
+    return tuple(_memory(item, roles) for item in found)
 
 
 def _memory(group: GroupMemory, roles: Mapping[str, int]) -> Memory:

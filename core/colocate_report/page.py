@@ -121,8 +121,8 @@ def page_of(record: RunRecord, error: str | None = None) -> Page:
 
 def _tiles(record: RunRecord, series: Sequence[Series]) -> list[Tile]:
     tiles = [
-        Tile(each.label, each.last, number(each.values[0]) if len(each.values) > 1 else "")
-        for each in headline(series)[:2]
+        Tile(line.label, line.last, number(line.values[0]) if len(line.values) > 1 else "")
+        for line in headline(series)[:2]
     ]
     if record.metrics:
         tiles.append(Tile("Last step", number(max(row["step"] for row in record.metrics))))

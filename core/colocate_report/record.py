@@ -140,7 +140,10 @@ def scalars_of(row: Row) -> dict[str, Any]:
 
 def told_restarts(record: RunRecord) -> list[str]:
     """Return a line for each restart, with the lost time."""
-    return [f"{each.what} at {each.at - record.started:.0f} s: {each.lost:.0f} s lost" for each in record.restarts]
+    return [
+        f"{restart.what} at {restart.at - record.started:.0f} s: {restart.lost:.0f} s lost"
+        for restart in record.restarts
+    ]
 
 
 def timed_phases(record: RunRecord) -> dict[str, float]:
@@ -171,12 +174,12 @@ def _sentences(record: RunRecord) -> Iterator[str]:
             f"{fewer:,} more, and an empty one has {empty}."
         )
     if record.handed_over:
-        whole = size_text(sum(each.nbytes for each in record.handed_over))
-        several = len({each.group for each in record.handed_over}) > 1
+        whole = size_text(sum(item.nbytes for item in record.handed_over))
+        several = len({item.group for item in record.handed_over}) > 1
         pairs = ", ".join(
-            f"{f'{each.group}: ' if several else ''}{each.maker or 'functions'} to {each.user or 'functions'} "
-            f"{size_text(each.nbytes)}"
-            for each in record.handed_over
+            f"{f'{item.group}: ' if several else ''}{item.maker or 'functions'} to {item.user or 'functions'} "
+            f"{size_text(item.nbytes)}"
+            for item in record.handed_over
         )
         used = f"Of kept results, {whole} were used where they lay"
         yield f"{used}; processes of their own would have copied them: {pairs}."

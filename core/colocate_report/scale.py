@@ -101,8 +101,8 @@ def percent(fraction: float) -> float:
 
 def words(name: str) -> str:
     """Convert the name of a metric or phase to words for people."""
-    known = {"kl": "KL", "lr": "learning rate", "grad": "gradient", "eval": "held-out"}
-    text = " ".join(known.get(part, part) for part in name.replace("/", " ").replace("_", " ").split())
+    special = {"kl": "KL", "lr": "learning rate", "grad": "gradient", "eval": "held-out"}
+    text = " ".join(special.get(part, part) for part in name.replace("/", " ").replace("_", " ").split())
     return (text[:1].upper() + text[1:]) or name
 
 

@@ -70,7 +70,7 @@ def lane(label: str, spans: Sequence[Span], roles: Mapping[str, int], grid: Grid
             busy[column][roles[span.role]] += seconds
     colours = sorted(set().union(*busy))
     heights = [_heights(counts, colours, grid.unit) for counts in busy]
-    areas = [(colour, _area([each[place] for each in heights])) for place, colour in enumerate(colours)]
+    areas = [(colour, _area([height[place] for height in heights])) for place, colour in enumerate(colours)]
     total = sum(min(1.0, sum(counts.values()) / grid.unit) for counts in busy)
     return Lane(label, tuple(reversed(areas)), f"{total / grid.columns:.0%}", tuple(marks))
 
@@ -116,7 +116,7 @@ def timeline(
     slots: dict[tuple[str, int], list[Span]] = {}
     for span in sorted(spans, key=lambda span: span.start):
         slots.setdefault((span.group, span.slot), []).append(span)
-    start = min([start, *(found[0].start for found in slots.values())])
+    start = min([start, *(stretch[0].start for stretch in slots.values())])
     end = max([end, *(span.end for span in spans)])
     ordered = sorted(slots)
     shown = ordered[:MAX_LANES]
@@ -126,11 +126,11 @@ def timeline(
     grid = Grid(start, end, max(80, min(480, AREAS // (count * max(1, len(set(roles.values())))))))
     marks: defaultdict[str, list[Mark]] = defaultdict(list)
     whole = (end - start) or 1.0
-    for each in restarts:
-        if each.ready > start:
-            left, right = max(0.0, (each.at - start) / whole), min(1.0, (each.ready - start) / whole)
-            text = f"{each.what}\n{each.lost:.0f} s lost"
-            marks[each.group].append(Mark(percent(left), percent(right - left), text))
+    for restart in restarts:
+        if restart.ready > start:
+            left_edge, right = max(0.0, (restart.at - start) / whole), min(1.0, (restart.ready - start) / whole)
+            text = f"{restart.what}\n{restart.lost:.0f} s lost"
+            marks[restart.group].append(Mark(percent(left_edge), percent(right - left_edge), text))
     return Timeline(
         lanes=tuple(lane(labels[slot], slots[slot], roles, grid, marks[slot[0]]) for slot in shown),
         hidden=len(ordered) - len(shown),

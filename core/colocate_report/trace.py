@@ -69,7 +69,7 @@ class Trace:
             OSError: The file can't be written, or another trace is being written there.
         """
         driver = Driver(runtime)
-        if any(isinstance(each, Trace) and each._is_at(path) for each in driver.observers):
+        if any(isinstance(observer, Trace) and observer._is_at(path) for observer in driver.observers):
             raise OSError(errno.EBUSY, "another trace is being written there", str(path))
         self._driver = driver
         self._ahead = ahead
@@ -159,9 +159,9 @@ class Trace:
             if record.kept_awake:
                 args["kept awake"] = dict(record.kept_awake)
             name = f"{record.role} {record.kind}"
-            ahead = self._ahead.get((record.group, slot), 0.0)
-            self._span(group, slot, _MEMORY, record.role, name, record.start - ahead, record.end - ahead, args)
-            self._count(group, slot, record.end - ahead)
+            offset = self._ahead.get((record.group, slot), 0.0)
+            self._span(group, slot, _MEMORY, record.role, name, record.start - offset, record.end - offset, args)
+            self._count(group, slot, record.end - offset)
             self._write()
 
     def colocate_group_changed(self, name: str, state: str, cause: ColocateError | None) -> None:
@@ -212,31 +212,31 @@ class Trace:
         unfinished = {rank for rank, _ in record.unfinished}
         for rank, start, end in record.ran:
             slot = self._driver.slot_of(record.group, record.role, rank)
-            ahead = self._ahead.get((record.group, slot), 0.0)
-            start, end = start - ahead, end - ahead
+            offset = self._ahead.get((record.group, slot), 0.0)
+            start, end = start - offset, end - offset
             more: dict[str, Any] = {"rank": rank, "waited_ms": round(max(0.0, start - record.submitted) * 1e3, 3)}
             if rank in record.raised:
                 more["error"] = record.error
             elif rank in unfinished:
                 more["not done when it failed"] = record.error
-            before, what = self._last.get((group, slot), (0.0, ""))
+            before, earlier_call = self._last.get((group, slot), (0.0, ""))
             if before > record.submitted:
-                more["waited_for"] = what
+                more["waited_for"] = earlier_call
             self._last[group, slot] = end, name
             self._span(group, slot, _RUNS, record.role or "group", name, start, end, more)
-        for each in record.transfers:
-            slot = self._driver.slot_of(record.group, record.role, each.rank)
-            self._transfer(group, slot, name, each, self._ahead.get((record.group, slot), 0.0))
+        for transfer in record.transfers:
+            slot = self._driver.slot_of(record.group, record.role, transfer.rank)
+            self._transfer(group, slot, name, transfer, self._ahead.get((record.group, slot), 0.0))
 
     def _transfer(self, group: int, slot: int, call: str, record: TransferRecord, ahead: float) -> None:
-        made, rank = _label(record.role, record.method), record.source
+        maker, rank = _label(record.role, record.method), record.source
         source = None if rank is None else self._driver.slot_of(record.group, record.role, rank)
-        args = {"bytes": record.nbytes, "from_group": record.group, "from_slot": source, "made_by": made, "for": call}
+        args = {"bytes": record.nbytes, "from_group": record.group, "from_slot": source, "made_by": maker, "for": call}
         if record.lent:
             args["bytes_from_gpu_to_gpu"] = record.lent
         if record.refusal:
             args["not_from_gpu_to_gpu"] = record.refusal
-        name = f"{made} from {'other slots' if source is None else f'slot {source}'}"
+        name = f"{maker} from {'other slots' if source is None else f'slot {source}'}"
         self._span(group, slot, _TRANSFERS, "transfers", name, record.start - ahead, record.end - ahead, args)
 
     def _on_driver(self, name: str, start: float, end: float, args: Mapping[str, Any], category: str = "calls") -> None:

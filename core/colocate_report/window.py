@@ -90,23 +90,23 @@ class ClusterWindow:
         if self._closed:
             sock.close()
             return
-        told = Seen(dict(self._seen())).head()
+        reply = Seen(dict(self._seen())).head()
         with contextlib.suppress(ClosedError):  # the event loop is closing, and has closed the socket
             lane = self._event_loop.attach(sock, lambda head, body: None, lambda reason: None)
-            lane.send(told)
+            lane.send(reply)
             self._event_loop.later(PATIENCE_S, lane.close)  # normally the peer closes the lane first, after the answer
 
 
 def look_at(window: Window, executor: Watchable) -> Mapping[str, Any]:
     """Ask a job of the cluster for the present state of its groups."""
     looks: Requests[None, Mapping[str, Any]] = Requests()
-    asked = looks.open([None])
+    question = looks.open([None])
 
     def told(head: wire.Head, body: Any) -> None:
-        seen = read(head)
-        assert isinstance(seen, Seen)
-        assert seen.facts is not None
-        looks.answered(asked.token, None, seen.facts)
+        reply = read(head)
+        assert isinstance(reply, Seen)
+        assert reply.facts is not None
+        looks.answered(question.token, None, reply.facts)
 
     def closed(reason: str) -> None:
         looks.fail_all(ClusterError(f"it has just ended ({reason})"))
@@ -121,7 +121,7 @@ def look_at(window: Window, executor: Watchable) -> Mapping[str, Any]:
     event_loop = wire.EventLoop("look")
     try:
         event_loop.attach(sock, told, closed)
-        (facts,) = asked.result(deadline)
+        (facts,) = question.result(deadline)
     except TimeoutError:
         raise TimeoutError(f"job {window.name!r} ({window.id}) doesn't answer: it is stopped, or hangs") from None
     finally:
@@ -214,8 +214,8 @@ class _Window:
                 try:
                     peer.settimeout(PATIENCE_S)
                     if user_of(peer) in (os.getuid(), 0):
-                        seen = self._scene.stacks if peer.recv(_QUESTION_BYTES) == STACKS else self._scene.seen
-                        peer.sendall(json.dumps(seen()).encode() + b"\n")
+                        get_answer = self._scene.stacks if peer.recv(_QUESTION_BYTES) == STACKS else self._scene.seen
+                        peer.sendall(json.dumps(get_answer()).encode() + b"\n")
                 except Exception as error:  # the peer has gone, say: no error of a viewer may harm the job
                     if not isinstance(error, OSError):
                         report_exception()
@@ -250,7 +250,7 @@ def look(job: Job, what: bytes = LOOK) -> dict[str, Any] | None:
         except OSError:
             return None
     try:
-        found: dict[str, Any] = json.loads(received)
+        reply: dict[str, Any] = json.loads(received)
     except ValueError:  # the job ended during the answer, or refused
         return None
-    return found
+    return reply

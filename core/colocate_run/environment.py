@@ -17,13 +17,13 @@ _GIT_WITHIN_S = 5.0
 
 def origin() -> dict[str, str]:
     """Return this process's host and command, and the commit of the working directory."""
-    found = {"host": platform.node(), "command": shlex.join(without_secret_values(sys.orig_argv))}
+    facts = {"host": platform.node(), "command": shlex.join(without_secret_values(sys.orig_argv))}
     try:
         commit = _git("rev-parse", "HEAD")
-        found["commit"] = commit + (" with changes" if _git("status", "--porcelain", "--untracked-files=no") else "")
+        facts["commit"] = commit + (" with changes" if _git("status", "--porcelain", "--untracked-files=no") else "")
     except (OSError, subprocess.SubprocessError):  # no git, no repository, or a slow one
         pass
-    return found
+    return facts
 
 
 def _git(*arguments: str) -> str:
@@ -33,16 +33,16 @@ def _git(*arguments: str) -> str:
 
 def environment() -> dict[str, str]:
     """Return the versions and the machine that matter if numbers differ."""
-    found = {
+    facts = {
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "cpus": str(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()),
     }
-    known = dict(versions_of(("colocate", "torch", "numpy", "transformers")))
+    versions = dict(versions_of(("colocate", "torch", "numpy", "transformers")))
     for plugin in plugins():
-        known |= plugin.engine() if plugin.kind == "executor" else {}
-    found |= {name: version for name, version in known.items() if version is not None}
+        versions |= plugin.engine() if plugin.kind == "executor" else {}
+    facts |= {name: version for name, version in versions.items() if version is not None}
     torch = sys.modules.get("torch")
     if torch is not None and (names := gpu_names(torch)):
-        found["gpus"] = ", ".join(names)
-    return found
+        facts["gpus"] = ", ".join(names)
+    return facts

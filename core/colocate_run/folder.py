@@ -62,16 +62,16 @@ class RunFolder:
         """Return the folders of runs with this name, newest first."""
         pattern = re.compile(rf"{re.escape(name)}(?:-(\d+))?")
         named = [(pattern.fullmatch(path.name), path) for path in (root.iterdir() if root.is_dir() else ())]
-        numbered = sorted(((int(found[1] or 1), path) for found, path in named if found), reverse=True)
+        numbered = sorted(((int(match[1] or 1), path) for match, path in named if match), reverse=True)
         folders = [cls(path.absolute()) for _, path in numbered]
         # demo-2 may also be the first run of a config called "demo-2"
-        return [each for each in folders if each.is_of(name)]
+        return [folder for folder in folders if folder.is_of(name)]
 
     @classmethod
     def latest(cls, name: str, root: Path) -> RunFolder:
         """Return the newest folder of this name with a complete checkpoint."""
-        if found := next((each for each in cls.of_name(name, root) if each.checkpoints()), None):
-            return found
+        if match := next((folder for folder in cls.of_name(name, root) if folder.checkpoints()), None):
+            return match
         raise ConfigError(
             f"nothing to resume: no complete checkpoint of {name!r} in {root.absolute()}; run it without --resume, or "
             "with --resume=auto, which begins where there is none"
@@ -158,8 +158,8 @@ class RunFolder:
 
 def _just_made(path: Path) -> bool:
     """Return whether a driver has just made this folder and not yet written the config."""
-    there = {each.name for each in path.iterdir()} if path.is_dir() else {""}
-    return not there or (LOCK in there and "config.yaml" not in there)
+    names = {entry.name for entry in path.iterdir()} if path.is_dir() else {""}
+    return not names or (LOCK in names and "config.yaml" not in names)
 
 
 def finite(value: Any) -> Any:
@@ -167,8 +167,8 @@ def finite(value: Any) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {key: finite(each) for key, each in value.items()}
-    return [finite(each) for each in value] if isinstance(value, list | tuple) else value
+        return {key: finite(item) for key, item in value.items()}
+    return [finite(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def _row(line: str) -> dict[str, Any] | None:

@@ -102,10 +102,10 @@ def opened(config: Config, stage: Stage, connected: Callable[[Runtime], object])
 def reserve_pool(runtime: Runtime, name: str, config: Config) -> Pool:
     """Reserve a pool by an entry of the config."""
     with made_for(config.origins.get(f"pools.{name}")):
-        given = attrs.asdict(config.pools[name], recurse=False)
-        if (least := given.pop("at_least")) is not None:
-            given["slots"] = least, given["slots"]
-        return runtime.reserve(name=name, **given)
+        options = attrs.asdict(config.pools[name], recurse=False)
+        if (least := options.pop("at_least")) is not None:
+            options["slots"] = least, options["slots"]
+        return runtime.reserve(name=name, **options)
 
 
 def _spawn(pool: Pool, name: str, config: Config) -> ColocatedGroup:
@@ -127,8 +127,8 @@ def _spawn(pool: Pool, name: str, config: Config) -> ColocatedGroup:
 
 
 def _role(entry: RoleConfig) -> RoleSpec[Any]:
-    given = arguments_of(find_role(entry.use).load(), entry.use).built(entry.with_)
-    return role(entry.use, **given).on(
+    options = arguments_of(find_role(entry.use).load(), entry.use).built(entry.with_)
+    return role(entry.use, **options).on(
         slots=entry.slots,
         mesh=entry.mesh,
         default_group=entry.default_group,

@@ -73,18 +73,18 @@ class Notices:
                 continue
             if signalled is None:
                 return
-            self._ends_at, said = ask_end(signalled)
-            if said is not None:
-                _log.warning("%s", said)
+            self._ends_at, message = ask_end(signalled)
+            if message is not None:
+                _log.warning("%s", message)
 
     def _note(self, nodes: Mapping[str, float | None]) -> None:
-        found = [Leaving(f"node {name}", until) for name, until in nodes.items()]
-        found += [] if self._ends_at is None else [Leaving("the batch job", self._ends_at)]
-        found = [each for each in found if each.until is None or each.until - time.time() <= NOTICE_S]
-        found.sort(key=lambda each: (each.until or 0.0, each.who))
+        departures = [Leaving(f"node {name}", until) for name, until in nodes.items()]
+        departures += [] if self._ends_at is None else [Leaving("the batch job", self._ends_at)]
+        departures = [each for each in departures if each.until is None or each.until - time.time() <= NOTICE_S]
+        departures.sort(key=lambda each: (each.until or 0.0, each.who))
         known = {each.who for each in self.found}
-        new = [each for each in found if each.who not in known]
-        self.found, self.last = tuple(found), self.last + len(new)
+        new = [each for each in departures if each.who not in known]
+        self.found, self.last = tuple(departures), self.last + len(new)
         for each in new:
             _log.warning("%s: the job is to write a checkpoint", each)
             self._told(each)

@@ -105,8 +105,8 @@ class FolderLock:
             ClosedError: Another driver has taken the folder.
         """
         with contextlib.suppress(OSError):
-            found = _parsed(os.pread(self._file, 4096, 0))
-            if _is_there(self._path, self._file) and {**found, "beat": 0} == {**self._owner, "beat": 0}:
+            stored = _parsed(os.pread(self._file, 4096, 0))
+            if _is_there(self._path, self._file) and {**stored, "beat": 0} == {**self._owner, "beat": 0}:
                 return
         by = _name(_read(self._path))
         raise ClosedError(f"{self._path.parent} isn't this driver's any more: {by} has taken it", closed_by=by)
@@ -153,21 +153,21 @@ def locked(folder: Path, say: Callable[[str], None]) -> Iterator[FolderLock]:
 
 def _watch(folder: Path, path: Path, say: Callable[[str], None]) -> None:
     """Wait until no driver on another machine can be writing: the kernel's lock may hold on each machine alone."""
-    found = _read(path)
-    if not found:
+    owner = _read(path)
+    if not owner:
         return
-    if found.get("boot") == _boot():
-        if _lives(found):  # decisive on a file system without locks
-            raise _refused(folder, found)
+    if owner.get("boot") == _boot():
+        if _lives(owner):  # decisive on a file system without locks
+            raise _refused(folder, owner)
         return
-    say(f"{_name(found)} has had {folder}: looking for {WATCHED_S:g} s whether it goes on")
+    say(f"{_name(owner)} has had {folder}: looking for {WATCHED_S:g} s whether it goes on")
     until = time.monotonic() + WATCHED_S
     while time.monotonic() < until:
         time.sleep(BEAT_S / 20)
         now = _read(path)
         if not now:
             return
-        if now != found:
+        if now != owner:
             raise _refused(folder, now)
 
 
@@ -179,9 +179,9 @@ def _close(file: int) -> None:
 def _named(path: Path) -> dict[str, Any]:
     """Return the entry of a lock's owner; wait up to `NAMED_WITHIN_S` seconds for a new owner to write one."""
     until = time.monotonic() + NAMED_WITHIN_S
-    while not (found := _read(path)) and time.monotonic() < until:
+    while not (owner := _read(path)) and time.monotonic() < until:
         time.sleep(NAMED_WITHIN_S / 100)
-    return found
+    return owner
 
 
 def _lives(owner: dict[str, Any]) -> bool:
@@ -212,8 +212,8 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _parsed(text: bytes) -> dict[str, Any]:
     with contextlib.suppress(ValueError, RecursionError):
-        found = json.loads(text)
-        return found if isinstance(found, dict) else {}
+        data = json.loads(text)
+        return data if isinstance(data, dict) else {}
     return {}
 
 

@@ -48,11 +48,11 @@ def log_files(folder: Path) -> list[LogFile]:
     Args:
         folder: The run's.
     """
-    found = []
+    files = []
     for path in (folder / FOLDER).iterdir() if (folder / FOLDER).is_dir() else ():
         if (match := _FILE.fullmatch(path.name)) is not None:
-            found.append(LogFile(match["group"], int(match["slot"]), int(match["older"] or 0), path))
-    return sorted(found, key=lambda each: (each.group, each.slot, -each.older))
+            files.append(LogFile(match["group"], int(match["slot"]), int(match["older"] or 0), path))
+    return sorted(files, key=lambda each: (each.group, each.slot, -each.older))
 
 
 class EqualLines:
@@ -174,9 +174,9 @@ class WorkerLogs:
             by_file: dict[Path, list[str]] = {}
             for path, line in lines:
                 by_file.setdefault(path, []).append(line)
-            for path, found in by_file.items():
+            for path, parts in by_file.items():
                 try:
-                    self._append(path, "".join(found).encode("utf-8", "backslashreplace"))
+                    self._append(path, "".join(parts).encode("utf-8", "backslashreplace"))
                 except OSError as error:  # a full disk ends the logs, not the run
                     self.fault = self.fault or str(error)
 

@@ -97,46 +97,47 @@ class RunObservers:
         return partial(self._tell, hook)
 
     def _tell(self, hook: str, *args: object) -> None:
-        for each in self._told:
-            each.tell(hook, *args)
+        for observer in self._told:
+            observer.tell(hook, *args)
 
     def add(self, observe: Sequence[object]) -> None:
         """Add the observers of a config: names, entries of the config, or observer objects."""
         if not isinstance(observe, Iterable):
             raise ConfigError(f"observe={shown(observe)} is no list of observers")
-        for each in [observe] if isinstance(observe, str) else observe:
-            match each:
+        for entry in [observe] if isinstance(observe, str) else observe:
+            match entry:
                 case str():
-                    self._make(each, {})
+                    self._make(entry, {})
                 case ObserverConfig():
-                    self._make(each.use, each.with_)
+                    self._make(entry.use, entry.with_)
                 case {"use": str(name), "with": dict(options), **rest} if not rest:
                     self._make(name, options)
                 case {"use": str(name), **rest} if not rest:
                     self._make(name, {})
                 case Mapping():
-                    raise ConfigError(f"observe: {dict(each)!r}: write {{'use': name, 'with': {{...}}}}")
+                    raise ConfigError(f"observe: {dict(entry)!r}: write {{'use': name, 'with': {{...}}}}")
                 case _:
-                    check_observer(each, "observe")
-                    self._all.append(Guarded(type(each).__name__, each, self._screen))
+                    check_observer(entry, "observe")
+                    self._all.append(Guarded(type(entry).__name__, entry, self._screen))
 
     def _make(self, name: str, options: Mapping[str, Any]) -> None:
-        found = find_observer(name)
-        arguments = arguments_of(found.load(), name)
+        plugin = find_observer(name)
+        arguments = arguments_of(plugin.load(), name)
         if problems := list(arguments.problems(options)):
             mistakes = [
-                Mistake(path_text(("with", *each.place)), None, each.message, each.nearest) for each in problems
+                Mistake(path_text(("with", *problem.place)), None, problem.message, problem.nearest)
+                for problem in problems
             ]
             raise ConfigError(f"observe: {name}: {plural(len(problems), 'mistake')}", mistakes=mistakes)
-        made = found.make(arguments.built(options))
-        check_observer(made, f"observe: {name}")
-        self._all.append(Guarded(name, made, self._screen))
+        observer = plugin.make(arguments.built(options))
+        check_observer(observer, f"observe: {name}")
+        self._all.append(Guarded(name, observer, self._screen))
 
     def begin(self, info: RunInfo) -> None:
         """Report the run's start to all observers. Only observers that have received the start receive the end."""
-        for each in self._all:
-            each.begin(info)
-            self._told.append(each)
+        for observer in self._all:
+            observer.begin(info)
+            self._told.append(observer)
 
     def soon(self, driver: Driver, hook: str, *args: object) -> None:
         """Queue a call of a hook on all observers; events arrive in order."""
@@ -147,9 +148,9 @@ class RunObservers:
         """Wait until all events are delivered; warn of an observer or a callback that hangs."""
         if driver.settle():
             return
-        slow = next((each for each in self._told if each.hook is not None), None)
-        for each in self._told:
-            each.stopped = True
+        slow = next((observer for observer in self._told if observer.hook is not None), None)
+        for observer in self._told:
+            observer.stopped = True
         # A hanging observer may keep the runtime's thread: the run itself has ended well.
         if slow is not None:
             driver.give_up_while(lambda: slow.hook is not None)
@@ -163,5 +164,5 @@ class RunObservers:
 
     def end(self, record: RunRecord, error: BaseException | None) -> None:
         """Report the end of the run to all observers."""
-        for each in self._told:
-            each.end(record, error)
+        for observer in self._told:
+            observer.end(record, error)

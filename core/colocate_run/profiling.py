@@ -47,31 +47,31 @@ class Wanted:
         Raises:
             ConfigError: The text is malformed.
         """
-        given: dict[str, list[str]] = {}
+        options: dict[str, list[str]] = {}
         key = ""
         for word in text.split(","):
             name, equals, value = word.strip().partition("=")
             if equals or name in _WORDS:
                 key = name
-                if key not in _KEYS or key in given:
-                    wrong = "twice" if key in given else f"unknown{did_you_mean(key, _KEYS)}"
+                if key not in _KEYS or key in options:
+                    wrong = "twice" if key in options else f"unknown{did_you_mean(key, _KEYS)}"
                     raise ConfigError(f"--profile {text}: {key!r} is {wrong}; it is like steps=3:5,roles=actor")
-                given[key] = [value] if equals else []
+                options[key] = [value] if equals else []
             elif key in ("roles", "ranks") and name:
-                given[key].append(name)
+                options[key].append(name)
             else:
                 raise ConfigError(f"--profile {text}: {word!r} says nothing; it is like steps=3:5,roles=actor,memory")
-        sampled = "py-spy" in given  # small enough for a whole run
-        first, _, last = (given.get("steps") or [f"0:{_NEVER}" if sampled else ""])[0].partition(":")
-        numbers = [first, last or first, *given.get("ranks", ())]
-        if not all(each.isdecimal() for each in numbers):
+        sampled = "py-spy" in options  # small enough for a whole run
+        first, _, last = (options.get("steps") or [f"0:{_NEVER}" if sampled else ""])[0].partition(":")
+        numbers = [first, last or first, *options.get("ranks", ())]
+        if not all(number.isdecimal() for number in numbers):
             raise ConfigError(f"--profile {text}: steps and ranks are whole numbers, as steps=3:5,ranks=0")
         if int(numbers[0]) > int(numbers[1]):
             raise ConfigError(f"--profile {text}: the first step comes after the last one")
-        ranks = tuple(int(each) for each in given["ranks"]) if "ranks" in given else None
-        roles = tuple(given["roles"]) if "roles" in given else None
+        ranks = tuple(int(number) for number in options["ranks"]) if "ranks" in options else None
+        roles = tuple(options["roles"]) if "roles" in options else None
         sampler = "py-spy" if sampled else "torch"
-        return cls(int(first), int(last or first), roles, ranks, "memory" in given, sampler)
+        return cls(int(first), int(last or first), roles, ranks, "memory" in options, sampler)
 
 
 class StepProfile:

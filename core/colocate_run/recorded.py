@@ -103,10 +103,10 @@ class RecordedRoles:
     def of(cls, config: Config) -> RecordedRoles:
         """Read the recorded and the compared roles from a config."""
         names = [name.removesuffix(_INPUTS) for name in config.record]
-        record = dict.fromkeys(each for name in names for each in roles_called(config, name))
-        compare = {each: folder for name, folder in config.compare.items() for each in roles_called(config, name)}
+        record = dict.fromkeys(role for name in names for role in roles_called(config, name))
+        compare = {role: folder for name, folder in config.compare.items() for role in roles_called(config, name)}
         with_inputs = [name.removesuffix(_INPUTS) for name in config.record if name.endswith(_INPUTS)]
-        inputs = {each for name in with_inputs for each in roles_called(config, name)}
+        inputs = {role for name in with_inputs for role in roles_called(config, name)}
         return cls(tuple(record), config.record_limit, inputs, compare)
 
     @contextlib.contextmanager
@@ -117,7 +117,7 @@ class RecordedRoles:
         with contextlib.ExitStack() as stack:
             if self.record:
                 views = {(group, role): groups[group].role(role) for group, role in self.record}
-                inputs = [views[each] for each in self.inputs]
+                inputs = [views[view_role] for view_role in self.inputs]
                 place = folder.free(_FOLDER, "")
                 stack.enter_context(runtime.record(views.values(), place, limit=self.limit, inputs=inputs))
             yield

@@ -211,8 +211,8 @@ def _recording(
     hears = begun.hear(runtime)
     devices = DeviceLog()
     observers = (calls, devices, *([begun.observers] if begun.observers else []))
-    for each in observers:
-        runtime.observe(each)
+    for observer in observers:
+        runtime.observe(observer)
     # existing groups were spawned before the observers
     for group in runtime.groups.values() if begun.observers else ():
         driver.soon(partial(begun.observers.colocate_group_spawned, group))
@@ -266,8 +266,8 @@ def _recording(
             _finish(begun, run, recorded)
     finally:
         driver.run = None
-        for each in observers:
-            driver.forget(each)
+        for observer in observers:
+            driver.forget(observer)
         if hears:
             driver.hear(None)
 
@@ -356,18 +356,18 @@ def _record(begun: Begun, run: Run, calls: CallLog, devices: DeviceLog, started:
 
 
 def _memory(run: Run) -> tuple[GroupMemory, ...]:
-    found: list[GroupMemory] = []
+    memories: list[GroupMemory] = []
     deadline = Deadline(LEDGERS_WITHIN_S)
     for name, group in run.runtime.groups.items():
         if group.state != "ready":
             continue
         try:
-            told = group.memory(deadline.left)
+            memory = group.memory(deadline.left)
         except (ColocateError, TimeoutError) as error:
             run._screen.say(f"what the memory of group {name!r} was used for isn't known: {error_text(error)}")
         else:
-            found += [told] if any(role.total for slot in told.slots for role in slot.roles) else []
-    return tuple(found)
+            memories += [memory] if any(role.total for slot in memory.slots for role in slot.roles) else []
+    return tuple(memories)
 
 
 def _never_started(begun: Begun, started: float) -> RunRecord:
@@ -396,9 +396,9 @@ def _folder(
     root = Path("runs")
     if resume and store is not None:
         store.bring(name, root, screen.say)
-    found = _to_resume(name, root, resume) if resume else None
-    taken = [] if store is None else [store.has]
-    folder = found or RunFolder.create(name, root, *taken, shared=resume == "auto")
+    previous = _to_resume(name, root, resume) if resume else None
+    claims = [] if store is None else [store.has]
+    folder = previous or RunFolder.create(name, root, *claims, shared=resume == "auto")
     folder.check = stack.enter_context(locked(folder.path, screen.say)).check
     folder.tidy()
     if not (complete := folder.checkpoints()):
@@ -418,7 +418,7 @@ def _to_resume(name: str, root: Path, resume: Resume) -> RunFolder | None:
         )
     if resume == "auto":
         folders = RunFolder.of_name(name, root)
-        return next((each for each in folders if each.checkpoints()), folders[0] if folders else None)
+        return next((folder for folder in folders if folder.checkpoints()), folders[0] if folders else None)
     return RunFolder.latest(name, root)
 
 
@@ -428,11 +428,11 @@ def _report(record: RunRecord, error: str | None = None) -> Path:
 
 def _failed(begun: Begun, record: Callable[[], RunRecord], error: BaseException) -> None:
     """Report a failed run; a failure of the report itself is only a note on the run's error."""
-    found = _never_started(begun, time.time())
+    run_record = _never_started(begun, time.time())
     try:
-        found = record()
-        begun.screen.reported(_report(found, told(error).strip()))
+        run_record = record()
+        begun.screen.reported(_report(run_record, told(error).strip()))
     except Exception as other:
         error.add_note(f"its report could not be written: {type(other).__name__}: {other}")
     finally:
-        begun.observers.end(found, error)
+        begun.observers.end(run_record, error)

@@ -91,8 +91,8 @@ class Run:
         Clusters announce the removal of a node (Ray drains the node, a Dask worker's `--lifetime` ends), and Slurm a
         job's end by the time limit. After the loss of a node, a group with `on_failure: restart` restarts elsewhere.
         """
-        found = self._notices.found if self._notices is not None else ()
-        return found[0] if found else None
+        departures = self._notices.found if self._notices is not None else ()
+        return departures[0] if departures else None
 
     def is_due(self, step: int, every: int = 0) -> bool:
         """Return whether a checkpoint is due: each `every` steps, before a stop, and once after each notice.
@@ -124,9 +124,9 @@ class Run:
             GroupRestarted: A group that ran with fewer slots (`at_least` of its pool) restarts with more.
         """
         self._check("log")
-        for name, what in {"seconds": "those of run.timed", "time": "when it was logged"}.items():
+        for name, meaning in {"seconds": "those of run.timed", "time": "when it was logged"}.items():
             if name in scalars:
-                raise ValueError(f"run.log: {name!r} is where a line has {what}; call the number otherwise")
+                raise ValueError(f"run.log: {name!r} is where a line has {meaning}; call the number otherwise")
         step = _whole("run.log", step)
         now = time.time()
         row: dict[str, Any] = {"step": step, "time": round(now, 3)}
@@ -141,8 +141,8 @@ class Run:
         for trace in self._traces():
             trace.step(step)
         if self._observers:
-            told = LogRecord(step, scalars_of(row), row.get("seconds", {}), now)
-            self._observers.soon(Driver(self.runtime), LOGGED, told)
+            log_record = LogRecord(step, scalars_of(row), row.get("seconds", {}), now)
+            self._observers.soon(Driver(self.runtime), LOGGED, log_record)
         Driver(self.runtime).mark(step)
         if self._profile is not None:
             self._profile.logged(step)
@@ -181,7 +181,7 @@ class Run:
                 trace.phase(phase, began, began + spent)
 
     def _traces(self) -> list[Trace]:
-        return [each for each in Driver(self.runtime).observers if isinstance(each, Trace)]
+        return [observer for observer in Driver(self.runtime).observers if isinstance(observer, Trace)]
 
     def rewind(self) -> int | None:
         """Remove the rows logged after the last complete checkpoint; set `resumed` to this checkpoint.
@@ -225,9 +225,9 @@ class Run:
             group = self.groups.get(name)
             if group is None or not group.alive:  # a group that the job spawns, or has closed
                 continue
-            known = checkpoints_of(group)
-            last = known.checkpoint
-            if name != back or last is None or last.folder != folder or not known.is_current:
+            checkpoints = checkpoints_of(group)
+            last = checkpoints.checkpoint
+            if name != back or last is None or last.folder != folder or not checkpoints.is_current:
                 self._screen.say(f"restoring group {name} from {folder.relative_to(self.directory)}")
                 with self.timed("restore"):
                     group.restore(folder)
@@ -301,16 +301,16 @@ class Run:
             GroupRestarted: A group restarts: the job begins again at the checkpoint, and repeats the steps since.
         """
         looks, self._looks_for_slots = self._looks_for_slots, False
-        told: list[ColocateError] = []
+        failures: list[ColocateError] = []
         for name, group in self.groups.items() if looks and not self.stopping else ():
             try:
                 if group.alive and (restarts := regrow(group)) is not None:
-                    told.append(restarts)
+                    failures.append(restarts)
             except ColocateError as error:  # the cluster doesn't answer, say: the group keeps the present slots
                 words = error_text(error).partition("\n")[0]
                 self._screen.say(f"whether there are more slots for group {name} isn't known: {words}")
-        if told:
-            raise told[0]
+        if failures:
+            raise failures[0]
 
     def _complete(self, step: int, directory: Path) -> None:
         """Handle a complete checkpoint: warn of groups saved elsewhere, and notify observers."""

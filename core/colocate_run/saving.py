@@ -59,9 +59,9 @@ class Checkpoints:
         try:
             yield directory
         except BaseException as error:
-            for each in self._begun_in(directory):
-                each.wait()
-                each.is_void = True
+            for saving in self._begun_in(directory):
+                saving.wait()
+                saving.is_void = True
             whole.__exit__(type(error), error, error.__traceback__)
             raise
         self._taken = time.time()
@@ -87,8 +87,8 @@ class Checkpoints:
         try:
             if begun:
                 try:
-                    for each in begun:
-                        each.result()
+                    for saving in begun:
+                        saving.result()
                 except BaseException as error:
                     whole.__exit__(type(error), error, error.__traceback__)
                     raise
@@ -126,22 +126,22 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def _whole(self, step: int) -> Iterator[Path]:
-        before = {each: each.checkpoint for each in self._groups()}
+        before = {group: group.checkpoint for group in self._groups()}
         directory: Path | None = None
         try:
             with self._folder.checkpoint(step) as directory:
                 yield directory
         except BaseException:
             if directory is not None:
-                for each in self._groups():
-                    each.lost(directory, before.get(each))
+                for group in self._groups():
+                    group.lost(directory, before.get(group))
             raise
         self.times.append(self._taken)
-        for each in self._groups():
-            each.moved(directory, self._folder.of(step))
-            each.progressed()
+        for group in self._groups():
+            group.moved(directory, self._folder.of(step))
+            group.progressed()
 
     def _begun_in(self, directory: Path) -> list[Saving]:
         """Return the groups' background writes into a folder that are running or failed without a report."""
-        begun = [each.saving for each in self._groups()]
-        return [each for each in begun if each is not None and each.is_open and each.folder.is_relative_to(directory)]
+        begun = [item.saving for item in self._groups()]
+        return [item for item in begun if item is not None and item.is_open and item.folder.is_relative_to(directory)]

@@ -57,8 +57,8 @@ def console(*, error: bool = False) -> Console:
     """Return a console for standard output or error: styled on a terminal, plain text elsewhere."""
     # Bound to the present stream: a later replacement is for other code's prints.
     file = sys.stderr if error else sys.stdout
-    found = _Console(file=file, highlight=False)
-    return found if found.is_terminal and not found.is_jupyter else _plain(file)
+    terminal = _Console(file=file, highlight=False)
+    return terminal if terminal.is_terminal and not terminal.is_jupyter else _plain(file)
 
 
 def _plain(file: IO[str]) -> Console:
@@ -87,7 +87,7 @@ def table_that_fits(rows: Sequence[Mapping[str, Any]], width: int, *, spare: Seq
     cells = {name: [name, *(text_of(row.get(name)) for row in rows)] for name in keys_of(rows)}
     left_out: list[str] = []
     for name in spare:
-        if sum(2 + max(map(cell_len, each)) for each in cells.values()) - 2 <= width:
+        if sum(2 + max(map(cell_len, column)) for column in cells.values()) - 2 <= width:
             break
         if cells.pop(name, None) is not None:
             left_out.append(name)
@@ -201,7 +201,7 @@ class Screen:
 
     def _starting(self) -> Text:
         now = self._running[-1:]
-        return Text("".join(f"{what}  {time.monotonic() - since:.0f}s" for what, since in now))
+        return Text("".join(f"{task}  {time.monotonic() - since:.0f}s" for task, since in now))
 
     @contextlib.contextmanager
     def running(self, name: str, directory: Path, step: int | None) -> Iterator[None]:
@@ -274,9 +274,9 @@ class Screen:
         ]
         self._show("time per phase", phases)
         calls = [
-            {"group": each.group, "role": each.role, "method": each.method, "calls": each.calls}
-            | {"seconds": round(each.seconds, 3), "per call (ms)": round(1000 * each.seconds / each.calls, 3)}
-            for each in record.totals
+            {"group": total.group, "role": total.role, "method": total.method, "calls": total.calls}
+            | {"seconds": round(total.seconds, 3), "per call (ms)": round(1000 * total.seconds / total.calls, 3)}
+            for total in record.totals
         ]
         self._show("time per role", calls)
         self._show("who waited for whom", waits(record.contention))
@@ -342,5 +342,5 @@ def _times(seconds: Mapping[str, float]) -> str:
 
 def short(directory: Path) -> str:
     """Return a folder's path relative to the working directory, if below."""
-    here = Path.cwd()
-    return str(directory.relative_to(here)) if directory.is_relative_to(here) else str(directory)
+    cwd = Path.cwd()
+    return str(directory.relative_to(cwd)) if directory.is_relative_to(cwd) else str(directory)

@@ -84,7 +84,7 @@ def refuse_many_tasks() -> None:
     import psutil
 
     try:
-        if any("symmetric-run" in each.cmdline() for each in psutil.Process().parents()):
+        if any("symmetric-run" in parent.cmdline() for parent in psutil.Process().parents()):
             return
     except psutil.Error:  # a parent has just ended, or belongs to another user
         pass

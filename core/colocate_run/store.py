@@ -43,10 +43,10 @@ class Store:
         self.url = url.rstrip("/")
         try:
             core = importlib.import_module("fsspec.core")  # an extra's dependency
-            found: tuple[Any, str] = core.url_to_fs(
+            resolved: tuple[Any, str] = core.url_to_fs(
                 self.url, **({"auto_mkdir": True} if url.startswith("file:") else {})
             )
-            self._files, self._root = found[0], found[1].rstrip("/")
+            self._files, self._root = resolved[0], resolved[1].rstrip("/")
             if bucket := self._root.partition("/")[0]:
                 with contextlib.suppress(PermissionError):  # access may be limited to the folder
                     self._files.ls(bucket)
@@ -74,22 +74,22 @@ class Store:
             ColocateError: The copy failed; earlier checkpoints stay.
         """
         path, run = folder.of(step), folder.path.name
-        there = f"{self._root}/{run}"
+        base = f"{self._root}/{run}"
         try:
             listed = self._lists(run)
             # incomplete copies of a killed run
-            halves = {each for each in self._names(run) if not each.endswith(".json")} - {*listed}
+            halves = {entry for entry in self._names(run) if not entry.endswith(".json")} - {*listed}
             self._remove(run, halves)
             number = max((copy for saved, copy in listed.values() if saved == step), default=0) + 1
-            target = f"{there}/{path.name}" + f"-{number}" * (number > 1)
-            files = {each.relative_to(path).as_posix(): each for each in path.rglob("*") if each.is_file()}
-            sizes = {each: source.stat().st_size for each, source in files.items()}
-            self._files.put([str(source) for source in files.values()], [f"{target}/{each}" for each in files])
-            for each in OF_RUN:
-                if (source := folder.path / each).exists():
+            target = f"{base}/{path.name}" + f"-{number}" * (number > 1)
+            files = {entry.relative_to(path).as_posix(): entry for entry in path.rglob("*") if entry.is_file()}
+            sizes = {entry: source.stat().st_size for entry, source in files.items()}
+            self._files.put([str(source) for source in files.values()], [f"{target}/{entry}" for entry in files])
+            for entry in OF_RUN:
+                if (source := folder.path / entry).exists():
                     data = source.read_bytes()  # a snapshot: the run may append meanwhile
-                    self._files.pipe_file(f"{target}/{_BESIDE}/{each}", data)
-                    sizes[f"{_BESIDE}/{each}"] = len(data)
+                    self._files.pipe_file(f"{target}/{_BESIDE}/{entry}", data)
+                    sizes[f"{_BESIDE}/{entry}"] = len(data)
             self._look(target, sizes)
             record = {"step": step, "name": name, "files": sizes}
             self._put_list(f"{target}.json", json.dumps(record).encode())
@@ -97,7 +97,7 @@ class Store:
             self._remove(run, {*self._lists(run)} - {newest.get(saved) for saved, _ in folder.checkpoints()})
         except Exception as error:  # any library's error
             raise ColocateError(
-                f"the checkpoint of step {step} is in {path}, and couldn't be brought to {there}: {error_text(error)}"
+                f"the checkpoint of step {step} is in {path}, and couldn't be brought to {base}: {error_text(error)}"
             ) from error
 
     def bring(self, name: str, root: Path, say: Callable[[str], None] = lambda text: None) -> None:
@@ -155,8 +155,8 @@ class Store:
     def _look(self, prefix: str, sizes: Mapping[str, int]) -> None:
         """Check the sizes of the uploaded files."""
         self._files.invalidate_cache()
-        found = {path[len(prefix) + 1 :]: told["size"] for path, told in self._files.find(prefix, detail=True).items()}
-        if wrong := [name for name, size in sizes.items() if found.get(name) != size]:
+        stored = {path[len(prefix) + 1 :]: info["size"] for path, info in self._files.find(prefix, detail=True).items()}
+        if wrong := [name for name, size in sizes.items() if stored.get(name) != size]:
             raise ColocateError(f"{', '.join(wrong[:3])} isn't there as it was put")
 
     def _put_list(self, path: str, text: bytes) -> None:
@@ -169,27 +169,27 @@ class Store:
     def _lists(self, run: str) -> dict[str, tuple[int, int]]:
         """Return step and number of each complete checkpoint of a run, by name; the newest comes last."""
         matches = [match for name in self._names(run) if (match := _LIST.fullmatch(name))]
-        found = {match[1]: (int(match[2]), int(match[3] or 1)) for match in matches}
-        return dict(sorted(found.items(), key=lambda item: item[1]))
+        steps = {match[1]: (int(match[2]), int(match[3] or 1)) for match in matches}
+        return dict(sorted(steps.items(), key=lambda item: item[1]))
 
     def _names(self, run: str) -> list[str]:
         """Return the names in the folder of a run, or of the whole store."""
         self._files.invalidate_cache()
         folder = f"{self._root}/{run}".rstrip("/")
         try:
-            found = self._files.ls(folder, detail=False)
+            paths = self._files.ls(folder, detail=False)
         except FileNotFoundError:
             return []
-        names = {str(path).rstrip("/").rpartition("/")[2] for path in found if str(path).rstrip("/") != folder}
+        names = {str(path).rstrip("/").rpartition("/")[2] for path in paths if str(path).rstrip("/") != folder}
         return sorted(names - {""})
 
     def _remove(self, run: str, names: set[str]) -> None:
         """Remove checkpoints, the lists first: without a list a checkpoint doesn't count."""
-        there = set(self._names(run)) if names else set()
+        existing = set(self._names(run)) if names else set()
         for name in sorted(names):
-            for each in (f"{name}.json", name):
-                if each in there:
-                    self._files.rm(f"{self._root}/{run}/{each}", recursive=True)
+            for entry in (f"{name}.json", name):
+                if entry in existing:
+                    self._files.rm(f"{self._root}/{run}/{entry}", recursive=True)
 
 
 def _is_list(record: Any, step: int) -> bool:
@@ -201,12 +201,12 @@ def _is_list(record: Any, step: int) -> bool:
                 path.parts
                 and not path.is_absolute()
                 and ".." not in path.parts
-                and (path.parts[0] != _BESIDE or path.parts[1:] in [(each,) for each in OF_RUN])
+                and (path.parts[0] != _BESIDE or path.parts[1:] in [(run_file,) for run_file in OF_RUN])
                 for path in paths
             )
     return False
 
 
 def _is_behind(folder: RunFolder, record: Mapping[str, Any]) -> bool:
-    here = folder.checkpoints()
-    return not here or here[-1][0] < int(record["step"])
+    checkpoints = folder.checkpoints()
+    return not checkpoints or checkpoints[-1][0] < int(record["step"])

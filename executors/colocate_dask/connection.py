@@ -67,8 +67,8 @@ class Connection:
 
         async def find() -> str | None:
             sockets = undocumented.sockets_of(self._client)
-            found = [sock.getsockname()[0] for sock in sockets if sock.family != socket.AF_UNIX]
-            return next((host for host in found if not ipaddress.ip_address(host).is_loopback), None)
+            addresses = [sock.getsockname()[0] for sock in sockets if sock.family != socket.AF_UNIX]
+            return next((host for host in addresses if not ipaddress.ip_address(host).is_loopback), None)
 
         return self._loop.run(find())
 
@@ -130,8 +130,8 @@ class Connection:
         stream = undocumented.stream_of(self._client)
         if stream is self._introduced:
             return
-        there = await self._client.run_on_scheduler(far.describe)
-        check_versions(self.version, there, f"the Dask scheduler at {self.address}")
+        facts = await self._client.run_on_scheduler(far.describe)
+        check_versions(self.version, facts, f"the Dask scheduler at {self.address}")
         await self._client.register_plugin(reservations.Reservations())
         if self._heard is not None:
             self._listen(self._heard)
@@ -199,7 +199,7 @@ class Connection:
 
     def _check_scheduler(self) -> None:
         try:
-            there = self.ask("run_on_scheduler", far.describe, within_s=self._timeout)
+            facts = self.ask("run_on_scheduler", far.describe, within_s=self._timeout)
         except (ConnectionError, TimeoutError):
             raise
         except Exception as error:  # anything that an import of colocate in the scheduler raised
@@ -208,7 +208,7 @@ class Connection:
                 f"install colocate {self.version.colocate} where the scheduler and the workers run, "
                 "and leave distributed.scheduler.pickle on"
             ) from error
-        check_versions(self.version, there, f"the Dask scheduler at {self.address}")
+        check_versions(self.version, facts, f"the Dask scheduler at {self.address}")
 
 
 def security_of(value: Any) -> Security | None:
@@ -238,7 +238,7 @@ def check_versions(here: Facts, there: Facts, who: str) -> None:
 
 
 def _connected(loop: LoopThread, address: Any, security: Security | None, timeout: float) -> Any:
-    made: list[Any] = []
+    clients: list[Any] = []
 
     async def connect() -> Any:
         options: dict[str, Any] = {
@@ -247,8 +247,8 @@ def _connected(loop: LoopThread, address: Any, security: Security | None, timeou
             "set_as_default": False,
             "name": "colocate",
         }
-        made.append(Client(address, asynchronous=True, **options))  # type: ignore[no-untyped-call]
-        client = await made[0]
+        clients.append(Client(address, asynchronous=True, **options))  # type: ignore[no-untyped-call]
+        client = await clients[0]
         undocumented.ask_for_nothing(client)
         return client
 
@@ -256,8 +256,8 @@ def _connected(loop: LoopThread, address: Any, security: Security | None, timeou
         try:
             return loop.run(connect(), timeout + 1)
         except BaseException:
-            if made:
-                _close(loop, made[0])
+            if clients:
+                _close(loop, clients[0])
             raise
     except TypeError as error:
         if "abstract class" in str(error):  # the library of this protocol isn't installed
@@ -284,8 +284,8 @@ def _connected(loop: LoopThread, address: Any, security: Security | None, timeou
 
 def _missing_files(security: Security | None) -> str:
     """Return an error text with the unreadable certificates; Python's own error doesn't name the files."""
-    given = {name: getattr(security, name, None) for name in _FILES}
-    paths = {name: path for name, path in given.items() if isinstance(path, str) and "\n" not in path}
+    values = {name: getattr(security, name, None) for name in _FILES}
+    paths = {name: path for name, path in values.items() if isinstance(path, str) and "\n" not in path}
     missing = [f"{name}={path!r}" for name, path in paths.items() if not Path(path).exists()]
     return f"a certificate or key is missing: {', '.join(missing) or 'a file'}"
 

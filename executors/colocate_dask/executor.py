@@ -119,8 +119,8 @@ class DaskExecutor(Executor, OwnProcess, MultiNode, SharedSlots):
         if address is None:
             count = count_gpus() if gpus is None else gpus
             memory = psutil.virtual_memory().total
-            own = Node(platform.node(), len(os.sched_getaffinity(0)) if cpus is None else cpus, count, memory)
-            return cls(None, None, own, share, timeout)
+            node = Node(platform.node(), len(os.sched_getaffinity(0)) if cpus is None else cpus, count, memory)
+            return cls(None, None, node, share, timeout)
         return JoinedDaskExecutor(address, security_of(security), None, share, timeout)
 
     @classmethod
@@ -234,13 +234,15 @@ class DaskExecutor(Executor, OwnProcess, MultiNode, SharedSlots):
         if request.together or request.strategy.startswith("strict"):
             return None
         self._connection.renew()
-        gone = {id(place.handle) for place in lost}
-        workers = [worker for worker, slot in held.slots.items() if id(slot) in gone]
+        lost_slots = {id(place.handle) for place in lost}
+        workers = [worker for worker, slot in held.slots.items() if id(slot) in lost_slots]
         self._connection.on_scheduler(reservations.release, held.id, workers, within_s=ANSWER_S)
         for worker in workers:
             held.slots.pop(worker).close()
         new = iter(self._place(held, request, len(reservation.places)))
-        places = tuple(next(new) if id(each.handle) in gone else each for each in reservation.places)
+        places = tuple(
+            next(new) if id(old_place.handle) in lost_slots else old_place for old_place in reservation.places
+        )
         return attrs.evolve(reservation, places=places)
 
     def release(self, reservation: Reservation) -> None:
@@ -249,16 +251,16 @@ class DaskExecutor(Executor, OwnProcess, MultiNode, SharedSlots):
 
     def running(self) -> Sequence[Running]:
         """List the scheduler's reservations of this driver, and the workers that the keepers find."""
-        own = [held for held in self._listed() if held.client == self._connection.id or held.id in self._held]
-        return [*map(_running, own), *self._keepers.running()]
+        ours = [held for held in self._listed() if held.client == self._connection.id or held.id in self._held]
+        return [*map(_running, ours), *self._keepers.running()]
 
     def strays(self) -> Sequence[Running]:
         """List Dask workers that are held for drivers that are gone."""
         return [_running(held) for held in self._listed() if not held.present]
 
     def _listed(self) -> list[Held]:
-        found: list[Held] = self._connection.on_scheduler(reservations.held, within_s=_LISTED_S)
-        return found
+        reservation_list: list[Held] = self._connection.on_scheduler(reservations.held, within_s=_LISTED_S)
+        return reservation_list
 
     def close(self) -> None:
         """Leave the cluster; end a private one."""
@@ -294,7 +296,7 @@ class DaskExecutor(Executor, OwnProcess, MultiNode, SharedSlots):
         return grant.host if self._own is None else self._own.name
 
     def _ask(self, held: Lot, request: Request, lot: int = 0) -> Sequence[Grant]:
-        wanted = Wanted(
+        slot_request = Wanted(
             held.id,
             self._connection.id,
             request.owner,
@@ -312,7 +314,7 @@ class DaskExecutor(Executor, OwnProcess, MultiNode, SharedSlots):
             together=request.together,
             grow=request.grow,
         )
-        return self._granted(wanted, request)
+        return self._granted(slot_request, request)
 
     def _own_grants(self, held: Lot, request: Request) -> Sequence[Grant]:
         """Start Dask workers in the private cluster, and hold these workers as the slots."""
@@ -323,10 +325,10 @@ class DaskExecutor(Executor, OwnProcess, MultiNode, SharedSlots):
         except TimeoutError as error:
             raise ClusterError("the private Dask cluster was closed, or its workers didn't start in time") from error
         ids = held.id, self._connection.id
-        wanted = Wanted(*ids, request.owner, request.slots, only=held.workers, label=request.id)
-        grants = self._granted(wanted, request)
+        slot_request = Wanted(*ids, request.owner, request.slots, only=held.workers, label=request.id)
+        grants = self._granted(slot_request, request)
         gpus = [tuple(self._gpus[index] for index in place.devices) for place in held.taken.places]
-        return [attrs.evolve(grant, gpus=own) for grant, own in zip(grants, gpus, strict=True)]
+        return [attrs.evolve(grant, gpus=devices) for grant, devices in zip(grants, gpus, strict=True)]
 
     def _granted(self, wanted: Wanted, request: Request) -> Sequence[Grant]:
         # seconds; the scheduler enforces the request's timeout, and this bound is for a hung scheduler
@@ -367,10 +369,10 @@ class DaskExecutor(Executor, OwnProcess, MultiNode, SharedSlots):
             raise PlacementError(f"these Dask workers don't answer, and start no worker: {', '.join(silent)}")
 
     def _plan(self, held: Lot, grant: Grant, request: Request, key: bytes | None) -> far.Plan:
-        own = {VARIABLE: ",".join(grant.gpus)} if grant.gpus else {}
+        visible = {VARIABLE: ",".join(grant.gpus)} if grant.gpus else {}
         host = None if _is_loopback(grant) else grant.host
         tls = self._connection.tls is not None
-        env = {**own, **request.env}
+        env = {**visible, **request.env}
         secret, detachable = key or self._keepers.key, key is not None
         return far.Plan(held.id, grant.id, secret, host, env, tls, request.id, detachable, request.ports, request.cut_s)
 
@@ -401,9 +403,9 @@ class DaskExecutor(Executor, OwnProcess, MultiNode, SharedSlots):
     def _released(self, reservation: str, within_s: float = ANSWER_S) -> list[str]:
         """Release a reservation; return the stuck workers."""
         scheduler = self._connection.on_scheduler
-        found: list[str] = scheduler(reservations.release, reservation, within_s=within_s, pong_s=_RELEASE_PONG_S)
+        stuck: list[str] = scheduler(reservations.release, reservation, within_s=within_s, pong_s=_RELEASE_PONG_S)
         self._unreleased.discard(reservation)
-        return found
+        return stuck
 
     def _kill(self, held: Lot, worker: str) -> None:
         """Kill the process of a Dask worker with a stuck keeper. On a dialling thread."""
@@ -425,8 +427,8 @@ class JoinedDaskExecutor(DaskExecutor, DetachableByKeepers, Watchable, Labelled,
 
     def leaving(self) -> Mapping[str, float | None]:
         """List the machines with retiring workers."""
-        found: dict[str, float | None] = self._connection.on_scheduler(reservations.leaving, within_s=ANSWER_S)
-        return found
+        nodes: dict[str, float | None] = self._connection.on_scheduler(reservations.leaving, within_s=ANSWER_S)
+        return nodes
 
     def publish(self, reservation: Reservation, lease: Lease) -> None:
         """Register the pool's name, then tell the keepers to outlive the driver."""
@@ -487,13 +489,13 @@ class JoinedDaskExecutor(DaskExecutor, DetachableByKeepers, Watchable, Labelled,
 
     def windows(self) -> Sequence[Window]:
         """List the windows in the scheduler's plugin."""
-        found: list[Window] = self._connection.on_scheduler(reservations.windows, within_s=ANSWER_S)
-        return found
+        windows: list[Window] = self._connection.on_scheduler(reservations.windows, within_s=ANSWER_S)
+        return windows
 
     def registrations(self) -> Sequence[Registration]:
         """List the detached pools in the scheduler's plugin."""
-        found: list[Registration] = self._connection.on_scheduler(reservations.registrations, within_s=ANSWER_S)
-        return found
+        registrations: list[Registration] = self._connection.on_scheduler(reservations.registrations, within_s=ANSWER_S)
+        return registrations
 
     def pool_of(self, reservation: Reservation) -> PoolKeepers | None:
         """Return the keepers of a reserved or adopted pool; None for a pool that can't be detached."""

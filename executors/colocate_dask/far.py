@@ -69,14 +69,14 @@ def describe(dask_worker: Any = None) -> Facts:
 async def start(plans: Mapping[str, Plan], dask_worker: Any) -> str:
     """Start this worker's keeper from `plans` (by address); return the keeper's address."""
     plan = plans[dask_worker.address]
-    here = _on_workers.setdefault(dask_worker, _OnWorker())
-    for grant in list(here.keepers):  # the scheduler has freed the slot, so an older keeper is a leftover
+    state = _on_workers.setdefault(dask_worker, _OnWorker())
+    for grant in list(state.keepers):  # the scheduler has freed the slot, so an older keeper is a leftover
         await end(grant, dask_worker)
-    if plan.grant in here.over:
+    if plan.grant in state.over:
         raise RuntimeError(f"reservation {plan.reservation} is over: its driver has gone")
 
     def forget() -> None:
-        here.keepers.pop(plan.grant, None)
+        state.keepers.pop(plan.grant, None)
         # once the driver is gone, this event is the only way to tell the scheduler of the pool's end
         if plan.detachable:
             dask_worker.loop.add_callback(dask_worker.log_event, TOPIC, {"over": plan.reservation})
@@ -93,15 +93,15 @@ async def start(plans: Mapping[str, Plan], dask_worker: Any) -> str:
         detachable=plan.detachable,
         on_end=forget,
     )
-    here.keepers[plan.grant] = keeper
+    state.keepers[plan.grant] = keeper
     return keeper.address
 
 
 async def end(grant: str, dask_worker: Any) -> None:
     """End the keeper of a grant, or prevent a later start; return when the keeper's worker is gone."""
-    here = _on_workers.setdefault(dask_worker, _OnWorker())
-    here.over = [*here.over, grant][-_REMEMBERED:]
-    if (keeper := here.keepers.pop(grant, None)) is not None:
+    state = _on_workers.setdefault(dask_worker, _OnWorker())
+    state.over = [*state.over, grant][-_REMEMBERED:]
+    if (keeper := state.keepers.pop(grant, None)) is not None:
         await _on_a_thread(keeper)
 
 

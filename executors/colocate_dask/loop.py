@@ -117,11 +117,11 @@ async def _cancel_all() -> None:
     A cancelled task of Dask's closes its worker, and for this waits for another task, which was cancelled too.
     """
     for _ in range(_CANCELS):
-        others = asyncio.all_tasks() - {asyncio.current_task()}
-        if not others:
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        if not tasks:
             return
-        for task in others:
+        for task in tasks:
             task.cancel()
-        for task in (await asyncio.wait(others, timeout=_CANCELLED_WITHIN_S))[0]:
+        for task in (await asyncio.wait(tasks, timeout=_CANCELLED_WITHIN_S))[0]:
             if not task.cancelled():
                 task.exception()  # marks the exception as retrieved, which silences a warning

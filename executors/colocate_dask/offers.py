@@ -65,8 +65,10 @@ class Facts:
 
     def unlike(self, driver: Facts) -> str | None:
         """Describe a difference in versions from the driver's, and a remedy; None if the versions match."""
-        here, there = ({"colocate": each.colocate, "python": each.python} for each in (driver, self))
-        return difference(here, there)
+        local_versions, remote_versions = (
+            {"colocate": facts.colocate, "python": facts.python} for facts in (driver, self)
+        )
+        return difference(local_versions, remote_versions)
 
 
 @attrs.frozen
@@ -152,8 +154,8 @@ def choose(offers: Sequence[Offer], wanted: Wanted) -> list[Offer] | None:
     for offer in offers:
         if (shared := offer.labels.get(wanted.together)) is not None or not wanted.together:
             alike.setdefault(shared or "", []).append(offer)
-    found = (_choose_among(each, wanted) for each in alike.values())
-    return next((each for each in found if each is not None), None)
+    choices = (_choose_among(offer_set, wanted) for offer_set in alike.values())
+    return next((offer_set for offer_set in choices if offer_set is not None), None)
 
 
 def _choose_among(offers: Sequence[Offer], wanted: Wanted) -> list[Offer] | None:
@@ -179,17 +181,22 @@ def table(offers: Sequence[Offer], wanted: Wanted) -> tuple[dict[str, str], ...]
     by_host: dict[str, list[Offer]] = {}
     for offer in sorted(offers, key=lambda offer: offer.rank_key):
         by_host.setdefault(offer.host, []).append(offer)
-    asked = f"{_workers(wanted.slots)} with {wanted.cpus:g} CPU, {wanted.gpus} GPU"
+    request_text = f"{_workers(wanted.slots)} with {wanted.cpus:g} CPU, {wanted.gpus} GPU"
     if wanted.memory:
-        asked += f", {wanted.memory / 2**30:.1f} GiB"
-    asked += "".join(f", {amount * wanted.slots:g} {name}" for name, amount in wanted.resources.items())
+        request_text += f", {wanted.memory / 2**30:.1f} GiB"
+    request_text += "".join(f", {amount * wanted.slots:g} {name}" for name, amount in wanted.resources.items())
     looked_at = dict.fromkeys([*wanted.labels, *filter(None, [wanted.together])])
     rows = []
-    for host, own in by_host.items():
-        free = [offer for offer in own if not offer.unfit and not offer.taken]
-        row = {"node": host, "wanted": asked, "total": _amounts(own, wanted), "free": _amounts(free, wanted)}
-        labels = {"labels": ", ".join(_values(own, name) for name in looked_at)} if looked_at else {}
-        rows.append({**row, **labels, "why": _reasons(own)})
+    for host, host_offers in by_host.items():
+        free = [offer for offer in host_offers if not offer.unfit and not offer.taken]
+        row = {
+            "node": host,
+            "wanted": request_text,
+            "total": _amounts(host_offers, wanted),
+            "free": _amounts(free, wanted),
+        }
+        labels = {"labels": ", ".join(_values(host_offers, name) for name in looked_at)} if looked_at else {}
+        rows.append({**row, **labels, "why": _reasons(host_offers)})
     return tuple(rows)
 
 
@@ -206,8 +213,8 @@ def _values(offers: Sequence[Offer], label: str) -> str:
 def _amounts(offers: Sequence[Offer], wanted: Wanted) -> str:
     cpus, gpus = sum(offer.cpus for offer in offers), sum(offer.gpus for offer in offers)
     limit = _limit if wanted.memory else lambda offer: ""
-    each = sorted({f"{offer.cpus:g}/{offer.gpus}{limit(offer)}" for offer in offers})
-    detail = f" ({', '.join(each)} each)" if each else ""
+    sizes = sorted({f"{offer.cpus:g}/{offer.gpus}{limit(offer)}" for offer in offers})
+    detail = f" ({', '.join(sizes)} each)" if sizes else ""
     further = "".join(f", {sum(o.resources.get(name, 0) for o in offers):g} {name}" for name in wanted.resources)
     return f"{_workers(len(offers))}: {cpus:g} CPU, {gpus} GPU{detail}{further}"
 

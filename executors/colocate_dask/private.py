@@ -76,9 +76,9 @@ class PrivateCluster:
         async with self._changing:
             if self._closed:  # a new worker would look for the closed scheduler for ever
                 raise TimeoutError("the cluster has been closed")
-            made = await self._make(slots, cpus, gpus)
-            self._workers.update({each.worker.address: each for each in made})
-        return [each.worker.address for each in made]
+            made_workers = await self._make(slots, cpus, gpus)
+            self._workers.update({entry.worker.address: entry for entry in made_workers})
+        return [entry.worker.address for entry in made_workers]
 
     async def _make(self, slots: int, cpus: float, gpus: int) -> list[_Made]:
         scratch = tempfile.mkdtemp(prefix=PREFIX)
@@ -94,22 +94,22 @@ class PrivateCluster:
             )
             for _ in range(slots)
         ]
-        made = [_Made(worker, scratch) for worker in started]
+        entries = [_Made(worker, scratch) for worker in started]
         try:
             async with asyncio.timeout(_STARTS_WITHIN_S):  # bounds `close` too, which waits for this block
                 await asyncio.gather(*started)
             for worker in started:
                 _stop_listening(worker)
         except BaseException:
-            await _end(made)
+            await _end(entries)
             raise
         finally:
             _forget(scratch)
-        return made
+        return entries
 
     async def _stop(self, workers: Sequence[str]) -> None:
         async with self._changing:
-            await _end([each for address in workers if (each := self._workers.pop(address, None)) is not None])
+            await _end([entry for address in workers if (entry := self._workers.pop(address, None)) is not None])
 
     async def _close(self) -> None:
         self._closed = True
@@ -129,7 +129,11 @@ def _quieten() -> Callable[[], None]:
     The filter goes on the first handler, which Dask's import adds: `silence_logs` would set the level of all stream
     and file handlers of root and "distributed", also of handlers that a user or pytest has added.
     """
-    handlers = [each for each in logging.getLogger("distributed").handlers[:1] if type(each) is logging.StreamHandler]
+    handlers = [
+        candidate
+        for candidate in logging.getLogger("distributed").handlers[:1]
+        if type(candidate) is logging.StreamHandler
+    ]
 
     def critical(record: logging.LogRecord) -> bool:
         return record.levelno >= logging.CRITICAL
@@ -154,12 +158,12 @@ def _quieten() -> Callable[[], None]:
 
 
 async def _end(doomed: Sequence[_Made]) -> None:
-    for each in doomed:
-        _give_folder(each.worker)
+    for entry in doomed:
+        _give_folder(entry.worker)
     try:
-        await asyncio.gather(*(each.worker.close(nanny=False) for each in doomed))
+        await asyncio.gather(*(entry.worker.close(nanny=False) for entry in doomed))
     finally:
-        for scratch in {each.scratch for each in doomed}:
+        for scratch in {entry.scratch for entry in doomed}:
             _forget(scratch)
 
 

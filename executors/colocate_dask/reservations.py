@@ -112,12 +112,12 @@ class Reservations(SchedulerPlugin):
                         continue
                     return [self._hold(wanted, offer) for offer in chosen]
                 never = choose(offers, wanted) is None and not self._grows(wanted)
-                left = (self._known_at(wanted, deadline) if never else deadline) - time.monotonic()
-                if left <= 0:
+                left_s = (self._known_at(wanted, deadline) if never else deadline) - time.monotonic()
+                if left_s <= 0:
                     return Refusal(never, table(offers, wanted), self._asked_for if self._is_adaptive else None)
                 heard.clear()
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(changed.wait(), min(left, _ASK_AGAIN_S) if self._silent else left)
+                    await asyncio.wait_for(changed.wait(), min(left_s, _ASK_AGAIN_S) if self._silent else left_s)
         finally:
             self._waiting.pop(wanted.reservation, None)
 
@@ -210,14 +210,14 @@ class Reservations(SchedulerPlugin):
 
     def leaving(self) -> dict[str, float | None]:
         """Return machines with held workers that are closing or will retire, with the time if known."""
-        found: dict[str, float | None] = {}
+        nodes: dict[str, float | None] = {}
         for worker, hold in self._holds.items():
             facts, state = self._facts.get(worker), self._scheduler.workers.get(worker)
             if state is not None and state.status is Status.closing_gracefully:
-                found[hold.grant.host] = None
+                nodes[hold.grant.host] = None
             elif isinstance(facts, Facts) and facts.retires is not None:
-                found.setdefault(hold.grant.host, facts.retires)
-        return found
+                nodes.setdefault(hold.grant.host, facts.retires)
+        return nodes
 
     async def offers(self) -> list[Offer]:
         """List an offer for each worker of the cluster."""
@@ -252,7 +252,7 @@ class Reservations(SchedulerPlugin):
 
     def remove_client(self, scheduler: Any, client: str) -> None:
         """Free the slots of a lost driver. A hook of Dask's."""
-        self._waiting = {key: wanted for key, wanted in self._waiting.items() if wanted.client != client}
+        self._waiting = {key: request for key, request in self._waiting.items() if request.client != client}
         self._windows = {id: (of, window) for id, (of, window) in self._windows.items() if of != client}
         self._news()
         self._background(self._end_all(lambda hold: hold.client == client))
@@ -307,15 +307,18 @@ class Reservations(SchedulerPlugin):
         The target counts held workers, requested slots, and busy workers that would suit a request; plus one when tasks
         have no worker because all are held.
         """
-        waiting = [wanted for wanted in self._waiting.values() if self._grows(wanted)]
+        waiting = [request for request in self._waiting.values() if self._grows(request)]
         free = [worker for worker in self._scheduler.workers if worker not in self._holds]
         busy = [
             worker
             for worker in free
             if not undocumented.is_starting(self._scheduler.workers[worker])
-            and any((offer := self._offer(worker, each.share)).taken and offer.suits(each) for each in waiting)
+            and any(
+                (offer := self._offer(worker, waiting_request.share)).taken and offer.suits(waiting_request)
+                for waiting_request in waiting
+            )
         ]
-        target = len(self._holds) + len(busy) + sum(wanted.slots for wanted in waiting)
+        target = len(self._holds) + len(busy) + sum(request.slots for request in waiting)
         if self._holds and not free and undocumented.has_tasks_to_place(self._scheduler):
             target += 1
         return max(own, target)
@@ -356,11 +359,11 @@ class Reservations(SchedulerPlugin):
 
         The others count as silent until they answer.
         """
-        asked = {worker: self._ask_one(worker) for worker in workers if worker in self._scheduler.workers}
-        if asked:
-            await asyncio.wait(asked.values(), timeout=within_s)
-        self._silent |= {worker for worker, task in asked.items() if not task.done() and worker in self._seen}
-        return {*asked} - self._silent
+        tasks = {worker: self._ask_one(worker) for worker in workers if worker in self._scheduler.workers}
+        if tasks:
+            await asyncio.wait(tasks.values(), timeout=within_s)
+        self._silent |= {worker for worker, task in tasks.items() if not task.done() and worker in self._seen}
+        return {*tasks} - self._silent
 
     def _ask_one(self, worker: str) -> asyncio.Task[None]:
         task = self._asked.get(worker)
@@ -407,11 +410,13 @@ class Reservations(SchedulerPlugin):
                 unfit = f"whose environment {words}"
             elif visible is not None and gpus > len(visible):
                 unfit = f"that declare {gpus} GPU but see {len(visible)}"
-        taken = self._taken(worker, state, share)
+        obstacle = self._taken(worker, state, share)
         memory = state.memory_limit or 0
         resources = {name: amount for name, amount in state.resources.items() if name != "GPU"}
-        own = str(state.name), resources
-        offer = Offer(worker, state.host, state.nthreads, gpus, visible if gpus else None, memory, unfit, taken, *own)
+        identity = str(state.name), resources
+        offer = Offer(
+            worker, state.host, state.nthreads, gpus, visible if gpus else None, memory, unfit, obstacle, *identity
+        )
         self._seen[worker] = state.nanny or "", offer
         return offer
 
@@ -442,14 +447,14 @@ class Reservations(SchedulerPlugin):
         used: dict[str, set[str]] = {}
         for hold in self._holds.values():
             used.setdefault(hold.grant.host, set()).update(hold.grant.gpus)
-        given = grant(offer, wanted, used)
-        told = wanted.owner, wanted.label, wanted.lot or wanted.slots, time.time()
-        hold = _Hold(wanted.reservation, wanted.client, given, not wanted.share, *told)
+        granted = grant(offer, wanted, used)
+        details = wanted.owner, wanted.label, wanted.lot or wanted.slots, time.time()
+        hold = _Hold(wanted.reservation, wanted.client, granted, not wanted.share, *details)
         self._holds[offer.worker] = hold
         undocumented.keep_busy(self._scheduler, 1)
         if hold.paused:
             undocumented.pause(self._scheduler, offer.worker, f"colocate-hold-{wanted.reservation}")
-        return given
+        return granted
 
     def _unhold(self, worker: str) -> _Hold | None:
         hold = self._holds.pop(worker, None)

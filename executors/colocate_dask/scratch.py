@@ -14,12 +14,12 @@ _MADE_WITHIN_S = 60.0
 
 def left_here() -> list[Running]:
     """List scratch folders of drivers that ended between the creation and the removal."""
-    found = []
+    folders = []
     for entry in sorted(Path(tempfile.gettempdir()).glob(f"{PREFIX}*")):
         try:
             since = entry.stat().st_mtime
         except FileNotFoundError:
             continue
         if time.time() - since > _MADE_WITHIN_S:
-            found.append(Running("folder", str(entry), since=since, detail="of a private Dask cluster"))
-    return found
+            folders.append(Running("folder", str(entry), since=since, detail="of a private Dask cluster"))
+    return folders

@@ -53,8 +53,8 @@ def answers(scheduler: Any) -> None:
     wrapped: Callable[[Any], Any] = to_serialize
 
     async def answer(function: bytes, args: bytes) -> dict[str, Any]:
-        found = unpack(function)(*unpack(args), dask_scheduler=scheduler)
-        return {"result": wrapped(await found if inspect.isawaitable(found) else found)}
+        value = unpack(function)(*unpack(args), dask_scheduler=scheduler)
+        return {"result": wrapped(await value if inspect.isawaitable(value) else value)}
 
     scheduler.handlers[_OP] = answer
 
@@ -122,9 +122,9 @@ def follow_adaptive(scheduler: Any, shown: Callable[[int], int], told: Callable[
         shown: Maps the scheduler's own number to the number on the scheduler's pages.
         told: Maps the scheduler's own number to the answer for an adaptive cluster.
     """
-    own = scheduler.adaptive_target
-    scheduler.adaptive_target = lambda target_duration=None: shown(own(target_duration))
-    scheduler.handlers["adaptive_target"] = lambda target_duration=None: told(own(target_duration))
+    adaptive_target = scheduler.adaptive_target
+    scheduler.adaptive_target = lambda target_duration=None: shown(adaptive_target(target_duration))
+    scheduler.handlers["adaptive_target"] = lambda target_duration=None: told(adaptive_target(target_duration))
 
 
 def has_tasks_to_place(scheduler: Any) -> bool:

@@ -44,15 +44,17 @@ class LocalProcesses(Machine, OwnProcess):
 
     def _workers(self) -> list[Running]:
         """List the child processes of this process, also those without an entry in `hosts`."""
-        known = {host.pid: worker for worker, host in list(self.hosts.items())}
-        children = [(known.get(child.started, child.label), child) for child in below_this()]
+        workers_by_pid = {host.pid: worker for worker, host in list(self.hosts.items())}
+        children = [(workers_by_pid.get(child.started, child.label), child) for child in below_this()]
         running = [
             Running("worker", worker, node=self._node.name, pid=child.pid, since=child.since)
             for worker, child in children
             if self._is_ours(worker)
         ]
-        left = [each for each in left_by(os.getpid()) if not each.label or self._is_ours(each.label)]
-        return running + [each.running(self._node.name) for each in left]
+        leftovers = [
+            leftover for leftover in left_by(os.getpid()) if not leftover.label or self._is_ours(leftover.label)
+        ]
+        return running + [leftover.running(self._node.name) for leftover in leftovers]
 
     def _hub_ended(self, reason: str) -> None:
         """Report all workers as lost: the event loop has ended, so no message would arrive."""

@@ -52,14 +52,14 @@ class Envoy(DriverProxy):
             ClusterError: The envoy is gone, or the head doesn't answer; the call goes on once the head answers.
             ColocateError: The method failed, or took longer than `within_s` seconds.
         """
-        asked = self.post(name, *arguments)
+        question = self.post(name, *arguments)
         if within_s is None:
-            self._wait_on_head(asked)
-        elif not self.wait([asked], min(within_s, _ASKS_EVERY_S)):
+            self._wait_on_head(question)
+        elif not self.wait([question], min(within_s, _ASKS_EVERY_S)):
             self._ask_head()
-            if not self.wait([asked], within_s):
+            if not self.wait([question], within_s):
                 raise ColocateError(f"{self._engine} hasn't done within {within_s:g} s what it was asked for ({name})")
-        [answer] = asked.result()
+        [answer] = question.result()
         return answer
 
     def lost(self, why: str) -> ClusterError:

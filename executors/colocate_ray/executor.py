@@ -90,8 +90,8 @@ class RayExecutor(Executor, OwnProcess, MultiNode, SharedSlots, Labelled):
             _check_joining(address, cpus, gpus)
         elif token_file is not None:
             raise ConfigError("connect('ray', token_file=...) is for joining a cluster: a private Ray makes its own")
-        own = _own_gpus(gpus) if address is None else None
-        cluster = Cluster(_of_this_process(address), cpus, own, token_file, runtime_env)
+        devices = _own_gpus(gpus) if address is None else None
+        cluster = Cluster(_of_this_process(address), cpus, devices, token_file, runtime_env)
         if cluster.private:
             return cls(cluster)
         return JoinedRayExecutor(cluster)
@@ -136,8 +136,8 @@ class RayExecutor(Executor, OwnProcess, MultiNode, SharedSlots, Labelled):
 
     def nodes(self) -> Sequence[Node]:
         """List the nodes of the cluster."""
-        found: list[Node] = self._envoy.call("list_nodes")
-        return found
+        nodes: list[Node] = self._envoy.call("list_nodes")
+        return nodes
 
     def reserve(self, request: Request) -> Reservation:
         """Hold slots in a placement group, with a keeper in each."""
@@ -168,12 +168,12 @@ class RayExecutor(Executor, OwnProcess, MultiNode, SharedSlots, Labelled):
 
     def _place(self, number: int, slot: Slot) -> Place:
         key = number, slot.index
-        kept = self._keepers.slot(slot.address, on_stuck=partial(self._end_slot, key), gone=is_gone(slot))
+        kept_slot = self._keepers.slot(slot.address, on_stuck=partial(self._end_slot, key), gone=is_gone(slot))
         with self._lock:
-            self._slots[key] = kept
+            self._slots[key] = kept_slot
             words = self._lost.pop(key, None)
         if words is not None:  # the actor ended before the slot was known here
-            kept.lost(words)
+            kept_slot.lost(words)
         return place_of(slot, key)
 
     def _end_slot(self, key: _Key) -> None:
@@ -198,17 +198,19 @@ class RayExecutor(Executor, OwnProcess, MultiNode, SharedSlots, Labelled):
 
     def replace(self, reservation: Reservation, lost: Sequence[Place], request: Request) -> Reservation | None:
         """Start keepers in the lost bundles of the same placement group, which Ray places anew."""
-        number, gone = reservation.handle, [place.handle for place in lost]
-        indices = [index for _, index in gone]
+        number, lost_keys = reservation.handle, [place.handle for place in lost]
+        indices = [index for _, index in lost_keys]
         replace = partial(self._envoy.call, "replace")
         slots: list[Slot] | None = replace(number, indices, request, self._keepers.key)
         if slots is None:
             return None
-        for key in gone:
+        for key in lost_keys:
             self._slots[key].close()
             self._ends.pop(key, None)
         new = {place.handle: place for place in (self._place(number, slot) for slot in slots)}
-        return attrs.evolve(reservation, places=tuple(new.get(each.handle, each) for each in reservation.places))
+        return attrs.evolve(
+            reservation, places=tuple(new.get(old_place.handle, old_place) for old_place in reservation.places)
+        )
 
     def release(self, reservation: Reservation) -> None:
         """End the keepers, and remove the placement group."""
@@ -235,8 +237,8 @@ class RayExecutor(Executor, OwnProcess, MultiNode, SharedSlots, Labelled):
 
     def strays(self) -> Sequence[Running]:
         """List placement groups and Ray actors of colocate from ended jobs."""
-        found: list[Running] = self._envoy.call("list_strays", within_s=LISTED_WITHIN_S)
-        return found
+        strays: list[Running] = self._envoy.call("list_strays", within_s=LISTED_WITHIN_S)
+        return strays
 
     def close(self) -> None:
         """Leave the cluster; end a private Ray."""
@@ -281,8 +283,8 @@ class JoinedRayExecutor(RayExecutor, DetachableByKeepers, Watchable, Growing):
             lead.close()
             raise
         places = tuple(place_of(slot, (number, slot.index)) for slot in slots)
-        kept = [self._slots[place.handle] for place in places]
-        self._owned[number] = _Owned(name, request.id, PoolKeepers(key, lead, kept))
+        kept_slots = [self._slots[place.handle] for place in places]
+        self._owned[number] = _Owned(name, request.id, PoolKeepers(key, lead, kept_slots))
         return Reservation(places, number)
 
     def replace(self, reservation: Reservation, lost: Sequence[Place], request: Request) -> Reservation | None:
@@ -311,8 +313,8 @@ class JoinedRayExecutor(RayExecutor, DetachableByKeepers, Watchable, Growing):
 
     def leaving(self) -> Mapping[str, float | None]:
         """List the nodes that Ray drains."""
-        found: dict[str, float | None] = self._envoy.call("list_leaving", within_s=LISTED_WITHIN_S)
-        return found
+        nodes: dict[str, float | None] = self._envoy.call("list_leaving", within_s=LISTED_WITHIN_S)
+        return nodes
 
     def publish(self, reservation: Reservation, lease: Lease) -> None:
         """Register the pool's name, then tell the keepers to outlive the driver."""
@@ -369,13 +371,13 @@ class JoinedRayExecutor(RayExecutor, DetachableByKeepers, Watchable, Growing):
 
     def windows(self) -> Sequence[Window]:
         """List the windows of live drivers in Ray's store."""
-        found: list[Window] = self._envoy.call("windows", within_s=LISTED_WITHIN_S)
-        return found
+        windows: list[Window] = self._envoy.call("windows", within_s=LISTED_WITHIN_S)
+        return windows
 
     def registrations(self) -> Sequence[Registration]:
         """List the detached pools of live owners in Ray's store."""
-        found: list[Registration] = self._envoy.call("registrations", within_s=LISTED_WITHIN_S)
-        return found
+        registrations: list[Registration] = self._envoy.call("registrations", within_s=LISTED_WITHIN_S)
+        return registrations
 
     def pool_of(self, reservation: Reservation) -> PoolKeepers | None:
         """Return the keepers of an owner's reservation; None for others."""
@@ -421,8 +423,8 @@ def _check_joining(address: str, cpus: float | None, gpus: int | None) -> None:
 
 def _own_gpus(gpus: int | None) -> tuple[str, ...] | None:
     """Return the GPUs for a private Ray to offer; None for detection by Ray, other makers' GPUs included."""
-    found = names(count_gpus() if gpus is None else gpus)
-    return found if found or gpus is not None or listed() is not None else None
+    devices = names(count_gpus() if gpus is None else gpus)
+    return devices if devices or gpus is not None or listed() is not None else None
 
 
 def _of_this_process(address: str | None) -> str | None:

@@ -32,12 +32,12 @@ class Autoscaler:
     @property
     def words(self) -> str:
         """The report as text, for an error."""
-        found = f"Ray's autoscaler has {_counted(self.nodes)}"
+        text = f"Ray's autoscaler has {_counted(self.nodes)}"
         if self.coming:
-            found += f", and waits for {_counted(self.coming)}"
+            text += f", and waits for {_counted(self.coming)}"
         elif not self.failures:
-            found += ", and makes no more: of its types of nodes none would do, or there are as many as may be"
-        return found + "".join(f"; {failure}" for failure in self.failures)
+            text += ", and makes no more: of its types of nodes none would do, or there are as many as may be"
+        return text + "".join(f"; {failure}" for failure in self.failures)
 
 
 def autoscaler(within_s: float = 0.0) -> Autoscaler | None:
@@ -50,32 +50,32 @@ def autoscaler(within_s: float = 0.0) -> Autoscaler | None:
     deadline = time.monotonic() + min(within_s, _NEXT_WITHIN_S)
     while True:
         try:
-            found = _first_generation() or _second_generation()
+            status = _first_generation() or _second_generation()
         except Exception:  # Ray promises no format of the report
             return None
-        types = [*(found.nodes if found else ()), *(found.coming if found else ())]
-        if found is None or types or time.monotonic() >= deadline:
-            return found if any(not each.startswith(_NO_TYPE) for each in types) else None
+        types = [*(status.nodes if status else ()), *(status.coming if status else ())]
+        if status is None or types or time.monotonic() >= deadline:
+            return status if any(not name.startswith(_NO_TYPE) for name in types) else None
         time.sleep(_LOOKS_AGAIN_S)
 
 
 def _first_generation() -> Autoscaler | None:
     from ray._private import worker  # an actor has no other access to the store
 
-    here: Any = worker.global_worker
-    status = here.gcs_client.internal_kv_get(_STATUS, None)
+    this_worker: Any = worker.global_worker
+    status = this_worker.gcs_client.internal_kv_get(_STATUS, None)
     if not status:
         return None
     report = json.loads(status).get("autoscaler_report")
     if report is None:  # the autoscaler has seen no node so far
         return Autoscaler(Counter(), Counter())
-    there = Counter(report["active_nodes"]) + Counter(report["idle_nodes"] or {})
+    existing = Counter(report["active_nodes"]) + Counter(report["idle_nodes"] or {})
     coming = Counter(report["pending_launches"]) + Counter(type for _, type, *_ in report["pending_nodes"])
     failures = [f"a node {type} failed" for _, type in report["failed_nodes"]]
-    for name, known in report["node_availability_summary"]["node_availabilities"].items():
-        if (why := known["unavailable_node_information"]) is not None:
+    for name, availability in report["node_availability_summary"]["node_availabilities"].items():
+        if (why := availability["unavailable_node_information"]) is not None:
             failures.append(f"no {name} is to be had: {why['description'] or why['category']}")
-    return Autoscaler(there, coming, tuple(failures))
+    return Autoscaler(existing, coming, tuple(failures))
 
 
 def _second_generation() -> Autoscaler | None:
@@ -86,14 +86,14 @@ def _second_generation() -> Autoscaler | None:
     if not int(status.stats.autoscaler_version or 0):
         return None
     launches: Counter[str] = Counter()
-    for each in status.pending_launches:
-        launches[each.ray_node_type_name] += each.count
+    for failure in status.pending_launches:
+        launches[failure.ray_node_type_name] += failure.count
     failures = [
-        f"{each.count} {each.ray_node_type_name} couldn't be launched: {each.details}"
-        for each in status.failed_launches
+        f"{failure.count} {failure.ray_node_type_name} couldn't be launched: {failure.details}"
+        for failure in status.failed_launches
     ]
-    there = _types([*status.active_nodes, *status.idle_nodes])
-    return Autoscaler(there, launches + _types(status.pending_nodes), tuple(dict.fromkeys(failures)))
+    existing = _types([*status.active_nodes, *status.idle_nodes])
+    return Autoscaler(existing, launches + _types(status.pending_nodes), tuple(dict.fromkeys(failures)))
 
 
 def _types(nodes: Iterable[Any]) -> Counter[str]:

@@ -35,8 +35,8 @@ class Gpus:
 
 def gpus_here(cluster: Cluster) -> Gpus:
     """Return the GPUs of the bundle that runs this task."""
-    found = ray.get_runtime_context().get_accelerator_ids().get("GPU", ())
-    names = _in_order(found, cluster.gpus or ())
+    ids = ray.get_runtime_context().get_accelerator_ids().get("GPU", ())
+    names = _in_order(ids, cluster.gpus or ())
     return Gpus(tuple(names), _shown(names))
 
 
@@ -67,7 +67,7 @@ class Holder:
             if number in self._ended:
                 return "the reservation was withdrawn"
             keepers = self._keepers.setdefault(number, [])
-            made = []
+            made_keepers = []
             for gpus in slots.values():
                 env = {**gpus.env, **request.env}
                 try:
@@ -84,11 +84,11 @@ class Holder:
                 except OSError as error:  # no free port, or no free descriptor
                     return str(error)
                 keepers.append(keeper)
-                made.append(keeper)
+                made_keepers.append(keeper)
         return {
             "process": (os.getpid(), psutil.Process().create_time()),
             "host": host or LOOPBACK,
-            "addresses": {index: keeper.address for index, keeper in zip(slots, made, strict=True)},
+            "addresses": {index: keeper.address for index, keeper in zip(slots, made_keepers, strict=True)},
         }
 
     @ray.method(concurrency_group="ends")
@@ -114,8 +114,8 @@ def _in_order(some: Iterable[object], gpus: Sequence[str]) -> list[str]:
 def _shown(gpus: list[str]) -> dict[str, str]:
     """Return the variables that show workers only the slot's GPUs, in order; Ray may not have set these variables."""
     by_ray = {variable for variable in _NOT_SET_BY_RAY.values() if _names_all(os.environ.get(variable, ""), gpus)}
-    left = {variable for flag, variable in _NOT_SET_BY_RAY.items() if flag in os.environ}
-    return dict.fromkeys(by_ray | left, ",".join(gpus)) if gpus else {}
+    variables = {variable for flag, variable in _NOT_SET_BY_RAY.items() if flag in os.environ}
+    return dict.fromkeys(by_ray | variables, ",".join(gpus)) if gpus else {}
 
 
 def _names_all(text: str, gpus: list[str]) -> bool:
@@ -132,7 +132,7 @@ def end_process(pid: int, created: float | None) -> None:
         if not process.cmdline()[0].startswith("ray::") if created is None else process.create_time() != created:
             return
         with contextlib.ExitStack() as ends:
-            below = [_held(each.pid, ends) for each in process.children(recursive=True)]
+            below = [_held(child.pid, ends) for child in process.children(recursive=True)]
             process.kill()
             process.wait()
             deadline = time.monotonic() + _BELOW_ENDS_WITHIN_S

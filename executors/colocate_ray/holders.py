@@ -43,11 +43,11 @@ class Holding:
 
 def kill(actor: Any, node: str, process: tuple[int, float | None] | None) -> None:
     """Kill an unresponsive actor by a task on the actor's machine, and wait for the end."""
-    there = NodeAffinitySchedulingStrategy(node, soft=False)
+    strategy = NodeAffinitySchedulingStrategy(node, soft=False)
     task: Any = ray.remote(end_process)
     try:
         if process is not None:
-            options = {"num_cpus": 0, "max_retries": 0, "scheduling_strategy": there}
+            options = {"num_cpus": 0, "max_retries": 0, "scheduling_strategy": strategy}
             ray.get(task.options(**options).remote(*process), timeout=_ENDED_WITHIN_S)
             return
     except RayError:  # the node is gone or stuck: Ray's own kill is the last resort
@@ -77,10 +77,10 @@ class Holders:
                 return present
             if self._over:
                 raise ColocateError("its driver has let go")
-            self._at[node] = made = _made(node, f"{PREFIX}{owner}{KEEPERS}{secrets.token_hex(4)}")
-            made.users.add(user)
-        made.watch.future().add_done_callback(partial(self._ended, made))
-        return made
+            self._at[node] = keepers = _made(node, f"{PREFIX}{owner}{KEEPERS}{secrets.token_hex(4)}")
+            keepers.users.add(user)
+        keepers.watch.future().add_done_callback(partial(self._ended, keepers))
+        return keepers
 
     def left(self, user: int, end: bool) -> None:
         """Remove a reservation from all holders.

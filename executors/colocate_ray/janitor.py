@@ -53,11 +53,11 @@ def _sweep(session: int, mark: bytes) -> None:
     """Kill all processes that the proxy has started, including those with a dead parent."""
     began = time.monotonic()
     while time.monotonic() - began < _SWEEPS_FOR_S:
-        others = {*map(int, filter(str.isdigit, os.listdir("/proc")))} - {os.getpid()}
-        found = [pid for pid in others if _is_left(pid, session, mark)]
-        if not found:
+        pids = {*map(int, filter(str.isdigit, os.listdir("/proc")))} - {os.getpid()}
+        leftovers = [pid for pid in pids if _is_left(pid, session, mark)]
+        if not leftovers:
             return
-        for pid in found:
+        for pid in leftovers:
             if time.monotonic() - began < _TRACKERS_S and _tracks(pid):
                 continue
             try:

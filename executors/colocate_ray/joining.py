@@ -65,12 +65,12 @@ def _environment(cluster: Cluster) -> dict[str, Any]:
     Raises:
         ConfigError: Ray doesn't know some of the keys, and would ignore these.
     """
-    known = RuntimeEnv.known_fields
-    unknown = sorted({*(cluster.runtime_env or {})} - known)
+    fields = RuntimeEnv.known_fields
+    unknown = sorted({*(cluster.runtime_env or {})} - fields)
     if unknown and "RAY_RUNTIME_ENV_PLUGINS" not in os.environ:  # a plugin may define further keys
         raise ConfigError(
             f"connect('ray', runtime_env=...): Ray knows no {', '.join(map(repr, unknown))}; it knows "
-            f"{', '.join(sorted(name for name in known if not name.startswith('_')))}"
+            f"{', '.join(sorted(name for name in fields if not name.startswith('_')))}"
         )
     return {"runtime_env": dict(cluster.runtime_env)} if cluster.runtime_env else {}
 

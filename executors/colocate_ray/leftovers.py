@@ -33,15 +33,15 @@ class _Seen:
 
 def left_here() -> list[Running]:
     """List envoys without drivers, processes of private Rays without envoys, and unused folders."""
-    seen = list(_look())
-    envoys = {each.process.pid for each in seen if each.envoy_of is not None}
-    found: list[Running] = []
-    for each in seen:
-        if each.envoy_of is not None:
-            found += _envoy(each.process, each.envoy_of)
-        elif not each.janitor and (each.marked or each.folder):
-            found += _of_private(each, envoys)
-    return [*found, *_folders({each.folder for each in seen if each.folder})]
+    processes = list(_look())
+    envoys = {entry.process.pid for entry in processes if entry.envoy_of is not None}
+    rows: list[Running] = []
+    for entry in processes:
+        if entry.envoy_of is not None:
+            rows += _envoy(entry.process, entry.envoy_of)
+        elif not entry.janitor and (entry.marked or entry.folder):
+            rows += _of_private(entry, envoys)
+    return [*rows, *_folders({entry.folder for entry in processes if entry.folder})]
 
 
 def _look() -> Iterator[_Seen]:

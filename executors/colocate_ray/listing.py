@@ -21,18 +21,18 @@ _JOB_DIGITS = 8  # the last digits of a placement group's id are the job's id; R
 
 def of_this_job(nodes: Nodes, held: Collection[str] = ()) -> list[Running]:
     """List the placement groups and actors of this driver."""
-    own: str = ray.get_runtime_context().get_job_id()
+    job_id: str = ray.get_runtime_context().get_job_id()
     everyone = _actors()
     owned = _by_owner(everyone)
 
     def is_own(name: str, job: str) -> bool:
-        return name in held if name in owned else job == own
+        return name in held if name in owned else job == job_id
 
     groups = [group for group in _groups() if is_own(_id_of(group), group["job"])]
     actors = [actor for actor in everyone if is_own(_reservation_of(actor), actor["JobID"])]
-    there = {(_reservation_of(actor), actor["Address"]["NodeID"]) for actor in actors if KEEPERS in actor["Name"]}
-    found = [_doubted(_reservation(group, nodes, None), group, there) for group in groups]
-    return found + [_actor(actor, nodes) for actor in actors]
+    holders = {(_reservation_of(actor), actor["Address"]["NodeID"]) for actor in actors if KEEPERS in actor["Name"]}
+    groups_found = [_doubted(_reservation(group, nodes, None), group, holders) for group in groups]
+    return groups_found + [_actor(actor, nodes) for actor in actors]
 
 
 def of_ended_jobs(nodes: Nodes) -> list[Running]:
@@ -43,8 +43,10 @@ def of_ended_jobs(nodes: Nodes) -> list[Running]:
     owned = _by_owner(everyone)
     groups = [group for group in _groups() if group["job"] not in living]
     actors = [actor for actor in everyone if actor["JobID"] not in living and _reservation_of(actor) not in owned]
-    found = [_reservation(each, nodes, jobs.get(each["job"])) for each in groups if _id_of(each) not in owned]
-    return found + [_actor(actor, nodes) for actor in actors]
+    reservations = [
+        _reservation(entry, nodes, jobs.get(entry["job"])) for entry in groups if _id_of(entry) not in owned
+    ]
+    return reservations + [_actor(actor, nodes) for actor in actors]
 
 
 def living_jobs() -> set[str]:
@@ -54,8 +56,8 @@ def living_jobs() -> set[str]:
 
 def owner_of(name: str) -> tuple[str, int] | None:
     """Return node and process id of an owner; None if Ray doesn't list the owner."""
-    found = [(actor["Address"]["NodeID"], actor["Pid"]) for actor in _actors() if actor["Name"] == name]
-    return found[0] if found else None
+    owners = [(actor["Address"]["NodeID"], actor["Pid"]) for actor in _actors() if actor["Name"] == name]
+    return owners[0] if owners else None
 
 
 def groups_of(owner: str) -> list[str]:
@@ -117,9 +119,9 @@ def _actor(actor: Mapping[str, Any], nodes: Nodes) -> Running:
 
 def _groups() -> Iterator[dict[str, Any]]:
     table: Mapping[str, dict[str, Any]] = placement_group_table()
-    for found, group in table.items():
+    for key, group in table.items():
         if group["name"].startswith(PREFIX) and group["state"] != "REMOVED":
-            yield {**group, "job": found[-_JOB_DIGITS:]}
+            yield {**group, "job": key[-_JOB_DIGITS:]}
 
 
 def _actors() -> list[dict[str, Any]]:

@@ -34,11 +34,11 @@ def publish(registration: Registration) -> bool:
     while True:
         if not _put(key, value, overwrite=False):
             break
-        there = _read(key)
-        if there is not None and there.facts[0] == owner:
+        registered = _read(key)
+        if registered is not None and registered.facts[0] == owner:
             _put(key, value, overwrite=True)
             break
-        if there is not None and owner_of(there.facts[0]) is not None:
+        if registered is not None and owner_of(registered.facts[0]) is not None:
             return False
         _delete(key)
     for other in _registrations():

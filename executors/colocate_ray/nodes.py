@@ -38,8 +38,8 @@ class Nodes:
     def name(self, node_id: str) -> str:
         """Return the name of a node."""
         with self._lock:
-            known = self._names.get(node_id)
-        if known is None:
+            name = self._names.get(node_id)
+        if name is None:
             self._alive()
         return self._names.get(node_id, node_id[:12])
 
@@ -68,7 +68,9 @@ class Nodes:
         """Return a row for each node: the whole request, the node's total, and the node's free part."""
         silent, nodes = self.silent(), self._offers_and_free()
         rows = zip(nodes, table(request, nodes), strict=True)
-        return tuple(row | ({"free": "doesn't answer"} if each.labels[ID] in silent else {}) for (each, _), row in rows)
+        return tuple(
+            row | ({"free": "doesn't answer"} if offer.labels[ID] in silent else {}) for (offer, _), row in rows
+        )
 
     def silent(self) -> frozenset[str]:
         """Return ids of silent nodes that Ray still takes for alive: Ray would wait on such a node for ever."""
@@ -84,9 +86,9 @@ class Nodes:
     def one_that_answers(self, stays: bool) -> str:
         """Return the id of a node that answers; with `stays`, of the head, which no autoscaler ends."""
         silent, alive = self.silent(), self._alive()
-        there = [node["NodeID"] for node in alive if not stays or _HEAD in node["Resources"]]
-        found: str = random.choice([each for each in there if each not in silent] or there)
-        return found
+        candidates = [node["NodeID"] for node in alive if not stays or _HEAD in node["Resources"]]
+        choice: str = random.choice([node_id for node_id in candidates if node_id not in silent] or candidates)
+        return choice
 
     @staticmethod
     def at(node_id: str) -> dict[str, Any]:
@@ -94,8 +96,8 @@ class Nodes:
 
         Without any resource, Ray would let any node place the actor, even a node that doesn't answer.
         """
-        (found,) = (node["Resources"] for node in _every() if node["NodeID"] == node_id)
-        itself = next((name for name in found if name.startswith("node:") and name != _HEAD), None)
+        (resources,) = (node["Resources"] for node in _every() if node["NodeID"] == node_id)
+        itself = next((name for name in resources if name.startswith("node:") and name != _HEAD), None)
         return {
             "num_cpus": 0,
             "resources": {itself: _LEAST} if itself else {},

@@ -62,8 +62,8 @@ class OwnedPlacing(Placing):
         """Hold slots through an owner; see `Placing.reserve`."""
         # the owner is now tied to the driver by a connection, and ends with the driver
         self._undialled.pop(owner, None)
-        found: list[Slot] = self._ask(owner, "reserve", key, request, within_s=request.timeout + _OPENS_WITHIN_S)
-        return found
+        slots: list[Slot] = self._ask(owner, "reserve", key, request, within_s=request.timeout + _OPENS_WITHIN_S)
+        return slots
 
     def abandon(self) -> None:
         """Stop all placing, as in `Placing.abandon`, and kill owners that the driver hasn't dialled yet."""
@@ -91,9 +91,9 @@ class OwnedPlacing(Placing):
 
     def end_owner(self, owner: str) -> None:
         """Kill an owner that doesn't answer; on return the owner's slots can be reserved again."""
-        groups, found, actor = listing.groups_of(owner), listing.owner_of(owner), names.owner_of(owner)
-        if actor is not None and found is not None:
-            node, pid = found
+        groups, owner_process, actor = listing.groups_of(owner), listing.owner_of(owner), names.owner_of(owner)
+        if actor is not None and owner_process is not None:
+            node, pid = owner_process
             kill(actor, node, (pid, None))
         names.forget(owner)
         for group in groups:

@@ -194,11 +194,11 @@ class Placing:
         deadline = time.monotonic() + request.timeout
         while True:
             if (now := frozenset() if self.cluster.private else self.nodes.silent()) != silent:
-                silent, asked = now, attrs.evolve(request, labels={**elsewhere(now), **request.labels})
-                if not silent or self.nodes.possible(asked) or self._grows(request):
-                    if self.nodes.fits_now(asked):
+                silent, narrowed = now, attrs.evolve(request, labels={**elsewhere(now), **request.labels})
+                if not silent or self.nodes.possible(narrowed) or self._grows(request):
+                    if self.nodes.fits_now(narrowed):
                         deadline = max(deadline, time.monotonic() + _SETTLES_WITHIN_S)
-                    held.make_group(asked)
+                    held.make_group(narrowed)
                 else:
                     held.make_group(None)
             if _wait_placed(held, min(deadline, time.monotonic() + _LOOKS_AGAIN_S)):
@@ -252,14 +252,14 @@ class Placing:
 
         Ray itself misses a lost node only after many seconds.
         """
-        found = _table(group)
-        while found["state"] != "CREATED" or self.nodes.gone({found["placed"][index] for index in indices}):
-            if found["state"] == "REMOVED" or time.monotonic() > deadline:
+        state = _table(group)
+        while state["state"] != "CREATED" or self.nodes.gone({state["placed"][index] for index in indices}):
+            if state["state"] == "REMOVED" or time.monotonic() > deadline:
                 return False
             if held.released.wait(_REPLACED_STEP_S):
                 raise ColocateError(_WITHDRAWN)
-            found = _table(group)
-        held.placed = found["placed"]
+            state = _table(group)
+        held.placed = state["placed"]
         return True
 
     def end_slot(self, number: int, index: int) -> None:
@@ -315,11 +315,11 @@ class Placing:
         pending, deadline = list(ends), time.monotonic() + _KEEPERS_END_WITHIN_S
         while pending:
             _, pending = ray.wait(pending, num_returns=len(pending), timeout=_DOUBT_AFTER_S, fetch_local=False)
-            gone = self.nodes.gone({ends[each].node for each in pending}) if pending else set()
-            pending = [each for each in pending if ends[each].node not in gone]
+            silent = self.nodes.gone({ends[index].node for index in pending}) if pending else set()
+            pending = [index for index in pending if ends[index].node not in silent]
             if pending and time.monotonic() > deadline:
-                for each in pending:
-                    ends[each].kill()
+                for index in pending:
+                    ends[index].kill()
                 return
 
     def _wait_shown(self, held: Held, group: PlacementGroup) -> None:
@@ -387,15 +387,15 @@ class Placing:
         assert group is not None
         task: Any = ray.remote(gpus_here)
         options = {"num_cpus": 0, "num_gpus": request.gpus, "max_retries": 0}
-        asked = []
+        refs = []
         for index in indices:
             strategy = PlacementGroupSchedulingStrategy(group, index, placement_group_capture_child_tasks=False)
-            asked.append(task.options(**options, scheduling_strategy=strategy).remote(self.cluster))
+            refs.append(task.options(**options, scheduling_strategy=strategy).remote(self.cluster))
         try:
-            found: list[Gpus] = ray.get(asked, timeout=_ACTORS_START_WITHIN_S)
+            gpus: list[Gpus] = ray.get(refs, timeout=_ACTORS_START_WITHIN_S)
         except Exception as error:
             raise ColocateError(f"Ray doesn't tell the slots' GPUs: {start_words(error)}") from None
-        return dict(zip(indices, found, strict=True))
+        return dict(zip(indices, gpus, strict=True))
 
     def _owner(self, request: Request) -> str:
         """Return the owner's name for new holders: the reservation's id."""
@@ -419,16 +419,16 @@ class Placing:
             except Exception as error:
                 fault = start_words(error)
             faults[node] = f"on {self.nodes.name(node)}: {fault}"
-        gone = self.nodes.gone(set(faults)) if faults else set()
-        if text := "\n  ".join(fault for node, fault in faults.items() if node not in gone):
+        silent = self.nodes.gone(set(faults)) if faults else set()
+        if text := "\n  ".join(fault for node, fault in faults.items() if node not in silent):
             raise ColocateError(f"the Ray actors that hold the keepers could not be started:\n  {text}")
         return answers
 
     def _ended(self, holder: Holding, words: str) -> None:
         """Mark a lost holder's slots as lost. On a thread of Ray's."""
         for number, held in list(self._held.items()):
-            for index, each in list(held.holders.items()):
-                if each is holder and index in held.opened:
+            for index, holding in list(held.holders.items()):
+                if holding is holder and index in held.opened:
                     self._lost(number, index, words)
 
 
@@ -446,7 +446,7 @@ def _where(request: Request) -> dict[str, Any]:
         CapabilityError: This version of Ray lacks such an option.
     """
     strategy = request.strategy.upper()
-    found: dict[str, Any] = {"strategy": strategy}
+    options: dict[str, Any] = {"strategy": strategy}
     if request.together:
         if "topology_strategy" not in inspect.signature(placement_group).parameters:
             raise CapabilityError(
@@ -455,10 +455,10 @@ def _where(request: Request) -> dict[str, Any]:
                 capability="Labelled",
                 executors=("ray",),
             )
-        found = {"topology_strategy": {"ray.io/node-id": strategy, request.together: "STRICT_PACK"}}
+        options = {"topology_strategy": {"ray.io/node-id": strategy, request.together: "STRICT_PACK"}}
     if request.labels:
-        found["bundle_label_selector"] = [dict(request.labels)] * request.slots
-    return found
+        options["bundle_label_selector"] = [dict(request.labels)] * request.slots
+    return options
 
 
 def _wait_placed(held: Held, deadline: float) -> bool:
@@ -473,8 +473,8 @@ def _wait_placed(held: Held, deadline: float) -> bool:
 
 
 def _table(group: PlacementGroup) -> dict[str, Any]:
-    found = placement_group_table(group)
-    return {"state": found.get("state", "REMOVED"), "placed": dict(found.get("bundles_to_node_id", {}))}
+    table = placement_group_table(group)
+    return {"state": table.get("state", "REMOVED"), "placed": dict(table.get("bundles_to_node_id", {}))}
 
 
 def _state(group: PlacementGroup) -> str:
@@ -490,10 +490,10 @@ def start_words(error: Exception) -> str:
     hook = re.search(r"the setup hook method, (\S+) .*^(\w[\w.]*: [^\n]*)", text, re.DOTALL | re.MULTILINE)
     if hook is not None:
         return f"{environment}: its worker_process_setup_hook {hook[1]} ended with {hook[2]}"
-    found = re.search(r"(?:ModuleNotFoundError|ImportError): (.*)", text)
-    if found is None:
+    match = re.search(r"(?:ModuleNotFoundError|ImportError): (.*)", text)
+    if match is None:
         return text
     return (
-        f"colocate can't be imported there ({found[1]}): install the same version in the Python that Ray runs on every "
+        f"colocate can't be imported there ({match[1]}): install the same version in the Python that Ray runs on every "
         "node, or deliver it: connect('ray', runtime_env={...})"
     )

@@ -64,23 +64,23 @@ class PrivateFolder:
 
 def cluster_error(folder: str | Path, why: str) -> ClusterError:
     """Return the error for a private Ray, with the last log lines of the raylet and the control store."""
-    found = {}
+    texts = {}
     for name in _LOGS:
         with contextlib.suppress(OSError), Path(folder, "r", "session_latest", "logs", name).open("rb") as file:
             file.seek(-min(file.seek(0, os.SEEK_END), _LOG_BYTES), os.SEEK_CUR)
-            found[name] = file.read().decode(errors="replace")
-    logs = {name: text for name, text in found.items() if text.strip()}
+            texts[name] = file.read().decode(errors="replace")
+    logs = {name: text for name, text in texts.items() if text.strip()}
     return ClusterError(f"{why}{_last_lines(logs)}", logs=logs)
 
 
 def _last_lines(logs: Mapping[str, str]) -> str:
     """Return the last relevant log lines: without C++ stacks and tables of statistics."""
-    found = []
+    lines_shown = []
     for name, text in logs.items():
         lines = [line for line in text.partition("*** StackTrace Information ***")[0].splitlines() if line[:1] == "["]
         severe = [line for line in lines if _SEVERE.match(line)]
-        found += [f"\n  {name}: {line[:_LINE]}" for line in (severe or lines)[-_LINES:]]
-    return "".join(found)
+        lines_shown += [f"\n  {name}: {line[:_LINE]}" for line in (severe or lines)[-_LINES:]]
+    return "".join(lines_shown)
 
 
 def new_folder() -> str:
@@ -121,12 +121,12 @@ def reap_orphans() -> None:
 def end_children() -> None:
     """Kill all processes below this one. Python's trackers get time to remove roles' shared memory and exit first."""
     began = time.monotonic()
-    while (found := psutil.Process().children(recursive=True)) and time.monotonic() - began < _ENDS_WITHIN_S:
-        for process in found:
+    while (children := psutil.Process().children(recursive=True)) and time.monotonic() - began < _ENDS_WITHIN_S:
+        for process in children:
             if time.monotonic() - began < TRACKERS_S and tracks(process.pid):
                 continue
             try:
                 process.send_signal(signal.SIGKILL)
             except psutil.NoSuchProcess:
                 pass
-        psutil.wait_procs(found, timeout=1.0)  # also reaps zombies that are children of this process
+        psutil.wait_procs(children, timeout=1.0)  # also reaps zombies that are children of this process

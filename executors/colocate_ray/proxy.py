@@ -177,21 +177,21 @@ class DriverProxy:
         Raises:
             ColocateError: The method failed or took longer, or the proxy is gone.
         """
-        asked = self.post(name, *arguments)
-        if not self.wait([asked], within_s):
+        question = self.post(name, *arguments)
+        if not self.wait([question], within_s):
             raise ColocateError(f"{self._engine} hasn't done within {within_s:g} s what it was asked for ({name})")
-        [answer] = asked.result()
+        [answer] = question.result()
         return answer
 
     def wait(self, posted: Sequence[Asked], within_s: float | None = None) -> bool:
         """Wait for posted requests; return whether all are done. A proxy that answers no ping meanwhile is killed."""
         deadline = math.inf if within_s is None else time.monotonic() + within_s
         while True:
-            left = max(0.0, deadline - time.monotonic())
-            silent = time.monotonic() + min(SILENCE_S, left)
-            if all(each.wait(max(0.0, silent - time.monotonic())) for each in posted):
+            left_s = max(0.0, deadline - time.monotonic())
+            silent = time.monotonic() + min(SILENCE_S, left_s)
+            if all(question.wait(max(0.0, silent - time.monotonic())) for question in posted):
                 return True
-            if left <= SILENCE_S:
+            if left_s <= SILENCE_S:
                 return False
             if not self.post(PING).wait(_PONG_WITHIN_S):
                 # The proxy is stopped or stuck. Only the process's end frees resources; the reader's thread reports
@@ -201,10 +201,10 @@ class DriverProxy:
     def post(self, name: str, *arguments: Any) -> Asked:
         """Send a request to the proxy, without waiting."""
         body = wire.pack(arguments)
-        asked = self._requests.open([_PARTY])
-        if not asked.over:  # a dead proxy ends the request at once
-            self._lane.send(ProxyDo(asked.token, name).head(), body)
-        return asked
+        question = self._requests.open([_PARTY])
+        if not question.over:  # a dead proxy ends the request at once
+            self._lane.send(ProxyDo(question.token, name).head(), body)
+        return question
 
     def close(self) -> None:
         """Close the connection: the process calls `Proxied.leave`, and exits. Idempotent."""
@@ -243,17 +243,17 @@ class DriverProxy:
                     self._process.kill()
 
     def _heard(self, head: wire.Head, body: wire.Packed | None) -> None:
-        told = read(head)
+        message = read(head)
         assert body is not None
-        said = wire.unpack(body)
-        if isinstance(told, ProxySaid):
-            self._said(*said)
+        value = wire.unpack(body)
+        if isinstance(message, ProxySaid):
+            self._said(*value)
             return
-        assert isinstance(told, ProxyDid)
-        if isinstance(said, Failure):
-            self._requests.refused(told.token, said.error())
+        assert isinstance(message, ProxyDid)
+        if isinstance(value, Failure):
+            self._requests.refused(message.token, value.error())
         else:
-            self._requests.answered(told.token, _PARTY, said)
+            self._requests.answered(message.token, _PARTY, value)
 
     def _gone(self, _reason: str) -> None:
         ended = f"the connection to {self._engine} has ended"
@@ -302,14 +302,14 @@ def _has_ended(process: subprocess.Popen[bytes], within_s: float) -> bool:
 
 def _import_path(given: str | None, module: str) -> Iterable[str]:
     """Return import paths for colocate and the module, however this process has found these."""
-    found = [given] if given else []
+    folders = [given] if given else []
     for name in ("colocate", module.partition(".")[0]):
         spec = find_spec(name)
         if spec is None:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
         places = [*(spec.submodule_search_locations or ()), *filter(None, [spec.origin])]
-        found.append(str(Path(places[0]).parent))
-    return dict.fromkeys(found)
+        folders.append(str(Path(places[0]).parent))
+    return dict.fromkeys(folders)
 
 
 class Proxied:
@@ -332,8 +332,8 @@ class Proxied:
 
     def method(self, name: str) -> Callable[..., Any]:
         """Return the method for a request; override this where another object has the methods."""
-        found: Callable[..., Any] = getattr(self, name)
-        return found
+        function: Callable[..., Any] = getattr(self, name)
+        return function
 
     def say(self, *what: Any) -> None:
         """Send a notification to the driver's `heard`. From any thread; in order."""
@@ -346,28 +346,30 @@ class Proxied:
         # an engine's processes, started here, are no target of a batch system's signals either
         for number in FOR_DRIVERS:
             signal.signal(number, signal.SIG_IGN)
-        made = cls()
-        made._to_open = queue.SimpleQueue()
-        made._lane = wire.EventLoop("driver").attach(socket.socket(fileno=int(sys.argv[1])), made._heard, made._left)
-        token, arguments = made._to_open.get()
-        made._do(token, OPEN, arguments)
+        service = cls()
+        service._to_open = queue.SimpleQueue()
+        service._lane = wire.EventLoop("driver").attach(
+            socket.socket(fileno=int(sys.argv[1])), service._heard, service._left
+        )
+        token, arguments = service._to_open.get()
+        service._do(token, OPEN, arguments)
         threading.Event().wait()
 
     def _heard(self, head: wire.Head, body: wire.Packed | None) -> None:
-        asked = read(head)
-        assert isinstance(asked, ProxyDo)
+        message = read(head)
+        assert isinstance(message, ProxyDo)
         assert body is not None
         arguments = wire.unpack(body)
-        if asked.name == PING:
-            self._tell(ProxyDid(asked.token), None)
-        elif asked.name == OPEN:
-            self._to_open.put((asked.token, arguments))
+        if message.name == PING:
+            self._tell(ProxyDid(message.token), None)
+        elif message.name == OPEN:
+            self._to_open.put((message.token, arguments))
         else:
-            job = asked.token, asked.name, arguments
+            job = message.token, message.name, arguments
             try:
-                Thread(target=self._do, args=job, name=asked.name).start()
+                Thread(target=self._do, args=job, name=message.name).start()
             except RuntimeError as error:  # no thread could be started
-                self._tell(ProxyDid(asked.token), Failure.of(error, self.engine))
+                self._tell(ProxyDid(message.token), Failure.of(error, self.engine))
 
     def _do(self, token: int, name: str, arguments: tuple[Any, ...]) -> None:
         try:

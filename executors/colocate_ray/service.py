@@ -57,8 +57,8 @@ class Service(Proxied):
         from colocate_ray import names
 
         assert self._placing is not None
-        found: Callable[..., Any] = getattr(self._placing if hasattr(self._placing, name) else names, name)
-        return found
+        function: Callable[..., Any] = getattr(self._placing if hasattr(self._placing, name) else names, name)
+        return function
 
     def leave(self) -> None:
         """Leave Ray, and end all processes and files of this driver: the driver has closed, or is gone."""

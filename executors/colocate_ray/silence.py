@@ -28,9 +28,9 @@ class Silence:
         Args:
             servers: Hosts and ports, by any name.
         """
-        known = self._silent & servers.keys()
-        answered = answering({name: servers[name] for name in servers.keys() - known}, _ANSWERS_WITHIN_S)
-        answered |= answering({name: servers[name] for name in known}, _STILL_SILENT_WITHIN_S)
+        known_silent = self._silent & servers.keys()
+        answered = answering({name: servers[name] for name in servers.keys() - known_silent}, _ANSWERS_WITHIN_S)
+        answered |= answering({name: servers[name] for name in known_silent}, _STILL_SILENT_WITHIN_S)
         silent = servers.keys() - answered
         self._silent = self._silent - servers.keys() | silent
         return frozenset(silent)
@@ -42,20 +42,20 @@ def answering(servers: Mapping[str, tuple[str, int]], within_s: float) -> set[st
     An answer comes from the server's process, not only from the kernel of its machine. With TLS, an accepted connection
     counts as an answer: a handshake isn't worth the effort.
     """
-    found, deadline = set[str](), time.monotonic() + within_s
+    answering_names, deadline = set[str](), time.monotonic() + within_s
     says = os.environ.get("RAY_USE_TLS", "0").lower() in ("0", "false", "")
     with contextlib.ExitStack() as ends:
-        news, asked = select.poll(), dict[int, tuple[str, socket.socket]]()
+        news, sockets = select.poll(), dict[int, tuple[str, socket.socket]]()
         for name, (host, port) in servers.items():
             sock = ends.enter_context(socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET))
             sock.setblocking(False)
             with contextlib.suppress(OSError):  # no valid address
                 sock.connect_ex((host, port))
-                asked[sock.fileno()] = name, sock
+                sockets[sock.fileno()] = name, sock
                 news.register(sock, select.POLLOUT)
-        while asked and (left_s := deadline - time.monotonic()) > 0:
+        while sockets and (left_s := deadline - time.monotonic()) > 0:
             for descriptor, events in news.poll(left_s * 1000):
-                name, sock = asked[descriptor]
+                name, sock = sockets[descriptor]
                 connected = events & select.POLLIN or not sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
                 if connected and says and not events & select.POLLIN:
                     with contextlib.suppress(OSError):  # a closed connection is an answer too
@@ -63,10 +63,10 @@ def answering(servers: Mapping[str, tuple[str, int]], within_s: float) -> set[st
                     news.modify(sock, select.POLLIN)
                     continue
                 if connected:
-                    found.add(name)
+                    answering_names.add(name)
                 news.unregister(sock)
-                del asked[descriptor]
-    return found
+                del sockets[descriptor]
+    return answering_names
 
 
 def elsewhere(silent: Collection[str]) -> dict[str, str]:

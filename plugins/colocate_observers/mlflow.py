@@ -61,14 +61,18 @@ class MLflow:
             ConfigError: The server doesn't answer, or no longer has the MLflow run.
         """
         self._check_server()
-        kept = run.directory / "mlflow-run"
-        if run.resumed is not None and kept.exists():
-            self._run = self._goes_on(kept)
+        file = run.directory / "mlflow-run"
+        if run.resumed is not None and file.exists():
+            self._run = self._goes_on(file)
         else:
-            known = self._client.get_experiment_by_name(self._experiment)
-            experiment = self._client.create_experiment(self._experiment) if known is None else known.experiment_id
+            experiment_there = self._client.get_experiment_by_name(self._experiment)
+            experiment = (
+                self._client.create_experiment(self._experiment)
+                if experiment_there is None
+                else experiment_there.experiment_id
+            )
             self._run = self._client.create_run(experiment, run_name=run.name).info.run_id
-            kept.write_text(f"{self._run}\n", encoding="utf-8")
+            file.write_text(f"{self._run}\n", encoding="utf-8")
             parameters = [Param(name, value) for name, value in run.environment.items()]
             self._client.log_batch(self._run, params=parameters)  # MLflow's parameters can't change later
         self._client.log_dict(self._run, dict(run.config), "config.json")

@@ -32,7 +32,7 @@ class RoleBytes(Collector):
     def collect(self) -> Iterator[GaugeMetricFamily]:
         """Query each group that is ready for calls."""
         labels = ["run", "group", "role", "slot", "where"]
-        found = GaugeMetricFamily("colocate_role_bytes", "bytes that roles hold", labels=labels)
+        family = GaugeMetricFamily("colocate_role_bytes", "bytes that roles hold", labels=labels)
         for name, group in list(self._observer.groups.items()):
             try:
                 memory = group.memory(_LOOKS_FOR_S) if group.state == "ready" else None
@@ -43,8 +43,8 @@ class RoleBytes(Collector):
                     sizes = {"device": role.device, "host": role.host, "asleep": {"": role.asleep}}
                     for where, parts in sizes.items():
                         at = [self._observer.run, name, role.role, str(slot.slot), where]
-                        found.add_metric(at, float(sum(parts.values())))
-        yield found
+                        family.add_metric(at, float(sum(parts.values())))
+        yield family
 
 
 class Prometheus:

@@ -39,10 +39,10 @@ class WeightsAndBiases:
             ConfigError: There is no API key.
         """
         options = {**self._options, "config": dict(run.config), "dir": str(run.directory)}
-        kept = run.directory / "wandb-run"  # has the W&B run's id, and a dot for each row
+        file = run.directory / "wandb-run"  # has the W&B run's id, and a dot for each row
         name, rows = "", ""
-        if run.resumed is not None and kept.exists():
-            name, _, rows = kept.read_text(encoding="utf-8").partition("\n")
+        if run.resumed is not None and file.exists():
+            name, _, rows = file.read_text(encoding="utf-8").partition("\n")
             options |= {"id": name, "resume": "allow"}
         try:
             self._run = wandb.init(name=run.name, reinit="create_new", **options)
@@ -53,7 +53,7 @@ class WeightsAndBiases:
             raise colocate.ConfigError(
                 f"{words}, or give this observer `with: {{mode: offline}}`, which needs none"
             ) from error
-        self._kept = kept.open("ab", buffering=0)
+        self._kept = file.open("ab", buffering=0)
         if self._run.id != name:
             self._kept.truncate(0)
             self._kept.write(f"{self._run.id}\n".encode())

@@ -96,15 +96,15 @@ class Actor(Role):
         if model is None:
             self.tokenizer = character_tokenizer(phrases, stop)
             config = small_llama(self.tokenizer, layers, hidden, heads, feed_forward)
-            made = scratch_model(config, self.ctx.generator, self.ctx.device)
+            inner = scratch_model(config, self.ctx.generator, self.ctx.device)
         else:
-            made = pretrained_model(model, self.ctx.device)
-            self.tokenizer = pretrained_tokenizer(model, ends_of(made), stop, template_options)
-        self.config = made.config
+            inner = pretrained_model(model, self.ctx.device)
+            self.tokenizer = pretrained_tokenizer(model, ends_of(inner), stop, template_options)
+        self.config = inner.config
         # An engine that runs this model stops at the same tokens.
-        made.generation_config.eos_token_id = [*self.tokenizer.ends]
+        inner.generation_config.eos_token_id = [*self.tokenizer.ends]
         self.has_learned = model is not None
-        self.model = SpreadModel(self.ctx, made, Layout(parallel, dtype, gradient_checkpointing))
+        self.model = SpreadModel(self.ctx, inner, Layout(parallel, dtype, gradient_checkpointing))
         self.learner = Learner(self.ctx, self.model, max_grad_norm, skip_nonfinite)
         self.lr, self.warm_up_lr = lr, warm_up_lr
 
@@ -278,14 +278,14 @@ class Actor(Role):
         """
         pairs = zip(problems.prompts, problems.questions, strict=True)
         prompts = [prompt or self.tokenizer.prompt(question) for prompt, question in pairs]
-        asked = attrs.evolve(problems, prompts=prompts)
+        prepared = attrs.evolve(problems, prompts=prompts)
         room = getattr(self.config.get_text_config(), "max_position_embeddings", None) or math.inf
         if (full := next((row for row, prompt in enumerate(prompts) if len(prompt) >= room), None)) is not None:
             raise ConfigError(
-                f"{named_question(asked, full)} fills all the room of the model, which takes {room}: give shorter "
+                f"{named_question(prepared, full)} fills all the room of the model, which takes {room}: give shorter "
                 "questions (`task`, `task_options`), or a `model` that takes more"
             )
-        return asked
+        return prepared
 
 
 def named_question(asked: Problems, row: int) -> str:

@@ -77,9 +77,9 @@ def restore(ctx: Context, directory: str, model: SpreadModel, learner: Learner |
     written = _written(ctx, directory)
     state: dict[str, Any] = {_MODEL: model.module.state_dict()}
     for name, tensor in state[_MODEL].items():
-        there = getattr(written.state_dict_metadata.get(f"{_MODEL}.{name}"), "size", None)
-        if there != tensor.shape:
-            sizes = "nothing" if there is None else list(there)
+        size = getattr(written.state_dict_metadata.get(f"{_MODEL}.{name}"), "size", None)
+        if size != tensor.shape:
+            sizes = "nothing" if size is None else list(size)
             raise ConfigError(
                 f"role {ctx.role!r} can't be restored from {directory}, which is of another model: "
                 f"{name} is {[*tensor.shape]} here, there it is {sizes}"

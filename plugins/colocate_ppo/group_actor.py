@@ -70,25 +70,29 @@ class GroupActor(Actor):
         Raises:
             ConfigError: An engine had no room for an answer.
         """
-        asked = self._asked(problems).repeated(len(responses[0]))
-        flat = [each for group in responses for each in group]
-        if (full := next((row for row, each in enumerate(flat) if not each.token_ids), None)) is not None:
+        prepared = self._asked(problems).repeated(len(responses[0]))
+        flat = [response for group in responses for response in group]
+        if (full := next((row for row, response in enumerate(flat) if not response.token_ids), None)) is not None:
             raise ConfigError(
-                f"{named_question(asked, full)} fills all the room that the engine has: raise max_length of its role "
+                f"{named_question(prepared, full)} fills all the room that the engine has: raise max_length "
+                f"of its role "
                 "(max_model_len of vLLM), up to what the model takes, or give shorter questions"
             )
-        prompts = self.tokenizer.padded(asked.prompts, self.ctx.device, side="left")
+        prompts = self.tokenizer.padded(prepared.prompts, self.ctx.device, side="left")
         prompts = widen(prompts, max(per_rank(self.ctx, prompts.tokens.shape[1])), self.tokenizer.pad)
         tokens = torch.full((len(flat), max_new_tokens), self.tokenizer.pad)
         sampled = torch.zeros(tokens.shape)
         mask = torch.zeros(tokens.shape, dtype=torch.bool)
-        for row, each in enumerate(flat):
-            own = slice(len(each.token_ids))
-            tokens[row, own], sampled[row, own] = torch.tensor(each.token_ids), torch.tensor(each.log_probs)
-            mask[row, own] = True
+        for row, response in enumerate(flat):
+            columns = slice(len(response.token_ids))
+            tokens[row, columns], sampled[row, columns] = (
+                torch.tensor(response.token_ids),
+                torch.tensor(response.log_probs),
+            )
+            mask[row, columns] = True
         device = self.ctx.device
         read = Padded(tokens.to(device), mask.to(device))
-        rollout = join(prompts, read, asked, self.tokenizer.texts(read))
+        rollout = join(prompts, read, prepared, self.tokenizer.texts(read))
         rollout["sampled"] = sampled.to(device)
         return rollout
 
@@ -157,9 +161,9 @@ class GroupActor(Actor):
             fraction of tokens with a truncated weight).
         """
         call = self.learner.call("learn", number)
-        own = rollout["mask"].sum(dim=1).cpu()
-        k = how_many(per_rank(self.ctx, len(own)), minibatch)
-        for rows in even_minibatches(own, k, epochs)[call.done :]:
+        lengths = rollout["mask"].sum(dim=1).cpu()
+        k = how_many(per_rank(self.ctx, len(lengths)), minibatch)
+        for rows in even_minibatches(lengths, k, epochs)[call.done :]:
             mask, old = rollout["mask"][rows], log_probs[rows]
             ids = rollout["tokens"][rows]
             logits = response_logits(self.model, ids, rollout["attention"][rows], mask.shape[1], temperature)
@@ -167,7 +171,7 @@ class GroupActor(Actor):
             now = torch.where(mask, maths.token_log_probs(logits, ids[:, -mask.shape[1] :]), old)
             losses, clipped = maths.policy_loss(now, old, advantages[rows, None], clip)
             informative = (advantages[rows, None] != 0).float().expand_as(old)
-            told = {
+            sums = {
                 "entropy": maths.entropy(logits),
                 "clip_fraction": clipped.float(),
                 "informative": informative,
@@ -176,7 +180,7 @@ class GroupActor(Actor):
                 sampled = rollout["sampled"][rows]
                 weights = maths.importance_weights(old, sampled, importance_cap)
                 losses = losses * weights
-                told |= {
+                sums |= {
                     "engine_gap": (old - sampled).abs(),
                     "engine_weight": weights,
                     "engine_truncated": (weights == importance_cap).float(),
@@ -185,6 +189,6 @@ class GroupActor(Actor):
                 losses = losses + kl_coefficient * maths.kl_estimate(now, reference_log_probs[rows], kl_estimator)
             count = total(self.ctx)(mask.sum())
             loss = maths.token_mean(losses, mask, count)
-            parts = {name: maths.token_mean(values, mask, count) for name, values in told.items()}
+            parts = {name: maths.token_mean(values, mask, count) for name, values in sums.items()}
             self.learner.step(loss, self.lr * lr_scale, policy_loss=loss, **parts)
         return call.means("policy", self.ctx.world_size)

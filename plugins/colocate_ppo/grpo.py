@@ -66,12 +66,12 @@ class GroupTeam(Players[GroupActor]):
 def _checked(
     options: Mapping[str, Any], groups: Mapping[str, Mapping[str, RoleSpec[Any]]]
 ) -> Iterable[tuple[str, str]]:
-    wanted = options["group"]
-    if len(named := [name for name in groups if wanted in (None, name)]) != 1:
+    group_name = options["group"]
+    if len(named := [name for name in groups if group_name in (None, name)]) != 1:
         return [("group", f"must name the group to train in; the config has {', '.join(groups) or 'none'}")]
     roles, rollout = groups[named[0]], options["rollout"]
-    found = [*_wrong(named[0], classes_of(roles), lambda role: roles[role].background, **options)]
-    own = roles[rollout].kwargs.get("sampling") if rollout in roles else None
+    problems = [*_wrong(named[0], classes_of(roles), lambda role: roles[role].background, **options)]
+    sampling = roles[rollout].kwargs.get("sampling") if rollout in roles else None
     instead = {
         "max_tokens": "`max_new_tokens` of the job",
         "temperature": "`temperature` of the job",
@@ -79,9 +79,9 @@ def _checked(
         "stop_token_ids": "`stop` of the actor, which evaluations go by, too,",
     }
     for name, decides in instead.items():
-        if isinstance(own, Mapping) and name in own:
-            found.append(("rollout", f"is a role with a {name} in its `sampling`; here {decides} decides"))
-    return found
+        if isinstance(sampling, Mapping) and name in sampling:
+            problems.append(("rollout", f"is a role with a {name} in its `sampling`; here {decides} decides"))
+    return problems
 
 
 @checks(_checked)
@@ -207,11 +207,11 @@ def train(
     syncs = 0
 
     def draw(number: int) -> _Asked:
-        asked = _Asked.of(number, training.problems, batch)
+        question = _Asked.of(number, training.problems, batch)
         if engine is not None:
-            prompts = part("rollout", lambda: actor.prompts(asked.problems))
-            asked.problems = attrs.evolve(asked.problems, prompts=prompts)
-        return asked
+            prompts = part("rollout", lambda: actor.prompts(question.problems))
+            question.problems = attrs.evolve(question.problems, prompts=prompts)
+        return question
 
     def generate(asked: _Asked) -> Any:
         assert engine is not None
@@ -264,14 +264,14 @@ def train(
                 log_probs = actor.log_probs.keep(answered.ref, temperature)
                 refers = kl = None
                 if reference is not None:
-                    kept = reference.log_probs.keep(answered.ref, temperature)
-                    kl = reference.kl.submit(answered.ref, log_probs.ref, kept.ref, kl_estimator)
-                    refers = kept.ref
+                    reference_log_probs = reference.log_probs.keep(answered.ref, temperature)
+                    kl = reference.kl.submit(answered.ref, log_probs.ref, reference_log_probs.ref, kl_estimator)
+                    refers = reference_log_probs.ref
             # waits for all residents but the reference's; otherwise a later user of a resident would raise the failure
             log_probs.wait()
-            told = summary.result() if kl is None else {**summary.result(), "kl": kl.result()}
+            numbers = summary.result() if kl is None else {**summary.result(), "kl": kl.result()}
             tokens = None if lengths is None else lengths.result()
-            return answered.ref, log_probs.ref, advantages.ref, tokens, refers, told
+            return answered.ref, log_probs.ref, advantages.ref, tokens, refers, numbers
 
         answered, log_probs, advantages, tokens, refers, metrics = part("rollout", roll_out)
         if engine is not None and rollout_sleeps:
@@ -297,8 +297,8 @@ def train(
             wait([learned])
             return learned.result()
 
-        given: dict[str, float] = metrics | part("update", update)
-        return given
+        results: dict[str, float] = metrics | part("update", update)
+        return results
 
     training.train(step)
 
@@ -353,9 +353,9 @@ def _wrong(
     yield from wrong_options(options, _LIMITS, place, classes, {"actor": GroupActor, "reward": Reward})
     if samples < 2:
         yield "samples", f"must be 2 or more, as answers are compared, not {samples}"
-    there = f"in the group {place!r}, which has {', '.join(classes)}"
+    place_text = f"in the group {place!r}, which has {', '.join(classes)}"
     if options["kl_coefficient"] > 0 and "reference" not in classes:
-        yield "kl_coefficient", f"above 0 needs a role 'reference' (`reference: ppo.reference`) {there}"
+        yield "kl_coefficient", f"above 0 needs a role 'reference' (`reference: ppo.reference`) {place_text}"
     if options["rollout_sleeps"] and rollout == _ACTOR:
         yield "rollout_sleeps", "is for a role that only generates; `rollout` is the actor"
     if options["check_weights"] > 0 and rollout == _ACTOR:
@@ -363,7 +363,7 @@ def _wrong(
     if staleness not in (0, 1):
         yield "staleness", f"must be 0 or 1, not {staleness}"
     if rollout not in classes:
-        yield "rollout", f"names no role {there}{did_you_mean(rollout, classes)}"
+        yield "rollout", f"names no role {place_text}{did_you_mean(rollout, classes)}"
         return
     cls = classes[rollout]
     lacks = [name for name in ("generate", "load_weights") if cls is not None and not hasattr(cls, name)]

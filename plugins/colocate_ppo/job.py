@@ -199,7 +199,7 @@ def train(
             wait([of_actor])  # the last call, so that this thread wakes up once
             return {**of_critic.result(), **of_actor.result()}
 
-        given: dict[str, float] = metrics | part("update", update)
-        return given
+        results: dict[str, float] = metrics | part("update", update)
+        return results
 
     training.train(step)

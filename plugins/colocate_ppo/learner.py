@@ -43,8 +43,8 @@ class Call:
         Returns:
             The averages by name; NaN if all updates were skipped.
         """
-        made = self.done - self.skipped
-        means = {name: value / made if made else math.nan for name, value in self.sums.items()}
+        count = self.done - self.skipped
+        means = {name: value / count if count else math.nan for name, value in self.sums.items()}
         means[f"{kind}_grad_norm"] = means.pop("grad_norm")
         return means | {f"{kind}_skipped": self.skipped / ranks} if self.skipped else means
 

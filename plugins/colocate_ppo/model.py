@@ -120,8 +120,8 @@ def config_from(fields: Mapping[str, Any]) -> PreTrainedConfig:
     """Rebuild a config from the fields of `to_dict`."""
     from transformers import AutoConfig
 
-    others = dict(fields)
-    return AutoConfig.for_model(others.pop("model_type"), **others)
+    options = dict(fields)
+    return AutoConfig.for_model(options.pop("model_type"), **options)
 
 
 def _empty(kind: Any, config: PreTrainedConfig) -> PreTrainedModel:

@@ -46,16 +46,16 @@ class Recovery:
         Raises:
             RoleError: The part has failed for the last time.
         """
-        left = self.limit if self.how == "retry" else 0
+        retries = self.limit if self.how == "retry" else 0
         while True:
             try:
                 with run.timed(name):
                     return do()
             except RoleError as error:
                 self.failed += 1
-                if not left or _is_final(error):
+                if not retries or _is_final(error):
                     raise
-                left -= 1
+                retries -= 1
                 _log.warning("%s is done again: %s", name, _what(error))
 
     def restore(self, run: Run, error: RoleError, restore: Callable[[], None]) -> None:

@@ -119,15 +119,15 @@ class SpreadModel:
         Otherwise a rank with few forward passes left, since its answers ended early, would keep the others waiting.
         """
         sharded = self._sharded()
-        for each in sharded:
-            each.set_reshard_after_forward(False, recurse=False)
+        for submodule in sharded:
+            submodule.set_reshard_after_forward(False, recurse=False)
         try:
             yield
         finally:
-            for each in sharded:
-                each.reshard()
+            for submodule in sharded:
+                submodule.reshard()
                 # the root stays unsharded: the next pass begins there
-                each.set_reshard_after_forward(each in sharded[1:], recurse=False)
+                submodule.set_reshard_after_forward(submodule in sharded[1:], recurse=False)
 
     def weights(self) -> dict[str, Tensor]:
         """Return a copy of all weights, whole, for `load`. All ranks call this."""
@@ -170,7 +170,7 @@ def _layers(module: nn.Module) -> list[nn.Module]:
     # imported late, as in the networks: the import is slow
     from transformers.modeling_layers import GradientCheckpointingLayer
 
-    return [each for each in module.modules() if isinstance(each, GradientCheckpointingLayer)]
+    return [layer for layer in module.modules() if isinstance(layer, GradientCheckpointingLayer)]
 
 
 def _compute_in(module: nn.Module, dtype: torch.dtype) -> None:
@@ -192,8 +192,10 @@ def _wrap_forward(module: nn.Module, forward: functools.partial[Any]) -> None:
 def _longest(config: Any) -> int | None:
     """Return the length beyond which a model computes the positions of all rows differently; None without a limit."""
     rope = getattr(config, "rope_parameters", None) or {}
-    kinds = [rope] if "rope_type" in rope else [each for each in rope.values() if isinstance(each, Mapping)]
-    lengths = [each["original_max_position_embeddings"] for each in kinds if each.get("rope_type") == "longrope"]
+    kinds = [rope] if "rope_type" in rope else [section for section in rope.values() if isinstance(section, Mapping)]
+    lengths = [
+        section["original_max_position_embeddings"] for section in kinds if section.get("rope_type") == "longrope"
+    ]
     return min(lengths) if lengths else None
 
 

@@ -163,14 +163,14 @@ class Task:
                 function = getattr(importlib.import_module(module), name)
             except (ImportError, AttributeError) as error:
                 raise ConfigError(f"task {self.name!r} can't be imported: {error}") from error
-            found = function(**self.options)
-        size = len(found) if hasattr(found, "__len__") else 0
-        if not size or not {"question", "answer"} <= set(found[0]):
+            rows = function(**self.options)
+        size = len(rows) if hasattr(rows, "__len__") else 0
+        if not size or not {"question", "answer"} <= set(rows[0]):
             raise ConfigError(
                 f"task {self.name!r} must give a list, or what is like one, of mappings with 'question' and 'answer', "
-                f"at least one; it gave {type(found).__name__} of {size}"
+                f"at least one; it gave {type(rows).__name__} of {size}"
             )
-        return found
+        return rows
 
     def describe_rows(self) -> dict[str, Any]:
         """Describe the training stream, to detect another stream after a resume.
@@ -226,13 +226,13 @@ class Task:
         looks = min(10 * _HELD_OUT_PART * count, len(dataset))
         candidates = (_problem(dataset[index]) for index in range(looks))
         held_out = _distinct(problem for problem in candidates if is_held_out(problem.question))
-        found = list(itertools.islice(held_out, count))
-        if not found:
+        problems = list(itertools.islice(held_out, count))
+        if not problems:
             raise ConfigError(
                 f"task {self.name!r} gives no held-out problem (asked for {count}): evaluation needs one, and about a "
                 "tenth of the questions is held out"
             )
-        return Problems.of(found)
+        return Problems.of(problems)
 
 
 @contextlib.contextmanager
@@ -300,8 +300,8 @@ def _problem(entry: Mapping[str, Any]) -> Problem:
 def _question(value: Any) -> Question:
     if not isinstance(value, list | tuple):
         return str(value)
-    if value and all(isinstance(each, Mapping) and "role" in each for each in value):
-        return [dict(each) for each in value]
+    if value and all(isinstance(message, Mapping) and "role" in message for message in value):
+        return [dict(message) for message in value]
     try:
         if value:
             return [*map(operator.index, value)]
@@ -314,10 +314,10 @@ def _question(value: Any) -> Question:
 
 
 def _distinct(problems: Iterator[Problem]) -> Iterator[Problem]:
-    seen: set[str] = set()
+    texts: set[str] = set()
     for problem in problems:
-        if (text := question_text(problem.question)) not in seen:
-            seen.add(text)
+        if (text := question_text(problem.question)) not in texts:
+            texts.add(text)
             yield problem
 
 

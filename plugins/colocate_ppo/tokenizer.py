@@ -67,9 +67,9 @@ class Tokenizer:
         Raises:
             ConfigError: Nothing ends an answer, or a text of `stop` is no single token.
         """
-        own = [] if inner.eos_token_id is None else [inner.eos_token_id]
-        ends = [*ends] or own
-        ends = [*(each for each in own if each in ends), *ends, *(_token(inner, each) for each in stop)]
+        default_ends = [] if inner.eos_token_id is None else [inner.eos_token_id]
+        ends = [*ends] or default_ends
+        ends = [*(token for token in default_ends if token in ends), *ends, *(_token(inner, token) for token in stop)]
         if not ends:
             raise ConfigError("no token ends an answer, by the model or by its tokenizer: name one by `stop`")
         if inner.pad_token_id is None:
@@ -171,8 +171,8 @@ def pretrained_tokenizer(
     """Load the tokenizer of a hub id or a local folder; `ends` and `stop` as for `Tokenizer.of`."""
     from transformers import AutoTokenizer
 
-    made = Tokenizer.of(AutoTokenizer.from_pretrained(name, trust_remote_code=False), ends, stop)
-    return attrs.evolve(made, template_options=template_options or {})
+    tokenizer = Tokenizer.of(AutoTokenizer.from_pretrained(name, trust_remote_code=False), ends, stop)
+    return attrs.evolve(tokenizer, template_options=template_options or {})
 
 
 def _begin(inner: Any) -> list[int]:

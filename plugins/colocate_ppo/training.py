@@ -272,8 +272,8 @@ def wrong_options(
     for role, cls in wanted.items():
         if role not in classes:
             yield "group", f"needs a role {role!r}; {place!r} has {', '.join(classes)}"
-        elif (found := classes[role]) is not None and not issubclass(found, cls):
-            names = [f"{each.__module__}:{each.__qualname__}" for each in (found, cls)]
+        elif (role_class := classes[role]) is not None and not issubclass(role_class, cls):
+            names = [f"{role_type.__module__}:{role_type.__qualname__}" for role_type in (role_class, cls)]
             yield "group", f"has {role!r} of {names[0]} in {place!r}, where a subclass of {names[1]} is needed"
 
 

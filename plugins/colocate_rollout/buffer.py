@@ -118,11 +118,11 @@ class Buffer(Generic[T]):
         with self._news:
             if not self._news.wait_for(lambda: self._has(n, version) or self._closed, within):
                 raise TimeoutError(f"{len(self._items)} of {n} items are in the buffer after {timeout} s")
-            found = [self._items.popleft().value for _ in range(min(n, len(self._items)))]
+            values = [self._items.popleft().value for _ in range(min(n, len(self._items)))]
             self._news.notify_all()
-            if not found and self._error is not None:
+            if not values and self._error is not None:
                 raise self._error.with_traceback(self._trace)
-            return found
+            return values
 
     def close(self, error: BaseException | None = None) -> None:
         """Refuse further items; present items can still be taken. A waiting `put` raises a `ClosedError`. Idempotent.
@@ -137,14 +137,14 @@ class Buffer(Generic[T]):
             self._news.notify_all()
 
     def __iter__(self) -> Iterator[T]:
-        while found := self.get():
-            yield found[0]
+        while items := self.get():
+            yield items[0]
 
     def _has(self, n: int, version: int | None) -> bool:
         """Return whether the buffer has `n` items, after dropping items that are too stale."""
         if version is not None:
             # One by one, in single steps: a signal handler may change the buffer between any two of these lines.
-            for old in [each for each in [*self._items] if each.version < version - self.max_staleness]:
+            for old in [item for item in [*self._items] if item.version < version - self.max_staleness]:
                 with contextlib.suppress(ValueError):  # a signal handler has taken the item
                     self._items.remove(old)
                     self._dropped += 1

@@ -77,10 +77,10 @@ class ChildEngine:
         self, ctx: Context, engine: str | type[Any], options: Mapping[str, Any], child: Literal[True] | ChildOptions
     ) -> None:
         if not isinstance(child, ChildOptions):
-            given: Any = {} if child is True else child  # a mapping, from a role declared in Python
-            if not isinstance(given, Mapping):
-                raise ConfigError(f"child={given!r}: true or false, or a mapping with what ChildOptions has")
-            child = ChildOptions(**fitting(ChildOptions, "child", given))
+            child_options: Any = {} if child is True else child  # a mapping, from a role declared in Python
+            if not isinstance(child_options, Mapping):
+                raise ConfigError(f"child={child_options!r}: true or false, or a mapping with what ChildOptions has")
+            child = ChildOptions(**fitting(ChildOptions, "child", child_options))
         if any(place.size("tp") > 1 for place in ctx.meshes.values()):
             raise ConfigError(
                 "engine in a child: ranks along the axis 'tp' would be one engine, and children of several slots "
@@ -145,12 +145,12 @@ class ChildEngine:
 
     def _answer(self, patience: float | None = None) -> tuple[str, Any]:
         while True:
-            kind, value, managed = found = self._line.recv(patience)
+            kind, value, managed = message = self._line.recv(patience)
             if kind in ("returned", "raised", "wants"):
                 if kind == "returned":
                     self._has_managed(managed, self._child)
                 return kind, value
-            self._early.append(found)
+            self._early.append(message)
 
     def _next(self) -> Any:
         return self._early.popleft() if self._early else self._line.recv()
@@ -310,8 +310,8 @@ class _Line:
             since_cancelled += _LOOKS_S if self._ctx.cancelled else 0.0
             if silent > longest or since_cancelled > _CANCELLED_S:
                 amid = f", the last {_CANCELLED_S:g} of them amid a call that nobody waited for"
-                said = f"gave no sign for {silent:.3g} s{amid if since_cancelled > _CANCELLED_S else ''}"
-                self._child.abort(f"hung: it {said}, so it was ended")
+                message = f"gave no sign for {silent:.3g} s{amid if since_cancelled > _CANCELLED_S else ''}"
+                self._child.abort(f"hung: it {message}, so it was ended")
                 self._connection.poll(None)
         return self._connection.recv()
 
@@ -353,20 +353,20 @@ class _Serving:
     def answer(self, function: Callable[..., object], *args: Any) -> None:
         """Send a function's result or error, and the memory that the engine manages now."""
         try:
-            found = function(*args)
+            result = function(*args)
             managed = {} if function == self._engine.close else dict(self._engine.managed())
         except BaseException as error:  # the role handles any error of an engine
             self._say("raised", _told(error))
         else:
-            self._say("returned", found if function == self._described else None, managed)
+            self._say("returned", result if function == self._described else None, managed)
 
     def do(self, method: str, args: tuple[Any, ...]) -> None:
-        own: Mapping[str, Callable[..., object]] = {
+        own_methods: Mapping[str, Callable[..., object]] = {
             "update": self._update,
             "described": self._described,
             "give": self._give,
         }
-        self.answer(own[method] if method in own else getattr(self._engine, method), *args)
+        self.answer(own_methods[method] if method in own_methods else getattr(self._engine, method), *args)
 
     def _named_weights(self) -> Any:
         if not hasattr(self._engine, "named_weights"):
@@ -375,8 +375,8 @@ class _Serving:
 
     def _described(self) -> dict[str, Any]:
         """Return the specs of the engine's weights, as given by the engine or read from the weights."""
-        found = self._named_weights()
-        return dict(getattr(found, "specs", None) or Weights.of(found).specs)
+        weights = self._named_weights()
+        return dict(getattr(weights, "specs", None) or Weights.of(weights).specs)
 
     def _give(self, bucket: str) -> None:
         colocate.torch.send_weights(self._connection, self._named_weights(), bucket)
@@ -403,12 +403,12 @@ class _Serving:
     def _update(self, source: str, specs: Mapping[str, Any], version: int) -> None:
         import torch
 
-        given = self._weights()
+        weights = self._weights()
         try:
             with torch.no_grad():
-                self._engine.update(Weights(source, given, specs, shared=False), version)
+                self._engine.update(Weights(source, weights, specs, shared=False), version)
         finally:
-            given.close()
+            weights.close()
 
     def _weights(self) -> Generator[tuple[str, Tensor]]:
         """Yield received weights; the transfer starts when the engine takes the first one."""
@@ -430,11 +430,11 @@ def _told(error: BaseException) -> tuple[bytes, str, str]:
 def _error(packed: bytes, said: str, text: str) -> BaseException:
     """Return an error of the child, with the child's traceback as a note."""
     try:
-        found: BaseException = pickle.loads(packed)
+        error: BaseException = pickle.loads(packed)
     except Exception:  # the class exists only in the child, or can't be rebuilt
-        found = RuntimeError(said)
-    found.add_note(f"In the engine's own process:\n{text}")
-    return found
+        error = RuntimeError(said)
+    error.add_note(f"In the engine's own process:\n{text}")
+    return error
 
 
 def _with_config(ctx: Context, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -444,4 +444,4 @@ def _with_config(ctx: Context, options: Mapping[str, Any]) -> dict[str, Any]:
     name = options["role"]
     fields, dtype = described_in(ctx, name)
     model = {**fields, "dtype": dtype}
-    return {**{each: value for each, value in options.items() if each != "role"}, "model": model}
+    return {**{key: value for key, value in options.items() if key != "role"}, "model": model}

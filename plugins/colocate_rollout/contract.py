@@ -182,9 +182,9 @@ def engine_with(engine: str | type[Any], options: Mapping[str, Any]) -> Callable
         PluginError: There is no such engine, or it can't be imported.
         ConfigError: The engine refuses the options.
     """
-    found: Callable[..., Any] = engine_named(engine) if isinstance(engine, str) else engine
+    factory: Callable[..., Any] = engine_named(engine) if isinstance(engine, str) else engine
     name = engine if isinstance(engine, str) else engine.__qualname__
-    return partial(found, **fitting(found, f"engine {name!r}", options, skip=1))
+    return partial(factory, **fitting(factory, f"engine {name!r}", options, skip=1))
 
 
 def engine_named(engine: str) -> type[Any]:
@@ -194,8 +194,8 @@ def engine_named(engine: str) -> type[Any]:
             f"engine={engine!r}: an engine is named by its entry point in the group colocate.engines; in Python its "
             "class does as well"
         )
-    found: Any = find_engine(engine).load()
-    cls: type[Any] = found
+    engine_class: Any = find_engine(engine).load()
+    cls: type[Any] = engine_class
     return cls
 
 
@@ -206,11 +206,11 @@ def fitting(target: Callable[..., Any], name: str, options: Mapping[str, Any], s
         ConfigError: Options don't fit; names all of them, with the nearest names.
     """
     arguments = arguments_of(target, name, skip=skip)
-    said = [
-        f"{f'{path_text(each.place)}: ' if each.message.startswith('must') else ''}{each.message}"
-        + (f"; did you mean {each.nearest!r}?" if each.nearest else "")
-        for each in arguments.problems(options)
+    problems = [
+        f"{f'{path_text(problem.place)}: ' if problem.message.startswith('must') else ''}{problem.message}"
+        + (f"; did you mean {problem.nearest!r}?" if problem.nearest else "")
+        for problem in arguments.problems(options)
     ]
-    if said:
-        raise ConfigError("; ".join(said))
+    if problems:
+        raise ConfigError("; ".join(problems))
     return arguments.built(options)

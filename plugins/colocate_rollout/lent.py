@@ -40,7 +40,7 @@ def is_sharded(module: PreTrainedModel) -> bool:
     """Return whether each rank has only parts of the model's weights."""
     # A sharded model exists only after this import, which is too slow to make here.
     tensors = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
-    return bool(_parts(module)) or any(isinstance(each, tensors) for each in module.parameters())
+    return bool(_parts(module)) or any(isinstance(part, tensors) for part in module.parameters())
 
 
 def computes_together(module: PreTrainedModel) -> bool:
@@ -48,9 +48,9 @@ def computes_together(module: PreTrainedModel) -> bool:
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor, Replicate
 
-    gathered = int(any(isinstance(each, FSDPModule) for each in module.modules()))
-    shards = [each.placements for each in module.parameters() if isinstance(each, DTensor)]
-    return any(sum(not isinstance(place, Replicate) for place in each) > gathered for each in shards)
+    gathered = int(any(isinstance(submodule, FSDPModule) for submodule in module.modules()))
+    shards = [submodule.placements for submodule in module.parameters() if isinstance(submodule, DTensor)]
+    return any(sum(not isinstance(place, Replicate) for place in submodule) > gathered for submodule in shards)
 
 
 @contextlib.contextmanager
@@ -59,24 +59,24 @@ def whole(module: PreTrainedModel) -> Iterator[None]:
 
     Otherwise a rank whose rows end early would keep the others waiting. The end of the block restores the model.
     """
-    trains = [each for each in module.modules() if each.training]
-    parts = [_Part(each) for each in _parts(module)]
+    trains = [submodule for submodule in module.modules() if submodule.training]
+    parts = [_Part(submodule) for submodule in _parts(module)]
     try:
-        for each in trains:
-            each.training = False
+        for submodule in trains:
+            submodule.training = False
         for part in parts:
             part.gather()
         yield
     finally:
         for part in parts:
             part.go_back()
-        for each in trains:
-            each.training = True
+        for submodule in trains:
+            submodule.training = True
 
 
 def _parts(module: torch.nn.Module) -> list[Any]:
     kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
-    return [each for each in module.modules() if isinstance(each, kind)]
+    return [part for part in module.modules() if isinstance(part, kind)]
 
 
 class _Part:
@@ -91,28 +91,28 @@ class _Part:
         # as in the first forward pass, outermost module first: this call decides about the root
         self._state._lazy_init()
         groups = getattr(self._state, "_fsdp_param_groups", None) or [self._state._fsdp_param_group]
-        self._groups = [each for each in groups if each is not None]
+        self._groups = [group for group in groups if group is not None]
         self._order = self._state._comm_ctx.post_forward_order
-        self._passes = [len(each._post_forward_indices) for each in self._groups], len(self._order)
-        self._after_forward = [each.post_forward_mesh_info for each in self._groups]
-        self._was_whole = [each.is_unsharded for each in self._groups]
+        self._passes = [len(group._post_forward_indices) for group in self._groups], len(self._order)
+        self._after_forward = [group.post_forward_mesh_info for group in self._groups]
+        self._was_whole = [group.is_unsharded for group in self._groups]
 
     def gather(self) -> None:
         """Gather the module's present weights, and keep the weights whole after forward passes."""
         self._module.reshard()
         self._module.unshard()
-        for each in self._groups:
-            each.post_forward_mesh_info = None
+        for group in self._groups:
+            group.post_forward_mesh_info = None
 
     def go_back(self) -> None:
         """Restore the sharded state, as if no forward pass had run."""
         self._state._state_ctx.iter_forward_root = None  # left over from a failed forward pass
         indices, passes = self._passes
         del self._order[passes:]
-        for each, after_forward, was_whole, index in zip(
+        for group, after_forward, was_whole, index in zip(
             self._groups, self._after_forward, self._was_whole, indices, strict=True
         ):
-            each.post_forward_mesh_info = after_forward
-            del each._post_forward_indices[index:]
+            group.post_forward_mesh_info = after_forward
+            del group._post_forward_indices[index:]
             if not was_whole:
-                each._to_sharded()
+                group._to_sharded()

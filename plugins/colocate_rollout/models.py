@@ -99,35 +99,35 @@ def config_of(model: str | Mapping[str, Any], how: Mapping[str, Any] | None = No
     """
     from huggingface_hub.errors import StrictDataclassError
 
-    found: PreTrainedConfig
+    config: PreTrainedConfig
     try:
         if isinstance(model, str):
-            found = imported().AutoConfig.from_pretrained(model, **(how or reading(model)))
+            config = imported().AutoConfig.from_pretrained(model, **(how or reading(model)))
         else:
-            found = _made(model)
+            config = _made(model)
     except (OSError, ValueError, StrictDataclassError) as error:
         if isinstance(error, ConfigError):
             raise
         why = str(error) if isinstance(error, StrictDataclassError) else str(error).partition("\n")[0]
         raise ConfigError(f"model={brief(repr(model))} is no model of transformers: {' '.join(why.split())}") from error
-    if type(found) not in imported().AutoModelForCausalLM._model_mapping:
+    if type(config) not in imported().AutoModelForCausalLM._model_mapping:
         raise ConfigError(
             f"model={brief(repr(model))} is no causal language model of transformers: its model_type is "
-            f"{found.model_type!r}"
+            f"{config.model_type!r}"
         )
-    return found
+    return config
 
 
 def _made(fields: Mapping[str, Any]) -> PreTrainedConfig:
     kinds: Any = imported().CONFIG_MAPPING
-    others = dict(fields)
-    kind = others.pop("model_type", None)
+    options = dict(fields)
+    kind = options.pop("model_type", None)
     if kind is None:
         raise ConfigError("model: the fields of a config have a model_type, as in config.json of a model's folder")
     if kind not in kinds:
         raise ConfigError(f"model: transformers has no model_type {kind!r}{did_you_mean(str(kind), kinds)}")
-    made: PreTrainedConfig = kinds[kind](**others)
-    return made
+    config: PreTrainedConfig = kinds[kind](**options)
+    return config
 
 
 @contextlib.contextmanager
@@ -139,12 +139,12 @@ def role_of(ctx: Context, name: str, awake: Sequence[str]) -> Iterator[object]:
     """
     with contextlib.ExitStack() as stack:
         try:
-            found = stack.enter_context(ctx.borrow(name, object, awake=awake))
+            role = stack.enter_context(ctx.borrow(name, object, awake=awake))
         except ColocateError as error:
             if type(error) is not ColocateError:  # the role exists but sleeps, for example
                 raise
             raise ConfigError(f"option `role: {name}`: {error.message}") from error
-        yield found
+        yield role
 
 
 def described_in(ctx: Context, name: str) -> tuple[dict[str, Any], str]:
@@ -154,7 +154,7 @@ def described_in(ctx: Context, name: str) -> tuple[dict[str, Any], str]:
         dtype = str(next(module.parameters()).dtype).removeprefix("torch.")
         # FSDP2 derives a class from the module's, and so may the role's author.
         bases = type(_without_adapters(module)).__mro__
-        kind = next(each for each in bases if each.__module__.startswith("transformers."))
+        kind = next(base for base in bases if base.__module__.startswith("transformers."))
         ends = sorted(stop_ids(module.generation_config)) or None
         return {**module.config.to_dict(), "architectures": [kind.__name__], "eos_token_id": ends}, dtype
 
@@ -170,22 +170,22 @@ def model_in(role: object, name: str) -> PreTrainedModel:
     from torch import nn
 
     kind: Any = imported().PreTrainedModel
-    found: dict[int, PreTrainedModel] = {}
+    models: dict[int, PreTrainedModel] = {}
     for value in vars(role).values():
         inner: Any = value
         while inner is not None and not isinstance(_without_adapters(inner), kind):
             # DistributedDataParallel, torch.compile and users' wrappers keep the inner model in one of these.
-            known = vars(inner) if hasattr(inner, "__dict__") else {}
-            modules = known.get("_modules", {}) if isinstance(inner, nn.Module) else known
+            attributes = vars(inner) if hasattr(inner, "__dict__") else {}
+            modules = attributes.get("_modules", {}) if isinstance(inner, nn.Module) else attributes
             inner = modules.get("module", modules.get("_orig_mod"))
         if inner is not None and _without_adapters(inner).can_generate():
-            found[id(inner)] = inner
-    if len(found) != 1:
+            models[id(inner)] = inner
+    if len(models) != 1:
         raise ConfigError(
-            f"role {name!r} ({type(role).__qualname__}) has {len(found) or 'no'} causal language models of "
+            f"role {name!r} ({type(role).__qualname__}) has {len(models) or 'no'} causal language models of "
             "transformers in its attributes, and an engine that shares its model needs one"
         )
-    return next(iter(found.values()))
+    return next(iter(models.values()))
 
 
 def _without_adapters(value: Any) -> Any:
@@ -205,16 +205,16 @@ def generation_config(model: str | Mapping[str, Any], config: PreTrainedConfig) 
         config: The model's config (`config_of`).
     """
     kind: Any = imported().GenerationConfig
-    made: GenerationConfig
+    generation: GenerationConfig
     if not isinstance(model, str):
-        made = kind.from_model_config(config)
-        return made
+        generation = kind.from_model_config(config)
+        return generation
     options = {"local_files_only": reading(model)["local_files_only"]}
     try:
-        made = kind.from_pretrained(model, **options)
+        generation = kind.from_pretrained(model, **options)
     except OSError:  # the file is optional; a model's `from_pretrained` does the same
-        made = kind.from_pretrained(model, config_file_name="config.json", _from_model_config=True, **options)
-    return made
+        generation = kind.from_pretrained(model, config_file_name="config.json", _from_model_config=True, **options)
+    return generation
 
 
 def stop_ids(config: GenerationConfig) -> frozenset[int]:
@@ -247,8 +247,10 @@ def check_rope(config: Any, length: int, option: str) -> None:
         ConfigError: The rotary embedding is long-rope, and rows may be longer than its first range.
     """
     rope = getattr(config, "rope_parameters", None) or {}
-    kinds = [rope] if "rope_type" in rope else [each for each in rope.values() if isinstance(each, Mapping)]
-    lengths = [each["original_max_position_embeddings"] for each in kinds if each.get("rope_type") == "longrope"]
+    kinds = [rope] if "rope_type" in rope else [section for section in rope.values() if isinstance(section, Mapping)]
+    lengths = [
+        section["original_max_position_embeddings"] for section in kinds if section.get("rope_type") == "longrope"
+    ]
     if lengths and length > min(lengths):
         raise ConfigError(
             f"the model's rotary embedding is long-rope, by which a row of more than {min(lengths)} tokens changes the "
@@ -269,7 +271,7 @@ def check_prompts(prompts: Sequence[Prompt], vocabulary: int) -> None:
     for prompt in prompts:
         if not prompt.token_ids:
             raise ConfigError(f"prompt {prompt.index} is empty: it has at least one token")
-        wrong = next((each for each in prompt.token_ids if not 0 <= each < vocabulary), None)
+        wrong = next((token for token in prompt.token_ids if not 0 <= token < vocabulary), None)
         if wrong is not None:
             raise ConfigError(f"prompt {prompt.index} has the token {wrong}, and the model has {vocabulary} tokens")
 
@@ -281,6 +283,6 @@ def with_room(prompts: Sequence[Prompt], longest: int) -> tuple[list[Prompt], li
         prompts: All prompts.
         longest: Maximum tokens of prompt and response together.
     """
-    full = [each for each in prompts if len(each.token_ids) >= longest]
-    rows = [Row(each.index, sample, (), (), "length", ()) for each in full for sample in range(len(each.seeds))]
-    return [each for each in prompts if len(each.token_ids) < longest], rows
+    full = [prompt for prompt in prompts if len(prompt.token_ids) >= longest]
+    rows = [Row(prompt.index, sample, (), (), "length", ()) for prompt in full for sample in range(len(prompt.seeds))]
+    return [prompt for prompt in prompts if len(prompt.token_ids) < longest], rows

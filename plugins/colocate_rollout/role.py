@@ -40,7 +40,7 @@ def _wrong(
     options: Mapping[str, Any], own: RoleSpec[Any], before: Mapping[str, RoleSpec[Any]]
 ) -> Iterator[tuple[str | Sequence[str | int], str | PluginError]]:
     engine, child = options["engine"], options["child"]
-    others = {name: value for name, value in options.items() if name not in ("engine", "sampling", "child")}
+    engine_options = {name: value for name, value in options.items() if name not in ("engine", "sampling", "child")}
     if not isinstance(child, ChildOptions) or child.python is None:  # another environment has other engines
         try:
             cls = engine_named(engine)
@@ -49,13 +49,16 @@ def _wrong(
         except ConfigError as error:
             yield "engine", error.message
         else:
-            for each in arguments_of(cls, f"engine {engine!r}", skip=1).problems(others):
-                near = f"; did you mean {each.nearest!r}?" if each.nearest else ""
-                yield each.place or ("engine",), each.message + near
-    role = others.get("role")
+            for problem in arguments_of(cls, f"engine {engine!r}", skip=1).problems(engine_options):
+                near = f"; did you mean {problem.nearest!r}?" if problem.nearest else ""
+                yield problem.place or ("engine",), problem.message + near
+    role = engine_options.get("role")
     if isinstance(role, str) and role not in before:
-        there = ", ".join(before) or "none"
-        yield "role", f"no role {role!r} is declared before this one; there are {there}{did_you_mean(role, before)}"
+        roles_before = ", ".join(before) or "none"
+        yield (
+            "role",
+            f"no role {role!r} is declared before this one; there are {roles_before}{did_you_mean(role, before)}",
+        )
 
 
 @checks(_wrong)
@@ -120,20 +123,20 @@ class EngineRole(Role):
         """
         if not isinstance(samples, int) or samples < 1:
             raise ConfigError(f"generate(samples={samples!r}): a whole number, at least 1")
-        wanted = self._wanted(sampling)
-        base = self._base(wanted)
+        options = self._wanted(sampling)
+        base = self._base(options)
         before = 0 if len(prompts) and isinstance(prompts[0], Prompt) else self.ctx.mesh.rank("dp") << 32
-        given = [
+        numbered = [
             attrs.evolve(each, seeds=tuple(_seed(base, before + each.index, sample) for sample in range(samples)))
             for each in _numbered(prompts)
         ]
-        places = {each.index: place for place, each in enumerate(given)}
-        found: dict[int, list[Row]] = {}
-        for row in self._rows(given, wanted, self._stops):
-            ended = found.setdefault(row.index, [])
+        places = {each.index: place for place, each in enumerate(numbered)}
+        rows_by_prompt: dict[int, list[Row]] = {}
+        for row in self._rows(numbered, options, self._stops):
+            ended = rows_by_prompt.setdefault(row.index, [])
             ended.append(row)
             if len(ended) == samples:
-                yield places[row.index], tuple(sorted(found.pop(row.index), key=lambda each: each.sample))
+                yield places[row.index], tuple(sorted(rows_by_prompt.pop(row.index), key=lambda each: each.sample))
 
     def _rows(self, prompts: Sequence[Prompt], sampling: Sampling, stop: Callable[[], bool]) -> Iterator[Row]:
         """Yield the engine's rows, and drop all requests on any error.
@@ -166,9 +169,9 @@ class EngineRole(Role):
             return sampling or self.sampling
         if not isinstance(sampling, Mapping):
             raise ConfigError(f"sampling={sampling!r}: a Sampling, or a mapping with some of what it has")
-        known = [field.name for field in attrs.fields(Sampling)]
-        if unknown := [name for name in sampling if name not in known]:
-            raise ConfigError(f"sampling= has {unknown[0]!r}; there are {', '.join(known)}")
+        fields = [field.name for field in attrs.fields(Sampling)]
+        if unknown := [name for name in sampling if name not in fields]:
+            raise ConfigError(f"sampling= has {unknown[0]!r}; there are {', '.join(fields)}")
         return attrs.evolve(self.sampling, **sampling)
 
     def _base(self, sampling: Sampling) -> int:
@@ -210,8 +213,8 @@ class EngineRole(Role):
                 f"the engine {type(self._engine).__name__} has no method named_weights(self), which gives its weights "
                 "back under the names by which it takes them: without one they can't be compared; leave `check` out"
             )
-        found: Iterable[tuple[str, Any]] = give()
-        return found
+        weights: Iterable[tuple[str, Any]] = give()
+        return weights
 
     def sleep(self, tags: Sequence[str]) -> None:
         """Free the engine's memory with these tags."""
@@ -233,8 +236,8 @@ class EngineRole(Role):
 
     def apart(self) -> Sequence[object]:
         """Return objects that colocate must not search, by the engine's attribute `apart`."""
-        found: Sequence[object] = getattr(self.engine, "apart", ())
-        return found
+        parts: Sequence[object] = getattr(self.engine, "apart", ())
+        return parts
 
     def renew(self) -> None:
         """Stop using cut process groups, through the engine's `renew`; an engine without `renew` keeps no groups."""
@@ -252,16 +255,16 @@ def _named(value: object) -> str:
 
 
 def _numbered(prompts: Sequence[Any]) -> list[Prompt]:
-    found = []
-    for index, each in enumerate(prompts):
+    numbered = []
+    for index, prompt in enumerate(prompts):
         try:
-            found.append(each if isinstance(each, Prompt) else Prompt(index, each))
+            numbered.append(prompt if isinstance(prompt, Prompt) else Prompt(index, prompt))
         except (TypeError, ValueError) as error:
             raise DispatchError(
-                f"generate(prompts=...): prompt {index} is {_named(each)}, and no list of token ids ({error})",
+                f"generate(prompts=...): prompt {index} is {_named(prompt)}, and no list of token ids ({error})",
                 parameter="prompts",
             ) from None
-    return found
+    return numbered
 
 
 def _seed(base: int, index: int, sample: int) -> int:

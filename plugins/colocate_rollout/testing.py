@@ -86,9 +86,9 @@ class Trainer(Role):
 
 def made(model: Mapping[str, Any]) -> Any:
     """Build a model from a config's fields, with the same random weights each time."""
-    found = imported().AutoModelForCausalLM.from_config(config_of(model)).eval()
-    changed(found, 0)
-    return found
+    built = imported().AutoModelForCausalLM.from_config(config_of(model)).eval()
+    changed(built, 0)
+    return built
 
 
 def changed(model: Any, seed: int) -> None:
@@ -109,8 +109,8 @@ def log_probs(model: Any, prompt: Sequence[int], row: Row, temperature: float = 
     tokens = torch.tensor([[*prompt, *row.token_ids]])
     with torch.no_grad():
         logits = model(tokens, use_cache=False).logits[0, len(prompt) - 1 : -1].float() / temperature
-    found: list[float] = logits.log_softmax(-1).gather(1, tokens[0, len(prompt) :, None]).squeeze(1).tolist()
-    return found
+    values: list[float] = logits.log_softmax(-1).gather(1, tokens[0, len(prompt) :, None]).squeeze(1).tolist()
+    return values
 
 
 def weights_of(model: Any, until: int | None = None) -> Weights:
@@ -118,10 +118,10 @@ def weights_of(model: Any, until: int | None = None) -> Weights:
     named = colocate.torch.named_weights(model)
 
     def given() -> Iterator[tuple[str, torch.Tensor]]:
-        for number, each in enumerate(named):
+        for number, tensor in enumerate(named):
             if number == until:
                 raise ArithmeticError("the weights end here")
-            yield each
+            yield tensor
 
     return Weights("the suite's model", given(), named.specs, shared=False)
 
@@ -155,18 +155,18 @@ def _in_worker(engine: str | type[Any], options: Mapping[str, Any]) -> EngineRol
 def prompts(samples: int = 2, of: Sequence[Sequence[int]] = PROMPTS) -> list[Prompt]:
     """Return prompts with seeds that are all different."""
     return [
-        Prompt(number, tuple(each), tuple(1000 * number + sample for sample in range(samples)))
-        for number, each in enumerate(of)
+        Prompt(number, tuple(token_ids), tuple(1000 * number + sample for sample in range(samples)))
+        for number, token_ids in enumerate(of)
     ]
 
 
 def by_number(rows: Iterator[Row]) -> dict[tuple[int, int], Row]:
     """Return rows by prompt and sample; fail on a duplicate."""
-    found: dict[tuple[int, int], Row] = {}
+    rows_by_key: dict[tuple[int, int], Row] = {}
     for row in rows:
-        assert (row.index, row.sample) not in found, f"row {row.index}, sample {row.sample} comes twice"
-        found[row.index, row.sample] = row
-    return found
+        assert (row.index, row.sample) not in rows_by_key, f"row {row.index}, sample {row.sample} comes twice"
+        rows_by_key[row.index, row.sample] = row
+    return rows_by_key
 
 
 def assert_alike(found: Mapping[Any, Row], wanted: Mapping[Any, Row], tolerance: float = 1e-4) -> None:
@@ -193,10 +193,10 @@ class EngineSuite:
     @classmethod
     def roles(cls) -> Iterator[list[EngineRole]]:
         """A list with the open role, at most one: some engines allow only one per process."""
-        found: list[EngineRole] = []
-        yield found
-        for each in found:
-            each.close()
+        roles: list[EngineRole] = []
+        yield roles
+        for role in roles:
+            role.close()
 
     @pytest.fixture
     def role(self, roles: list[EngineRole]) -> EngineRole:
@@ -213,8 +213,12 @@ class EngineSuite:
 
     def make(self, **options: Any) -> EngineRole:
         """Make a role with the engine; `options` override the class's options."""
-        given = {**self.options, **options}
-        return _in_worker(self.engine, given) if "child" in given else EngineRole(self.engine, **given)
+        engine_options = {**self.options, **options}
+        return (
+            _in_worker(self.engine, engine_options)
+            if "child" in engine_options
+            else EngineRole(self.engine, **engine_options)
+        )
 
     def ready(self) -> EngineRole:
         """Make a role that can generate."""
@@ -233,7 +237,7 @@ class EngineSuite:
             assert row.finish_reason in ("stop", "length")
             assert (len(row.token_ids) == self.sampling.max_tokens) or row.finish_reason == "stop"
             assert len(row.log_probs) == len(row.token_ids) == sum(count for _, count in row.versions)
-            assert all(math.isfinite(each) and each <= 0 for each in row.log_probs)
+            assert all(math.isfinite(value) and value <= 0 for value in row.log_probs)
         assert len({row.token_ids for row in rows.values()}) > len(PROMPTS)
 
     def test_no_prompts(self, role: EngineRole) -> None:
@@ -251,13 +255,13 @@ class EngineSuite:
     def test_stop_tokens(self, role: EngineRole, rows: Mapping[tuple[int, int], Row]) -> None:
         """A stop token ends a response, and occurs nowhere before the end."""
         longest = max(rows.values(), key=lambda row: len(set(row.token_ids)))
-        at = next(at for at, each in enumerate(longest.token_ids) if each != longest.token_ids[0])
+        at = next(at for at, candidate in enumerate(longest.token_ids) if candidate != longest.token_ids[0])
         token = longest.token_ids[at]
         sampling = Sampling(max_tokens=16, stop_token_ids=(token,))
-        found = by_number(role._engine.rows(prompts(), sampling, _NEVER))
-        ended = found[longest.index, longest.sample]
+        rows_by_key = by_number(role._engine.rows(prompts(), sampling, _NEVER))
+        ended = rows_by_key[longest.index, longest.sample]
         assert (ended.token_ids, ended.finish_reason) == (longest.token_ids[: at + 1], "stop")
-        for row in found.values():
+        for row in rows_by_key.values():
             assert token not in row.token_ids[:-1]
             assert (row.finish_reason == "stop") == (row.token_ids[-1] == token)
         endless = by_number(role._engine.rows(prompts(), Sampling(max_tokens=16, stop_token_ids=()), _NEVER))
@@ -269,15 +273,15 @@ class EngineSuite:
         assert all(greedy[index, 0].token_ids == greedy[index, 1].token_ids for index in range(len(PROMPTS)))
         first = by_number(role._engine.rows(prompts(), Sampling(max_tokens=8, top_k=1), _NEVER))
         assert {key: row.token_ids for key, row in first.items()} == {key: row.token_ids for key, row in greedy.items()}
-        assert all(each == pytest.approx(0, abs=1e-5) for row in first.values() for each in row.log_probs)
+        assert all(value == pytest.approx(0, abs=1e-5) for row in first.values() for value in row.log_probs)
 
     def test_aborted(self, role: EngineRole, rows: Mapping[tuple[int, int], Row]) -> None:
         """An aborted call yields the same first tokens, and leaves nothing behind."""
-        asked = itertools.count()
-        found = by_number(role._engine.rows(prompts(), self.sampling, lambda: next(asked) >= 4))
-        assert found.keys() == rows.keys()
-        assert "aborted" in {row.finish_reason for row in found.values()}
-        for key, row in found.items():
+        counter = itertools.count()
+        actual = by_number(role._engine.rows(prompts(), self.sampling, lambda: next(counter) >= 4))
+        assert actual.keys() == rows.keys()
+        assert "aborted" in {row.finish_reason for row in actual.values()}
+        for key, row in actual.items():
             assert row.token_ids == rows[key].token_ids[: len(row.token_ids)]
             assert len(row.log_probs) == len(row.token_ids) == sum(count for _, count in row.versions)
         assert_alike(by_number(role._engine.rows(prompts(), self.sampling, _NEVER)), rows)
@@ -291,10 +295,10 @@ class EngineSuite:
 
     def test_failed(self, role: EngineRole, rows: Mapping[tuple[int, int], Row]) -> None:
         """A failure between two steps leaves nothing of the rows."""
-        asked = itertools.count()
+        counter = itertools.count()
 
         def fails() -> bool:
-            if next(asked) == 3:
+            if next(counter) == 3:
                 raise ArithmeticError("in a step")
             return False
 
@@ -316,10 +320,10 @@ class EngineSuite:
 
     def test_sleep_amid_rows(self, role: EngineRole, rows: Mapping[tuple[int, int], Row]) -> None:
         """Sleep and wake between two steps don't change the rows."""
-        asked = itertools.count()
+        counter = itertools.count()
 
         def stop() -> bool:
-            if next(asked) in (3, 6):
+            if next(counter) in (3, 6):
                 role._engine.sleep(["cache"])
                 role._engine.wake(["cache"])
             return False
@@ -329,18 +333,18 @@ class EngineSuite:
     def test_wrong_prompts(self, role: EngineRole, rows: Mapping[tuple[int, int], Row]) -> None:
         """An invalid prompt is refused by number, before anything has begun."""
         for wrong in ((), (5, 1 << 40), (-1,)):
-            given = [Prompt(0, (5, 6)), Prompt(1, wrong)]
+            wrong_prompts = [Prompt(0, (5, 6)), Prompt(1, wrong)]
             with pytest.raises(ConfigError, match="prompt 1 "):
-                next(iter(role._engine.rows(given, self.sampling, _NEVER)))
+                next(iter(role._engine.rows(wrong_prompts, self.sampling, _NEVER)))
         assert_alike(by_number(role._engine.rows(prompts(), self.sampling, _NEVER)), rows)
 
     def test_full(self, role: EngineRole, rows: Mapping[tuple[int, int], Row]) -> None:
         """A prompt without room for a response gets an empty one, as in a long dialogue; other prompts get theirs."""
-        given = [Prompt(len(PROMPTS), (5,) * 100_000, (1, 2)), *prompts()]
-        found = by_number(role._engine.rows(given, self.sampling, _NEVER))
-        for row in (found.pop((len(PROMPTS), sample)) for sample in range(2)):
+        long_prompts = [Prompt(len(PROMPTS), (5,) * 100_000, (1, 2)), *prompts()]
+        actual = by_number(role._engine.rows(long_prompts, self.sampling, _NEVER))
+        for row in (actual.pop((len(PROMPTS), sample)) for sample in range(2)):
             assert row.token_ids or (row.finish_reason, row.log_probs, row.versions) == ("length", (), ())
-        assert_alike(found, rows)
+        assert_alike(actual, rows)
 
     @pytest.mark.usefixtures("without")
     def test_wrong_options(self) -> None:
@@ -366,9 +370,9 @@ class ModelSuite(EngineSuite):
         return role
 
     def _as_forward(self, engine: Any, model: Any, version: int, sampling: Sampling | None = None) -> None:
-        wanted = sampling or self.sampling
-        for (index, _), row in by_number(engine.rows(prompts(), wanted, _NEVER)).items():
-            expected = log_probs(model, PROMPTS[index], row, wanted.temperature or 1.0)
+        used = sampling or self.sampling
+        for (index, _), row in by_number(engine.rows(prompts(), used, _NEVER)).items():
+            expected = log_probs(model, PROMPTS[index], row, used.temperature or 1.0)
             assert row.log_probs == pytest.approx(expected, abs=self.tolerance)
             assert row.versions == ((version, len(row.token_ids)),)
 
@@ -389,9 +393,9 @@ class ModelSuite(EngineSuite):
                 probs = model(tokens, use_cache=False).logits[0, len(PROMPTS[index]) - 1 : -1].softmax(-1)
             for place, token in enumerate(row.token_ids):
                 ordered, order = probs[place].sort(descending=True)
-                left = order[: int((ordered.cumsum(0) < 0.6).sum()) + 1]
-                assert token in left
-                share = math.log(float(probs[place][token] / probs[place][left].sum()))
+                nucleus = order[: int((ordered.cumsum(0) < 0.6).sum()) + 1]
+                assert token in nucleus
+                share = math.log(float(probs[place][token] / probs[place][nucleus].sum()))
                 assert row.log_probs[place] == pytest.approx(share, abs=self.tolerance)
 
     @pytest.mark.usefixtures("without")
@@ -434,34 +438,37 @@ class ModelSuite(EngineSuite):
             for seed in (1, 2):
                 changed(model, seed)
                 role.load_weights(weights_of(model), seed)
-                wanted = dict(colocate.torch.named_weights(model))
-                given = engine.named_weights()
-                found = {name: tensor.clone() for name, tensor in given}
-                assert found.keys() == wanted.keys()
-                assert all(torch.equal(tensor, wanted[name]) for name, tensor in found.items())
-                for name, spec in getattr(given, "specs", {}).items():
-                    assert (spec.shape, spec.dtype) == (tuple(wanted[name].shape), wanted[name].dtype)
+                expected = dict(colocate.torch.named_weights(model))
+                weights = engine.named_weights()
+                tensors = {name: tensor.clone() for name, tensor in weights}
+                assert tensors.keys() == expected.keys()
+                assert all(torch.equal(tensor, expected[name]) for name, tensor in tensors.items())
+                for name, spec in getattr(weights, "specs", {}).items():
+                    assert (spec.shape, spec.dtype) == (tuple(expected[name].shape), expected[name].dtype)
         finally:
             role.close()
 
     def test_update_amid_rows(self, role: EngineRole) -> None:
         """An update between two steps takes effect, and rows report the version of each token."""
-        asked, models = itertools.count(), {1: made(self.options["model"]), 2: made(self.options["model"])}
+        counter, models = itertools.count(), {1: made(self.options["model"]), 2: made(self.options["model"])}
         changed(models[2], 2)
 
         def stop() -> bool:
-            if next(asked) == 5:
+            if next(counter) == 5:
                 role.load_weights(weights_of(models[2]), 2)
             return False
 
         endless = Sampling(max_tokens=12, stop_token_ids=())
-        found = by_number(role._engine.rows(prompts(), endless, stop))
-        assert len({row.versions for row in found.values()}) > 1 or len(next(iter(found.values())).versions) > 1
-        for (index, _), row in found.items():
+        rows_by_key = by_number(role._engine.rows(prompts(), endless, stop))
+        assert (
+            len({row.versions for row in rows_by_key.values()}) > 1
+            or len(next(iter(rows_by_key.values())).versions) > 1
+        )
+        for (index, _), row in rows_by_key.items():
             begin = 0
             for version, count in row.versions:
-                wanted = log_probs(models[version], PROMPTS[index], row)[begin : begin + count]
-                assert row.log_probs[begin : begin + count] == pytest.approx(wanted, abs=self.tolerance)
+                expected = log_probs(models[version], PROMPTS[index], row)[begin : begin + count]
+                assert row.log_probs[begin : begin + count] == pytest.approx(expected, abs=self.tolerance)
                 begin += count
         role.load_weights(weights_of(models[1]), 1)
 

@@ -138,8 +138,8 @@ class TransformersEngine:
             for prompt in prompts
             for sample, seed in enumerate(prompt.seeds)
         )
-        for each in waiting:
-            each.most = min(each.most, sampling.max_tokens)
+        for sequence in waiting:
+            sequence.most = min(sequence.most, sampling.max_tokens)
         cache = self._cache
         running: list[_Running] = []
         with self._module() as module, whole(module):
@@ -150,7 +150,7 @@ class TransformersEngine:
             emptied = cache.emptied
             while waiting or running:
                 if stop():
-                    yield from (each.row("aborted") for each in (*running, *waiting))
+                    yield from (sequence.row("aborted") for sequence in (*running, *waiting))
                     return
                 if cache.emptied != emptied:  # the cache was emptied during `stop`, and may still be asleep
                     cache.make()
@@ -163,8 +163,8 @@ class TransformersEngine:
                     logits.append(theirs)
                 tokens, log_probs = _draw(torch.cat(logits), sampling, running)
                 ended = []
-                for place, (each, token, log_prob) in enumerate(zip(running, tokens, log_probs, strict=True)):
-                    if each.take(token, log_prob, self._version, stops):
+                for place, (sequence, token, log_prob) in enumerate(zip(running, tokens, log_probs, strict=True)):
+                    if sequence.take(token, log_prob, self._version, stops):
                         ended.append(place)
                 rows = [running[place].row() for place in ended]
                 for place in reversed(ended):
@@ -176,16 +176,16 @@ class TransformersEngine:
 
     def _next(self, waiting: deque[_Running], room: int) -> list[list[_Running]]:
         """Take the rows that start now, grouped by prompt, since a prompt goes through the model once."""
-        found: dict[tuple[int, ...], list[_Running]] = {}
+        groups: dict[tuple[int, ...], list[_Running]] = {}
         widest = 0
         while waiting and room:
             ids = waiting[0].ids
             widest = max(widest, len(ids))
-            if found and ids not in found and (len(found) + 1) * widest > self._max_batch_tokens:
+            if groups and ids not in groups and (len(groups) + 1) * widest > self._max_batch_tokens:
                 break
-            found.setdefault(ids, []).append(waiting.popleft())
+            groups.setdefault(ids, []).append(waiting.popleft())
             room -= 1
-        return [*found.values()]
+        return [*groups.values()]
 
     def _begin(
         self, module: PreTrainedModel, groups: list[list[_Running]], first: int
@@ -197,8 +197,10 @@ class TransformersEngine:
         """
         cache, ids = self._cache, [group[0].ids for group in groups]
         width = max(map(len, ids))
-        tokens = torch.tensor([[*[0] * (width - len(each)), *each] for each in ids], device=self._ctx.device)
-        at = torch.tensor([range(len(each) - width, len(each)) for each in ids], device=self._ctx.device)
+        tokens = torch.tensor(
+            [[*[0] * (width - len(candidate)), *candidate] for candidate in ids], device=self._ctx.device
+        )
+        at = torch.tensor([range(len(candidate) - width, len(candidate)) for candidate in ids], device=self._ctx.device)
         place = slice(first, first + len(ids))
         logits = tokens  # replaced in the loop; the last part's logits remain
         for begin in range(0, width, step := max(1, self._max_batch_tokens // len(ids))):
@@ -206,16 +208,16 @@ class TransformersEngine:
             logits = _forward(module, cache, place, tokens[:, part], at[:, part])
         rows, source = [group[0] for group in groups], [*range(len(groups))]
         for number, group in enumerate(groups):
-            for each in group[1:]:
-                cache.copy(first + number, first + len(rows), each.length)
-                rows.append(each)
+            for candidate in group[1:]:
+                cache.copy(first + number, first + len(rows), candidate.length)
+                rows.append(candidate)
                 source.append(number)
         return rows, logits[source]
 
     def _step(self, module: PreTrainedModel, running: Sequence[_Running]) -> Tensor:
         """Send the last token of each row through the model; return the next token's logits, `[rows, vocabulary]`."""
-        tokens = torch.tensor([each.token_ids[-1:] for each in running], device=self._ctx.device)
-        at = torch.tensor([[each.length - 1] for each in running], device=self._ctx.device)
+        tokens = torch.tensor([sequence.token_ids[-1:] for sequence in running], device=self._ctx.device)
+        at = torch.tensor([[sequence.length - 1] for sequence in running], device=self._ctx.device)
         return _forward(module, self._cache, slice(0, len(running)), tokens, at)
 
     def update(self, weights: Weights, version: int) -> None:
@@ -352,7 +354,7 @@ class _Cache:
 
     @property
     def nbytes(self) -> int:
-        return sum(each.nbytes for each in self._tensors)
+        return sum(tensor.nbytes for tensor in self._tensors)
 
     def make(self) -> None:
         """Allocate the memory, unless already allocated."""
@@ -369,14 +371,14 @@ class _Cache:
         """Zero all used places: leftovers may be NaN, which no mask can hide."""
         self.make()
         rows, tokens = self._used
-        for each in self._tensors:
-            each[:rows, :, :tokens].zero_()
-            each[:rows, :, -1].zero_()
+        for tensor in self._tensors:
+            tensor[:rows, :, :tokens].zero_()
+            tensor[:rows, :, -1].zero_()
         self._used = 0, 0
 
     def copy(self, source: int, target: int, tokens: int) -> None:
-        for each in self._tensors:
-            each[target, :, :tokens] = each[source, :, :tokens]
+        for tensor in self._tensors:
+            tensor[target, :, :tokens] = tensor[source, :, :tokens]
         self._use(target + 1, tokens)
 
     def expect(self, place: slice, at: Tensor, width: int) -> None:
@@ -392,16 +394,16 @@ class _Cache:
 
     def update(self, keys: Tensor, values: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Store a layer's new keys and values; return all keys and values for attention."""
-        found = []
+        views = []
         for number, new in ((2 * layer_idx, keys), (2 * layer_idx + 1, values)):
             if (
                 self._tensors[number].dtype != new.dtype
             ):  # a model may compute in another dtype than the dtype of the weights
                 self._tensors[number] = self._tensors[number].to(new.dtype)
-            own = self._tensors[number][self._place]
-            own[torch.arange(len(own), device=own.device)[:, None], :, self._at] = new.transpose(1, 2)
-            found.append(own[:, :, : self._width])
-        return found[0], found[1]
+            tensor = self._tensors[number][self._place]
+            tensor[torch.arange(len(tensor), device=tensor.device)[:, None], :, self._at] = new.transpose(1, 2)
+            views.append(tensor[:, :, : self._width])
+        return views[0], views[1]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return 0: positions and masks are given with each pass."""
@@ -427,7 +429,7 @@ def _forward(module: PreTrainedModel, cache: _Cache, place: slice, tokens: Tenso
         mask = torch.zeros(mask.shape, dtype=dtype, device=at.device).masked_fill(~mask, torch.finfo(dtype).min)
     with torch.no_grad():
         model: Any = module
-        found: Tensor = model(
+        output: Tensor = model(
             input_ids=tokens,
             attention_mask=mask,
             position_ids=at,
@@ -435,7 +437,7 @@ def _forward(module: PreTrainedModel, cache: _Cache, place: slice, tokens: Tenso
             use_cache=True,
             logits_to_keep=1,
         ).logits
-    return found[:, -1].float()
+    return output[:, -1].float()
 
 
 @torch.no_grad()
@@ -447,7 +449,7 @@ def _draw(logits: Tensor, sampling: Sampling, rows: Sequence[_Running]) -> tuple
         logits = _cut(logits / sampling.temperature, sampling.top_k, sampling.top_p)
         # One number decides, by the sum of the probabilities up to each token.
         sums = logits.softmax(dim=-1).double().cumsum(dim=-1)
-        chance = torch.tensor([[each.chance.random()] for each in rows], dtype=sums.dtype, device=sums.device)
+        chance = torch.tensor([[row.chance.random()] for row in rows], dtype=sums.dtype, device=sums.device)
         tokens = torch.searchsorted(sums, chance * sums[:, -1:], right=True).squeeze(1).clamp(max=sums.shape[1] - 1)
     log_probs = logits.log_softmax(dim=-1).gather(1, tokens[:, None]).squeeze(1)
     return tokens.tolist(), log_probs.tolist()
@@ -471,18 +473,18 @@ def _own_model(model: str | Mapping[str, Any], dtype: torch.dtype, device: torch
     how = reading(model) if isinstance(model, str) else None
     config = config_of(model, how)
     if how is not None:
-        made: PreTrainedModel = auto.from_pretrained(model, dtype=dtype, **how)
+        built: PreTrainedModel = auto.from_pretrained(model, dtype=dtype, **how)
     else:
-        made = auto.from_config(config, dtype=dtype, trust_remote_code=False)
+        built = auto.from_config(config, dtype=dtype, trust_remote_code=False)
         generator = torch.Generator(device=device).manual_seed(0) if device.type != "meta" else None
         with torch.no_grad():
-            for parameter in made.parameters() if generator is not None else ():
+            for parameter in built.parameters() if generator is not None else ():
                 if parameter.ndim > 1:  # the other parameters are norms and biases, which start at one and zero
                     parameter.normal_(0, getattr(config, "initializer_range", 0.02), generator=generator)
-    torch.nn.Module.to(made, device)
-    torch.nn.Module.train(made, False)
-    made.requires_grad_(False)
-    return made
+    torch.nn.Module.to(built, device)
+    torch.nn.Module.train(built, False)
+    built.requires_grad_(False)
+    return built
 
 
 def _check_attention(config: Any, length: int) -> None:
@@ -497,9 +499,9 @@ def _check_attention(config: Any, length: int) -> None:
         kinds.discard("sliding_attention")
         window = None
     if kinds - {"full_attention"} or (window is not None and not kinds):
-        what = ", ".join(sorted(kinds - {"full_attention"})) or f"a sliding window of {window}"
+        kinds_text = ", ".join(sorted(kinds - {"full_attention"})) or f"a sliding window of {window}"
         raise ConfigError(
-            f"the model has {what}, and the engine 'transformers' can do full attention only"
+            f"the model has {kinds_text}, and the engine 'transformers' can do full attention only"
             + (f": max_length={window} is as long as its window" if window is not None else "")
         )
     if config._attn_implementation not in ("sdpa", "eager"):

@@ -64,8 +64,8 @@ class Unpacked:
             ConfigError: Some weights can't be located.
         """
         self._gather = gather
-        own = {**dict(model.named_buffers()), **dict(model.named_parameters(remove_duplicate=False))}
-        self._parts = {name: _part(name, model, own, expected) for name in expected}
+        tensors = {**dict(model.named_buffers()), **dict(model.named_parameters(remove_duplicate=False))}
+        self._parts = {name: _part(name, model, tensors, expected) for name in expected}
         self.specs = {name: _Spec(part.shape, part.tensor.dtype) for name, part in self._parts.items()}
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
@@ -83,8 +83,8 @@ class Unpacked:
 def _part(name: str, model: nn.Module, own: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> _Part:
     called, index = _called(name, model, own)
     if called is None:  # for example a head tied to the embedding: vLLM may have only one of the two
-        ties = [other for other, each in expected.items() if each is expected[name] and other != name]
-        called, index = next((found for other in ties if (found := _called(other, model, own))[0]), (None, None))
+        ties = [other for other, weight in expected.items() if weight is expected[name] and other != name]
+        called, index = next((match for other in ties if (match := _called(other, model, own))[0]), (None, None))
     if called is None:
         raise _unknown(name, "there is none of that name, nor of one that it could be merged into")
     tensor, layer = own[called].detach(), cast("Any", model.get_submodule(called.rpartition(".")[0]))
@@ -104,7 +104,7 @@ def _part(name: str, model: nn.Module, own: Mapping[str, Tensor], expected: Mapp
     whole = [*tensor.shape]
     if along is not None:
         whole[along] *= layer.tp_size // replicas
-    if len(whole) != len(shape) or any(size < wanted for size, wanted in zip(whole, shape, strict=True)):
+    if len(whole) != len(shape) or any(size < expected_size for size, expected_size in zip(whole, shape, strict=True)):
         raise _unknown(name, f"vLLM has it as {whole}, and it is {[*shape]}")
     return _Part(tensor, along, replicas, shape)
 

@@ -162,37 +162,37 @@ class VllmEngine:
         return config, generation, fields, dtype
 
     def _checked(self, options: Mapping[str, Any], model: object, dtype: str | None) -> dict[str, Any]:
-        there = {field.name for field in dataclasses.fields(self._vllm.EngineArgs)} - {"model"}
-        ours = there & _OWN.keys() | {each for each in there if any(part in each for part in _CODE)}
-        for each in options:
-            if each in ours:
-                raise ConfigError(f"engine 'vllm': the option {each!r} of vLLM's isn't for users of this engine")
-            if each not in there:
-                raise ConfigError(f"engine 'vllm': vLLM has no option {each!r}{did_you_mean(each, there - ours)}")
-        found = {"kv_cache_memory_bytes": _CACHE, "enforce_eager": self._ctx.device.type == "cpu", **options}
-        if isinstance(size := found["kv_cache_memory_bytes"], str):
-            found["kv_cache_memory_bytes"] = parse_bytes(size, "kv_cache_memory_bytes")
+        fields = {field.name for field in dataclasses.fields(self._vllm.EngineArgs)} - {"model"}
+        ours = fields & _OWN.keys() | {name for name in fields if any(part in name for part in _CODE)}
+        for name in options:
+            if name in ours:
+                raise ConfigError(f"engine 'vllm': the option {name!r} of vLLM's isn't for users of this engine")
+            if name not in fields:
+                raise ConfigError(f"engine 'vllm': vLLM has no option {name!r}{did_you_mean(name, fields - ours)}")
+        arguments = {"kv_cache_memory_bytes": _CACHE, "enforce_eager": self._ctx.device.type == "cpu", **options}
+        if isinstance(size := arguments["kv_cache_memory_bytes"], str):
+            arguments["kv_cache_memory_bytes"] = parse_bytes(size, "kv_cache_memory_bytes")
         if self._ctx.device.type == "cuda":
-            found.setdefault("enable_sleep_mode", True)
+            arguments.setdefault("enable_sleep_mode", True)
         if dtype is not None:
-            found.setdefault("dtype", dtype)
+            arguments.setdefault("dtype", dtype)
         if not self._has_weights:
-            found["load_format"] = "dummy"
-        found.update(_OWN, model=model, tensor_parallel_size=self._tensor_parallel(found))
-        if found["tensor_parallel_size"] > 1:
-            found["distributed_executor_backend"] = "external_launcher"
-        return found
+            arguments["load_format"] = "dummy"
+        arguments.update(_OWN, model=model, tensor_parallel_size=self._tensor_parallel(arguments))
+        if arguments["tensor_parallel_size"] > 1:
+            arguments["distributed_executor_backend"] = "external_launcher"
+        return arguments
 
     def _tensor_parallel(self, options: Mapping[str, Any]) -> int:
         ranks = self._ctx.world_size
         size = self._ctx.mesh.size("tp")
-        wanted = options.get("tensor_parallel_size", size)
-        if ranks % wanted:
-            raise ConfigError(f"engine 'vllm': tensor_parallel_size={wanted} doesn't divide the role's {ranks} slots")
-        if wanted != size:
-            mesh = {"dp": ranks // wanted, "tp": wanted}
+        parallel = options.get("tensor_parallel_size", size)
+        if ranks % parallel:
+            raise ConfigError(f"engine 'vllm': tensor_parallel_size={parallel} doesn't divide the role's {ranks} slots")
+        if parallel != size:
+            mesh = {"dp": ranks // parallel, "tp": parallel}
             raise ConfigError(
-                f"engine 'vllm': tensor_parallel_size={wanted} needs a mesh with as many ranks along 'tp': say "
+                f"engine 'vllm': tensor_parallel_size={parallel} needs a mesh with as many ranks along 'tp': say "
                 f".on(mesh={mesh}) for the role, in a config mesh: {json.dumps(mesh)}"
             )
         if dist.is_initialized() and dist.get_world_size() != ranks:
@@ -228,8 +228,8 @@ class VllmEngine:
                 executor = core("vllm.v1.executor").Executor.get_class(config)
                 self._engine = engine(vllm_config=config, executor_class=executor, log_stats=False)
             except (ValueError, NotImplementedError) as error:
-                said = next((line.strip() for line in str(error).splitlines()[1:] if line.strip()), str(error))
-                raise ConfigError(f"engine 'vllm': vLLM refuses the model or an option: {said}") from error
+                reason = next((line.strip() for line in str(error).splitlines()[1:] if line.strip()), str(error))
+                raise ConfigError(f"engine 'vllm': vLLM refuses the model or an option: {reason}") from error
             # The finalizer would destroy all process groups of the process at exit.
             self._engine.engine_core._finalizer.detach()
         self._runner = self._engine.model_executor.driver_worker.worker.model_runner
@@ -253,11 +253,11 @@ class VllmEngine:
             yield
         finally:
             if is_alone:
-                for each in _coordinators():
-                    if hasattr(each, "device_group"):
+                for coordinator in _coordinators():
+                    if hasattr(coordinator, "device_group"):
                         # vLLM asks for the backend later, after the group is gone
-                        each.backend = dist.get_backend(each.device_group)
-                        each.destroy()
+                        coordinator.backend = dist.get_backend(coordinator.device_group)
+                        coordinator.destroy()
                 if makes_default and dist.is_initialized():
                     dist.destroy_process_group()
 
@@ -299,10 +299,10 @@ class VllmEngine:
         if self._ctx.mesh.size("tp") > 1 and self._engine is not None:
             with self._guest.making():
                 self._end()
-                for each in _coordinators():  # these groups were cut
-                    vars(each).pop("device_group", None)
-                    vars(each).pop("cpu_group", None)
-                    each.device_communicator = None
+                for coordinator in _coordinators():  # these groups were cut
+                    vars(coordinator).pop("device_group", None)
+                    vars(coordinator).pop("cpu_group", None)
+                    coordinator.device_communicator = None
                 self._forget_groups()
             self._broken, self._missing = True, "its ranks had to part after a failure"
 
@@ -323,12 +323,12 @@ class VllmEngine:
         check_prompts(prompts, self._vocabulary)
         prompts, full = with_room(prompts, self._longest)
         yield from full
-        engine, asked = self._engine, dict[str, tuple[int, int]]()
+        engine, requests = self._engine, dict[str, tuple[int, int]]()
         waiting = deque(self._parameters(prompts, sampling))
         try:
-            while asked or waiting:
+            while requests or waiting:
                 if self._any(stop()):
-                    yield from self._aborted(asked)
+                    yield from self._aborted(requests)
                     for prompt, sample, _ in waiting:
                         yield Row(prompt.index, sample, (), (), "aborted", ())
                     return
@@ -336,17 +336,21 @@ class VllmEngine:
                 with self._guest.inside():
                     for _ in range(min(_AT_ONCE, len(waiting))):
                         prompt, sample, parameters = waiting.popleft()
-                        asked[name := f"{prompt.index}-{sample}"] = prompt.index, sample
+                        requests[name := f"{prompt.index}-{sample}"] = prompt.index, sample
                         engine.add_request(name, {"prompt_token_ids": [*prompt.token_ids]}, parameters)
-                if waiting and len(asked) < self._most:
+                if waiting and len(requests) < self._most:
                     continue
                 with self._guest.inside():
                     ended = engine.step()
-                for each in ended:
-                    (output,) = each.outputs
+                for finished in ended:
+                    (output,) = finished.outputs
                     finish: Finish = "stop" if output.finish_reason == "stop" else "length"
                     yield _row(
-                        asked.pop(each.request_id), output.token_ids, output.logprobs, output.weight_versions, finish
+                        requests.pop(finished.request_id),
+                        output.token_ids,
+                        output.logprobs,
+                        output.weight_versions,
+                        finish,
                     )
         finally:
             self.abort()
@@ -390,9 +394,9 @@ class VllmEngine:
         """Return whether the flag is set on any rank of one engine: these ranks take each step together."""
         if self._ctx.mesh.size("tp") == 1:
             return flag
-        found = torch.tensor(int(flag), device=self._ctx.device)
-        dist.all_reduce(found, dist.ReduceOp.MAX, group=self._ctx.process_group("tp"))
-        return bool(found)
+        tensor = torch.tensor(int(flag), device=self._ctx.device)
+        dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._ctx.process_group("tp"))
+        return bool(tensor)
 
     @property
     def requests(self) -> int:
@@ -433,8 +437,8 @@ class VllmEngine:
         comes = weights.specs
         for name, tensor in weights:
             yield name, tensor
-            for other, own in self._expected.items():
-                if own is self._expected[name] and other not in comes:
+            for other, weight in self._expected.items():
+                if weight is self._expected[name] and other not in comes:
                     yield other, tensor
 
     def named_weights(self) -> Unpacked:
@@ -451,7 +455,7 @@ class VllmEngine:
 
     def _of_each_rank(self, tensor: Tensor) -> list[Tensor]:
         parts = [torch.empty_like(tensor) for _ in range(self._ctx.mesh.size("tp"))]
-        bits = [each.view(torch.uint8) for each in parts]  # as bytes: some backends support fewer dtypes
+        bits = [part.view(torch.uint8) for part in parts]  # as bytes: some backends support fewer dtypes
         dist.all_gather(bits, tensor.view(torch.uint8), group=self._ctx.process_group("tp"))
         return parts
 
@@ -464,8 +468,8 @@ class VllmEngine:
         return {"weights": self._nbytes, "cache": sum(storage.nbytes() for storage in self._storages().values())}
 
     def _storages(self) -> dict[int, Any]:
-        found = (each.untyped_storage() for each in self._runner.kv_caches)
-        return {each._cdata: each for each in found}
+        storages = (storage.untyped_storage() for storage in self._runner.kv_caches)
+        return {storage._cdata: storage for storage in storages}
 
     def sleep(self, tags: Sequence[str]) -> None:
         """Free the cache; see `Engine`."""
@@ -493,13 +497,13 @@ def _itself(model: torch.nn.Module) -> torch.nn.Module:
 
 def _coordinators() -> list[Any]:
     state: Any = importlib.import_module("vllm.distributed.parallel_state")
-    return [*{id(each): each for each in vars(state).values() if isinstance(each, state.GroupCoordinator)}.values()]
+    return [*{id(value): value for value in vars(state).values() if isinstance(value, state.GroupCoordinator)}.values()]
 
 
 def _row(
     number: tuple[int, int], tokens: Sequence[int], log_probs: Any, spans: Sequence[Any] | None, finish: Finish
 ) -> Row:
-    versions = tuple((int(each.version), each.end - each.start) for each in spans or ())
+    versions = tuple((int(span.version), span.end - span.start) for span in spans or ())
     return Row(*number, tuple(tokens), tuple(log_probs.logprobs), finish, versions)
 
 
@@ -512,8 +516,8 @@ def _expected(config: Any) -> dict[str, Tensor]:
 
 def _nbytes(weights: Mapping[str, Tensor], dtype: torch.dtype, ranks: int) -> int:
     """Return the bytes of weights, each counted once, on one rank of an engine: ranks split matrices."""
-    once = {id(each): each for each in weights.values()}.values()
-    return sum(each.numel() * dtype.itemsize // (ranks if each.ndim > 1 else 1) for each in once)
+    once = {id(tensor): tensor for tensor in weights.values()}.values()
+    return sum(tensor.numel() * dtype.itemsize // (ranks if tensor.ndim > 1 else 1) for tensor in once)
 
 
 def _planned(
@@ -535,8 +539,8 @@ def _planned(
     dtype = getattr(torch, kind.removeprefix("torch."))
     weights = _nbytes(_expected(config), dtype, ctx.mesh.size("tp"))
     cache = parse_bytes(options.get("kv_cache_memory_bytes", _CACHE), "kv_cache_memory_bytes")
-    taken = [torch.empty(size, dtype=torch.uint8, device=ctx.device) for size in (weights, cache)]
-    return torch.nn.Parameter(taken[0], requires_grad=False), taken[1]
+    buffers = [torch.empty(size, dtype=torch.uint8, device=ctx.device) for size in (weights, cache)]
+    return torch.nn.Parameter(buffers[0], requires_grad=False), buffers[1]
 
 
 def _imported() -> Any:

@@ -41,5 +41,5 @@ def install(executor: str, **options: Any) -> None:
 
 def group_of(worker_group: Any) -> colocate.ColocatedGroup:
     """Return the colocate group of a verl worker group, for memory, traces and sleep."""
-    found: colocate.ColocatedGroup = worker_group.workers[0].of.group
-    return found
+    group: colocate.ColocatedGroup = worker_group.workers[0].of.group
+    return group

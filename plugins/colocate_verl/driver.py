@@ -42,12 +42,12 @@ class Engine:
         """Choose the executor and options of worker groups."""
         if executor not in OPTIONS:
             raise ConfigError(f"verl's worker groups are on {', '.join(map(repr, OPTIONS))}, and not on {executor!r}")
-        wanted = executor, {**OPTIONS[executor], **options}
+        choice = executor, {**OPTIONS[executor], **options}
         with self._lock:
-            if self._runtime is not None and wanted != (self.executor, self.options):
+            if self._runtime is not None and choice != (self.executor, self.options):
                 on = f"{self.executor!r} with {self.options} already: say before the first one"
-                raise ConfigError(f"worker groups of this process are on {on} that it is {executor!r} with {wanted[1]}")
-            self.executor, self.options = wanted
+                raise ConfigError(f"worker groups of this process are on {on} that it is {executor!r} with {choice[1]}")
+            self.executor, self.options = choice
 
     def runtime(self) -> Runtime:
         """Return the runtime, connected at the first call."""
@@ -129,11 +129,11 @@ class Slots:
     def _check_nodes(self, pool: Pool) -> None:
         places = iter([slot.node for slot in pool.slots])
         for size in self.nodes:
-            if len(found := set(itertools.islice(places, size))) > 1:
+            if len(nodes := set(itertools.islice(places, size))) > 1:
                 pool.close()
                 raise PlacementError(
                     f"the resource pool {self.name!r} wants {size} slots on one node (process_on_nodes="
-                    f"{list(self.nodes)}), and those that are free lie on {', '.join(sorted(found))}"
+                    f"{list(self.nodes)}), and those that are free lie on {', '.join(sorted(nodes))}"
                 )
 
 

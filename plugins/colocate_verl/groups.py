@@ -141,16 +141,16 @@ class RayWorkerGroup(WorkerGroup, OnDriver):  # type: ignore[misc]
             if use_gpu and not resource_pool.use_gpu:
                 raise ValueError("use_gpu is True but resource_pool.use_gpu is False")
             worker_handles = self._spawn(resource_pool, int(use_gpu and device_name != "cpu"), worker_env or {})
-        if not worker_handles or any(getattr(each, "of", None) is None for each in worker_handles):
+        if not worker_handles or any(getattr(item, "of", None) is None for item in worker_handles):
             raise CapabilityError(f"RayWorkerGroup(worker_handles={worker_handles}): they aren't of this driver")
         self._workers = worker_handles
         runs = itertools.groupby(worker_handles, key=lambda handle: handle.of)
-        self._runs: list[tuple[Any, list[int]]] = [(half, [each.rank for each in run]) for half, run in runs]
+        self._runs: list[tuple[Any, list[int]]] = [(half, [item.rank for item in run]) for half, run in runs]
         self._bind()
 
     def _spawn(self, resource_pool: RayResourcePool, gpus: int, worker_env: Mapping[str, Any]) -> list[WorkerHandle]:
-        if taken := set(private.PROTECTED) & worker_env.keys():
-            raise ValueError(f"worker_env sets {', '.join(sorted(taken))}, which colocate sets: leave it out")
+        if reserved := set(private.PROTECTED) & worker_env.keys():
+            raise ValueError(f"worker_env sets {', '.join(sorted(reserved))}, which colocate sets: leave it out")
         roles, local = roles_of(self.ray_cls_with_init), resource_pool.slots.nodes[0]
         name = f"{self.name_prefix}{'_'.join(roles)}"
         env = {"WG_BACKEND": "ray", "WG_PREFIX": self.name_prefix, "RAY_LOCAL_WORLD_SIZE": local, **worker_env}
@@ -192,9 +192,12 @@ class RayWorkerGroup(WorkerGroup, OnDriver):  # type: ignore[misc]
     def execute_all_async(self, method_name: str, *args: Any, **kwargs: Any) -> list[Result]:
         """Call a method on all workers. As in verl, lists with one item per worker are split, one item each."""
         count = self.world_size
-        if all(isinstance(each, list) and len(each) == count for each in (*args, *kwargs.values())):
-            given = [([each[i] for each in args], {key: each[i] for key, each in kwargs.items()}) for i in range(count)]
-            payloads = _shared([values(*each) for each in given])
+        if all(isinstance(argument, list) and len(argument) == count for argument in (*args, *kwargs.values())):
+            calls = [
+                ([argument[i] for argument in args], {key: argument[i] for key, argument in kwargs.items()})
+                for i in range(count)
+            ]
+            payloads = _shared([values(*argument) for argument in calls])
         else:
             payloads = [values(args, kwargs)] * count
         results: list[Result] = []
@@ -213,7 +216,7 @@ class RayWorkerGroup(WorkerGroup, OnDriver):  # type: ignore[misc]
 
     def execute_all_sync(self, method_name: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method on all workers, and wait."""
-        return [each.value() for each in self.execute_all_async(method_name, *args, **kwargs)]
+        return [result.value() for result in self.execute_all_async(method_name, *args, **kwargs)]
 
     def execute_rank_zero_sync(self, method_name: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method on the first worker, and wait."""
@@ -241,9 +244,9 @@ class RayWorkerGroup(WorkerGroup, OnDriver):  # type: ignore[misc]
 
 def _shared(payloads: list[Payload]) -> list[Payload]:
     """Merge payloads of the same objects, so that each payload is encoded once."""
-    made: dict[Any, Payload] = {}
-    keys = [(*map(id, args), *((key, id(each)) for key, each in kwargs.items())) for args, kwargs in payloads]
-    return [made.setdefault(key, payload) for key, payload in zip(keys, payloads, strict=True)]
+    unique: dict[Any, Payload] = {}
+    keys = [(*map(id, args), *((key, id(value)) for key, value in kwargs.items())) for args, kwargs in payloads]
+    return [unique.setdefault(key, payload) for key, payload in zip(keys, payloads, strict=True)]
 
 
 _inside: weakref.WeakKeyDictionary[type, Mapping[str, Any]] = weakref.WeakKeyDictionary()  # by made class
@@ -256,18 +259,18 @@ def roles_of(given: Any) -> dict[str, Declared]:
     if refused := private.options_of(given).keys() - {"runtime_env", "name"}:  # verl itself sets these two
         raise CapabilityError(f"RayClassWithInitArgs: a worker has what its pool reserves, and no {', '.join(refused)}")
     cls = private.unwrapped(given.cls)
-    base = next((each for each in cls.__mro__ if each in _inside), None)
+    base = next((part for part in cls.__mro__ if part in _inside), None)
     inner = _inside[base] if base is not None else {}
-    roles = {key: (private.unwrapped(each.cls), each.args, each.kwargs) for key, each in inner.items()}
+    roles = {key: (private.unwrapped(part.cls), part.args, part.kwargs) for key, part in inner.items()}
     return roles if cls is base else {**roles, cls.__name__: (cls, given.args, given.kwargs)}
 
 
 def create_colocated_worker_raw_cls(class_dict: Mapping[str, Any]) -> type:
     """Return a base class for workers that reach workers of several classes by name."""
     members = {name: property(lambda _, name=name: sibling(name)) for name in class_dict}  # type: ignore[misc]
-    found = type("_".join(("FusedWorker", *class_dict)), (Worker,), {"is_fused_worker": True, **members})
-    _inside[found] = dict(class_dict)
-    return found
+    cls = type("_".join(("FusedWorker", *class_dict)), (Worker,), {"is_fused_worker": True, **members})
+    _inside[cls] = dict(class_dict)
+    return cls
 
 
 def create_colocated_worker_cls(class_dict: Mapping[str, Any]) -> Any:
@@ -277,9 +280,9 @@ def create_colocated_worker_cls(class_dict: Mapping[str, Any]) -> Any:
 
 def create_colocated_worker_cls_fused(class_dict: Mapping[str, Any]) -> Any:
     """Combine several classes as roles of one worker, marked as fused."""
-    found = create_colocated_worker_cls(class_dict)
-    found.fused_worker_used = True
-    return found
+    cls = create_colocated_worker_cls(class_dict)
+    cls.fused_worker_used = True
+    return cls
 
 
 _POOLS = RayResourcePool, SubRayResourcePool, merge_resource_pool

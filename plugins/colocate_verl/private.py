@@ -26,10 +26,10 @@ _NAMESPACE, _JOB = (
 
 def check_version() -> None:
     """Raise a CapabilityError for an unsupported version of verl."""
-    found = importlib.metadata.version("verl")
-    if not (0, 9) <= tuple(int(part) for part in found.split(".")[:2]) < (0, 11):
+    version = importlib.metadata.version("verl")
+    if not (0, 9) <= tuple(int(part) for part in version.split(".")[:2]) < (0, 11):
         raise CapabilityError(
-            f"colocate_verl is for verl from 0.9 up to before 0.11, and verl {found} is installed: install one of "
+            f"colocate_verl is for verl from 0.9 up to before 0.11, and verl {version} is installed: install one of "
             "these, or unset COLOCATE_VERL"
         )
 
@@ -42,7 +42,7 @@ def home() -> Any:
 def replace(instead: Mapping[str, Any]) -> None:
     """Replace verl's objects by name, in every module that has imported them."""
     by_id = {id(getattr(home(), name)): value for name, value in instead.items()}
-    for module in [each for each in sys.modules.values() if isinstance(each, ModuleType)]:
+    for module in [candidate for candidate in sys.modules.values() if isinstance(candidate, ModuleType)]:
         for name, value in list(vars(module).items()):
             if id(value) in by_id:
                 setattr(module, name, by_id[id(value)])
@@ -104,15 +104,15 @@ def _for_main_ppo(executor: str, of_verl: Any, config: Any = None) -> Any:
             f"verl.trainer.main_ppo on {executor!r}: its trainer, agent and reward loops and vLLM are Ray actors: "
             "it needs COLOCATE_VERL=ray. Elsewhere run a trainer of verl's with managers of your own"
         )
-    found = of_verl(config)
-    found["env_vars"]["COLOCATE_VERL"] = executor
-    return found
+    options = of_verl(config)
+    options["env_vars"]["COLOCATE_VERL"] = executor
+    return options
 
 
 def unwrapped(cls: Any) -> type:
     """Return the class that was given to `ray.remote`."""
-    found: type = getattr(cls, "__ray_actor_class__", cls)
-    return found
+    original: type = getattr(cls, "__ray_actor_class__", cls)
+    return original
 
 
 def options_of(given: Any) -> dict[str, Any]:
@@ -136,8 +136,8 @@ def cluster() -> dict[str, str]:
 
     if not ray.is_initialized():
         ray.init()  # as verl's first placement group does
-    found = ray.get_runtime_context()
-    return {"RAY_ADDRESS": found.gcs_address, _NAMESPACE: found.namespace, _JOB: found.get_job_id()}
+    context = ray.get_runtime_context()
+    return {"RAY_ADDRESS": context.gcs_address, _NAMESPACE: context.namespace, _JOB: context.get_job_id()}
 
 
 def _be_in_ray(hook: Any) -> None:

@@ -76,7 +76,7 @@ class WorkerHandle(OnDriver):
 
 def values(args: Sequence[Any], kwargs: dict[str, Any]) -> Payload:
     """Return one rank's arguments, with results replaced by values, as Ray does for actors."""
-    return tuple(map(_value, args)), {key: _value(each) for key, each in kwargs.items()}
+    return tuple(map(_value, args)), {key: _value(value) for key, value in kwargs.items()}
 
 
 def _value(given: Any) -> Any:
@@ -97,9 +97,9 @@ def _get(get_of_ray: Callable[..., Any], refs: Any, *, timeout: float | None = N
         return refs.value(timeout)
     if not isinstance(refs, Sequence) or not any(map(_is_ours, refs)):
         return get_of_ray(refs, timeout=timeout, **options)
-    others = [each for each in refs if not _is_ours(each)]
-    rest = iter(get_of_ray(others, timeout=timeout, **options) if others else ())
-    return [each.value(timeout) if _is_ours(each) else next(rest) for each in refs]
+    ray_refs = [ref for ref in refs if not _is_ours(ref)]
+    rest = iter(get_of_ray(ray_refs, timeout=timeout, **options) if ray_refs else ())
+    return [ref.value(timeout) if _is_ours(ref) else next(rest) for ref in refs]
 
 
 def _put(data_list: Sequence[Any], max_workers: int | None = None) -> list[Result]:
@@ -111,10 +111,10 @@ def _put(data_list: Sequence[Any], max_workers: int | None = None) -> list[Resul
 
 
 def _refuse(of_ray: Callable[..., Any], name: str, subject: Any, *args: Any, **options: Any) -> Any:
-    for each in subject if isinstance(subject, list | tuple) else (subject,):
-        if issubclass(type(each), OnDriver):
+    for ref in subject if isinstance(subject, list | tuple) else (subject,):
+        if issubclass(type(ref), OnDriver):
             instead = "use ray.get, await or asyncio.gather; workers end when nobody holds them, and by ray.shutdown"
-            raise CapabilityError(f"ray.{name} can't be given {each!r}, which is colocate's: {instead}")
+            raise CapabilityError(f"ray.{name} can't be given {ref!r}, which is colocate's: {instead}")
     return of_ray(subject, *args, **options)
 
 

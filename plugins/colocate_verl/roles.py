@@ -25,10 +25,10 @@ class Payloads(Dispatch):
     def split(self, arguments: Mapping[str, Any], ranks: Ranks) -> Sequence[Mapping[str, Any]]:
         """Return one mapping per rank; equal payloads are one object."""
         parts: list[Mapping[str, Any]] = [arguments] * ranks.world_size
-        made: dict[int, Mapping[str, Any]] = {}
+        parts_by_id: dict[int, Mapping[str, Any]] = {}
         targets = range(ranks.world_size) if ranks.targets is None else ranks.targets
         for rank, payload in zip(targets, arguments.get("payload", ()), strict=False):
-            parts[rank] = made.setdefault(id(payload), {"payload": payload})
+            parts[rank] = parts_by_id.setdefault(id(payload), {"payload": payload})
         return parts
 
 
@@ -73,10 +73,10 @@ def make_role(cls: type) -> type[VerlRole]:
 
 def _is_method(cls: type, name: str) -> bool:
     """Return whether a method is open to callers: public, or marked by verl's `@register`."""
-    found = inspect.getattr_static(cls, name)
-    if isinstance(found, property | type) or not callable(getattr(cls, name, None)):
+    attribute = inspect.getattr_static(cls, name)
+    if isinstance(attribute, property | type) or not callable(getattr(cls, name, None)):
         return False
-    return not name.startswith("_") or private.MARK in getattr(found, "__dict__", {})
+    return not name.startswith("_") or private.MARK in getattr(attribute, "__dict__", {})
 
 
 def _role_method(cls: type, name: str) -> Any:

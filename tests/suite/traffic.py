@@ -54,7 +54,9 @@ class Traffic:
         """The messages with calls so far: how many calls are in each."""
         kinds = (to_worker.Batch, to_worker.Call)
         return [
-            len(each.calls) if isinstance(each, to_worker.Batch) else 1 for each in self.sent if isinstance(each, kinds)
+            len(message.calls) if isinstance(message, to_worker.Batch) else 1
+            for message in self.sent
+            if isinstance(message, kinds)
         ]
 
     def total_bytes(self) -> int:

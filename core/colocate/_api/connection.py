@@ -91,11 +91,13 @@ class Connection(Owned):
 
     def pool_name(self, wanted: str | None) -> tuple[str, str]:
         """Return a name for a pool, by default an unused one, and an id for the reservation."""
-        taken = {child.name for child in list(self.children.values())}
-        found = wanted or next(name for number in self._pool_numbers if (name := f"pool-{number}") not in taken)
-        number = next(self._pools_named.setdefault(found, itertools.count(1)))  # Several pools may have one name.
-        id = f"{self.services.id}/{found}"
-        return found, id if number == 1 else f"{id}~{number}"
+        used_names = {child.name for child in list(self.children.values())}
+        pool_name = wanted or next(
+            name for number in self._pool_numbers if (name := f"pool-{number}") not in used_names
+        )
+        number = next(self._pools_named.setdefault(pool_name, itertools.count(1)))  # Several pools may have one name.
+        id = f"{self.services.id}/{pool_name}"
+        return pool_name, id if number == 1 else f"{id}~{number}"
 
     def group_name(self, wanted: str | None) -> str:
         """Return a name for a group, unique among living groups."""

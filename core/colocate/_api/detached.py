@@ -129,10 +129,10 @@ def _lease(pool: Slots, groups: Sequence[WorkerGroup], name: str, ttl: float) ->
                 restarts.limit,
                 group.published.script,
                 dict(group.published.given.contents),
-                {name: kept for name, part in group.parts.items() if (kept := part.kept()) is not None},
+                {name: state for name, part in group.parts.items() if (state := part.kept()) is not None},
             )
         )
-    found = PoolRecord(pool.name, pool.request, pool.budget, float(ttl), tuple(records))
+    pool_record = PoolRecord(pool.name, pool.request, pool.budget, float(ttl), tuple(records))
     about = {
         "pool": pool.name,
         "slots": len(pool.places),
@@ -140,7 +140,7 @@ def _lease(pool: Slots, groups: Sequence[WorkerGroup], name: str, ttl: float) ->
         "groups": {group.name: list(group.roles) for group in groups},
     }
     workers = frozenset(token for record in records for token in record.tokens)
-    return Lease(name, float(ttl), workers, pickle.dumps((_versions(), pickle.dumps(found))), about)
+    return Lease(name, float(ttl), workers, pickle.dumps((_versions(), pickle.dumps(pool_record))), about)
 
 
 def load(record: bytes, name: str) -> PoolRecord:
@@ -149,14 +149,14 @@ def load(record: bytes, name: str) -> PoolRecord:
     def words(version: str, python: str, form: int = 1) -> str:
         return f"colocate {version} (records of form {form}) and Python {python}"
 
-    there, body = pickle.loads(record)
-    if there != (here := _versions()):
+    stored, body = pickle.loads(record)
+    if stored != (current := _versions()):
         raise ColocateError(
-            f"pool {name!r} was detached by a driver with {words(*there)}, and this one has {words(*here)}: "
+            f"pool {name!r} was detached by a driver with {words(*stored)}, and this one has {words(*current)}: "
             "attach with the same versions (colocate close NAME works with any)"
         )
-    found: PoolRecord = pickle.loads(body)
-    return found
+    pool_record: PoolRecord = pickle.loads(body)
+    return pool_record
 
 
 def _versions() -> tuple[str, str, int]:
@@ -230,8 +230,8 @@ def _close_all(pool: Slots, by: str) -> list[WorkerGroup]:
                 )
             if lent := group.residents.borrowers():
                 raise ColocateError(f"group {group.name!r} can't be detached: {'; '.join(lent)}. Wait for that")
-        for each in (pool, *groups):
-            each.life.close(by)
+        for node in (pool, *groups):
+            node.life.close(by)
     return groups
 
 
@@ -240,15 +240,15 @@ def _close_all(pool: Slots, by: str) -> list[WorkerGroup]:
 
 def attach(connection: Connection, name: str, own: bool) -> Slots:
     executor = cast("Detachable", connection.services.executor)
-    lock, made, fenced_by = threading.Lock(), list[Slots](), list[str]()
+    lock, pools, fenced_by = threading.Lock(), list[Slots](), list[str]()
 
     def fenced(by: str) -> None:
         """Handle another driver's takeover, perhaps before there is a pool here. On the receiving thread."""
         with lock:
             fenced_by.append(by)
-            taken = list(made)
-        for each in taken:
-            lost(each, by)
+            groups = list(pools)
+        for group_record in groups:
+            lost(group_record, by)
 
     adopted = executor.adopt(name, _who(), own, fenced)
     try:
@@ -264,14 +264,14 @@ def attach(connection: Connection, name: str, own: bool) -> Slots:
     try:
         pool.hold(adopted.reservation)
         with lock:
-            made.append(pool)
+            pools.append(pool)
             by = next(iter(fenced_by), None)
         if by is not None:
             lost(pool, by)
-        taken = [_taken(pool, each) for each in record.groups]
+        groups = [_taken(pool, group_record) for group_record in record.groups]
         connection.check()
         pool.check()  # another driver may have taken the pool meanwhile
-        for group in taken:
+        for group in groups:
             _greet(group)
     except BaseException as error:
         attachment.own = False  # the pool lives on
@@ -305,8 +305,8 @@ def _taken(pool: Slots, record: GroupRecord) -> WorkerGroup:
     group = pool.place(record.slots, record.declared(), record.name, record.restarts, record.generation)
     group.seed, group.line, group.created = record.seed, record.line, record.created
     group.published.follows(record.script, record.modules)
-    for name, kept in record.parts.items():
-        group.part(name).take(kept)
+    for name, state in record.parts.items():
+        group.part(name).take(state)
     executor = cast("Detachable", pool.connection.services.executor)
     group.workforce.take(executor, record.tokens)
     return group
@@ -335,11 +335,11 @@ def _left(pool: Slots, groups: Sequence[WorkerGroup]) -> None:
 
 def lost(pool: Slots, by: str) -> None:
     """Close a pool that another driver has taken. On the receiving thread: nothing here blocks."""
-    words = f"{by}, who has taken it"
+    reason = f"{by}, who has taken it"
     with pool.lock:  # Under the lock, a concurrent spawn has registered its group, or will fail.
-        is_first, groups = pool.life.close(words), pool.worker_groups
+        is_first, groups = pool.life.close(reason), pool.worker_groups
     for group in groups:
-        if group.life.close(words):
+        if group.life.close(reason):
             group.residents.break_borrows()
             if not is_first:  # the pool's own close runs here, and ends early
                 group.leave()

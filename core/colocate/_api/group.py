@@ -68,8 +68,8 @@ class ColocatedGroup(Held[WorkerGroup], node=WorkerGroup, by="pool.spawn"):
         if info is None:
             raise ConfigError(f"group {self.name!r} has no role {name!r}: it has {', '.join(self._node.roles)}")
         if cls is not None and cls is not info.cls and not issubclass(info.cls, cls) and not self._is_of(info, cls):
-            found, wanted = (f"{each.__module__}:{each.__qualname__}" for each in (info.cls, cls))
-            raise ConfigError(f"role {name!r} of group {self.name!r} is a {found}, and no {wanted} or subclass of it")
+            actual, target = (f"{role_class.__module__}:{role_class.__qualname__}" for role_class in (info.cls, cls))
+            raise ConfigError(f"role {name!r} of group {self.name!r} is a {actual}, and no {target} or subclass of it")
         view = self._views.get(name)
         if view is None:
             view = self._views[name] = RoleView(self._node, info)
@@ -92,7 +92,7 @@ class ColocatedGroup(Held[WorkerGroup], node=WorkerGroup, by="pool.spawn"):
 
     def _is_of(self, info: RoleInfo, cls: type) -> bool:
         """Compare a role's class with a class by name: an attached pool's classes may have come by value."""
-        names = [(each.__module__, each.__qualname__) for each in info.cls.__mro__]
+        names = [(base.__module__, base.__qualname__) for base in info.cls.__mro__]
         return self._node.home.attachment is not None and (cls.__module__, cls.__qualname__) in names
 
     @overload
@@ -105,14 +105,16 @@ class ColocatedGroup(Held[WorkerGroup], node=WorkerGroup, by="pool.spawn"):
         key = written_class(key)
         if not isinstance(key, type):
             raise ConfigError(f"group {self.name!r} has a view for a role's name, or for its class, not for {key!r}")
-        found = [name for name, info in self._node.roles.items() if issubclass(info.cls, key) or self._is_of(info, key)]
-        if len(found) != 1:
+        role_names = [
+            name for name, info in self._node.roles.items() if issubclass(info.cls, key) or self._is_of(info, key)
+        ]
+        if len(role_names) != 1:
             has = ", ".join(f"{name} ({info.cls.__qualname__})" for name, info in self._node.roles.items())
             raise ConfigError(
-                f"group {self.name!r} has {len(found) or 'no'} roles of class {key.__qualname__}: it has {has}; "
+                f"group {self.name!r} has {len(role_names) or 'no'} roles of class {key.__qualname__}: it has {has}; "
                 "use group.role(name, cls)"
             )
-        return self.role(found[0])
+        return self.role(role_names[0])
 
     if not TYPE_CHECKING:  # Type checkers report unknown attributes.
         __iter__ = __contains__ = None  # Python would otherwise iterate by index, and ask for the view of 0.
@@ -235,8 +237,8 @@ class ColocatedGroup(Held[WorkerGroup], node=WorkerGroup, by="pool.spawn"):
         if wait:
             run_deferred(lambda: checkpoints.write(folder, tag))
             return None
-        begun: Underway = run_deferred(lambda: checkpoints.begin(folder, tag))
-        return Call(begun)
+        underway: Underway = run_deferred(lambda: checkpoints.begin(folder, tag))
+        return Call(underway)
 
     def restore(self, directory: str | os.PathLike[str]) -> str | int | float | None:
         """Restore every role that a checkpoint has saved, between the group's calls.
@@ -282,9 +284,9 @@ class ColocatedGroup(Held[WorkerGroup], node=WorkerGroup, by="pool.spawn"):
         self._node.check()
         limited = limit(timeout, "memory(timeout)")
         refuse_to_wait(f"the memory of group {self.name!r}")
-        found: GroupMemory
-        found = run_deferred(lambda: cast("Any", self._node.part("memory")).asked(Deadline(limited)))
-        return found
+        usage: GroupMemory
+        usage = run_deferred(lambda: cast("Any", self._node.part("memory")).asked(Deadline(limited)))
+        return usage
 
     def sleep(
         self,

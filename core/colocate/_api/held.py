@@ -35,8 +35,8 @@ class Held(OnDriver, Generic[N]):
     def _of(cls, node: N) -> Self:
         """Return the user's handle of a node: the same object as long as the handle lives."""
         # By `setdefault`, as other threads may ask at the same time.
-        found: Self = node.names.get(cls) or node.names.setdefault(cls, cls(node))
-        return found
+        handle: Self = node.names.get(cls) or node.names.setdefault(cls, cls(node))
+        return handle
 
     @property
     def name(self) -> str:

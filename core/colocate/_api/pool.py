@@ -90,12 +90,12 @@ class Pool(Held[Slots], node=Slots, by="runtime.reserve"):
     def slots(self) -> list[Slot]:
         """The slots of the pool: node, devices, and the groups on each."""
         node = self._node
-        found = []
+        slots = []
         for index, place in enumerate(node.places):
-            groups = ", ".join(each.name for each in node.taken.get(index, ()) if index in each.indices)
+            groups = ", ".join(group.name for group in node.taken.get(index, ()) if index in group.indices)
             state = groups or ("lost" if node._is_lost(index) else "free")
-            found.append(Slot(index, place.node, place.devices, state))
-        return found
+            slots.append(Slot(index, place.node, place.devices, state))
+        return slots
 
     @property
     def groups(self) -> dict[str, ColocatedGroup]:
@@ -274,11 +274,11 @@ class Pool(Held[Slots], node=Slots, by="runtime.reserve"):
 
 def environment(env: Any, what: str) -> dict[str, str]:
     """Return environment variables as strings, or raise `ConfigError` with all mistakes; `what` names the call."""
-    given = {} if env is None else env
-    if not isinstance(given, Mapping):
+    variables = {} if env is None else env
+    if not isinstance(variables, Mapping):
         raise ConfigError(f"{what} env must be a mapping from variables to values, not {shown(env)}")
-    problems = {key: variable_problem(key, value) for key, value in given.items()}
+    problems = {key: variable_problem(key, value) for key, value in variables.items()}
     mistakes = [Mistake(f"env.{key!r}", None, why) for key, why in problems.items() if why is not None]
     if mistakes:
         raise ConfigError(f"{what} was asked for what can't be", mistakes=tuple(mistakes))
-    return {key: str(value) for key, value in given.items()}
+    return {key: str(value) for key, value in variables.items()}

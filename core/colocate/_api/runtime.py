@@ -98,8 +98,8 @@ def begin(
             connected = cls.connect(**accepted.built(options))
             if cut_s is not None:
                 connected.bear(cut_s)
-        told = seed, strict, call_timeout, collective_timeout, spill, span, cut_s
-        connection = making.made(Connection(executor, connected, *told))
+        settings = seed, strict, call_timeout, collective_timeout, spill, span, cut_s
+        connection = making.made(Connection(executor, connected, *settings))
         hook = os.environ.get("PYTHONBREAKPOINT", "")
         if hook.startswith("ray."):  # an earlier connection of Ray has set this
             hook = ""
@@ -117,9 +117,9 @@ def _close_earlier(executor: str) -> None:
             try:
                 connection.close_for(f"connect({executor!r}, replace=True) at {where}", 2.0, True)
             except BaseExceptionGroup as errors:  # The errors belong to the earlier cell: this one gets its runtime.
-                told = "".join(f"\n  {type(each).__name__}: {each}" for each in errors.exceptions)
+                details = "".join(f"\n  {type(error).__name__}: {error}" for error in errors.exceptions)
                 line = at(connection.line)
-                _log.warning("%s (connected at %s; replaced at %s)%s", errors.message, line, where, told)
+                _log.warning("%s (connected at %s; replaced at %s)%s", errors.message, line, where, details)
 
 
 class Runtime(Held[Connection], node=Connection, by="colocate.connect"):
@@ -221,8 +221,8 @@ class Runtime(Held[Connection], node=Connection, by="colocate.connect"):
             ConfigError: An argument is no view of this runtime, or the role is recorded already, also in the folder.
         """
         module = features.module("recordings.driver")
-        found: Recorder = module.record(views, folder, limit, inputs, self._node.services)
-        return found
+        recorder: Recorder = module.record(views, folder, limit, inputs, self._node.services)
+        return recorder
 
     def reserve(
         self,
@@ -312,9 +312,9 @@ class Runtime(Held[Connection], node=Connection, by="colocate.connect"):
         chosen, id = connection.pool_name(name)
         variables = {key: str(value) for key, value in (env or {}).items()}
         ports, cut_s = connection.services.ports, connection.services.cut_s
-        what = slots, gpus, cpus, budget.host, strategy, timeout
+        amounts = slots, gpus, cpus, budget.host, strategy, timeout
         where = dict(labels), dict(resources), together or ""
-        request = Request(*what, chosen, variables, id, detachable, ports, groups, *where, grow, cut_s)
+        request = Request(*amounts, chosen, variables, id, detachable, ports, groups, *where, grow, cut_s)
         making: Making[Slots] = Making(f"reserve(name={chosen!r})")
 
         def reserve() -> Slots:
@@ -372,7 +372,7 @@ class Runtime(Held[Connection], node=Connection, by="colocate.connect"):
         self._node.require(Detachable, "list detached pools")
         refuse_to_wait("detached()")
         return run_deferred(
-            lambda: [dict(each) for each in cast("Detachable", self._node.services.executor).published()]
+            lambda: [dict(pool_facts) for pool_facts in cast("Detachable", self._node.services.executor).published()]
         )
 
     def audit(self) -> Audit:
@@ -403,11 +403,11 @@ def _least_and_most(slots: Any, groups: Any, detachable: Any) -> tuple[int | Non
     """Return the least and the most number of slots; None for no least number."""
     if not isinstance(slots, tuple | list):
         return None, slots
-    if len(slots) != 2 or any(amount_problem(each, whole=True, least=1) for each in slots) or slots[0] > slots[1]:
+    if len(slots) != 2 or any(amount_problem(number, whole=True, least=1) for number in slots) or slots[0] > slots[1]:
         raise ConfigError(f"reserve(slots={slots!r}): give a number, or the least and the most, as in (6, 8)")
     if groups != 1 or detachable:
-        what = "groups" if groups != 1 else "detachable"
-        raise ConfigError(f"reserve(slots={slots!r}, {what}={groups if groups != 1 else True}): one or the other")
+        option = "groups" if groups != 1 else "detachable"
+        raise ConfigError(f"reserve(slots={slots!r}, {option}={groups if groups != 1 else True}): one or the other")
     return slots[0], slots[1]
 
 
@@ -439,7 +439,7 @@ def _check_request(
     together: Any,
     grow: Any,
 ) -> None:
-    found = {
+    problems = {
         "slots": amount_problem(slots, whole=True, least=1),
         "gpus": gpus_problem(gpus),
         "cpus": amount_problem(cpus),
@@ -453,7 +453,7 @@ def _check_request(
         "together": together_problem(together),
         "grow": None if grow is None or isinstance(grow, bool) else f"must be True, False or None, not {shown(grow)}",
     }
-    mistakes = [Mistake(name, None, problem) for name, problem in found.items() if problem is not None]
+    mistakes = [Mistake(name, None, problem) for name, problem in problems.items() if problem is not None]
     if strategy not in _STRATEGIES:
         mistakes.append(Mistake("strategy", None, f"is {strategy!r}; {', '.join(map(repr, _STRATEGIES))}"))
     for key, value in env.items() if isinstance(env, Mapping) else ():

@@ -139,7 +139,7 @@ class Slots(Owned):
             room = self.request.groups
             full = next((index for index in indices if len(self.taken.get(index, ())) >= room), None)
             if full is not None:
-                holders = [repr(each.name) for each in self.taken[full]]
+                holders = [repr(group.name) for group in self.taken[full]]
                 whom = f"group {holders[0]}" if room == 1 else f"groups {' and '.join(holders)}"
                 rule = "one group at a time" if room == 1 else f"{room} groups at a time (groups={room})"
                 raise ColocateError(
@@ -233,7 +233,7 @@ class Slots(Owned):
     @property
     def is_replacing(self) -> bool:
         """Whether lost slots are being replaced: by the restart of a group, or as spares."""
-        restarting = chain.from_iterable(each.whole for each in self.worker_groups if each.life.recovers)
+        restarting = chain.from_iterable(group.whole for group in self.worker_groups if group.life.recovers)
         lost = self.connection.services.executor.lost
         return any(map(self._is_lost, restarting)) or (self._spares_thread is not None and any(map(lost, self.spares)))
 
@@ -253,15 +253,15 @@ class Slots(Owned):
         # An earlier attempt has released all slots, or has reserved fewer.
         given_back = self.reservation is None or len(self.places) < self.request.slots
         lost = [index for index in worker_group.whole if given_back or self._is_lost(index)]
-        for each in self.worker_groups:
-            if lost and each is not worker_group and not set(lost).isdisjoint(each.indices):
-                each.workforce.wait_lost()
+        for other_group in self.worker_groups:
+            if lost and other_group is not worker_group and not set(lost).isdisjoint(other_group.indices):
+                other_group.workforce.wait_lost()
         with self.lock:
             self.check()
-            gone = ", ".join(f"{index} on {self.places[index].node}" for index in lost if index < len(self.places))
+            lost_text = ", ".join(f"{index} on {self.places[index].node}" for index in lost if index < len(self.places))
             if lost and self.attachment is not None:
                 raise PlacementError(
-                    f"pool {self.name!r} has lost slot {gone}; it was detached as {self.attachment.name!r}, and "
+                    f"pool {self.name!r} has lost slot {lost_text}; it was detached as {self.attachment.name!r}, and "
                     "such a pool isn't reserved anew"
                 )
             if not given_back:
@@ -269,7 +269,7 @@ class Slots(Owned):
                 lost = [index for index in lost if not self._take_spare(index)]
         try:
             if lost and (given_back or not self._replace([self.places[index] for index in lost])):
-                self._give_up_slots(worker_group, gone)
+                self._give_up_slots(worker_group, lost_text)
                 self._reserve_anew()
         except _Refused as refused:
             return refused.why
@@ -277,15 +277,15 @@ class Slots(Owned):
 
     def _take_spare(self, index: int, avoided: Collection[str] = ()) -> bool:
         """Swap a slot with a spare; return whether there was one."""
-        lost, here = self.connection.services.executor.lost, self.places[index].node
+        lost, node = self.connection.services.executor.lost, self.places[index].node
 
         def worse(spare: Place) -> tuple[bool, bool]:  # a spare beside a lost slot may be lost next
-            return spare.node == here, self._deaths[spare.node] >= AVOIDED_AFTER_DEATHS
+            return spare.node == node, self._deaths[spare.node] >= AVOIDED_AFTER_DEATHS
 
-        for which, spare in sorted(enumerate(self.spares), key=lambda each: worse(each[1])):
+        for position, spare in sorted(enumerate(self.spares), key=lambda each: worse(each[1])):
             if spare.node not in avoided and not lost(spare):
                 places, spares = list(self.places), list(self.spares)
-                places[index], spares[which] = spare, places[index]
+                places[index], spares[position] = spare, places[index]
                 self.places, self.spares = tuple(places), tuple(spares)
                 return True
         return False
@@ -294,7 +294,7 @@ class Slots(Owned):
         """Move a group's slots to spares on other nodes, away from nodes with repeated deaths of workers."""
         avoided = [node for node, deaths in self._deaths.items() if deaths >= AVOIDED_AFTER_DEATHS]
         for index in worker_group.whole if avoided and self.spares else ():
-            alone = all(each is worker_group or not each.live() for each in self.taken.get(index, ()))
+            alone = all(group is worker_group or not group.live() for group in self.taken.get(index, ()))
             if self.places[index].node in avoided and alone:
                 self._take_spare(index, avoided)
 
@@ -319,25 +319,25 @@ class Slots(Owned):
         assert reservation is not None
         request = attrs.evolve(self.request, slots=len(lost), timeout=within_s)
         with _refused():
-            found = self.connection.services.executor.replace(reservation, lost, request)
-        if found is None:
+            replaced = self.connection.services.executor.replace(reservation, lost, request)
+        if replaced is None:
             return False
-        others = {id(before): after for before, after in zip(reservation.places, found.places, strict=True)}
+        replacements = {id(before): after for before, after in zip(reservation.places, replaced.places, strict=True)}
         with self.lock:
-            self.reservation = found
-            self.places = tuple(others[id(place)] for place in self.places)
-            self.spares = tuple(others[id(place)] for place in self.spares)
+            self.reservation = replaced
+            self.places = tuple(replacements[id(place)] for place in self.places)
+            self.spares = tuple(replacements[id(place)] for place in self.spares)
         return True
 
     def _give_up_slots(self, worker_group: WorkerGroup, gone: str) -> None:
         """Release all slots, some of which are lost, unless other groups live on the rest."""
         with self.lock:
             self.check()
-            others = {each.name for each in self.worker_groups if each is not worker_group and each.live()}
-            if others:
+            other_names = {group.name for group in self.worker_groups if group is not worker_group and group.live()}
+            if other_names:
                 raise PlacementError(
                     f"pool {self.name!r} has lost slot {gone}; it can't be reserved anew while group "
-                    f"{', '.join(sorted(others))} lives on others of its slots"
+                    f"{', '.join(sorted(other_names))} lives on others of its slots"
                 )
             reservation, self.reservation = self.reservation, None
         if reservation is not None:
@@ -361,7 +361,7 @@ class Slots(Owned):
 
     def _keep_spares(self) -> None:
         """Replace lost spares until the pool is closed. On a thread of its own."""
-        lost, told = self.connection.services.executor.lost, ""
+        lost, last_text = self.connection.services.executor.lost, ""
         while not self._closing.wait(LOOKS_FOR_SLOTS_EVERY_S):
             try:
                 with self._renewing, contextlib.suppress(_Refused):
@@ -371,10 +371,10 @@ class Slots(Owned):
                     if missing and self.reservation is not None and not self._replace(missing, SPARED_EVERY_S):
                         return
             except ColocateError as error:  # the cluster doesn't answer, say
-                words = f"pool {self.name!r} has no spare in the place of a lost one: {message_of(error)}"
-                if not self._closing.is_set() and words != told:
-                    self.connection.services.printer.soon(partial(_log.warning, words))
-                    told = words
+                text = f"pool {self.name!r} has no spare in the place of a lost one: {message_of(error)}"
+                if not self._closing.is_set() and text != last_text:
+                    self.connection.services.printer.soon(partial(_log.warning, text))
+                    last_text = text
                 self._closing.wait(SLOW_EVERY_S)
 
     def unreserved(self, what: str = "") -> ColocateError:
@@ -390,18 +390,19 @@ class Slots(Owned):
     def vacate(self, worker_group: WorkerGroup) -> None:
         """Remove a closed group from the pool's slots."""
         with self.lock:
-            left = {
-                index: tuple(each for each in there if each is not worker_group) for index, there in self.taken.items()
+            remainder = {
+                index: tuple(group for group in groups if group is not worker_group)
+                for index, groups in self.taken.items()
             }
-            self.taken = {index: there for index, there in left.items() if there}
+            self.taken = {index: groups for index, groups in remainder.items() if groups}
             self.connection.forget(worker_group)
         self.changed()
 
     def beside(self, worker_group: WorkerGroup, slot: int) -> list[Worker]:
         """Return the workers of other groups on a slot of a group."""
         index = worker_group.indices[slot]
-        there = [each for each in self.taken.get(index, ()) if each is not worker_group and index in each.indices]
-        return [each.workforce.workers[each.indices.index(index)] for each in there]
+        groups = [group for group in self.taken.get(index, ()) if group is not worker_group and index in group.indices]
+        return [group.workforce.workers[group.indices.index(index)] for group in groups]
 
     # -- from driver to driver
 

@@ -47,7 +47,7 @@ class SlowCalls:
             if worker_group.life.is_starting and not worker_group.stopped()
         ]
         self._starts = {
-            made: self._starts.get(made) or SlowStart(worker_group, made) for worker_group, made in starting
+            crew: self._starts.get(crew) or SlowStart(worker_group, crew) for worker_group, crew in starting
         }
         for start in self._starts.values():
             start.look()
@@ -58,13 +58,13 @@ class SlowCalls:
                     continue
                 if now - oldest.moved - worker_group.stood(oldest.moved) > SLOW_S:
                     warned[oldest.lane] = oldest.seq
-                    what = f"{oldest.label} of group {worker_group.name!r} has been running"
+                    subject = f"{oldest.label} of group {worker_group.name!r} has been running"
                     if worker_group.is_paused(oldest.lane):
-                        what = (
+                        subject = (
                             f"{oldest.label} of group {worker_group.name!r} isn't done, and role {oldest.lane!r} is "
                             f"paused until group.resume({oldest.lane!r}); it has been so"
                         )
-                    self._warn(worker_group, what, oldest.missing())
+                    self._warn(worker_group, subject, oldest.missing())
             workforce = worker_group.workforce
             if workforce not in self._unbuilt and (slots := workforce.constructing(SLOW_S)):
                 self._unbuilt.add(workforce)
@@ -109,7 +109,7 @@ class SlowStart:
 
     def _tell(self, slots: list[int], heard: list[int], stacks: Stacks) -> None:
         now, since = time.time(), self.workforce.began
-        found: dict[str, list[int]] = defaultdict(list)
+        slow_steps: dict[str, list[int]] = defaultdict(list)
         for slot in slots:
             step = "starting its process"
             if slot in heard:  # The first line of a stack names the step.
@@ -122,14 +122,14 @@ class SlowStart:
             if before is None or before[0] != step:
                 self.steps[slot] = step, since if before is None else now
             if now - self.steps[slot][1] > STARTING_S:
-                found[step].append(slot)
-        words, age = self.said
-        if found and (found.keys() != words or now - since >= 2 * age):
-            self.said = set(found), now - since
-            for step, those in found.items():
-                spent = now - min(self.steps[slot][1] for slot in those)
-                who = f"worker{'s' if len(those) > 1 else ''} {', '.join(map(str, those))}"
-                if len(those) > _NAMED:
-                    who = f"{len(those)} workers"
-                text = f"[colocate] group {self.worker_group.name!r} starts: {step}: {spent:.0f} s on {who}"
+                slow_steps[step].append(slot)
+        last_steps, age = self.said
+        if slow_steps and (slow_steps.keys() != last_steps or now - since >= 2 * age):
+            self.said = set(slow_steps), now - since
+            for step, step_slots in slow_steps.items():
+                spent = now - min(self.steps[slot][1] for slot in step_slots)
+                workers_text = f"worker{'s' if len(step_slots) > 1 else ''} {', '.join(map(str, step_slots))}"
+                if len(step_slots) > _NAMED:
+                    workers_text = f"{len(step_slots)} workers"
+                text = f"[colocate] group {self.worker_group.name!r} starts: {step}: {spent:.0f} s on {workers_text}"
                 self.worker_group.services.printer.line(text)

@@ -41,19 +41,28 @@ def failure_error(
 ) -> ColocateError:
     kind, text, role = failure.type, failure.text, failure.role
     rank = call.rank_of(slot)
-    if failure.host and kind in _OWN_WORDS and isinstance(own := original(link, body, kind, text), ColocateError):
+    if (
+        failure.host
+        and kind in _OWN_WORDS
+        and isinstance(role_exception := original(link, body, kind, text), ColocateError)
+    ):
         # Arguments that don't fit, a value written into, a result that can't be sent: colocate's own text is the error.
-        found = copy.copy(own)
-        found.group, found.role, found.method, found.rank = link.name, role or call.role or None, call.method, rank
-        found.node, found.called_at, found.row = link.node(slot), call.called_at, row
-        if isinstance(found, ChildDied):
-            found.remote_traceback = with_cells(failure.traceback) or None
+        caller_error = copy.copy(role_exception)
+        caller_error.group, caller_error.role, caller_error.method, caller_error.rank = (
+            link.name,
+            role or call.role or None,
+            call.method,
+            rank,
+        )
+        caller_error.node, caller_error.called_at, caller_error.row = link.node(slot), call.called_at, row
+        if isinstance(caller_error, ChildDied):
+            caller_error.remote_traceback = with_cells(failure.traceback) or None
         if row is not None:
-            found.args = (f"row {row}: {found.message}", *found.args[1:])
-        if isinstance(found, MemoryBudgetError) and len(call.targets) > 1 and call.method != "__init__":
+            caller_error.args = (f"row {row}: {caller_error.message}", *caller_error.args[1:])
+        if isinstance(caller_error, MemoryBudgetError) and len(call.targets) > 1 and call.method != "__init__":
             where = f"on rank {rank} of group {link.name!r} (node {link.node(slot)}){_states(call, slot)}"
-            found.args = (f"{found.message}, {where}", *found.args[1:])
-        return found
+            caller_error.args = (f"{caller_error.message}, {where}", *caller_error.args[1:])
+        return caller_error
     where = f"{role}.{call.method}" if call.method != "__init__" else f"the constructor of role {role!r}"
     if role is None:
         where = call.label if call.method != "__init__" else "what comes before the constructors of the roles"
@@ -99,16 +108,16 @@ def original(link: WorkerGroup, body: Any, kind: str, text: str) -> BaseExceptio
 
 
 def _states(call: PendingCall, failed: int) -> str:
-    others = [slot for slot in call.targets if slot != failed]
-    if not others:
+    other_slots = [slot for slot in call.targets if slot != failed]
+    if not other_slots:
         return ""
     missing = set(call.missing())
-    done = [str(call.rank_of(slot)) for slot in others if slot not in missing]
-    busy = [str(call.rank_of(slot)) for slot in others if slot in missing]
-    said = ([f"done on rank {', '.join(done[:16])}"] if done else []) + (
+    done = [str(call.rank_of(slot)) for slot in other_slots if slot not in missing]
+    busy = [str(call.rank_of(slot)) for slot in other_slots if slot in missing]
+    parts = ([f"done on rank {', '.join(done[:16])}"] if done else []) + (
         [f"not back from rank {', '.join(busy[:16])}"] if busy else []
     )
-    return f" [{'; '.join(said)}]"
+    return f" [{'; '.join(parts)}]"
 
 
 def later_error(error: ColocateError, root: ColocateError | None, follows: bool) -> ColocateError:
@@ -126,9 +135,9 @@ def later_error(error: ColocateError, root: ColocateError | None, follows: bool)
     if not follows:
         error.args = (message, *error.args[1:])
         return error
-    found = RoleError(message, **{name: getattr(error, name) for name in _OF_A_CALL})
-    found.__cause__ = root
-    return found
+    later = RoleError(message, **{name: getattr(error, name) for name in _OF_A_CALL})
+    later.__cause__ = root
+    return later
 
 
 def timeout_error(link: WorkerGroup, call: PendingCall, timeout: float, stacks: Mapping[int, str]) -> CallTimeout:
@@ -152,9 +161,9 @@ def hung_error(
     link: WorkerGroup, slot: int, phase: tuple[str, float] | None, cause: ColocateError | None, stack: str
 ) -> ColocateError:
     """Return the error of a group with a rank that didn't stop after a failed call, or hangs in a phase of the hold."""
-    what = f"{link.grace:g} s" if phase is None else f"{phase[1]:g} s from {phase[0]}"
+    duration = f"{link.grace:g} s" if phase is None else f"{phase[1]:g} s from {phase[0]}"
     error = RoleError(
-        f"group {link.name!r} failed: slot {slot} (node {link.node(slot)}) did not come back within {what} "
+        f"group {link.name!r} failed: slot {slot} (node {link.node(slot)}) did not come back within {duration} "
         f"after a failed call; it is here:\n{stack}",
         group=link.name,
         rank=slot,

@@ -74,17 +74,17 @@ class Reference(OnDriver, Deferred):
 
     def sizes(self, axis: str, mesh: str | None, count: int, of: int = 1) -> list[int]:
         """Wait for the call that makes the value; return the rows of each part."""
-        kept = self._kept
-        self._residents.made(kept, FOREVER_S)
-        if isinstance(kept.source.collect, Concat):
-            sizes = kept.sizes()
+        record = self._kept
+        self._residents.made(record, FOREVER_S)
+        if isinstance(record.source.collect, Concat):
+            sizes = record.sizes()
         else:  # the value isn't a sequence of parts: count the whole value
-            sizes = [batch.rows(self._residents.fetch(kept), f"the resident of {kept.source.label}")]
+            sizes = [batch.rows(self._residents.fetch(record), f"the resident of {record.source.label}")]
         return even_sizes(sum(sizes), count, of) if self.own(axis, mesh, count) is None else sizes
 
     def part(self, index: int, count: int, axis: str, mesh: str | None, padding: Padding, of: int = 1) -> Any:
-        own = self.own(axis, mesh, count, of) if padding == "none" else None
-        return Part(self._kept.source, index, count, padding == "even", of=of) if own is None else own
+        own_part = self.own(axis, mesh, count, of) if padding == "none" else None
+        return Part(self._kept.source, index, count, padding == "even", of=of) if own_part is None else own_part
 
     def own(
         self, axis: str, mesh: str | None, count: int, of: int = 1, partition: Partition | None = None
@@ -136,16 +136,16 @@ class Reference(OnDriver, Deferred):
         origin, consumer = self._kept.source.origin, self._consumer
         if consumer is None or origin.group != consumer.group or origin.ranks.targets is not None:
             return False
-        asked = origin, axis, mesh, count
-        found = consumer.finds_own.get(asked)
-        if found is None:
-            found, collect = False, origin.collect
+        key = origin, axis, mesh, count
+        is_own = consumer.finds_own.get(key)
+        if is_own is None:
+            is_own, collect = False, origin.collect
             if isinstance(collect, Concat) and origin.slots == consumer.slots:
-                made, wanted = origin.ranks.mesh(collect.mesh), consumer.mesh(mesh)
-                if made.size(collect.axis) == count and "pp" not in made.shape:
-                    found = count == origin.ranks.world_size or made.lies_as(collect.axis, wanted, axis)
-            consumer.finds_own[asked] = found
-        return found
+                source_mesh, target_mesh = origin.ranks.mesh(collect.mesh), consumer.mesh(mesh)
+                if source_mesh.size(collect.axis) == count and "pp" not in source_mesh.shape:
+                    is_own = count == origin.ranks.world_size or source_mesh.lies_as(collect.axis, target_mesh, axis)
+            consumer.finds_own[key] = is_own
+        return is_own
 
     def _no_use(self, *_args: Any, **_options: Any) -> NoReturn:
         raise TypeError(
@@ -189,15 +189,17 @@ class KeptResident(Resident[T_co]):
         return f"<Resident of {self._kept.source.label} in group {self._kept.source.group!r}>"
 
     def _repr_html_(self) -> str:
-        kept = self._kept
-        state, why = self._residents.state_of(kept)
+        record = self._kept
+        state, why = self._residents.state_of(record)
         parts = [
             {"rank": rank, "rows": "" if size[1] is None else size[1], "bytes": size_text(size[0])}
-            for rank, size in zip(kept.call.ranks, kept.call.bodies, strict=False)
+            for rank, size in zip(record.call.ranks, record.call.bodies, strict=False)
             if size is not None
         ]
         return html.page(
-            html.heading("resident of", kept.source.label, state, f"group {kept.source.group}, {at(kept.call.line)}"),
+            html.heading(
+                "resident of", record.source.label, state, f"group {record.source.group}, {at(record.call.line)}"
+            ),
             html.reason(why, "" if state == "freed" else "bad") if why else html.table(parts),
         )
 
@@ -208,12 +210,12 @@ class KeptResident(Resident[T_co]):
 
     @property
     def spec(self) -> ResidentSpec:
-        residents, kept = self._residents, self._kept
-        deadline, source = residents.made(kept, None), kept.source
+        residents, record = self._residents, self._kept
+        deadline, source = residents.made(record, None), record.source
         counted = source.collect.sources(source.ranks) or source.holders
-        body = residents.ask(kept, counted[:1], False, deadline)[0]
-        structure = result_of(residents.link, kept.call, source.slot(counted[0]), body)
-        return ResidentSpec(structure, tuple(size[0] for size in kept.call.bodies), tuple(kept.call.rows))
+        body = residents.ask(record, counted[:1], False, deadline)[0]
+        structure = result_of(residents.link, record.call, source.slot(counted[0]), body)
+        return ResidentSpec(structure, tuple(size[0] for size in record.call.bodies), tuple(record.call.rows))
 
     def wait(self, timeout: float | None = None) -> None:
         refuse_to_wait(f"the resident of {self._kept.source.label}")

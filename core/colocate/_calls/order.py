@@ -451,7 +451,9 @@ class CallOrder:
                 return
             # A rank in an earlier call is late with that call, and by default calls have no deadline.
             earlier = [call for seq, call in list(self.pending.items()) if seq < hold.failed]
-            busy = {slot for each in earlier if each.lane == hold.lane or each.is_for_all for slot in each.missing()}
+            busy = {
+                slot for other in earlier if other.lane == hold.lane or other.is_for_all for slot in other.missing()
+            }
             stuck = sorted(hold.waiting - busy)
             if not stuck:
                 self._arm(hold, self.link.grace)
@@ -472,9 +474,9 @@ class CallOrder:
         if call is None or call.done() or call.seq < 0:
             return
         if (stood := self.link.stood(call.submitted)) > 0.0:
-            left = call.submitted + timeout + stood - time.time()
-            if left > 0.0:
-                call.timer = self._timers.after(left, partial(self.late, ref, timeout))
+            remaining_s = call.submitted + timeout + stood - time.time()
+            if remaining_s > 0.0:
+                call.timer = self._timers.after(remaining_s, partial(self.late, ref, timeout))
                 return
         self.stacks.ask(call.missing(), lambda found: self._time_out(call, timeout, found))
 
@@ -511,8 +513,8 @@ class CallOrder:
     def still_running(self) -> set[int]:
         """Return the slots that still run a call from their last stack report."""
         with self.lock:
-            left = {seq: call.missing() for seq, call in list(self.pending.items())}
-            return {slot for slot, ran in self.stacks.ran.items() if any(slot in left.get(seq, ()) for seq in ran)}
+            missing = {seq: call.missing() for seq, call in list(self.pending.items())}
+            return {slot for slot, ran in self.stacks.ran.items() if any(slot in missing.get(seq, ()) for seq in ran)}
 
     def owing(self) -> set[int]:
         """Return the slots with unfinished calls."""
@@ -521,16 +523,18 @@ class CallOrder:
 
     def oldest(self, slot: int | None = None) -> list[PendingCall]:
         """Return the oldest unfinished call of each lane, on a slot or on any: the calls that run there."""
-        found: dict[str, PendingCall] = {}
+        calls: dict[str, PendingCall] = {}
         for call in list(self.pending.values()):
-            if call.lane not in found and (slot is None or slot in call.missing()):
-                found[call.lane] = call
-        return [*found.values()]
+            if call.lane not in calls and (slot is None or slot in call.missing()):
+                calls[call.lane] = call
+        return [*calls.values()]
 
     def _tell_ended(self, slot: int, seq: int, told: Mapping[str, Any]) -> None:
         """Report the end of a call on a rank to features, also of a call that nobody waits for any more."""
         failed = chain.from_iterable(hold.failures for hold in self._holds.values())
-        for call in filter(None, (self.pending.get(seq), *(each for each in failed if each.seq == seq))):
+        for call in filter(
+            None, (self.pending.get(seq), *(failed_call for failed_call in failed if failed_call.seq == seq))
+        ):
             self.link.ended(call, slot, told)
 
     def _note_running(self, lane: str, calls: Iterable[PendingCall], busy: set[int]) -> None:
@@ -541,14 +545,14 @@ class CallOrder:
             calls: The calls, in order.
             busy: Slots that run other calls.
         """
-        left: list[tuple[PendingCall, int]] = []
+        pairs: list[tuple[PendingCall, int]] = []
         if (hold := self._holds.get(lane)) is not None:
             busy |= set(self.link.live()) - hold.waiting  # These ranks have stopped, and run nothing.
-            left = [(each, index) for each in hold.failures for index, _ in each.left]
+            pairs = [(other, index) for other in hold.failures for index, _ in other.left]
         for call in calls:
             slots = call.missing()
             # Slots that still run an earlier failed call.
-            failed = {each.targets[index] for each, index in left if each.seq < call.seq}
+            failed = {other.targets[index] for other, index in pairs if other.seq < call.seq}
             running = [slot for slot in slots if slot not in busy and slot not in failed]
             ended = [self._ended.get((lane, slot), 0.0) for slot in running]
             call.left = [
@@ -582,21 +586,21 @@ class StackQuestions:
 
     def ask(self, slots: list[int], then: Callable[[Stacks], None]) -> None:
         """Ask some ranks for their stacks; the answer comes on the timers' thread, in a bounded time."""
-        found = Stacks()
+        stacks = Stacks()
 
         def over() -> None:
-            found.told.update(dict.fromkeys(filter(self._link.has_left, slots), HAS_LEFT))
-            found.told.update(request.answers)
-            self._timers.soon(lambda: then(found))
+            stacks.told.update(dict.fromkeys(filter(self._link.has_left, slots), HAS_LEFT))
+            stacks.told.update(request.answers)
+            self._timers.soon(lambda: then(stacks))
 
         with self._lock:
-            asked = [slot for slot in slots if not self._link.has_left(slot)]
-            request = self._requests.open(asked)
+            responders = [slot for slot in slots if not self._link.has_left(slot)]
+            request = self._requests.open(responders)
             request.then(over)
-            if asked:
-                self._timers.after(SILENT_AFTER_S, lambda: self._look_at(request, found))
+            if responders:
+                self._timers.after(SILENT_AFTER_S, lambda: self._look_at(request, stacks))
                 self._timers.after(STACKS_WITHIN_S, lambda: self._requests.drop(request))
-                self._link.send(asked, to_worker.AskStack(request.token))
+                self._link.send(responders, to_worker.AskStack(request.token))
 
     def answered(self, slot: int, answer: from_worker.Stack) -> None:
         """Record a rank's stack."""

@@ -37,16 +37,16 @@ def ways(workers: Iterable[Worker], key: int) -> tuple[Sequence[tuple[int, Passe
     machines = _far(workers)
     if sum(map(len, machines)) < 2:
         return (), ()
-    found: list[tuple[int, Passed]] = []
+    relays: list[tuple[int, Passed]] = []
     unknown: list[Worker] = []
     before = ""
-    for index, (first, *others) in enumerate(machines):
-        takers = len(others) + (index + 1 < len(machines))
-        found.append((first.slot, (key, takers, before)))
+    for index, (first, *other_workers) in enumerate(machines):
+        takers = len(other_workers) + (index + 1 < len(machines))
+        relays.append((first.slot, (key, takers, before)))
         if takers:
             if (address := first.address) is None:
                 unknown.append(first)
             else:
                 before = address
-                found += [(other.slot, (key, 0, address)) for other in others]
-    return ((), unknown) if unknown else (found, ())
+                relays += [(other.slot, (key, 0, address)) for other in other_workers]
+    return ((), unknown) if unknown else (relays, ())

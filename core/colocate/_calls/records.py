@@ -236,8 +236,8 @@ class Ended(NamedTuple):
         ran_on = tuple(rank for rank, _, _ in spans)
         transfers: list[TransferRecord] = []
         handed_over: dict[str, int] = {}
-        for index, taken in self.taken.items():
-            for key, source, nbytes, start, end, lent, refusal in taken:
+        for index, receipts in self.taken.items():
+            for key, source, nbytes, start, end, lent, refusal in receipts:
                 group, role, method = self.makers[key]
                 if end:
                     one = None if source == MANY else source
@@ -286,14 +286,14 @@ def check_observer(observer: object, where: str) -> None:
         raise ConfigError(
             f"{where} is given the class {observer.__name__}: give it an object, {observer.__name__}(...)"
         )
-    known = (*HOOKS, *OF_RUNS)
+    hooks = (*HOOKS, *OF_RUNS)
     named = [name for name in dir(observer) if name.startswith("colocate_") and callable(getattr(observer, name, None))]
     for name in named:
-        if name not in known:
+        if name not in hooks:
             kind = type(observer).__name__
-            raise ConfigError(f"{where}: {kind} has a hook {name!r}, which doesn't exist{did_you_mean(name, known)}")
+            raise ConfigError(f"{where}: {kind} has a hook {name!r}, which doesn't exist{did_you_mean(name, hooks)}")
     if not named and not hasattr(type(observer), "__getattr__"):
-        raise ConfigError(f"{where} is given {observer!r}, which has none of an observer's hooks: {', '.join(known)}")
+        raise ConfigError(f"{where} is given {observer!r}, which has none of an observer's hooks: {', '.join(hooks)}")
 
 
 class Observers(list[Any]):

@@ -233,8 +233,8 @@ class Residents:
 
     def here(self) -> tuple[Scope, ...]:
         """Return the open scopes of this thread or task."""
-        scopes = (found() for found in _open.get())
-        return tuple(each for each in scopes if each is not None and each.of is self and each.here.is_current)
+        scopes = (ref() for ref in _open.get())
+        return tuple(scope for scope in scopes if scope is not None and scope.of is self and scope.here.is_current)
 
     def free_with(self, scopes: Sequence[Scope], kept: Kept) -> None:
         for scope in scopes:
@@ -245,21 +245,21 @@ class Residents:
         """Free the residents that this thread or task keeps in the block; raise failures of unused kept calls."""
         scope = Scope(self, caller())
         self.scopes.add(scope)
-        _open.set((*(found for found in _open.get() if found() is not None), weakref.ref(scope)))
+        _open.set((*(ref for ref in _open.get() if ref() is not None), weakref.ref(scope)))
         try:
             yield
         except BaseException:
             self.leave(scope)
             raise
         finally:
-            _open.set(tuple(found for found in _open.get() if found() is not scope))
+            _open.set(tuple(ref for ref in _open.get() if ref() is not scope))
         self._raise(self._take_untold(scope))
 
     def leave(self, scope: Scope) -> None:
         """Free the residents of a scope. Idempotent."""
         self.scopes.discard(scope)
-        for kept in scope.kept:
-            self.release(kept, "the end of its scope")
+        for record in scope.kept:
+            self.release(record, "the end of its scope")
 
     # -- unreported failures
 
@@ -273,20 +273,20 @@ class Residents:
         These are the scope's failures, and those of residents that nobody can use any more.
         """
         with self.order.lock:
-            mine = () if scope is None else [kept for kept in scope.kept if kept.call.done()]
-            elsewhere = {kept for other in self.scopes if other is not scope for kept in other.kept}
-            dropped = [kept for kept in list(self.kept.values()) if kept.freed_by and kept not in elsewhere]
-            found: list[BaseException] = []
-            for kept in (*mine, *dropped):
-                error = kept.call._error
-                if kept.is_unreported and error is not None and (error is not self.link.failure or kept in mine):
-                    kept.used = True
-                    found.append(error)
-                    if kept.freed_by:
-                        self.kept.pop(kept.source.key, None)
+            mine = () if scope is None else [record for record in scope.kept if record.call.done()]
+            elsewhere = {record for other in self.scopes if other is not scope for record in other.kept}
+            dropped = [record for record in list(self.kept.values()) if record.freed_by and record not in elsewhere]
+            errors: list[BaseException] = []
+            for record in (*mine, *dropped):
+                error = record.call._error
+                if record.is_unreported and error is not None and (error is not self.link.failure or record in mine):
+                    record.used = True
+                    errors.append(error)
+                    if record.freed_by:
+                        self.kept.pop(record.source.key, None)
         if scope is not None:  # not earlier: a release would log the failures, too
             self.leave(scope)
-        return list(dict.fromkeys(found))
+        return list(dict.fromkeys(errors))
 
     def _raise(self, errors: Sequence[BaseException]) -> None:
         if len(errors) == 1:
@@ -296,9 +296,11 @@ class Residents:
 
     def unreported_failures(self) -> list[BaseException]:
         """Return failures of unused kept calls, except for the group's own failure, which is reported elsewhere."""
-        kept = list(self.kept.values())
-        found = [each for each in kept if each.is_unreported and each.call._error is not self.link.failure]
-        return list(dict.fromkeys(cast("BaseException", each.call._error) for each in found))
+        records = list(self.kept.values())
+        failed_records = [
+            record for record in records if record.is_unreported and record.call._error is not self.link.failure
+        ]
+        return list(dict.fromkeys(cast("BaseException", record.call._error) for record in failed_records))
 
     # -- other groups' calls
 
@@ -313,13 +315,13 @@ class Residents:
         return borrow
 
     def _borrowed(self) -> list[Borrow]:
-        return [borrow for each in list(self._borrows) if (borrow := each()) is not None]
+        return [borrow for ref in list(self._borrows) if (borrow := ref()) is not None]
 
     def borrowers(self, closing: Owned | None = None) -> list[str]:
         """Return unfinished uses by other groups, except for groups in `closing`."""
         borrows = self._borrowed()
-        found = [each.words for each in borrows if closing is None or not each.borrower.link.lies_in(closing)]
-        return list(dict.fromkeys(found))
+        texts = [borrow.words for borrow in borrows if closing is None or not borrow.borrower.link.lies_in(closing)]
+        return list(dict.fromkeys(texts))
 
     def break_borrows(self) -> None:
         """Fail other groups' calls that use residents of this closing group."""
@@ -353,8 +355,8 @@ class Residents:
     def tell(self) -> None:
         """Tell all workers now which residents to forget. The order's lock is held."""
         over, self._over = self._over, []
-        for kept in over:
-            self._settle(kept)
+        for record in over:
+            self._settle(record)
         if frees := self.take_frees():
             try:
                 self.link.send(self.link.live(), to_worker.Free(frees))
@@ -420,8 +422,8 @@ class Residents:
     def fetch(self, kept: Kept, timeout: float | None = None) -> Any:
         deadline = self.made(kept, timeout)
         source = kept.source
-        wanted = list(source.collect.sources(source.ranks))
-        answers = dict(zip(wanted, self.ask(kept, wanted, True, deadline), strict=True))
+        source_ranks = list(source.collect.sources(source.ranks))
+        answers = dict(zip(source_ranks, self.ask(kept, source_ranks, True, deadline), strict=True))
         parts = [
             result_of(self.link, kept.call, source.slot(rank), answers[rank]) if rank in answers else None
             for rank in source.holders
@@ -439,7 +441,7 @@ class Residents:
         def too_late(owing: str) -> str:
             return f"worker {owing} has not sent its part of the resident in time"
 
-        pin, asked = self.pin(kept), time.time()
+        pin, asked_at = self.pin(kept), time.time()
         try:
             bodies = requests.ask([kept.source.slot(rank) for rank in ranks], send, deadline, too_late)
         except Refused as refused:
@@ -449,8 +451,8 @@ class Residents:
         # Parts that were in this process aren't reported.
         if contents and link.services.observers and not link.services.executor.in_process:
             nbytes = sum(map(packed_bytes, bodies))
-            record = FetchRecord(link.name, call.role, call.method, tuple(ranks), nbytes, asked, time.time())
-            link.services.tell("colocate_result_fetched", record)
+            fetch_record = FetchRecord(link.name, call.role, call.method, tuple(ranks), nbytes, asked_at, time.time())
+            link.services.tell("colocate_result_fetched", fetch_record)
         return bodies
 
     def answered(self, slot: int, fetched: from_worker.Fetched, body: Any) -> None:
@@ -468,8 +470,8 @@ class Residents:
 
         Earlier failures of unused kept calls stay, to be reported.
         """
-        for key, kept in list(self.kept.items()):
-            kept.lost = error
-            if kept.used or kept.call._error in (None, error):
+        for key, record in list(self.kept.items()):
+            record.lost = error
+            if record.used or record.call._error in (None, error):
                 del self.kept[key]
         self._asking = Requests(self.link.base), self.link.teller()

@@ -51,8 +51,8 @@ OPEN: ContextVar[Pipeline | None] = ContextVar("colocate_recorder", default=None
 
 def recording(worker_group: WorkerGroup) -> Pipeline | None:
     """Return the open pipeline that takes a group's calls on this thread or task, if any."""
-    found = OPEN.get()
-    return found if found is not None and found.records(worker_group) else None
+    recorder = OPEN.get()
+    return recorder if recorder is not None and recorder.records(worker_group) else None
 
 
 @attrs.define(eq=False)
@@ -181,11 +181,15 @@ def _ended(worker_group: WorkerGroup, call: PendingCall, error: BaseException | 
         None if error is None else time.time(),
         call.keep is not None,
         None if error is None else str(error).partition("\n")[0],
-        max([call.submitted, *(end for kept in used for _, _, end in kept.call.spans)]),
+        max([call.submitted, *(end for record in used for _, _, end in record.call.spans)]),
         call.sent,
         sum(map(packed_bytes, call.bodies)) + call.received if travels else 0,
         call.taken,
-        {kept.source.key: (kept.source.group, kept.call.role, kept.call.method) for kept in used if call.taken},
+        {
+            record.source.key: (record.source.group, record.call.role, record.call.method)
+            for record in used
+            if call.taken
+        },
     )
 
 
@@ -230,13 +234,15 @@ def keep(draft: Draft) -> KeptResident[Any]:
 
 def _send_soon(draft: Draft) -> None:
     """Send a call, made while the framework was at work on this thread, on the timers' thread."""
-    worker_group, kept = draft.worker_group, draft.kept
+    worker_group, record = draft.worker_group, draft.kept
     bodies = {id(body): owned(body) for body in draft.bodies}
     draft.bodies = [bodies[id(body)] for body in draft.bodies]  # copied now: the caller may write to the arguments
     draft.lend()
-    if kept is not None:
-        draft.pin = worker_group.residents.pin(kept)  # The workers mustn't forget the resident before the call is sent.
-        worker_group.residents.add(kept)
+    if record is not None:
+        draft.pin = worker_group.residents.pin(
+            record
+        )  # The workers mustn't forget the resident before the call is sent.
+        worker_group.residents.add(record)
     draft.call.unsent = Unsent()
 
     def send_it() -> None:
@@ -320,11 +326,11 @@ class Messages:
                 message = to_worker.Batch(self._frees, list(zip(calls, wheres, strict=True)))
             if body is not None:
                 self._needs = self._needs or bool(getattr(body, "needs", ()))
-            others: Sequence[tuple[int, to_worker.Passed]] = ()
+            relays: Sequence[tuple[int, to_worker.Passed]] = ()
             if len(slots) > 1 and isinstance(body, Packed) and body.nbytes >= to_worker.PASSED_BYTES:
-                slots, others = self._pass_on(message, slots)
+                slots, relays = self._pass_on(message, slots)
             self._add(lot, message, body, slots)
-            for slot, passed in others:  # after the body: waiting workers know that the body was sent
+            for slot, passed in relays:  # after the body: waiting workers know that the body was sent
                 message.passed = passed  # type: ignore[misc]
                 self._add(lot, message, None, [slot])
 
@@ -334,12 +340,12 @@ class Messages:
         """Return the receivers of a large body from here, and the receivers from other workers."""
         group = self._worker_group
         workers = group.workforce.workers
-        found, self._unlocated = ways((workers[slot] for slot in slots), group.base + group.services.new_key())
-        if not found:
+        relays, self._unlocated = ways((workers[slot] for slot in slots), group.base + group.services.new_key())
+        if not relays:
             return slots, ()
-        (_, message.passed), *others = found  # type: ignore[misc]
-        apart = {slot for slot, _ in others}
-        return [slot for slot in slots if slot not in apart], others
+        (_, message.passed), *other_relays = relays  # type: ignore[misc]
+        apart = {slot for slot, _ in other_relays}
+        return [slot for slot in slots if slot not in apart], other_relays
 
     def _add(self, lot: list[tuple[Draft, int]], message: Any, body: Any, slots: list[int]) -> None:
         frame, puts = self._worker_group.services.executor.numbered(message, body)
@@ -399,29 +405,29 @@ def _lots(drafts: Sequence[Draft]) -> tuple[list[tuple[list[tuple[Draft, int]], 
 
     The second result is the number of slots.
     """
-    found: list[tuple[list[tuple[Draft, int]], list[int]]] = []
+    lots: list[tuple[list[tuple[Draft, int]], list[int]]] = []
     if len(drafts) == 1:
         (draft,) = drafts
         last, rows, targets = None, None, draft.call.targets
         for index, (slot, body, valid) in enumerate(zip(targets, draft.bodies, draft.valid, strict=True)):
             if index and body is last and valid == rows:
-                found[-1][1].append(slot)
+                lots[-1][1].append(slot)
             else:
                 last, rows = body, valid
-                found.append(([(draft, index)], [slot]))
-        return found, len(targets)
+                lots.append(([(draft, index)], [slot]))
+        return lots, len(targets)
     by_slot: dict[int, list[tuple[Draft, int]]] = {}
     for draft in drafts:
         for index, slot in enumerate(draft.call.targets):
             by_slot.setdefault(slot, []).append((draft, index))
-    known: dict[tuple[Any, ...], list[int]] = {}
+    slots_by_key: dict[tuple[Any, ...], list[int]] = {}
     for slot, lot in by_slot.items():
         key = tuple([(id(draft), id(draft.bodies[index]), draft.valid[index]) for draft, index in lot])
-        if (slots := known.get(key)) is None:
-            known[key] = slots = []
-            found.append((lot, slots))
+        if (slots := slots_by_key.get(key)) is None:
+            slots_by_key[key] = slots = []
+            lots.append((lot, slots))
         slots.append(slot)
-    return found, len(by_slot)
+    return lots, len(by_slot)
 
 
 def _message(draft: Draft, index: int, seq: int) -> to_worker.Call:
@@ -476,19 +482,19 @@ def for_all(
 def send(messages: Messages) -> Sequence[Draft]:
     """Send calls of one group, with calls that features insert; return all of these. The order's lock is held."""
     drafts, worker_group = messages.drafts, messages._worker_group
-    found = drafts
+    all_drafts = drafts
     for part in worker_group.drafting:
-        found = part.drafted(found)
-    if found is drafts:
+        all_drafts = part.drafted(all_drafts)
+    if all_drafts is drafts:
         messages.send()
         return drafts
     messages.put_frees_back()
-    together = Messages(found)
+    together = Messages(all_drafts)
     try:
         together.send()
     finally:
         together.discard()
-    return found
+    return all_drafts
 
 
 def refuse_here(worker_group: WorkerGroup, label: str) -> None:
@@ -501,8 +507,8 @@ def refuse_here(worker_group: WorkerGroup, label: str) -> None:
 
 def refuse_inside(label: str, group: str) -> None:
     if (inside := context.current()) is not None and inside.hosted:
-        who = f"role {inside.role!r}" if inside.role is not None else "a function of group.run"
+        caller = f"role {inside.role!r}" if inside.role is not None else "a function of group.run"
         raise ColocateError(
-            f"{who} called {label} of group {group!r} from inside a worker: it would wait for a lane that waits "
+            f"{caller} called {label} of group {group!r} from inside a worker: it would wait for a lane that waits "
             "for it. Call it from the driver; a role of this slot is ctx.sibling(...)"
         )

@@ -80,9 +80,9 @@ class Services:
 
     def settle(self) -> bool:
         """Wait until observers have received all events; return False if an observer hangs."""
-        told = Flag()
-        self.dispatcher.soon(told.set)
-        return told.wait(TOLD_WITHIN_S)
+        flag = Flag()
+        self.dispatcher.soon(flag.set)
+        return flag.wait(TOLD_WITHIN_S)
 
     def tell(self, hook: str, *args: Any) -> None:
         """Report an event to the observers, on the dispatcher's thread."""

@@ -56,9 +56,9 @@ class Unasked:
             self._tell(call, error)
 
     def _tell_closed(self, calls: Sequence[PendingCall]) -> None:
-        found = Counter(f"{call.label}{_place(call)}" for call in calls if call.handle is not None)
-        if found:
-            text = "; ".join(what if count == 1 else f"{what} ({count} times)" for what, count in found.items())
+        counts = Counter(f"{call.label}{_place(call)}" for call in calls if call.handle is not None)
+        if counts:
+            text = "; ".join(label if count == 1 else f"{label} ({count} times)" for label, count in counts.items())
             name, by = self._link.name, self._link.closed_by
             words = "group %r was closed by %s before these calls had ended, which nobody has asked about: %s"
             _log.warning(words, name, by, text)

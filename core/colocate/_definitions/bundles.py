@@ -54,16 +54,16 @@ class Table:
         Raises:
             SerializationError: A need is a global of this process's script, and the receiver has another script.
         """
-        found: list[Need] = []
+        lacking: list[Need] = []
         for need in needs:
             if isinstance(need, Definition):
                 if need.id not in self.knows:
-                    found.append(need)
+                    lacking.append(need)
             elif self.script == "has another's":
                 raise _refused(f"{need.user}, which names the global {need.name!r},")
             elif self.script == "is given it" and self.lacks_value(need.name):
-                found.append(need)
-        return found
+                lacking.append(need)
+        return lacking
 
     def lacks_value(self, name: str) -> bool:
         """Return whether a global of the script exists here and was never sent, or was rebound since."""
@@ -139,7 +139,7 @@ class Bundle:
 
     def names_for(self, names: Iterable[str], user: str) -> dict[str, Any]:
         """Return the values of the script's globals to pack for code that names these."""
-        found: dict[str, Any] = {}
+        values: dict[str, Any] = {}
         script = script_names() if self._table.script == "is given it" and not self._alone else {}
         for name in names:
             value = script.get(name, MISSING)
@@ -149,9 +149,9 @@ class Bundle:
             if not self._table.lacks_value(name):
                 self.had[name] = value
             elif self.names.get(name, MISSING) is not value:
-                found[name] = self.names[name] = value
+                values[name] = self.names[name] = value
                 self.met.append((f"the global {name!r} of __main__, which {user} names,", name, value))
-        return found
+        return values
 
     def pack(self, needs: Iterable[Need]) -> None:
         """Pickle the needs into the body.
@@ -173,13 +173,13 @@ class Bundle:
         try:
             pickler.dump((things, pickler.globals_to_bind(names)))
             self.definitions.update(also)
-            own: dict[str, Any] = {}
+            script_things: dict[str, Any] = {}
             if self._table.script == "is given it":  # plain pickle finds definitions by name in the script's globals
                 script = script_names()
                 qualnames = {getattr(thing, "__qualname__", ""): thing for thing in self.definitions.values()}
-                own = {name: thing for name, thing in qualnames.items() if script.get(name, MISSING) is thing}
-                self.names.update(own)
-            pickler.dump((also, own))
+                script_things = {name: thing for name, thing in qualnames.items() if script.get(name, MISSING) is thing}
+                self.names.update(script_things)
+            pickler.dump((also, script_things))
         except SerializationError:
             raise
         except Exception as error:
@@ -190,12 +190,12 @@ class Bundle:
         def dump(thing: Any) -> None:
             pickler_for(io.BytesIO(), lambda buffer: None, _alone()).dump(thing)
 
-        what, name, value = "it", "it", None
-        for each in reversed(self.met):
+        label, name, value = "it", "it", None
+        for entry in reversed(self.met):
             try:
-                dump(each[2])
+                dump(entry[2])
             except Exception:
-                what, name, value = each
+                label, name, value = entry
                 break
         path, culprit, cause = deepest(value, name, error, dump)
         why = f"{type(error).__name__}: {error}"
@@ -207,8 +207,8 @@ class Bundle:
         to_driver = self._table.script in ("runs it", "another")
         goes = "goes to the driver" if to_driver else "goes to the workers with the script's code"
         return SerializationError(
-            f"{what} {goes}, and can't be pickled: {why}. {instead}",
-            argument=what,
+            f"{label} {goes}, and can't be pickled: {why}. {instead}",
+            argument=label,
             path=path,
         )
 
@@ -236,11 +236,11 @@ _arrived: weakref.WeakValueDictionary[int, Arrived] = weakref.WeakValueDictionar
 
 
 def _find_arrived(id: int) -> Any:
-    found = ids.thing_of(id)
-    if found is None and (arrived := _arrived.get(id)) is not None:
+    thing = ids.thing_of(id)
+    if thing is None and (arrived := _arrived.get(id)) is not None:
         arrived.load()
-        found = ids.thing_of(id)
-    return found
+        thing = ids.thing_of(id)
+    return thing
 
 
 ids.find_arrived = _find_arrived
@@ -278,8 +278,8 @@ class Arrived:
                 unpickler = pickle.Unpickler(io.BytesIO(body.data), buffers=iter(body.buffers))
                 with Making() as making, rebuilding(lambda: _innermost(making)):
                     unpickler.load()
-                    also, own = unpickler.load()
-                bind(script_names(), own)
+                    also, script_things = unpickler.load()
+                bind(script_names(), script_things)
                 self._held = {**making.found, **also}
                 for id, thing in self._held.items():
                     ids.note(id, thing)
@@ -390,11 +390,15 @@ def refuse_apart(arguments: Mapping[str, Any], code: Iterable[Need], what: str) 
     for need in code:
         with contextlib.suppress(Exception):  # sending this need will raise the error
             looking.dump(need.thing if isinstance(need, Definition) else bundle.names_for((need.name,), need.user))
-    there = {id(tensor) for tensor in looking.met}
-    for name, value in arguments.items() if there else ():
+    tensor_ids = {id(tensor) for tensor in looking.met}
+    for name, value in arguments.items() if tensor_ids else ():
         for tensor in _trained(value):
-            if id(tensor) in there:
-                users = (each for each in bundle.met if any(its is tensor for its in _trained(each[2], _alone())))
+            if id(tensor) in tensor_ids:
+                users = (
+                    entry
+                    for entry in bundle.met
+                    if any(other_tensor is tensor for other_tensor in _trained(entry[2], _alone()))
+                )
                 where, its_name, its_value = next(users)
                 path, other = _path(value, name, tensor), _path(its_value, its_name, tensor, _alone)
                 raise SerializationError(
@@ -432,7 +436,7 @@ def _path(value: Any, name: str, tensor: torch.Tensor, bundle: Callable[[], Bund
     """Return the path to a tensor inside a value, in Python syntax."""
 
     def look(part: Any) -> None:
-        if any(each is tensor for each in _trained(part, bundle())):
+        if any(candidate is tensor for candidate in _trained(part, bundle())):
             raise LookupError
 
     path, _, _ = deepest(value, name, LookupError(), look)

@@ -197,8 +197,8 @@ def _reduce_tensor(tensor: Any) -> Any:
             return lent
         tensor = on_host(tensor)
     tensor = tensor.resolve_conj().resolve_neg().contiguous()
-    own = exposed(flat(tensor))
-    memory = pickle.PickleBuffer(own) if tensor.nbytes > _SMALL_BYTES else bytearray(own)
+    flat_bytes = exposed(flat(tensor))
+    memory = pickle.PickleBuffer(flat_bytes) if tensor.nbytes > _SMALL_BYTES else bytearray(flat_bytes)
     return _tensor, (memory, str(tensor.dtype)[6:], tuple(tensor.shape), marked)
 
 
@@ -263,9 +263,9 @@ def deepest(
         The path in Python syntax, the part, and the part's error.
     """
     path, owner, culprit, cause = name, "", value, error
-    seen: set[int] = set()
-    while len(seen) < _DEPTH and id(culprit) not in seen:
-        seen.add(id(culprit))
+    visited: set[int] = set()
+    while len(visited) < _DEPTH and id(culprit) not in visited:
+        visited.add(id(culprit))
         for step, part in islice(_parts(culprit), _ITEMS):  # noqa: B007  # what they are at the break
             try:
                 pickle(part)
@@ -330,7 +330,7 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
             if isinstance(item, staticmethod | classmethod):
                 parts = [item.__func__]
             elif isinstance(item, property):
-                parts = [each for each in (item.fget, item.fset, item.fdel) if each is not None]
+                parts = [accessor for accessor in (item.fget, item.fset, item.fdel) if accessor is not None]
             elif isinstance(item, types.GetSetDescriptorType | types.MemberDescriptorType):
                 parts = []
             yield from ((f".{name}", part) for part in parts)

@@ -63,9 +63,9 @@ def is_of_this_process(id: int) -> bool:
 
 def id_of(thing: Any) -> int:
     """Return the first id of an object; give a new one if the object has none."""
-    found = _ids.get(builtins.id(thing))
-    if found is not None and thing_of(found) is thing:
-        return found
+    existing_id = _ids.get(builtins.id(thing))
+    if existing_id is not None and thing_of(existing_id) is thing:
+        return existing_id
     return note(_origin << _NUMBER_BITS | next(_numbers), thing)
 
 
@@ -83,8 +83,8 @@ def note(id: int, thing: Any) -> int:
 
 def thing_of(id: int) -> Any:
     """Return the object with this id in this process, or None."""
-    found = _things.get(id)
-    return _lasting.get(id) if found is None else found
+    thing = _things.get(id)
+    return _lasting.get(id) if thing is None else thing
 
 
 # Hooks that find a missing definition: in received bundles, and on a worker by a request to the driver.
@@ -98,13 +98,13 @@ def find(id: int) -> Any:
     Raises:
         ColocateError: No process knows the id any more.
     """
-    found = find_arrived(id)
-    if found is None and find_missing is not None:
+    thing = find_arrived(id)
+    if thing is None and find_missing is not None:
         find_missing(id)
-        found = find_arrived(id)
-    if found is None:
+        thing = find_arrived(id)
+    if thing is None:
         raise ColocateError(
             "a value names a class or function of the script that this process doesn't know (any more): the group "
             "that it came from is closed, or another driver has defined it"
         )
-    return found
+    return thing

@@ -57,10 +57,10 @@ class Making:
 
     def existing(self, id: int) -> Any:
         """Return the object with this id in this process or in the bundle, or None."""
-        found = self.found.get(id)
-        if found is None and (found := ids.thing_of(id)) is not None:
-            self.found[id] = found
-        return found
+        thing = self.found.get(id)
+        if thing is None and (thing := ids.thing_of(id)) is not None:
+            self.found[id] = thing
+        return thing
 
 
 def make(id: int, maker: Callable[..., Any], args: tuple[Any, ...]) -> Any:
@@ -89,25 +89,25 @@ def first(thing: Any, bound: None) -> Any:
 
 def named(id: int) -> Any:
     making: Making | None = getattr(_here, "making", None)
-    found = None if making is None else making.existing(id)
-    return ids.find(id) if found is None else found
+    thing = None if making is None else making.existing(id)
+    return ids.find(id) if thing is None else thing
 
 
 def shared(id: int, make: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     """Return the object with this id, or create one: several globals and closures may share a parameter."""
-    found = ids.thing_of(id)
-    if found is None:
-        found = make(*args)
-        ids.note(id, found)
-    return found
+    thing = ids.thing_of(id)
+    if thing is None:
+        thing = make(*args)
+        ids.note(id, thing)
+    return thing
 
 
 def found_at(module: str, path: str) -> Any:
     """Import a module, and return the attribute at a dotted path."""
-    found: Any = importlib.import_module(module)
+    target: Any = importlib.import_module(module)
     for part in filter(None, path.split(".")):
-        found = getattr(found, part)
-    return found
+        target = getattr(target, part)
+    return target
 
 
 # -- functions
@@ -154,13 +154,13 @@ def make_function(
 
 def fill_function(function: FunctionType, state: tuple[Mapping[str, Any], dict[str, Any], Mapping[str, Any]]) -> None:
     """Fill a function with attributes, cell contents, and the globals that came along."""
-    own, slots, names = state
+    attributes, slots, names = state
     del slots["_cloudpickle_submodules"]  # imported by now
     bind(function.__globals__, names)
-    for its, came in zip(function.__closure__ or (), slots.pop("__closure__") or (), strict=True):
+    for cell, source_cell in zip(function.__closure__ or (), slots.pop("__closure__") or (), strict=True):
         with contextlib.suppress(ValueError):  # the sent cell is empty
-            its.cell_contents = came.cell_contents
-    function.__dict__.update(own)
+            cell.cell_contents = source_cell.cell_contents
+    function.__dict__.update(attributes)
     for name, value in slots.items():
         setattr(function, name, value)
 
@@ -178,16 +178,16 @@ def make_cache(function: Any, parameters: Mapping[str, Any], names: Mapping[str,
 def make_class(meta: Any, maker: Any, name: str, bases: tuple[Any, ...], names: dict[str, Any]) -> Any:
     """Create a class without methods, and without calling `__init_subclass__` of a base."""
     namespace = {sys.intern(key): value for key, value in names.items()}
-    tellers = (each for base in bases for each in base.__mro__ if "__init_subclass__" in vars(each))
-    owner = next((each for each in tellers if each is not object), object)
+    tellers = (ancestor for base in bases for ancestor in base.__mro__ if "__init_subclass__" in vars(ancestor))
+    owner = next((ancestor for ancestor in tellers if ancestor is not object), object)
     hook: Any = vars(owner)["__init_subclass__"]
     if owner is object or _is_of_python(getattr(hook, "__func__", hook)):
         return maker.__new__(meta, name, bases, namespace)
-    here = threading.get_ident()
+    thread_id = threading.get_ident()
 
     # Still calls the hook for classes that other threads define meanwhile
     def tell(cls: type, /, **options: Any) -> None:
-        if threading.get_ident() != here:
+        if threading.get_ident() != thread_id:
             hook.__get__(None, cls)(**options)
 
     type.__setattr__(owner, "__init_subclass__", classmethod(tell))
@@ -211,14 +211,14 @@ def fill_class(cls: Any, state: tuple[Mapping[str, Any], Sequence[type], Mapping
         type.__setattr__(cls, name, value)
     if "__firstlineno__" in names:  # Python 3.13 drops this attribute whenever another one is set
         type.__setattr__(cls, "__firstlineno__", names["__firstlineno__"])
-    for each in registered:
-        abc.ABCMeta.register(cls, each)
+    for subclass in registered:
+        abc.ABCMeta.register(cls, subclass)
     for name, attributes in members.items():
         cls.__members__[name].__dict__.update(attributes)
-    if issubclass(cls, enum.Enum) or (found := _hook_for(cls)) is None or not _takes_nothing(found[1]):
+    if issubclass(cls, enum.Enum) or (base_hook := _hook_for(cls)) is None or not _takes_nothing(base_hook[1]):
         return
     before = dict(vars(cls))
-    found[1]()
+    base_hook[1]()
     # The class came with the attributes that the hook sets, and with later changes to them.
     for name, value in before.items():
         if vars(cls).get(name) is not value:
@@ -228,9 +228,9 @@ def fill_class(cls: Any, state: tuple[Mapping[str, Any], Sequence[type], Mapping
 def warn_of_untold(things: Iterable[Any]) -> None:
     """Warn of classes with `__init_subclass__` in a base if workers can't call the hook, or not with all options."""
     for cls in things:
-        if not isinstance(cls, type) or (found := _hook_for(cls)) is None:
+        if not isinstance(cls, type) or (base_hook := _hook_for(cls)) is None:
             continue
-        owner, hook = found
+        owner, hook = base_hook
         if _takes_nothing(hook) and not (_has_options(hook) and _gives_options(cls)):
             continue
         text = (
@@ -263,7 +263,7 @@ def _is_of_python(thing: Any) -> bool:
 def _has_options(hook: Callable[..., Any]) -> bool:
     """Return whether a hook has named options; `**options` may be meant for the metaclass."""
     try:
-        kinds = {each.kind for each in inspect.signature(hook).parameters.values()}
+        kinds = {parameter.kind for parameter in inspect.signature(hook).parameters.values()}
     except ValueError:  # a compiled hook without a signature
         return False
     return not kinds.isdisjoint({inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD})
@@ -285,16 +285,16 @@ def _gives_options(cls: type) -> bool:
         statement = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
     except (OSError, TypeError, SyntaxError, SystemError):  # SystemError: Python 3.11's `ast` isn't thread-safe
         return False
-    return isinstance(statement, ast.ClassDef) and any(each.arg != "metaclass" for each in statement.keywords)
+    return isinstance(statement, ast.ClassDef) and any(keyword.arg != "metaclass" for keyword in statement.keywords)
 
 
 # -- what else has a name, and exceptions
 
 
 def make_parameter(kind: Any, name: str, constraints: tuple[Any, ...], options: Mapping[str, Any], module: str) -> Any:
-    made = kind(name, *constraints, **options)
-    made.__module__ = module
-    return made
+    parameter = kind(name, *constraints, **options)
+    parameter.__module__ = module
+    return parameter
 
 
 def make_alias(name: str, module: str) -> Any:
@@ -325,7 +325,7 @@ def fill_thing(thing: Any, names: Mapping[str, Any]) -> None:
 
 def make_exception(cls: Any, base: Any, args: tuple[Any, ...]) -> BaseException:
     """Create an exception with these `args`, without calling its constructor, which may take other arguments."""
-    made: BaseException = base.__new__(cls, *args)
-    base.__init__(made, *args)
-    made.args = args
-    return made
+    exception: BaseException = base.__new__(cls, *args)
+    base.__init__(exception, *args)
+    exception.args = args
+    return exception

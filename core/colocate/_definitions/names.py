@@ -51,10 +51,10 @@ def path_of(thing: Any) -> tuple[str, str] | None:
     module = sys.modules.get(name)
     if module is None or not can_be_imported(name):
         return None
-    found: Any = module
+    target: Any = module
     for part in path.split("."):
-        found = getattr(found, part, MISSING)
-    return (name, path) if found is thing else None
+        target = getattr(target, part, MISSING)
+    return (name, path) if target is thing else None
 
 
 def place_of(module: ModuleType) -> tuple[str, str] | None:
@@ -65,16 +65,16 @@ def place_of(module: ModuleType) -> tuple[str, str] | None:
     name = object.__getattribute__(module, "__dict__").get("__name__")  # not getattr: a lazy module would load itself
     if not isinstance(name, str):
         return None
-    for each in (name, *(other for other, found in list(sys.modules.items()) if found is module)):
-        if sys.modules.get(each) is module and (is_main(each) or can_be_imported(each)):
-            return each, ""
+    for candidate in (name, *(other for other, target in list(sys.modules.items()) if target is module)):
+        if sys.modules.get(candidate) is module and (is_main(candidate) or can_be_imported(candidate)):
+            return candidate, ""
     home, _, path = name.rpartition(".")
     while home:
         if home in sys.modules and can_be_imported(home):
-            found: Any = sys.modules[home]
+            target: Any = sys.modules[home]
             for part in path.split("."):
-                found = getattr(found, part, MISSING)
-            if found is module:
+                target = getattr(target, part, MISSING)
+            if target is module:
                 return home, path
         home, _, last = home.rpartition(".")
         path = f"{last}.{path}"
@@ -84,7 +84,7 @@ def place_of(module: ModuleType) -> tuple[str, str] | None:
 def can_be_imported(name: str) -> bool:
     """Return whether other processes can import a module: one that was imported here, not made by code."""
     # Torch creates modules such as torch._C.x, which have no origin: the top module counts, too.
-    modules = [sys.modules.get(each) for each in (name, name.partition(".")[0])]
+    modules = [sys.modules.get(module_name) for module_name in (name, name.partition(".")[0])]
     return name not in MAINS and any(
         getattr(module, attribute, None) is not None for module in modules for attribute in ("__file__", "__spec__")
     )
@@ -128,5 +128,5 @@ def installed_roots() -> tuple[str, ...]:
                 roots.update(str(folder / line) for line in lines if not line.startswith(("#", "import ", "import\t")))
     # The script's folder and the current folder never count, even if such a link names them.
     script = Path(sys.path[0]).resolve() if sys.path and sys.path[0] else None
-    found = [Path(root) for root in roots if Path(root).resolve() != script]
-    return tuple({f"{each}/" for root in found for each in (root.absolute(), root.resolve())})
+    root_paths = [Path(root) for root in roots if Path(root).resolve() != script]
+    return tuple({f"{path}/" for root in root_paths for path in (root.absolute(), root.resolve())})

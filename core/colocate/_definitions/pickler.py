@@ -75,8 +75,8 @@ def is_special(kind: type) -> bool:
     return issubclass(kind, _SPECIAL) or (
         not issubclass(kind, enum.Enum)
         and any(
-            isinstance(vars(each).get(name), FunctionType)
-            for each in kind.__mro__
+            isinstance(vars(base).get(name), FunctionType)
+            for base in kind.__mro__
             for name in ("__reduce__", "__reduce_ex__")
         )
     )
@@ -131,8 +131,8 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
         if issubclass(kind, type):
             if kind is type and (obj in _SINGLETONS or obj in details._BUILTIN_TYPE_NAMES):
                 return details._class_reduce(obj)
-            if (made := _parametrised(obj)) is not None:
-                return self._defined(obj, partial(self._class_by_arguments, *made))
+            if (generic := _parametrised(obj)) is not None:
+                return self._defined(obj, partial(self._class_by_arguments, *generic))
             return NotImplemented if path_of(obj) is not None else self._defined(obj, self._class_by_value)
         if issubclass(kind, types.ModuleType):
             return reduce_module(obj)
@@ -166,8 +166,8 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
             self.needs[definition.id] = definition
         # A base has led back to this definition, or the receiver doesn't have it yet.
         elif (times := self._unmade.count(definition.id)) == 1 or self.bundle.has(definition):
-            made = _Later(partial(self._made, definition, by_value))
-            return making.first, (made, _Later(partial(self._globals_behind, isinstance(thing, type))))
+            later = _Later(partial(self._made, definition, by_value))
+            return making.first, (later, _Later(partial(self._globals_behind, isinstance(thing, type))))
         elif times:
             raise TypeError(f"what {thing} is made of leads to itself")
         return making.named, (definition.id,)
@@ -183,8 +183,8 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
             self._unmade.remove(definition.id)
             return dict, ()
 
-        made = making.make, (definition.id, maker, args)
-        return *made, (_Later(is_there), filler, state), None, None, making.fill
+        reduced = making.make, (definition.id, maker, args)
+        return *reduced, (_Later(is_there), filler, state), None, None, making.fill
 
     def _globals_behind(self, is_class: bool) -> Any:
         """Return the globals that a definition's code names, to be set after the definition.
@@ -203,7 +203,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
         script = script_names()
         if names:
             self.globals_ref[id(script)] = _Later(lambda: (making.globals_of, ("__main__",)))
-        return self._bound([(script, each.name, each.user) for each in names])
+        return self._bound([(script, name.name, name.user) for name in names])
 
     def _bound(self, named: list[tuple[dict[str, Any], str, str]]) -> list[_Later]:
         """Return the reductions that set globals, those with code first: rebuilding code never runs the user's code."""
@@ -216,18 +216,18 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
 
     def _bind(self, names: dict[str, Any], name: str, user: str) -> Any:
         """Return the reduction that sets a global to the present value."""
-        came = self._names_for(names, (name,), user)
-        if not came:
+        values = self._names_for(names, (name,), user)
+        if not values:
             return dict, ()
         words = f"the global {name!r} of {names.get('__name__')}, which {user} names,"
         about = _Later(lambda: (making.about, (words,)))  # for the error text, if rebuilding the value fails
-        return making.bind_named, (about, self.globals_ref[id(names)], came)
+        return making.bind_named, (about, self.globals_ref[id(names)], values)
 
     def _names_for(self, names: dict[str, Any], used: Iterable[str], user: str) -> dict[str, Any]:
         """Return the globals of a function to send along; without those that the receiver has."""
         if names is script_names() and self.bundle is not None and not self.bundle.anonymous:
-            found: dict[str, Any] = self.bundle.names_for(used, user)
-            return found
+            values: dict[str, Any] = self.bundle.names_for(used, user)
+            return values
         return {name: names[name] for name in used}
 
     # -- by value
@@ -242,21 +242,21 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
         if is_script:
             is_there = not (self.bundle is not None and self.bundle.anonymous)
         else:
-            found = sys.modules.get(module)
-            is_there = found is not None and found.__dict__ is names and can_be_imported(module)
+            home_module = sys.modules.get(module)
+            is_there = home_module is not None and home_module.__dict__ is names and can_be_imported(module)
         if is_there:
             home = "__main__" if is_script else module
             self.globals_ref.setdefault(id(names), _Later(lambda: (making.globals_of, (home,))))
-        _, args, (own, slots), *_ = super()._dynamic_function_reduce(func)
+        _, args, (attributes, slots), *_ = super()._dynamic_function_reduce(func)
         used = list(slots.pop("__globals__"))
-        used, came = used if is_script or not is_there else [], {}
+        used, global_values = used if is_script or not is_there else [], {}
         if self.bundle is None and is_there:
             self.needs.update({name: Name(name, func.__qualname__) for name in used})
         elif self._named:
             self._named[-1] += [(names, name, func.__qualname__) for name in used]
         else:
-            came = self._names_for(names, used, func.__qualname__)
-        return making.make_function, args, (own, slots, came), None, None, making.fill_function
+            global_values = self._names_for(names, used, func.__qualname__)
+        return making.make_function, args, (attributes, slots, global_values), None, None, making.fill_function
 
     def _class_by_arguments(self, origin: Any, args: tuple[Any, ...], cls: Any) -> Any:
         if self._begun.isdisjoint((*origin.__mro__, *_classes_in(args))):
@@ -268,7 +268,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
         names, _ = details._class_getstate(cls)
         registered = names.pop("_abc_impl", ())
         meta = type(cls)
-        maker = next(each for each in meta.__mro__ if path_of(each) is not None or each is type)
+        maker = next(candidate for candidate in meta.__mro__ if path_of(candidate) is not None or candidate is type)
         if maker.__name__ == "_TypedDictMeta":  # the metaclass expects annotations, and no `dict` among the bases
             maker = type
         first: dict[str, Any]
@@ -285,8 +285,14 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
             make = making.make_enum
         else:
             # Needed on creation: slots, and plain constants, which a metaclass may read.
-            first = {name: each for name, each in names.items() if name in _FIRST or type(each) in _ATOMS}
-            names = {name: each for name, each in names.items() if name not in first and not _is_slot_of(cls, each)}
+            first = {
+                name: candidate for name, candidate in names.items() if name in _FIRST or type(candidate) in _ATOMS
+            }
+            names = {
+                name: candidate
+                for name, candidate in names.items()
+                if name not in first and not _is_slot_of(cls, candidate)
+            }
             first |= {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
             self._begun.add(cls)
 
@@ -296,8 +302,8 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
 
             of_members = _Later(is_whole)
             make = making.make_class
-        made = make, (meta, maker, cls.__name__, cls.__bases__, first)
-        return *made, (names, registered, of_members), None, None, making.fill_class
+        reduced = make, (meta, maker, cls.__name__, cls.__bases__, first)
+        return *reduced, (names, registered, of_members), None, None, making.fill_class
 
 
 def _cache(cached: Any) -> Any:
@@ -322,7 +328,7 @@ def _alias(alias: Any) -> Any:
 
 
 def _thing(thing: Any) -> Any:
-    slots = (name for each in type(thing).__mro__ for name, value in vars(each).items() if _is_slot_of(each, value))
+    slots = (name for base in type(thing).__mro__ for name, value in vars(base).items() if _is_slot_of(base, value))
     state = getattr(thing, "__dict__", {}) | {name: getattr(thing, name) for name in slots if hasattr(thing, name)}
     return making.make_thing, (type(thing),), state, None, None, making.fill_thing
 
@@ -336,18 +342,18 @@ def _parametrised(cls: Any) -> tuple[Any, tuple[Any, ...]] | None:
 
 
 def _classes_in(args: Iterable[Any]) -> Iterator[type]:
-    for each in args:
-        if isinstance(each, type):
-            yield each
-        yield from _classes_in(typing.get_args(each))
+    for arg in args:
+        if isinstance(arg, type):
+            yield arg
+        yield from _classes_in(typing.get_args(arg))
 
 
 def _leads_to(function: FunctionType) -> bool:
     """Return whether a function's qualified name leads to this function, and not to a later one of the same name."""
-    found: Any = sys.modules.get(function.__module__ or "")
+    target: Any = sys.modules.get(function.__module__ or "")
     for part in function.__qualname__.split("."):
-        found = getattr(found, part, None)
-    return found is function
+        target = getattr(target, part, None)
+    return target is function
 
 
 def _is_slot_of(cls: type, value: Any) -> bool:
@@ -360,7 +366,7 @@ def reduce_module(module: types.ModuleType) -> Any:
         return making.found_at, place
     if type(module) is types.ModuleType:
         return details._module_reduce(module)
-    if {"__reduce__", "__reduce_ex__"} & {name for each in type(module).__mro__[:-1] for name in vars(each)}:
+    if {"__reduce__", "__reduce_ex__"} & {name for base in type(module).__mro__[:-1] for name in vars(base)}:
         return module.__reduce_ex__(5)
     raise pickle.PicklingError("code has made this module, and no import leads to it")
 
@@ -368,7 +374,7 @@ def reduce_module(module: types.ModuleType) -> Any:
 def _exception(error: BaseException) -> Any:
     """Reduce an exception without a call of the class: the constructor may take other arguments than `args`."""
     kind = type(error)
-    base: Any = next(each for each in kind.__mro__ if not each.__flags__ & _HEAP)
+    base: Any = next(ancestor for ancestor in kind.__mro__ if not ancestor.__flags__ & _HEAP)
     if base is kind or kind.__reduce__ is not base.__reduce__ or kind.__reduce_ex__ is not base.__reduce_ex__:
         return NotImplemented
     reduced = error.__reduce_ex__(5)

@@ -57,7 +57,7 @@ def is_shipped_with_python(name: str) -> bool:
 def shadowing() -> dict[str, tuple[str, str]]:
     """Return file and digest of modules that shadow the standard library in this process, such as a `profile.py`."""
     names = [name for name in sys.stdlib_module_names if name not in MAINS and _shadows(name)]
-    return contents({name: found for name in names if (found := look_up(name)) is not None})
+    return contents({name: source for name in names if (source := look_up(name)) is not None})
 
 
 def _shadows(name: str) -> bool:
@@ -71,14 +71,16 @@ def answer(name: str) -> Mapping[str, Source | Refused]:
     Returns:
         By name; empty if the module is installed or doesn't exist.
     """
-    found: dict[str, Source | Refused] = {}
-    todo, seen, size = [name], set[str](), 0
+    sources: dict[str, Source | Refused] = {}
+    todo, visited, size = [name], set[str](), 0
     while todo:
-        each = todo.pop(0)
-        if each in seen or (is_shipped_with_python(each) and not _shadows(each.partition(".")[0])):
+        module_name = todo.pop(0)
+        if module_name in visited or (
+            is_shipped_with_python(module_name) and not _shadows(module_name.partition(".")[0])
+        ):
             continue
-        seen.add(each)
-        source = look_up(each)
+        visited.add(module_name)
+        source = look_up(module_name)
         if source is None:
             continue
         if isinstance(source, Source):
@@ -86,9 +88,9 @@ def answer(name: str) -> Mapping[str, Source | Refused]:
             if size > LIMIT_BYTES:
                 source = Refused(f"it and what it imports have more than {LIMIT_BYTES >> 20} MiB of source")
             else:
-                todo += _imported_by(each, source)
-        found[each] = source
-    return found if name in found else {}
+                todo += _imported_by(module_name, source)
+        sources[module_name] = source
+    return sources if name in sources else {}
 
 
 def look_up(name: str) -> Source | Refused | None:
@@ -109,8 +111,8 @@ def look_up(name: str) -> Source | Refused | None:
         return Source(b"", None, True) if stands_above else None
     if is_installed_file(file):
         return None
-    known = _texts.get(name) if module is not None else None
-    text = known[1] if known is not None and known[0] is spec else _text(name, file, spec)
+    cached = _texts.get(name) if module is not None else None
+    text = cached[1] if cached is not None and cached[0] is spec else _text(name, file, spec)
     if text is None:
         if file.endswith(".py"):
             return Refused(f"the driver has imported it from {file}, which can't be read any more: put the file back")
@@ -138,8 +140,12 @@ def _spec_of(name: str, module: ModuleType | None) -> ModuleSpec | None:
     path: Any = None
     if parent:
         above = sys.modules.get(parent)
-        found = _spec_of(parent, None) if above is None else None
-        path = getattr(above, "__path__", None) if above is not None else found and found.submodule_search_locations
+        parent_spec = _spec_of(parent, None) if above is None else None
+        path = (
+            getattr(above, "__path__", None)
+            if above is not None
+            else parent_spec and parent_spec.submodule_search_locations
+        )
         if path is None:
             return None
     for finder in list(sys.meta_path):
@@ -171,17 +177,17 @@ def _imported_by(name: str, source: Source) -> list[str]:
     except (SyntaxError, ValueError):  # the import will raise the error
         return []
     package = name if source.package else name.rpartition(".")[0]
-    found: dict[str, None] = {}
-    for each in _imports(code, package):
-        parts = each.split(".")
-        found |= dict.fromkeys(".".join(parts[: end + 1]) for end in range(len(parts)))
-    return list(found)
+    names: dict[str, None] = {}
+    for module_name in _imports(code, package):
+        parts = module_name.split(".")
+        names |= dict.fromkeys(".".join(parts[: end + 1]) for end in range(len(parts)))
+    return list(names)
 
 
 def _imports(code: CodeType, package: str) -> Iterator[str]:
     """Yield the modules that code imports, including names imported from a package."""
-    for each in _with_inner(code):
-        steps = [step for step in dis.get_instructions(each) if step.opname != "EXTENDED_ARG"]
+    for inner in _with_inner(code):
+        steps = [step for step in dis.get_instructions(inner) if step.opname != "EXTENDED_ARG"]
         for level, names, step in zip(steps, steps[1:], steps[2:], strict=False):
             if step.opname == "IMPORT_NAME":
                 with suppress(ImportError):  # a relative import beyond the top-level package
@@ -207,24 +213,28 @@ def digest(text: bytes) -> str:
 def contents(found: Mapping[str, Source | Refused]) -> dict[str, tuple[str, str]]:
     """Return file and digest of each module that travels, by name."""
     return {
-        name: (each.file, digest(each.text))
-        for name, each in found.items()
-        if isinstance(each, Source) and each.file is not None
+        name: (source.file, digest(source.text))
+        for name, source in found.items()
+        if isinstance(source, Source) and source.file is not None
     }
 
 
 def other_content(there: Mapping[str, tuple[str, str]]) -> str | None:
     """Compare imported modules with the other side's digests; return an error text for a difference, or None."""
     for name, (file, content) in there.items():
-        if name in sys.modules and (here := _other_file(name, content)) is not None:
-            return in_the_way(name, here, file)
+        if name in sys.modules and (driver_file := _other_file(name, content)) is not None:
+            return in_the_way(name, driver_file, file)
     return None
 
 
 def _other_file(name: str, content: str) -> str | None:
     """Return this process's file of a module if the digest differs."""
-    here = look_up(name)
-    return here.file if isinstance(here, Source) and here.file is not None and digest(here.text) != content else None
+    source = look_up(name)
+    return (
+        source.file
+        if isinstance(source, Source) and source.file is not None and digest(source.text) != content
+        else None
+    )
 
 
 def in_the_way(name: str, here: str, there: str) -> str:
@@ -253,7 +263,7 @@ class ShippedModules:
         self.news: set[str] = set()
         _all[id(self)] = self
         if sys.meta_path[0] is not _IMPORTS:
-            sys.meta_path[:] = [_IMPORTS, *(each for each in sys.meta_path if each is not _IMPORTS)]
+            sys.meta_path[:] = [_IMPORTS, *(finder for finder in sys.meta_path if finder is not _IMPORTS)]
         if of_another:
             if (why := other_content(of_another)) is not None:
                 raise ColocateError(f"group {group!r} can't be taken up here: {why}")
@@ -296,8 +306,8 @@ class _Imports:
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
         for reference in _all.valuerefs():
-            if (given := reference()) is not None:
-                given.news.add(name)
+            if (modules := reference()) is not None:
+                modules.news.add(name)
 
 
 _all: weakref.WeakValueDictionary[int, ShippedModules] = weakref.WeakValueDictionary()
@@ -320,7 +330,7 @@ def rebound(classes: Iterable[type]) -> list[str]:
     used: set[str] = set()
     for cls in classes:
         functions = [getattr(value, "__wrapped__", value) for value in vars(cls).values()]
-        codes = [each.__code__ for each in functions if isinstance(each, FunctionType)]
+        codes = [function.__code__ for function in functions if isinstance(function, FunctionType)]
         used.update(name for code in codes for inner in _with_inner(code) for name in inner.co_names)
         for root in _roots(cls, codes):
             if root not in trees:
@@ -345,7 +355,7 @@ def _roots(cls: type, codes: Iterable[CodeType]) -> Iterator[str]:
         yield cls.__module__
     elif (main := main_module()) is not None:
         modules = [value for value in list(vars(main).values()) if isinstance(value, ModuleType)]
-        for name in [each.__name__ for each in modules if not is_installed(each)]:
+        for name in [module.__name__ for module in modules if not is_installed(module)]:
             if not is_shipped_with_python(name):
                 yield name
                 yield from (below for below in list(sys.modules) if below.startswith(f"{name}."))

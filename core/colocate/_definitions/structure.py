@@ -28,18 +28,18 @@ class Structure:
         """Return the leaves of a value: the given dict, list or tuple, or a converted mapping or sequence."""
         name = type(value).__qualname__
         try:
-            found = self.leaves(value)
-            if type(found) in (dict, list, tuple):
-                opened: Leaves = found
-                return opened
-            if isinstance(found, Mapping):
-                return dict(found)
-            if isinstance(found, list | tuple):
-                return [*found]
+            parts = self.leaves(value)
+            if type(parts) in (dict, list, tuple):
+                leaves: Leaves = parts
+                return leaves
+            if isinstance(parts, Mapping):
+                return dict(parts)
+            if isinstance(parts, list | tuple):
+                return [*parts]
         except Exception as error:
             raise DispatchError(f"{name}: the leaves given to register_batch failed: {error_text(error)}") from error
         raise DispatchError(
-            f"{name}: the leaves given to register_batch returned a {type(found).__qualname__}; they return a dict, "
+            f"{name}: the leaves given to register_batch returned a {type(parts).__qualname__}; they return a dict, "
             "a list or a tuple of all that the value consists of"
         )
 
@@ -47,15 +47,16 @@ class Structure:
         """Rebuild a value of a type from leaves."""
         name = kind.__qualname__
         try:
-            made = self.rebuild(kind, leaves)
+            value = self.rebuild(kind, leaves)
         except Exception as error:
             raise DispatchError(f"{name}: the rebuild given to register_batch failed: {error_text(error)}") from error
-        if not isinstance(made, kind):
+        if not isinstance(value, kind):
             raise DispatchError(
-                f"{name}: the rebuild given to register_batch returned a {type(made).__qualname__}; it returns a value "
+                f"{name}: the rebuild given to register_batch returned a {type(value).__qualname__}; it "
+                f"returns a value "
                 "of the class that it is given"
             )
-        return made
+        return value
 
 
 _structures: dict[type, Structure | None] = {}
@@ -75,7 +76,7 @@ def structure_of(kind: type) -> Structure | None:
 def named(leaves: Leaves) -> Iterator[tuple[str, Any]]:
     """Return pairs of a path, in Python syntax, and a leaf."""
     pairs = leaves.items() if isinstance(leaves, dict) else enumerate(leaves)
-    return ((f"[{key!r}]", each) for key, each in pairs)
+    return ((f"[{key!r}]", leaf) for key, leaf in pairs)
 
 
 def arrived(kind: type, leaves: Leaves) -> Any:

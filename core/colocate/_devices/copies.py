@@ -132,8 +132,8 @@ class Ring:
                 _begin(chunk.memory[: len(part)], part)
                 chunk.event.record()
                 travel.append((chunk, target[start : start + len(part)]))
-            for each in travel:
-                _land(*each)
+            for pair in travel:
+                _land(*pair)
 
     def wait(self) -> None:
         """Wait until all uploads are complete, for any stream."""
@@ -193,15 +193,17 @@ class Copies:
         if not is_plain(tensor) or tensor.nbytes < WORTH_BYTES:
             line = line_of(tensor)
             return tensor.to(self.device) if line is None else self.of(line).as_strided(tensor.shape, tensor.stride())
-        here, there = _device_of(tensor), str(self.device)
-        if (here == "cpu") is (there == "cpu") or in_use(there if here == "cpu" else here) is None:
+        source_device, target_device = _device_of(tensor), str(self.device)
+        if (source_device == "cpu") is (target_device == "cpu") or in_use(
+            target_device if source_device == "cpu" else source_device
+        ) is None:
             return tensor.to(self.device)
-        device = there if here == "cpu" else here
+        device = target_device if source_device == "cpu" else source_device
         with _rings_lock:
             ring = _rings.get(device) or _rings.setdefault(device, Ring(device))
         copy = _empty(tensor.shape, tensor.dtype, self.device, False)
         try:
-            if here == "cpu":
+            if source_device == "cpu":
                 self._uploads = ring
                 ring.upload(flat(tensor), flat(copy))
             else:

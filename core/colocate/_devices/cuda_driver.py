@@ -61,9 +61,9 @@ class Driver:
     def open(self, handle: bytes) -> int:
         """Map memory of another process; return the address."""
         address = ctypes.c_uint64()
-        given = _Handle.from_buffer_copy(handle)
+        raw_handle = _Handle.from_buffer_copy(handle)
         with self._context():
-            self._call("cuIpcOpenMemHandle_v2", ctypes.byref(address), given, ctypes.c_uint(_ENABLE_PEER_ACCESS))
+            self._call("cuIpcOpenMemHandle_v2", ctypes.byref(address), raw_handle, ctypes.c_uint(_ENABLE_PEER_ACCESS))
         return address.value
 
     def copy(self, target: int, source: int, nbytes: int, stream: Any) -> None:
@@ -147,9 +147,9 @@ def beside_captures(device: str) -> Iterator[None]:
     A capture in torch's default mode concerns all threads: calls that the driver deems unsafe, such as querying an
     event, fail on any thread, and break the capture. A thread may opt out.
     """
-    found = driver(device)
+    device_driver = driver(device)
     with contextlib.ExitStack() as stack:
-        if found is not None:
+        if device_driver is not None:
             with contextlib.suppress(DriverError):  # an older driver without this function
-                stack.enter_context(found.beside_captures())
+                stack.enter_context(device_driver.beside_captures())
         yield

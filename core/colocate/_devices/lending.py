@@ -111,9 +111,9 @@ class Borrower:
     @contextlib.contextmanager
     def borrowing(self) -> Iterator[None]:
         """Copy lent tensors that this thread unpacks in a block; all copies are complete at the end."""
-        found = driver(self._device)
-        assert found is not None
-        _here.borrower = loan = _Loan(found, self._device, self._side)
+        device_driver = driver(self._device)
+        assert device_driver is not None
+        _here.borrower = loan = _Loan(device_driver, self._device, self._side)
         try:
             yield
         finally:

@@ -312,10 +312,10 @@ class Owned(OnDriver):
         """
         if self.forked:
             self.check()
-        if not force and self.closed_by is None and (found := self.borrowers(self)):
+        if not force and self.closed_by is None and (users := self.borrowers(self)):
             raise BorrowedError(
-                f"{self.kind} {self.name!r} can't be closed: {'; '.join(found)}. Wait for them, or close(force=True)",
-                borrowers=tuple(found),
+                f"{self.kind} {self.name!r} can't be closed: {'; '.join(users)}. Wait for them, or close(force=True)",
+                borrowers=tuple(users),
             )
         while not self.life.close(by):
             if self.life.wait_closed():
@@ -357,9 +357,9 @@ class Owned(OnDriver):
             if self.hurried:  # after Ctrl-C: the other children are closed, too, without waiting
                 grace, deadline = 0.0, Deadline(0.0)
             # An idle child needs a moment to end, even after others have used up the grace period.
-            left = grace if child is children[-1] else max(deadline.left or 0.0, min(grace, LEAST_GRACE_S))
+            child_grace = grace if child is children[-1] else max(deadline.left or 0.0, min(grace, LEAST_GRACE_S))
             try:
-                child.close_for(f"closing {self.kind} {self.name!r} ({self.closed_by})", left, force=True)
+                child.close_for(f"closing {self.kind} {self.name!r} ({self.closed_by})", child_grace, force=True)
             except BaseExceptionGroup as group:
                 errors += group.exceptions
             except BaseException as error:
@@ -394,8 +394,10 @@ class Owned(OnDriver):
             run_deferred(close, self.hurry, None, in_any_case=True)
         except BaseException as interruption:
             for error in wrong:
-                for each in error.exceptions if isinstance(error, BaseExceptionGroup) else (error,):
-                    interruption.add_note(f"and then, closing {self.kind} {self.name!r}: {type(each).__name__}: {each}")
+                for failure in error.exceptions if isinstance(error, BaseExceptionGroup) else (error,):
+                    interruption.add_note(
+                        f"and then, closing {self.kind} {self.name!r}: {type(failure).__name__}: {failure}"
+                    )
             raise
         finally:
             guard.stop()  # stays installed if something else is connected
@@ -419,9 +421,9 @@ class Owned(OnDriver):
         except BaseExceptionGroup as group:
             if error is None:
                 raise
-            for each in group.exceptions:
-                if each not in (error, error.__cause__):
-                    error.add_note(f"and then, closing {self.kind} {self.name!r}: {type(each).__name__}: {each}")
+            for failure in group.exceptions:
+                if failure not in (error, error.__cause__):
+                    error.add_note(f"and then, closing {self.kind} {self.name!r}: {type(failure).__name__}: {failure}")
 
     def give_up(self, by: str) -> None:
         """Close the node at once, after an interruption of the maker, who receives the error."""

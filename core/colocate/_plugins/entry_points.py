@@ -76,8 +76,8 @@ class PluginGroup:
         folders: list[object] = [(*sys.path,), [id(finder) for finder in sys.meta_path]]
         for path in sys.path:
             with contextlib.suppress(OSError):
-                found = os.stat(path or ".")
-                folders.append((path, found.st_ino, found.st_mtime_ns))
+                status = os.stat(path or ".")
+                folders.append((path, status.st_ino, status.st_mtime_ns))
         if self._read[0] != folders:
             entries = sorted(entry_points(group=self.entry_group), key=lambda entry: (entry.name, origin(entry)))
             self._read = folders, entries
@@ -108,11 +108,13 @@ class PluginGroup:
     def call(self, entry: EntryPoint, hook: str, without: Any = None) -> Any:
         """Import a plugin and return the hook's result; `without` if the plugin lacks the hook."""
         plugin = self._load(entry)
-        found = [each for each in getattr(self.manager.hook, hook).get_hookimpls() if each.plugin is plugin]
-        if not found:
+        implementations = [
+            candidate for candidate in getattr(self.manager.hook, hook).get_hookimpls() if candidate.plugin is plugin
+        ]
+        if not implementations:
             return without
         try:
-            return found[0].function()
+            return implementations[0].function()
         except RAISED as error:
             raise_broken(f"{self._plugin(entry)}:", f"its hook {hook}() raised", error, entry)
 
@@ -124,10 +126,10 @@ class PluginGroup:
         try:
             plugin: object = entry.load()
         except RAISED as error:
-            what = self._plugin(entry)
+            label = self._plugin(entry)
             if not _place(error):  # the entry point itself leads nowhere
-                what += f", entry point {entry.name} = {entry.value},"
-            raise_broken(what, "can't be imported", error, entry)
+                label += f", entry point {entry.name} = {entry.value},"
+            raise_broken(label, "can't be imported", error, entry)
         if self.manager.get_plugin(entry.name) is plugin:
             return plugin
         if self.manager.has_plugin(entry.name):
@@ -168,20 +170,20 @@ def origin(entry: EntryPoint) -> str:
     """Return the name and version of an entry's distribution."""
     if entry.dist is None:
         return "no distribution"
-    known = name_and_version(entry.dist)
-    return " ".join(known) if known is not None else without_metadata(entry.dist)
+    name_version = name_and_version(entry.dist)
+    return " ".join(name_version) if name_version is not None else without_metadata(entry.dist)
 
 
 def distribution_of(entry: EntryPoint | None) -> tuple[str | None, str | None]:
     """Return the distribution's name and version, if known."""
-    known = name_and_version(entry.dist) if entry is not None and entry.dist is not None else None
-    return known or (None, None)
+    name_version = name_and_version(entry.dist) if entry is not None and entry.dist is not None else None
+    return name_version or (None, None)
 
 
 def unknown_plugin(noun: str, name: str, known: Collection[str]) -> PluginError:
     """Return the error for an unknown name, with the nearest of the `known` names."""
-    there = f"installed: {listed(known)}" if known else "none is installed"
-    message = f"no {noun} is called {name!r} ({there}){did_you_mean(name, known)}"
+    names_text = f"installed: {listed(known)}" if known else "none is installed"
+    message = f"no {noun} is called {name!r} ({names_text}){did_you_mean(name, known)}"
     hint = None
     if name in extras_of("colocate"):
         hint = pip_line(name)
@@ -224,18 +226,18 @@ def import_reference(reference: str, what: str, entry: EntryPoint | None) -> Any
         message = f"{what} names a file; write its module: {dotted}:{path}"
         raise PluginError(message, name=reference, distribution=distribution_of(entry)[0])
     try:
-        found: Any = importlib.import_module(module_name)
+        target: Any = importlib.import_module(module_name)
     except RAISED as error:
         raise_broken(f"{what}: module {module_name}", "can't be imported", error, entry)
     for name in path.split("."):
         try:
-            found = getattr(found, name)
+            target = getattr(target, name)
         except AttributeError:
-            names = [each for each in dir(found) if not each.startswith("_")]
+            names = [attribute for attribute in dir(target) if not attribute.startswith("_")]
             message = f"{what}: module {module_name} has no {name!r}{did_you_mean(name, names)}"
             owner = distribution_of(entry)[0]
             raise PluginError(message, name=reference, distribution=owner) from None
-    return found
+    return target
 
 
 def _cure(entry: EntryPoint, error: BaseException) -> str | None:
@@ -244,11 +246,11 @@ def _cure(entry: EntryPoint, error: BaseException) -> str | None:
     By convention an extra has the entry point's name; otherwise the requirement that fits the module counts.
     """
     missing: str | None = None
-    seen: BaseException | None = error
-    while missing is None and seen is not None:  # the error, or one of its causes, names the module
-        if isinstance(seen, ModuleNotFoundError) and seen.name:
-            missing = seen.name.partition(".")[0]
-        seen = seen.__cause__ or seen.__context__
+    cause: BaseException | None = error
+    while missing is None and cause is not None:  # the error, or one of its causes, names the module
+        if isinstance(cause, ModuleNotFoundError) and cause.name:
+            missing = cause.name.partition(".")[0]
+        cause = cause.__cause__ or cause.__context__
     owner = distribution_of(entry)[0]
     if entry.dist is None or owner is None or missing is None or missing == entry.module.partition(".")[0]:
         return None

@@ -48,7 +48,7 @@ def needs(*what: Literal["process_group", "process"]) -> Callable[[C], C]:
             modules that it patches, an engine of which there is one in a process), so that each of its ranks needs a
             process of its own, and a group has one such role at most on a slot.
     """
-    unknown = [each for each in what if each not in _KNOWN]
+    unknown = [kind for kind in what if kind not in _KNOWN]
     if unknown or not what:
         raise ConfigError(f"@colocate.needs({', '.join(map(repr, what))}): what can be needed is {', '.join(_KNOWN)}")
 
@@ -60,8 +60,8 @@ def needs(*what: Literal["process_group", "process"]) -> Callable[[C], C]:
 
 
 def needed_by(cls: type) -> frozenset[str]:
-    found: frozenset[str] = getattr(cls, NEEDS, frozenset())
-    return found
+    declared_needs: frozenset[str] = getattr(cls, NEEDS, frozenset())
+    return declared_needs
 
 
 def checks(function: Callable[..., Said]) -> Callable[[F], F]:
@@ -89,11 +89,11 @@ def checks(function: Callable[..., Said]) -> Callable[[F], F]:
 
 def check_of(target: Callable[..., Any]) -> Callable[..., Said] | None:
     """Return the check of a role class's or job's options, if there is one."""
-    found: Callable[..., Said] | None = getattr(target, _CHECK, None)
-    if found is None or not isinstance(target, type):
-        return found
-    declared = next(each for each in target.__mro__ if _CHECK in vars(each))
-    return found if inspect.getattr_static(target, "__init__") is inspect.getattr_static(declared, "__init__") else None
+    check: Callable[..., Said] | None = getattr(target, _CHECK, None)
+    if check is None or not isinstance(target, type):
+        return check
+    declared = next(base for base in target.__mro__ if _CHECK in vars(base))
+    return check if inspect.getattr_static(target, "__init__") is inspect.getattr_static(declared, "__init__") else None
 
 
 def require(executor: type[Executor], capability: type, what: str) -> None:
@@ -148,8 +148,8 @@ def check_needs(role: str, cls: type, spec: RoleSpec[Any], ranks: int, gpus: int
 def check_alone(roles: Mapping[str, RoleInfo]) -> None:
     """Raise ConfigError if two roles that each need a process share a slot."""
     alone = {name: info for name, info in roles.items() if "process" in needed_by(info.cls)}
-    for (one, its), (other, others) in itertools.combinations(alone.items(), 2):
-        if both := sorted(set(its.slots) & set(others.slots)):
+    for (one, one_info), (other, other_info) in itertools.combinations(alone.items(), 2):
+        if both := sorted(set(one_info.slots) & set(other_info.slots)):
             raise ConfigError(
                 f"roles {one!r} and {other!r} each need a process of their own (@needs('process')), and share that of "
                 f"slot {both[0]}: have them on other slots (.on(slots=...)), or in other groups"
@@ -162,10 +162,10 @@ def lacks_vmm(role: str, sleep: str | None, gpus: int, executor: type[Executor] 
         return None
     if not KIND.vmm:
         able = " or ".join(name for name, kind in KINDS.items() if kind.vmm)
-        own = next(name for name, kind in KINDS.items() if kind is KIND)
+        own_kind = next(name for name, kind in KINDS.items() if kind is KIND)
         return (
             f'role {role!r} says sleep="vmm", which is for GPUs of {able}: colocate has no way to take memory of those '
-            f"of {own} from its addresses. Leave it out: then memory has other addresses after a sleep"
+            f"of {own_kind} from its addresses. Leave it out: then memory has other addresses after a sleep"
         )
     if executor is not None and executor.in_process:
         return (
@@ -180,20 +180,20 @@ def imports_of(classes: Iterable[type]) -> tuple[str, ...] | None:
     if shadowing():
         return None
     classes = list(classes)
-    seen: set[str] = set()
+    visited: set[str] = set()
     todo = [base.__module__ for cls in classes for base in cls.__mro__]
     tops = {name.partition(".")[0] for name in todo}
-    own = {cls.__module__ for cls in classes}
+    own_modules = {cls.__module__ for cls in classes}
     while todo:
         name = todo.pop()
-        if name in seen or (is_shipped_with_python(name) and name not in MAINS and name not in own):
+        if name in visited or (is_shipped_with_python(name) and name not in MAINS and name not in own_modules):
             continue
-        seen.add(name)
+        visited.add(name)
         module = sys.modules.get(name)
         file = getattr(module, "__file__", None)
         if module is not None and (name.partition(".")[0] in tops or not file or not is_installed_file(file)):
             todo += _used_by(module)
-    return tuple(name for name in LONG if any(each.partition(".")[0] == name for each in seen))
+    return tuple(name for name in LONG if any(module_name.partition(".")[0] == name for module_name in visited))
 
 
 def _used_by(module: ModuleType) -> Iterator[str]:

@@ -192,10 +192,10 @@ class _Found:
     def load(self) -> Callable[..., Any]:
         """Import the target, or raise PluginError if not callable (a role: no class, or a class without methods)."""
         is_name = isinstance(self.target, str)
-        found = import_reference(self.target, self._what, self._entry) if is_name else self.target
-        if not callable(found):
-            raise self._error(f" is {found!r}, which can't be called")
-        function: Callable[..., Any] = found
+        target = import_reference(self.target, self._what, self._entry) if is_name else self.target
+        if not callable(target):
+            raise self._error(f" is {target!r}, which can't be called")
+        function: Callable[..., Any] = target
         return function
 
 
@@ -209,13 +209,13 @@ class FoundRole(_Found):
         from colocate._role.role import methods_of
 
         is_name = isinstance(self.target, str)
-        found = import_reference(self.target, self._what, self._entry) if is_name else self.target
-        if not isinstance(found, type):
-            raise self._error(f" is {found!r}, which is not a class")
-        if not methods_of(found):
-            where = f"{found.__module__}.{found.__qualname__}"
+        target = import_reference(self.target, self._what, self._entry) if is_name else self.target
+        if not isinstance(target, type):
+            raise self._error(f" is {target!r}, which is not a class")
+        if not methods_of(target):
+            where = f"{target.__module__}.{target.__qualname__}"
             raise self._error(f": {where} has no role methods; decorate at least one with @colocate.method")
-        return found
+        return target
 
 
 @attrs.frozen
@@ -239,7 +239,7 @@ class FoundJob(_Found):
             inspect.Parameter.POSITIONAL_OR_KEYWORD,
             inspect.Parameter.VAR_POSITIONAL,
         )
-        if not any(each.kind in takes for each in parameters):
+        if not any(parameter.kind in takes for parameter in parameters):
             raise self._error(" has no first parameter for the run: a job is called as job(run, **options)")
         return function
 
@@ -274,19 +274,19 @@ def find_executor(name: str) -> type[Executor]:
     from colocate.executor import Executor
 
     entry = _EXECUTORS.find(name)
-    found = _EXECUTORS.call(entry, "colocate_executor")
+    executor_class = _EXECUTORS.call(entry, "colocate_executor")
     if (about := about_executor(name)) is not None:
         fold_frames_of(about.packages)
-    if not (isinstance(found, type) and issubclass(found, Executor)):
-        raise _wrong_return(entry, "colocate_executor", found, "a subclass of colocate.executor.Executor")
-    what = f"the executor {name!r} ({origin(entry)}): its class {found.__qualname__}"
-    if not isinstance(getattr(found, "name", None), str):
-        raise entry_error(entry, f"{what} doesn't say what it is called: write name = {name!r} in it")
-    lacking = [f"{duty}()" for duty in sorted(found.__abstractmethods__)]
-    makes_itself = found.connect.__func__ is Executor.connect.__func__  # type: ignore[attr-defined]
+    if not (isinstance(executor_class, type) and issubclass(executor_class, Executor)):
+        raise _wrong_return(entry, "colocate_executor", executor_class, "a subclass of colocate.executor.Executor")
+    label = f"the executor {name!r} ({origin(entry)}): its class {executor_class.__qualname__}"
+    if not isinstance(getattr(executor_class, "name", None), str):
+        raise entry_error(entry, f"{label} doesn't say what it is called: write name = {name!r} in it")
+    lacking = [f"{duty}()" for duty in sorted(executor_class.__abstractmethods__)]
+    makes_itself = executor_class.connect.__func__ is Executor.connect.__func__  # type: ignore[attr-defined]
     if lacking and makes_itself:  # an executor that picks a variant may be incomplete
-        raise entry_error(entry, f"{what} lacks {listed(lacking)}, which are duties of an executor")
-    return found
+        raise entry_error(entry, f"{label} lacks {listed(lacking)}, which are duties of an executor")
+    return executor_class
 
 
 def about_executor(name: str) -> About | None:
@@ -297,10 +297,10 @@ def about_executor(name: str) -> About | None:
     from colocate.executor import About
 
     try:
-        found = _EXECUTORS.call(_EXECUTORS.find(name), "colocate_about")
+        about = _EXECUTORS.call(_EXECUTORS.find(name), "colocate_about")
     except PluginError:
         return None
-    return found if isinstance(found, About) else None
+    return about if isinstance(about, About) else None
 
 
 def abouts() -> Iterator[tuple[PluginInfo, About]]:
@@ -325,10 +325,10 @@ def find_observer(name: str) -> FoundObserver:
     if ":" in name:
         return FoundObserver(name, name)
     entry = _OBSERVERS.find(name)
-    found = _OBSERVERS.call(entry, "colocate_observer")
-    if not callable(found):
-        raise _wrong_return(entry, "colocate_observer", found, "a class of observers")
-    return FoundObserver(name, found, *distribution_of(entry), entry)
+    factory = _OBSERVERS.call(entry, "colocate_observer")
+    if not callable(factory):
+        raise _wrong_return(entry, "colocate_observer", factory, "a class of observers")
+    return FoundObserver(name, factory, *distribution_of(entry), entry)
 
 
 def find_engine(name: str) -> FoundEngine:
@@ -336,15 +336,15 @@ def find_engine(name: str) -> FoundEngine:
     if ":" in name:
         return FoundEngine(name, name)
     entry = _ENGINES.find(name)
-    found = _ENGINES.call(entry, "colocate_engine")
-    if not callable(found) and not (isinstance(found, str) and all(found.partition(":"))):
-        raise _wrong_return(entry, "colocate_engine", found, 'a class of engines, or "module:Class"')
-    return FoundEngine(name, found, *distribution_of(entry), entry)
+    engine = _ENGINES.call(entry, "colocate_engine")
+    if not callable(engine) and not (isinstance(engine, str) and all(engine.partition(":"))):
+        raise _wrong_return(entry, "colocate_engine", engine, 'a class of engines, or "module:Class"')
+    return FoundEngine(name, engine, *distribution_of(entry), entry)
 
 
 def plugins() -> list[PluginInfo]:
     """Return all installed plugins by metadata; imports nothing."""
-    found = []
+    infos = []
     groups = ((_EXECUTORS, "executor"), (_ROLES, "roles"), (_OBSERVERS, "observer"), (_ENGINES, "engine"))
     for group, kind in groups:
         by_name: dict[str, list[EntryPoint]] = {}
@@ -352,20 +352,20 @@ def plugins() -> list[PluginInfo]:
             by_name.setdefault(entry.name, []).append(entry)
         for name, (first, *rivals) in by_name.items():
             names = tuple(origin(rival) for rival in rivals)
-            found.append(PluginInfo(kind, name, *distribution_of(first), first.value, origin(first), names))
-    return found
+            infos.append(PluginInfo(kind, name, *distribution_of(first), first.value, origin(first), names))
+    return infos
 
 
 def plugins_named(name: str) -> list[PluginInfo]:
     """Return the plugins of a name: an executor, a plugin of roles and jobs, an observer, an engine, or several."""
-    found = plugins()
-    named = [plugin for plugin in found if plugin.name == name]
+    infos = plugins()
+    named = [plugin for plugin in infos if plugin.name == name]
     if not named:
         namespace = name.partition(".")[0]
-        if any(plugin.name == namespace and plugin.kind == "roles" for plugin in found):
-            what = f"{name!r} is not a plugin's name but what one brings: `colocate plugins {namespace}` shows it"
-            raise PluginError(what, name=name)
-        raise unknown_plugin("plugin", name, sorted({plugin.name for plugin in found}))
+        if any(plugin.name == namespace and plugin.kind == "roles" for plugin in infos):
+            message = f"{name!r} is not a plugin's name but what one brings: `colocate plugins {namespace}` shows it"
+            raise PluginError(message, name=name)
+        raise unknown_plugin("plugin", name, sorted({plugin.name for plugin in infos}))
     return named
 
 
@@ -381,20 +381,20 @@ def jobs_of(namespace: str) -> list[FoundJob]:
 
 def _all_of(namespace: str, hook: str, kind: type[_F]) -> list[_F]:
     entry = _ROLES.find(namespace)
-    known = _offered(entry, hook) or {}
-    return [kind(f"{namespace}.{short}", target, *distribution_of(entry), entry) for short, target in known.items()]
+    targets = _offered(entry, hook) or {}
+    return [kind(f"{namespace}.{short}", target, *distribution_of(entry), entry) for short, target in targets.items()]
 
 
 def _offered(entry: EntryPoint, hook: str) -> Mapping[str, Any] | None:
     """Return a plugin's roles or jobs by name; None without that hook."""
-    if (known := _ROLES.call(entry, hook, _ROLES)) is _ROLES:
+    if (targets := _ROLES.call(entry, hook, _ROLES)) is _ROLES:
         return None
-    if not isinstance(known, Mapping) or not all(isinstance(key, str) for key in known):
-        raise _wrong_return(entry, hook, known, 'a dict of names to objects or "module:Name"')
-    for key, value in known.items():
+    if not isinstance(targets, Mapping) or not all(isinstance(key, str) for key in targets):
+        raise _wrong_return(entry, hook, targets, 'a dict of names to objects or "module:Name"')
+    for key, value in targets.items():
         if isinstance(value, str) and not all(value.partition(":")):
             raise _wrong_return(entry, hook, {key: value}, '"module:Name" where it gives text')
-    return known
+    return targets
 
 
 def _find(name: str, noun: str, hook: str, kind: type[_F]) -> _F:
@@ -409,15 +409,15 @@ def _find(name: str, noun: str, hook: str, kind: type[_F]) -> _F:
         if error.distribution is None:
             raise PluginError(error.message + _colon(name), name=error.name, hint=error.hint) from None
         raise
-    known = _offered(entry, hook)
-    if known is None:
+    targets = _offered(entry, hook)
+    if targets is None:
         raise entry_error(entry, f"the role plugin {namespace!r} ({origin(entry)}) has no {noun}s: no hook {hook}()")
-    if short not in known:
-        there = f"it has {listed([repr(each) for each in sorted(known)])}" if known else "it has none"
-        hint = _colon(name) or did_you_mean(short, known)
-        message = f"{namespace!r} ({origin(entry)}) has no {noun} {short!r}: {there}{hint}"
+    if short not in targets:
+        names_text = f"it has {listed([repr(key) for key in sorted(targets)])}" if targets else "it has none"
+        hint = _colon(name) or did_you_mean(short, targets)
+        message = f"{namespace!r} ({origin(entry)}) has no {noun} {short!r}: {names_text}{hint}"
         raise entry_error(entry, message)
-    return kind(name, known[short], *distribution_of(entry), entry)
+    return kind(name, targets[short], *distribution_of(entry), entry)
 
 
 def _colon(name: str) -> str:
@@ -427,5 +427,5 @@ def _colon(name: str) -> str:
 
 
 def _wrong_return(entry: EntryPoint, hook: str, found: Any, wanted: str) -> PluginError:
-    what = "nothing" if found is None else f"{found!r} ({type(found).__name__})"
-    return entry_error(entry, f"{entry.name!r} ({origin(entry)}): its hook {hook}() returned {what}, not {wanted}")
+    text = "nothing" if found is None else f"{found!r} ({type(found).__name__})"
+    return entry_error(entry, f"{entry.name!r} ({origin(entry)}): its hook {hook}() returned {text}, not {wanted}")

@@ -14,14 +14,14 @@ _MEMORY = Path("/dev/shm")
 
 def of_this_machine() -> list[Running]:
     """List all leftovers on this machine, also of installed executors (`About.left_here`). Imports no executor."""
-    return [*_workers(), *(left.running() for left in processes.left_by()), *_memory(), *_of_executors()]
+    return [*_workers(), *(leftover.running() for leftover in processes.left_by()), *_memory(), *_of_executors()]
 
 
 def _workers() -> Iterator[Running]:
-    for found in processes.of_this_machine():
-        if found.orphan:
-            detail = f"it was started by process {found.starter}"
-            yield Running("worker process", found.label, pid=found.pid, since=found.since, detail=detail)
+    for process in processes.of_this_machine():
+        if process.orphan:
+            detail = f"it was started by process {process.starter}"
+            yield Running("worker process", process.label, pid=process.pid, since=process.since, detail=detail)
 
 
 def _memory() -> Iterator[Running]:

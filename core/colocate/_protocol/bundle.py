@@ -11,24 +11,24 @@ from colocate.wire import Packed
 
 def together(bodies: Sequence[Any]) -> tuple[list[Where], Any]:
     """Pack several bodies into one; return the place of each within the packed body."""
-    given = [body for body in bodies if body is not None]
-    if not given:
+    real_bodies = [body for body in bodies if body is not None]
+    if not real_bodies:
         return [None] * len(bodies), None
-    if not all(isinstance(body, Packed) for body in given):  # Bodies that aren't pickled pass through unchanged.
+    if not all(isinstance(body, Packed) for body in real_bodies):  # Bodies that aren't pickled pass through unchanged.
         return [None if body is None else index for index, body in enumerate(bodies)], tuple(bodies)
     data: list[Any] = []
     buffers: dict[int, tuple[int, memoryview]] = {}
     wheres: list[Where] = []
-    known: dict[int, Where] = {}
+    where_by_body: dict[int, Where] = {}
     end = 0
     for body in bodies:
-        if body is not None and id(body) not in known:
+        if body is not None and id(body) not in where_by_body:
             start, end = end, end + len(body.data)
             data.append(body.data)
             places = tuple(buffers.setdefault(id(buffer), (len(buffers), buffer))[0] for buffer in body.buffers)
-            known[id(body)] = start, end, places
-        wheres.append(None if body is None else known[id(body)])
-    needs = tuple({id(need): need for body in given for need in body.needs}.values())
+            where_by_body[id(body)] = start, end, places
+        wheres.append(None if body is None else where_by_body[id(body)])
+    needs = tuple({id(need): need for body in real_bodies for need in body.needs}.values())
     return wheres, Packed(b"".join(data), tuple(buffer for _, buffer in buffers.values()), needs)
 
 

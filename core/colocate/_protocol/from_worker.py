@@ -74,13 +74,13 @@ class Failed(Message):
     lane: str = ""  # the background role of the lane; "" for the main lane
 
     def head(self) -> Head:
-        seq, failure, *others = values(self)
-        return "Failed", seq, values(failure), *others
+        seq, failure, *rest = values(self)
+        return "Failed", seq, values(failure), *rest
 
     @classmethod
     def of(cls, *values: Any) -> Failed:
-        seq, failure, *others = values
-        return cls(seq, Failure(*failure), *others)
+        seq, failure, *rest = values
+        return cls(seq, Failure(*failure), *rest)
 
 
 @message

@@ -59,25 +59,25 @@ def read(head: Head | Message) -> Message:
     """Build the message from a head; within one process messages are passed unchanged."""
     if isinstance(head, Message):
         return head
-    made = _kinds.get(head[0])
-    if made is None:  # The message belongs to a feature that isn't imported yet.
+    factory = _kinds.get(head[0])
+    if factory is None:  # The message belongs to a feature that isn't imported yet.
         features.of_message(head[0])
-        made = _kinds[head[0]]
-    return made(*head[1:])
+        factory = _kinds[head[0]]
+    return factory(*head[1:])
 
 
 @dataclass_transform(frozen_default=True)
 def message(cls: _M) -> _M:
     """Register a class of fields as a message; heads begin with the class name."""
     # Frozen for type checkers only: a frozen class takes a microsecond more per message.
-    made: Any = attrs.define(cls, eq=False, repr=False)
-    names = [field.name for field in attrs.fields(made)]
+    message_class: Any = attrs.define(cls, eq=False, repr=False)
+    names = [field.name for field in attrs.fields(message_class)]
     if len(names) > 1:
-        _values[made] = operator.attrgetter(*names)
+        _values[message_class] = operator.attrgetter(*names)
     else:
-        _values[made] = lambda message: tuple(getattr(message, name) for name in names)
+        _values[message_class] = lambda message: tuple(getattr(message, name) for name in names)
     # A module is imported again if a signal handler has interrupted the first import.
-    known = _kinds.get(made.__name__, made)
-    assert known.__module__ == made.__module__, f"two messages are called {made.__name__}"
-    _kinds[made.__name__] = made.of if "of" in vars(made) else made
-    return cast("_M", made)
+    existing = _kinds.get(message_class.__name__, message_class)
+    assert existing.__module__ == message_class.__module__, f"two messages are called {message_class.__name__}"
+    _kinds[message_class.__name__] = message_class.of if "of" in vars(message_class) else message_class
+    return cast("_M", message_class)

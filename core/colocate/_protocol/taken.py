@@ -21,13 +21,13 @@ _MOST = 8
 
 def summed(taken: Sequence[Taken]) -> Sequence[Taken]:
     """Merge the notes of residents with many transfers into one note each: each of N ranks may receive N parts."""
-    counts = Counter(each[0] for each in taken if each[4])
+    counts = Counter(receipt[0] for receipt in taken if receipt[4])
     if all(count <= _MOST for count in counts.values()):
         return taken
-    found = [each for each in taken if counts[each[0]] <= _MOST or not each[4]]
+    summary = [receipt for receipt in taken if counts[receipt[0]] <= _MOST or not receipt[4]]
     for key in (key for key, count in counts.items() if count > _MOST):
-        came = [each for each in taken if each[0] == key and each[4]]
-        _, _, sizes, starts, ends, lent, refusals = zip(*came, strict=True)
+        many = [receipt for receipt in taken if receipt[0] == key and receipt[4]]
+        _, _, sizes, starts, ends, lent, refusals = zip(*many, strict=True)
         refusal = next(filter(None, refusals), "")
-        found.append((key, MANY, sum(sizes), min(starts), max(ends), sum(lent), refusal))
-    return found
+        summary.append((key, MANY, sum(sizes), min(starts), max(ends), sum(lent), refusal))
+    return summary

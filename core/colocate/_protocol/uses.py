@@ -300,10 +300,12 @@ class Resolver:
 
     def _whole(self, source: Source) -> Any:
         ranks = source.ranks
-        wanted = set(source.collect.sources(ranks))
-        parts = [self._peers.part(source, rank, self.taken) if rank in wanted else None for rank in source.holders]
+        source_ranks = set(source.collect.sources(ranks))
+        parts = [
+            self._peers.part(source, rank, self.taken) if rank in source_ranks else None for rank in source.holders
+        ]
         if len(parts) > 1:
-            rows = [self._peers.weight(source, rank) if rank in wanted else None for rank in source.holders]
+            rows = [self._peers.weight(source, rank) if rank in source_ranks else None for rank in source.holders]
             ranks = attrs.evolve(ranks, rows=rows)
         return source.collect.join(parts, ranks)
 
@@ -324,9 +326,9 @@ class Resolver:
         if isinstance(part, Own) and isinstance(first, Own) and self._is_aligned(first, part):
             return self._own_part(part.source)[1]
         start, total = self._place(first)
-        if (found := self._total(part.source)) != total:
+        if (row_count := self._total(part.source)) != total:
             raise DispatchError(
-                f"{part.source.label} has {plural(found, 'row')}, but {first.source.label} has {total}: what is "
+                f"{part.source.label} has {plural(row_count, 'row')}, but {first.source.label} has {total}: what is "
                 "scattered together has as many rows"
             )
         return self._range(part.source, start, start + rows)
@@ -381,7 +383,7 @@ class Resolver:
                 return item
 
             map_leaves(self._arguments, note, _is_placeholder)
-            self._aligned = self._ask_aligned(key, [own for own in owned if own != key])
+            self._aligned = self._ask_aligned(key, [other_key for other_key in owned if other_key != key])
         return part.source.key in self._aligned
 
     def _padded(self, part: Part) -> Any:

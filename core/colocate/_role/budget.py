@@ -116,5 +116,5 @@ def budgets(
     declared = any((residency, step, *(spec.activations for spec in roles.values())))
     if not declared and {slot, group, *(spec.budget for spec in roles.values())} == {NO_BUDGET}:
         return NO_BUDGETS
-    found: Budgets = features.module("memory.budgets").budgets(slot, group, roles, residency, step, is_shared)
-    return found
+    group_budgets: Budgets = features.module("memory.budgets").budgets(slot, group, roles, residency, step, is_shared)
+    return group_budgets

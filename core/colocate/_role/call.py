@@ -137,9 +137,9 @@ class Underway(Flag):
         error._told = True
         if self._raised is None:
             self._raised = {}
-        raised = self._raised.get(here := _thread.get_ident())
+        raised = self._raised.get(thread_id := _thread.get_ident())
         if raised is None:  # other calls may end with the same error
-            raised = self._raised[here] = copy.copy(error)
+            raised = self._raised[thread_id] = copy.copy(error)
         return raised
 
     def _given(self, handle: Call[Any]) -> None:
@@ -207,10 +207,10 @@ class Underway(Flag):
     def _run_callbacks(self) -> None:
         while self._callbacks:
             try:
-                callback, own = self._callbacks.pop(0)
+                callback, is_own = self._callbacks.pop(0)
             except IndexError:  # another thread took the last one
                 return
-            self._dispatch(callback, own)
+            self._dispatch(callback, is_own)
 
     @calls_users_code
     def _dispatch(self, callback: Callable[[Any], object], own: bool) -> None:

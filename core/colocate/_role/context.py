@@ -200,8 +200,8 @@ class Context:
     @property
     def pausing(self) -> bool:
         """Whether the background role is paused with `how="keep"`: `pause_point` would stop here."""
-        own = self._background.get(self.role or "")
-        return own is not None and bool(own.keeps())
+        lane = self._background.get(self.role or "")
+        return lane is not None and bool(lane.keeps())
 
     def pause_point(self) -> bool:
         """Stop here while the role is paused with `group.pause(role, how="keep")`; otherwise do nothing.
@@ -214,16 +214,16 @@ class Context:
         Returns:
             Whether the role has new weights: `weights_version` has changed.
         """
-        before, own = self.weights_version, self._background.get(self.role or "")
-        if own is not None:
-            own.pause_point(self._call)
+        before, lane = self.weights_version, self._background.get(self.role or "")
+        if lane is not None:
+            lane.pause_point(self._call)
         return self.weights_version != before
 
     async def async_pause_point(self) -> bool:
         """Stop as `pause_point`, in an async method; other calls of the role run on to their own pause points."""
-        before, own = self.weights_version, self._background.get(self.role or "")
-        if own is not None:
-            await own.async_pause_point(self._call)
+        before, lane = self.weights_version, self._background.get(self.role or "")
+        if lane is not None:
+            await lane.async_pause_point(self._call)
         return self.weights_version != before
 
     @contextlib.asynccontextmanager
@@ -233,8 +233,8 @@ class Context:
         A pause with `how="keep"` doesn't wait for the block; at the block's end the method stops, as at
         `async_pause_point`.
         """
-        own = self._background.get(self.role or "")
-        async with contextlib.nullcontext() if own is None else own.resting(self._call):
+        lane = self._background.get(self.role or "")
+        async with contextlib.nullcontext() if lane is None else lane.resting(self._call):
             yield
 
     @property
@@ -288,12 +288,12 @@ class Context:
         """
         if isinstance(awake, str):
             raise ConfigError(f"ctx.borrow(awake={awake!r}) is a string; write awake=({awake!r},)")
-        found = self._sibling(name, cls, begins=self.role not in self._siblings)
+        instance = self._sibling(name, cls, begins=self.role not in self._siblings)
         if self._reach is not None:
             self._reach(self, name) if awake is None else self._reach(self, name, tuple(awake))
         before, self._borrowed = self._borrowed, (*self._borrowed, name)
         try:
-            yield found
+            yield instance
         finally:
             self._borrowed = before
 
@@ -311,11 +311,11 @@ class Context:
             StaleWeightsError: The role's weights are stale.
             ChildDied: A child of that role has ended by itself.
         """
-        found = self._sibling(name, cls)
+        instance = self._sibling(name, cls)
         if self._reach is not None:
             self._reach(self, name)
             self._asked.add(name)
-        return found
+        return instance
 
     def _sibling(self, name: str, cls: type[R] | None, begins: bool = False) -> R:
         if name not in self._siblings:
@@ -330,19 +330,19 @@ class Context:
                 f"{self.group!r}: the other one may be amid a call. Pass values, or bring weights by "
                 "colocate.sync_weights"
             )
-        found = self._siblings[name]
+        instance = self._siblings[name]
         try:
-            is_of = cls is None or isinstance(found, cls)
+            is_of = cls is None or isinstance(instance, cls)
         except TypeError:  # the class is a protocol that isn't runtime-checkable
             is_of = True
         # A script's class may have been defined again since the instance was made, under the same name.
-        names = {(each.__module__, each.__qualname__) for each in type(found).__mro__}
+        names = {(base.__module__, base.__qualname__) for base in type(instance).__mro__}
         if cls is not None and not is_of and (cls.__module__, cls.__qualname__) not in names:
             raise ColocateError(
                 f"role {self.role!r} asked for its sibling {name!r} as a {cls.__qualname__}, but it is a "
-                f"{type(found).__qualname__}"
+                f"{type(instance).__qualname__}"
             )
-        return cast("R", found)
+        return cast("R", instance)
 
     def start(
         self,
@@ -398,8 +398,8 @@ class Context:
         """
         if self._part is None:
             raise ColocateError("ctx.start needs a worker: spawn the role (colocate.spawn), on threads say")
-        given = program, name, ready, within, health, hung_after, env, python, cwd, port, fails
-        return cast("Child", self._part("children").start(self, *given))
+        options = program, name, ready, within, health, hung_after, env, python, cwd, port, fails
+        return cast("Child", self._part("children").start(self, *options))
 
     def process_group(self, axis: str | None = None) -> ProcessGroup:
         """Return a torch.distributed group of this role's ranks, or of the ranks along one axis of the mesh.
@@ -468,12 +468,12 @@ def context() -> Context:
     Raises:
         ColocateError: No role code is running on this thread.
     """
-    found = _current.get()
-    if found is None:
+    current_context = _current.get()
+    if current_context is None:
         raise ColocateError(
             "colocate.context() works inside role code only; in a thread of your own, pass ctx on to it"
         )
-    return found
+    return current_context
 
 
 def derive_seed(seed: int, group: str, role: str | None, rank: int) -> int:

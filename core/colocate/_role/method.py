@@ -156,8 +156,8 @@ class RoleMethod(Generic[P, R_co, C_co]):
                 f"{name}(...) on the class is the plain function, for a role's own code; "
                 f"call {self.spec.name} on a view or an object of the role instead"
             )
-        found: R_co = self.spec.function(instance, *args, **kwargs)
-        return found
+        result: R_co = self.spec.function(instance, *args, **kwargs)
+        return result
 
     def __repr__(self) -> str:
         return f"<role method {self.spec.function.__qualname__}>"
@@ -327,9 +327,9 @@ def _declared(
             "and its other decorators"
         )
     where = function.__qualname__
-    for given, kind in ((dispatch, Dispatch), (collect, Collect)):
-        if given is not None and not isinstance(given, kind):
-            raise DispatchError(f"{where}: {given!r} is not a {kind.__name__}; did you forget its parentheses?")
+    for option, kind in ((dispatch, Dispatch), (collect, Collect)):
+        if option is not None and not isinstance(option, kind):
+            raise DispatchError(f"{where}: {option!r} is not a {kind.__name__}; did you forget its parentheses?")
     yields = inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function)
     if rows is not None:
         _check_rows(rows, function, dispatch, collect, where)
@@ -350,8 +350,8 @@ def _declared(
     if unknown := [name for name in host if name not in names]:
         raise DispatchError(f"{where}: host names {unknown[0]!r}, but its parameters are {', '.join(names)}")
     if awake is not None and (isinstance(awake, str) or (unknown := [tag for tag in awake if tag not in TAGS])):
-        what = f"is a string; write awake=({awake!r},)" if isinstance(awake, str) else f"names {unknown[0]!r}"
-        raise DispatchError(f"{where}: awake {what}; a role's memory is of {', '.join(TAGS)}")
+        problem = f"is a string; write awake=({awake!r},)" if isinstance(awake, str) else f"names {unknown[0]!r}"
+        raise DispatchError(f"{where}: awake {problem}; a role's memory is of {', '.join(TAGS)}")
     if shares and function.__name__ != "load_weights":
         raise DispatchError(f"{where}: shares=True is for load_weights, which takes another role's weights")
     is_async = inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function)
@@ -400,10 +400,10 @@ def _check_rows(
 def _collect_yields(dispatch: Dispatch | None, collect: Collect | None, where: str) -> Collect:
     """Return the collect of a method that yields rows; raise if the dispatch doesn't fit."""
     if not isinstance(dispatch, Scatter) or dispatch.pad:
-        given = "no dispatch" if dispatch is None else repr(dispatch)
+        dispatch_text = "no dispatch" if dispatch is None else repr(dispatch)
         raise DispatchError(
             f"{where}: it has a `yield`, which is for (index, value) of the rows that a rank has got, by a Scatter "
-            f"without padding, and it has {given}. A generator can't leave its worker: return a list"
+            f"without padding, and it has {dispatch_text}. A generator can't leave its worker: return a list"
         )
     if collect is not None:
         raise DispatchError(f"{where}: it yields its rows, whose values are collected in order: leave collect= out")

@@ -44,12 +44,14 @@ class MethodSpec:
     def __attrs_post_init__(self) -> None:
         # Binding by hand is several times faster than Signature.bind, and serves nearly every method.
         parameters = self.signature.parameters.values()
-        is_simple = all(each.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD for each in parameters)
+        is_simple = all(parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD for parameter in parameters)
         scatter = self.dispatch
         decided = {
             "feature": "rows" if self.rows is not None or self.yields else None,
-            "simple": tuple(each.name for each in parameters) if is_simple else None,
-            "required": frozenset(each.name for each in parameters if each.default is inspect.Parameter.empty),
+            "simple": tuple(parameter.name for parameter in parameters) if is_simple else None,
+            "required": frozenset(
+                parameter.name for parameter in parameters if parameter.default is inspect.Parameter.empty
+            ),
             "padded": scatter.parameters[0] if isinstance(scatter, Scatter) and scatter.pad is True else None,
         }
         for name, value in decided.items():
@@ -65,10 +67,10 @@ class MethodSpec:
                 if self.required <= bound.keys():
                     return bound
         try:
-            found = self.signature.bind(*args, **kwargs)
+            bound_arguments = self.signature.bind(*args, **kwargs)
         except TypeError as error:
             raise TypeError(f"{self.name}{self.signature}: {error}") from None
-        return dict(found.arguments)
+        return dict(bound_arguments.arguments)
 
     def call(self, instance: object, arguments: dict[str, Any]) -> Any:
         """Call the function on an instance, with the arguments from `bind`."""

@@ -20,4 +20,4 @@ def is_on_mesh(tensor: object) -> TypeGuard[DTensor]:
 def of_fsdp(module: nn.Module, kind: str) -> list[nn.Module]:
     """Return the modules of a model, the root included, that are of a class of torch's FSDP."""
     sharding: Any = getattr(sys.modules.get("torch.distributed.fsdp"), kind, ())
-    return [each for each in module.modules() if isinstance(each, sharding)]
+    return [submodule for submodule in module.modules() if isinstance(submodule, sharding)]

@@ -36,26 +36,26 @@ class Role:
     @property
     def ctx(self) -> Context:
         """The role's context, available in the constructor already."""
-        found: Context | None = self.__dict__.get("_colocate_ctx")
-        if found is None:
+        ctx: Context | None = self.__dict__.get("_colocate_ctx")
+        if ctx is None:
             # An object made in role code belongs to that role; an object outside any worker is rank 0 of 1.
-            found = current() or standalone_context(type(self).__name__)
-            self.__dict__["_colocate_ctx"] = found
-        return found
+            ctx = current() or standalone_context(type(self).__name__)
+            self.__dict__["_colocate_ctx"] = ctx
+        return ctx
 
 
 def methods_of(cls: type) -> Mapping[str, MethodSpec]:
     """Return the role methods of a class, inherited ones included, by name."""
-    found: dict[str, MethodSpec] = {}
+    methods: dict[str, MethodSpec] = {}
     for base in reversed(cls.__mro__):
         for name, attribute in vars(base).items():
             if isinstance(attribute, RoleMethod):
                 # The attribute's name may differ from the function's: another decorator, a lambda, or an alias.
                 spec = attribute.spec
-                found[name] = spec if spec.name == name else attrs.evolve(spec, name=name)
+                methods[name] = spec if spec.name == name else attrs.evolve(spec, name=name)
             else:
-                found.pop(name, None)  # The attribute is overridden by a plain one.
-    return found
+                methods.pop(name, None)  # The attribute is overridden by a plain one.
+    return methods
 
 
 def own_method(instance: object, name: str, *, takes_nothing: bool = False) -> Any:
@@ -68,10 +68,10 @@ def own_method(instance: object, name: str, *, takes_nothing: bool = False) -> A
         name: The method's name.
         takes_nothing: Whether only a method without required arguments counts: others serve another purpose.
     """
-    found = inspect.getattr_static(instance, name, None)
-    if not (inspect.isroutine(found) or isinstance(found, functools.partial)):
+    attribute = inspect.getattr_static(instance, name, None)
+    if not (inspect.isroutine(attribute) or isinstance(attribute, functools.partial)):
         return None
-    if isinstance(found, functools.cached_property) or not callable(bound := getattr(instance, name)):
+    if isinstance(attribute, functools.cached_property) or not callable(bound := getattr(instance, name)):
         return None
     if takes_nothing:
         try:
@@ -193,10 +193,10 @@ class RoleSpec(Generic[R]):
                 raise ConfigError(f'env={env!r}: it is "torchrun", or None for no variables')
             changes["env"] = env
         if device_memory is not None or host_memory is not None:
-            given = Budget.of(device_memory, host_memory, "on() ")
+            new_budget = Budget.of(device_memory, host_memory, "on() ")
             changes["budget"] = Budget(
-                self.budget.device if given.device is None else given.device,
-                self.budget.host if given.host is None else given.host,
+                self.budget.device if new_budget.device is None else new_budget.device,
+                self.budget.host if new_budget.host is None else new_budget.host,
             )
         if reserve_activations is not None:
             changes["activations"] = parse_bytes(reserve_activations, "on() reserve_activations")

@@ -63,12 +63,12 @@ class Flag:
         wake.acquire()
         self._waiting.append(wake)
         while not self.is_set:  # check again: the flag may have been set before this waiter was registered
-            left = SLICE_S if deadline is None else deadline - time.monotonic()
-            if left <= 0:
+            remaining = SLICE_S if deadline is None else deadline - time.monotonic()
+            if remaining <= 0:
                 with contextlib.suppress(ValueError):  # set just now
                     self._waiting.remove(wake)
                 break
-            wait_for(wake, min(left, SLICE_S))
+            wait_for(wake, min(remaining, SLICE_S))
         return self.is_set
 
 

@@ -59,9 +59,9 @@ def in_framework() -> bool:
 
 def begin_users() -> int:
     """Mark the start of users' code, or of work for a waiting user's thread; return the argument of `end_users`."""
-    own, _here.own = _here.own, 0
-    _here.sections -= own
-    return own
+    sections, _here.own = _here.own, 0
+    _here.sections -= sections
+    return sections
 
 
 def end_users(own: int) -> None:
@@ -72,11 +72,11 @@ def end_users(own: int) -> None:
 @contextmanager
 def waited_for() -> Iterator[None]:
     """Run a block on this thread for a waiting thread of the user, with that thread's rights."""
-    own = begin_users()
+    sections = begin_users()
     try:
         yield
     finally:
-        end_users(own)
+        end_users(sections)
 
 
 def refuse_to_wait(what: str) -> None:

@@ -18,19 +18,19 @@ def by_type(find: Callable[[type], T]) -> Callable[[type], T]:
     The result must not refer to the type. As fast as `functools.lru_cache`, which would keep users' classes, and all
     objects below them, for ever.
     """
-    found: dict[int, tuple[T, weakref.ref[type]]] = {}
-    _caches.append(found)
+    results: dict[int, tuple[T, weakref.ref[type]]] = {}
+    _caches.append(results)
 
     @functools.wraps(find)
     def remembered(kind: type) -> T:
         key = id(kind)
         try:
-            return found[key][0]
+            return results[key][0]
         except KeyError:
             result = find(kind)
             # The entry disappears before another object can get this id. No Python code runs then, so no signal handler
             # can come between: the callback is `found.pop(key, reference)` in C.
-            found[key] = result, weakref.ref(kind, functools.partial(found.pop, key))
+            results[key] = result, weakref.ref(kind, functools.partial(results.pop, key))
             return result
 
     return remembered
@@ -38,5 +38,5 @@ def by_type(find: Callable[[type], T]) -> Callable[[type], T]:
 
 def forget() -> None:
     """Clear all caches: a type was registered."""
-    for found in _caches:
-        found.clear()
+    for cache in _caches:
+        cache.clear()

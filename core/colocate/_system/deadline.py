@@ -29,7 +29,7 @@ class Deadline:
 
     def at_most(self, seconds: float) -> float:
         """Return the smaller of `seconds` and the seconds left: the timeout of one polling step."""
-        return seconds if (left := self.left) is None else min(left, seconds)
+        return seconds if (seconds_left := self.left) is None else min(seconds_left, seconds)
 
     def before(self, seconds: float) -> Deadline:
         """Return a deadline that is earlier by some seconds."""

@@ -67,8 +67,8 @@ def complete_folders(parent: Path) -> dict[str, Path]:
         return {}
     with nobody_renames(parent / _OLD):
         names = os.listdir(parent)
-    beside = {name.removeprefix(_OLD): parent / name for name in names if name.startswith(_OLD)}
-    return beside | {name: parent / name for name in names if not name.startswith((_OLD, _PART))}
+    old_folders = {name.removeprefix(_OLD): parent / name for name in names if name.startswith(_OLD)}
+    return old_folders | {name: parent / name for name in names if not name.startswith((_OLD, _PART))}
 
 
 def remove_folder(final: Path) -> None:
@@ -239,10 +239,10 @@ class GrowingFile:
             OSError: The disk is full, for example; `filename` is the path.
         """
         end = self._file.seek(0, 2) if self._file.seekable() else None  # a pipe can't be truncated
-        left = memoryview(text.encode())
+        remaining = memoryview(text.encode())
         try:
-            while left:
-                left = left[self._file.write(left) :]
+            while remaining:
+                remaining = remaining[self._file.write(remaining) :]
         except OSError as error:
             if end is not None:
                 with contextlib.suppress(OSError):

@@ -33,10 +33,10 @@ def without_metadata(found: Distribution) -> str:
 def version_of(name: str) -> str | None:
     """Return the version of a distribution; None if the distribution isn't installed or has no METADATA."""
     try:
-        known = name_and_version(importlib.metadata.distribution(name))
+        name_version = name_and_version(importlib.metadata.distribution(name))
     except PackageNotFoundError:
         return None
-    return known[1] if known is not None else None
+    return name_version[1] if name_version is not None else None
 
 
 def pip_line(extra: str | None = None) -> str:
@@ -76,9 +76,9 @@ def _from_checkout() -> bool:
 
 def _extra(name: str) -> list[str]:
     """Return the requirements of an extra of colocate, with those of nested extras, which the build includes."""
-    wanted = re.compile(rf"extra == ['\"]{re.escape(name)}['\"]")
+    pattern = re.compile(rf"extra == ['\"]{re.escape(name)}['\"]")
     try:
-        needed = [each.partition(";") for each in distribution("colocate").requires or ()]
+        needed = [line.partition(";") for line in distribution("colocate").requires or ()]
     except PackageNotFoundError:  # colocate is on the path, but not installed
         return []
-    return [requirement.strip() for requirement, _, marker in needed if wanted.search(marker)]
+    return [requirement.strip() for requirement, _, marker in needed if pattern.search(marker)]

@@ -177,19 +177,19 @@ class JobThread:
         """Wait for the next job; return None to end the thread."""
         while True:
             try:
-                found = self._jobs.get_nowait()
+                job = self._jobs.get_nowait()
             except queue.Empty:
                 if self._closing:
                     return None
                 if (due := self._due()) is not None:
                     return due
                 with suppress(queue.Empty):
-                    found = self._jobs.get(timeout=min(_LOOKS_EVERY_S, max(0.0, self._looks_at - time.monotonic())))
-                    if found is not None:
-                        return found
+                    job = self._jobs.get(timeout=min(_LOOKS_EVERY_S, max(0.0, self._looks_at - time.monotonic())))
+                    if job is not None:
+                        return job
             else:
-                if found is not None:
-                    return found
+                if job is not None:
+                    return job
 
     def _due(self) -> Callable[[], object] | None:
         """Return the job of a due timer, or None."""
@@ -256,13 +256,13 @@ def by_threads(do: Callable[[_T], _R], items: Sequence[_T], most: int) -> list[_
     """
     from concurrent.futures import Future, wait  # slow import, rarely used
 
-    made: list[Future[_R]] = [Future() for _ in items]
-    left = deque(zip(made, items, strict=True))
+    futures: list[Future[_R]] = [Future() for _ in items]
+    pending = deque(zip(futures, items, strict=True))
 
     def work() -> None:
-        while left:
+        while pending:
             try:
-                future, item = left.popleft()
+                future, item = pending.popleft()
             except IndexError:  # another thread has taken the last item
                 return
             try:
@@ -274,5 +274,5 @@ def by_threads(do: Callable[[_T], _R], items: Sequence[_T], most: int) -> list[_
         for _ in range(min(most, len(os.sched_getaffinity(0)), len(items)) - 1):
             _thread.start_new_thread(work, ())
     work()
-    wait(made)
-    return [each.result() for each in made]
+    wait(futures)
+    return [outcome.result() for outcome in futures]

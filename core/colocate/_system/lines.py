@@ -35,13 +35,13 @@ def library(name: str) -> None:
     """
     module = sys.modules.get(name)
     folders = [os.path.join(os.path.abspath(folder), "") for folder in getattr(module, "__path__", ())]
-    found = (*folders, *filter(None, [getattr(module, "__file__", None)]))
-    if not found:
+    paths = (*folders, *filter(None, [getattr(module, "__file__", None)]))
+    if not paths:
         raise ConfigError(
             f"library({name!r}): no module of that name is imported from a file; a library says "
             "colocate.library(__name__) in its __init__.py"
         )
-    _libraries[name] = found
+    _libraries[name] = paths
     _is_passed_by.cache_clear()
 
 
@@ -60,9 +60,9 @@ def place(depth: int) -> tuple[CodeType | str, int]:
     code = frame.f_code
     if not _is_passed_by(code.co_filename):
         return code, frame.f_lineno
-    for each in frames():
-        if not _is_passed_by(each.f_code.co_filename):
-            return each.f_code, each.f_lineno
+    for outer in frames():
+        if not _is_passed_by(outer.f_code.co_filename):
+            return outer.f_code, outer.f_lineno
     return "?", 0
 
 

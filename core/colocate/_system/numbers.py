@@ -23,9 +23,9 @@ _LONGEST_NAME = 100  # bytes; file names add a process, a host or a rank, within
 
 def duration_problem(value: Any, *, positive: bool = False) -> str | None:
     """Return an error text for an invalid number of seconds, or None."""
-    wanted = "a number of seconds, more than 0" if positive else "a number of seconds, 0 or more"
+    requirement = "a number of seconds, more than 0" if positive else "a number of seconds, 0 or more"
     if not _is_number(value) or value != value or value < 0 or (positive and value == 0):
-        return f"must be {wanted} (math.inf, in YAML .inf, for ever), not {shown(value)}"
+        return f"must be {requirement} (math.inf, in YAML .inf, for ever), not {shown(value)}"
     return None
 
 
@@ -69,8 +69,8 @@ def gpus_problem(value: Any) -> str | None:
 
 
 def ports_problem(value: object) -> str | None:
-    found = re.fullmatch("([0-9]{4,5})-([0-9]{4,5})", value) if isinstance(value, str) else None
-    if value is None or (found is not None and 1024 <= int(found[1]) <= int(found[2]) <= 65535):
+    match = re.fullmatch("([0-9]{4,5})-([0-9]{4,5})", value) if isinstance(value, str) else None
+    if value is None or (match is not None and 1024 <= int(match[1]) <= int(match[2]) <= 65535):
         return None
     return f"must be the first and the last of some ports from 1024 to 65535, as '20000-20100', not {shown(value)}"
 
@@ -111,10 +111,10 @@ def variable_problem(name: object, value: object) -> str | None:
 
 def labels_problem(value: object) -> str | None:
     if not isinstance(value, Mapping) or not all(
-        isinstance(each, str) and each for pair in value.items() for each in pair
+        isinstance(text, str) and text for pair in value.items() for text in pair
     ):
         return f"must be a mapping from names of labels to values, all text, not {shown(value)}"
-    odd = next((each for each in value.values() if re.fullmatch(r"!?(in\([^()!]+\)|[^()!]+)", each) is None), None)
+    odd = next((text for text in value.values() if re.fullmatch(r"!?(in\([^()!]+\)|[^()!]+)", text) is None), None)
     if odd is not None:
         return f"has the value {odd!r}; one is written as 'H100', '!H100', 'in(A100,H100)' or '!in(A100,H100)'"
     return None
@@ -124,8 +124,8 @@ def resources_problem(value: object) -> str | None:
     if not isinstance(value, Mapping) or not all(isinstance(name, str) and name for name in value):
         return f"must be a mapping from names of resources to numbers, not {shown(value)}"
     for name, amount in value.items():
-        if (own := _OWN_RESOURCES.get(name.lower())) is not None:
-            return f"has {name!r}, which {own} is for"
+        if (option := _OWN_RESOURCES.get(name.lower())) is not None:
+            return f"has {name!r}, which {option} is for"
         if (problem := amount_problem(amount)) is not None or amount == 0:
             return f"of {name!r} {problem or 'must be more than 0'}"
     return None
@@ -178,10 +178,10 @@ def parse_bytes(value: str | SupportsIndex, what: str) -> int:
     """
     unit, size = "", -1.0
     if isinstance(value, str):
-        found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", value)
-        if found is not None and found[2].upper() in _UNITS:
-            unit = found[2]
-            size = float(found[1]) * _UNITS[unit.upper()]
+        match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", value)
+        if match is not None and match[2].upper() in _UNITS:
+            unit = match[2]
+            size = float(match[1]) * _UNITS[unit.upper()]
     elif not isinstance(value, bool):
         with contextlib.suppress(TypeError):  # not a whole number
             size = operator.index(value)

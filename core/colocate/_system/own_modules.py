@@ -82,8 +82,8 @@ class _Loader(SourceFileLoader):
         return self._stats
 
     def get_data(self, path: Any) -> bytes:
-        found = self._data.get(path)
-        return super().get_data(path) if found is None else found
+        data = self._data.get(path)
+        return super().get_data(path) if data is None else data
 
 
 class _Finder(FileFinder):

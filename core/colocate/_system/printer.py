@@ -80,7 +80,7 @@ class Printer:
 
     def _take(self) -> list[str | int]:
         """Return enough lines for a chunk."""
-        found: list[str | int] = []
+        lines: list[str | int] = []
         size = 0
         with self._lock:
             if self._dropping and not self._lines:  # no further line may come to report the dropped ones
@@ -90,30 +90,30 @@ class Printer:
                     self._dropped = 0
             while self._lines and size < _CHUNK:
                 line = self._lines.popleft()
-                found.append(line)
+                lines.append(line)
                 if isinstance(line, str):
                     size += len(line) + 1
                     self._waiting -= len(line)
-        return found
+        return lines
 
     def _text(self, line: str | int) -> str:
         if isinstance(line, str):
             return line
-        what = "1 line of workers' output was" if line == 1 else f"{line} lines of workers' output were"
-        return f"[colocate] {what} dropped here: {self._why}"
+        subject = "1 line of workers' output was" if line == 1 else f"{line} lines of workers' output were"
+        return f"[colocate] {subject} dropped here: {self._why}"
 
 
 @contextlib.contextmanager
 def told_when_slow(what: str) -> Iterator[None]:
     """Print a message if the block takes long, and again each time that the duration has doubled."""
-    over, began = threading.Event(), time.monotonic()
+    end_event, began = threading.Event(), time.monotonic()
 
     def tell() -> None:
         wait = CONNECTING_S
-        while not over.wait(wait):
+        while not end_event.wait(wait):
             wait = time.monotonic() - began
             with contextlib.suppress(Exception):  # a closed stream, or an error of a user's stream
-                _write(f"[colocate] {what}: {wait:.0f} s\n", over.is_set)
+                _write(f"[colocate] {what}: {wait:.0f} s\n", end_event.is_set)
 
     thread = Thread(target=tell, name="colocate-start")
     with contextlib.suppress(RuntimeError):  # no thread can start: no message
@@ -121,7 +121,7 @@ def told_when_slow(what: str) -> Iterator[None]:
     try:
         yield
     finally:
-        over.set()
+        end_event.set()
         if thread.ident is not None:
             thread.join(PRINTED_WITHIN_S)
 
@@ -132,14 +132,14 @@ def _write(text: str, given_up: Callable[[], bool]) -> None:
     A thread that blocks inside the stream would keep the stream's lock, and crash the interpreter at exit.
     """
     stream = sys.stderr
-    own = sys.__stderr__
-    if own is None or stream is not own:
+    process_stderr = sys.__stderr__
+    if process_stderr is None or stream is not process_stderr:
         if stream is not None:  # None in a process without a terminal
             stream.write(text)
             stream.flush()
         return
-    data = memoryview(text.encode(own.encoding, "backslashreplace"))
-    descriptor = own.fileno()
+    data = memoryview(text.encode(process_stderr.encoding, "backslashreplace"))
+    descriptor = process_stderr.fileno()
     poll = select.poll()
     poll.register(descriptor, select.POLLOUT)
     while data:

@@ -13,13 +13,13 @@ Interval: TypeAlias = tuple[float, float]
 
 def merged(intervals: Iterable[Interval]) -> list[Interval]:
     """Merge intervals into disjoint ones, in order."""
-    found: list[Interval] = []
+    result: list[Interval] = []
     for start, end in sorted(intervals):
-        if found and start <= found[-1][1]:
-            found[-1] = found[-1][0], max(found[-1][1], end)
+        if result and start <= result[-1][1]:
+            result[-1] = result[-1][0], max(result[-1][1], end)
         elif end > start:
-            found.append((start, end))
-    return found
+            result.append((start, end))
+    return result
 
 
 def length(intervals: Iterable[Interval]) -> float:
@@ -29,17 +29,17 @@ def length(intervals: Iterable[Interval]) -> float:
 
 def without(some: Iterable[Interval], others: Sequence[Interval]) -> list[Interval]:
     """Return the parts of intervals outside of `others`, which must be merged."""
-    found: list[Interval] = []
+    result: list[Interval] = []
     for start, end in some:
         place = max(0, bisect_right(others, (start, start)) - 1)
         while place < len(others) and others[place][0] < end:
             first, last = others[place]
             if first > start:
-                found.append((start, first))
+                result.append((start, first))
             start, place = max(start, last), place + 1
         if start < end:
-            found.append((start, end))
-    return found
+            result.append((start, end))
+    return result
 
 
 RECENT_S = 10.0
@@ -71,11 +71,11 @@ class RecentSpans(Generic[Key]):
     def shares(self, now: float, more: Iterable[tuple[Key, float, float]] = ()) -> dict[Key, float]:
         """Return the busy share of the last seconds, by key; overlaps count once."""
         since = now - RECENT_S
-        found: dict[Key, list[Interval]] = {}
+        intervals: dict[Key, list[Interval]] = {}
         with self._lock:
             while self._spans and self._spans[0][2] < since:
                 self._spans.popleft()
             spans = [*self._spans, *(span for span in more if span[2] > since)]
         for key, start, end in spans:
-            found.setdefault(key, []).append((max(start, since), end))
-        return {key: length(each) / RECENT_S for key, each in found.items()}
+            intervals.setdefault(key, []).append((max(start, since), end))
+        return {key: length(busy) / RECENT_S for key, busy in intervals.items()}

@@ -25,7 +25,7 @@ def free_memory() -> int:
     import psutil  # imported late, for a fast start of workers
 
     free = int(psutil.virtual_memory().available)
-    return min([free, *(left for group in _control_groups() if (left := group.left()) is not None)])
+    return min([free, *(remaining for group in _control_groups() if (remaining := group.left()) is not None)])
 
 
 def private_bytes(pid: int | None = None) -> int:
@@ -80,12 +80,12 @@ def _control_groups() -> list[_ControlGroup]:
     except OSError:
         return []
     # With both versions mounted, v1 may control memory. The line of v2 has no controllers.
-    for wanted, root in (("memory", _CGROUPS / "memory"), ("", _CGROUPS)):
+    for controller, root in (("memory", _CGROUPS / "memory"), ("", _CGROUPS)):
         for _, controllers, path in lines:
-            if wanted in controllers.split(","):
-                own = root / path.lstrip("/")
-                folders = [folder for folder in (own, *own.parents) if folder.is_relative_to(root)]
-                return [_ControlGroup(folder, not wanted) for folder in folders]
+            if controller in controllers.split(","):
+                own_folder = root / path.lstrip("/")
+                folders = [folder for folder in (own_folder, *own_folder.parents) if folder.is_relative_to(root)]
+                return [_ControlGroup(folder, not controller) for folder in folders]
     return []
 
 
@@ -111,10 +111,10 @@ class OomKills:
         counts.
         """
         groups = [(group.events, "its control group") for group in _control_groups()]
-        for path, whose in [*groups, (_COUNTS, "this machine")]:
+        for path, subject in [*groups, (_COUNTS, "this machine")]:
             try:
                 counts = dict(line.split() for line in path.read_text().splitlines())
-                return cls(int(counts["oom_kill"]), whose, path)
+                return cls(int(counts["oom_kill"]), subject, path)
             except (OSError, ValueError, KeyError):  # an old kernel
                 continue
         return cls(0, "nobody", _COUNTS)

@@ -54,9 +54,9 @@ def told(error: BaseException, trace: TracebackType | None = _CARRIED, *, whole:
     """
     trace = error.__traceback__ if trace is _CARRIED else trace
     try:
-        found = traceback.TracebackException(type(error), error, trace)
-        _fold(found, error, whole)
-        return "".join(found.format())
+        formatted = traceback.TracebackException(type(error), error, trace)
+        _fold(formatted, error, whole)
+        return "".join(formatted.format())
     except Exception as fault:  # an error in the exception's class, or an endless chain of parts
         frames = "".join(folded(traceback.extract_tb(trace), whole).format())
         head = f"Traceback (most recent call last):\n{frames}" if frames else ""
@@ -108,19 +108,19 @@ def without_own_frames(error: BaseException) -> BaseException:
 
 def folded(frames: traceback.StackSummary, whole: bool, in_full: bool = True) -> traceback.StackSummary:
     """Replace runs of framework frames in a stack by counts; with `in_full`, keep a pure framework stack."""
-    ours = [is_own_code(each.filename) or each.filename.startswith(tuple(_executors)) for each in frames]
-    between = [any(part in each.filename for part in _BETWEEN) for each in frames]
+    ours = [is_own_code(summary.filename) or summary.filename.startswith(tuple(_executors)) for summary in frames]
+    between = [any(part in summary.filename for part in _BETWEEN) for summary in frames]
     users = [not (a or b) for a, b in zip(ours, between, strict=True)]
     if in_full and not any(users):
         return frames
-    found = _Folded()
+    result = _Folded()
     for is_users, group in itertools.groupby(zip(users, ours, frames, strict=True), key=operator.itemgetter(0)):
         run = list(group)
         if is_users or not any(is_ours for _, is_ours, _ in run):
-            found.extend(frame for _, _, frame in run)
-        elif whole or found:
-            found.append(_Fold(len(run)))
-    return found
+            result.extend(frame for _, _, frame in run)
+        elif whole or result:
+            result.append(_Fold(len(run)))
+    return result
 
 
 def _fold(found: traceback.TracebackException, error: BaseException, whole: bool) -> None:
@@ -133,9 +133,9 @@ def _fold(found: traceback.TracebackException, error: BaseException, whole: bool
         found.stack = folded(found.stack, whole, in_full=not _tells(error))
         parts = error.exceptions if isinstance(error, BaseExceptionGroup) else ()
         chained = (found.__cause__, error.__cause__), (found.__context__, error.__context__)
-        for part, each in (*chained, *zip(found.exceptions or (), parts, strict=False)):
-            if part is not None and each is not None:
-                todo.append((part, each))
+        for part, cause in (*chained, *zip(found.exceptions or (), parts, strict=False)):
+            if part is not None and cause is not None:
+                todo.append((part, cause))
 
 
 def _of_a_role(error: BaseException) -> bool:
@@ -145,7 +145,7 @@ def _of_a_role(error: BaseException) -> bool:
 def _tells(error: BaseException) -> bool:
     """Return whether an error names the culprit by other means than a stack."""
     if isinstance(error, BaseExceptionGroup):
-        return any(_tells(each) or frames_of_users(each) for each in error.exceptions)
+        return any(_tells(part) or frames_of_users(part) for part in error.exceptions)
     return _of_a_role(error)
 
 
@@ -185,9 +185,9 @@ class rebuilding:
             return
         while trace is not None and is_own_code(trace.tb_frame.f_code.co_filename):
             trace = trace.tb_next
-        what = self._what if isinstance(self._what, str) else self._what()
-        error = NotRebuilt(f"{what} can't be rebuilt: {error_text(why)}")
-        error.what, error.why = what, why.with_traceback(trace)
+        subject = self._what if isinstance(self._what, str) else self._what()
+        error = NotRebuilt(f"{subject} can't be rebuilt: {error_text(why)}")
+        error.what, error.why = subject, why.with_traceback(trace)
         raise error from why
 
 

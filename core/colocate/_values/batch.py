@@ -94,8 +94,8 @@ def rows(value: Any, path: str) -> int:
     """
     total = count_rows(value, path)
     if total is None:
-        what = "is None" if value is None else f"({type(value).__name__}) holds nothing but None"
-        raise DispatchError(f"{path} {what}, which has no rows; {_HAVE_ROWS}")
+        reason = "is None" if value is None else f"({type(value).__name__}) holds nothing but None"
+        raise DispatchError(f"{path} {reason}, which has no rows; {_HAVE_ROWS}")
     return total
 
 
@@ -107,10 +107,10 @@ def count_rows(value: Any, path: str) -> int | None:
         if is_deferred(cls):
             continue
         kind = kind_of(cls)
-        own = None if kind is None else kind.length(leaf)
-        if own is None or (total is not None and own != total):
+        count = None if kind is None else kind.length(leaf)
+        if count is None or (total is not None and count != total):
             raise _uneven(value, path)
-        total = own
+        total = count
     return total
 
 
@@ -137,8 +137,8 @@ def _kind(leaf: Any, path: str) -> Kind:
 def _length(leaf: Any, path: str) -> int:
     total = _kind(leaf, path).length(leaf)
     if total is None:
-        what = "a strided nested tensor" if getattr(leaf, "is_nested", False) else f"0-d {type(leaf).__name__}"
-        raise DispatchError(f"{path} ({what}) has no rows; {_HAVE_ROWS}")
+        description = "a strided nested tensor" if getattr(leaf, "is_nested", False) else f"0-d {type(leaf).__name__}"
+        raise DispatchError(f"{path} ({description}) has no rows; {_HAVE_ROWS}")
     return total
 
 
@@ -224,8 +224,8 @@ def concat(parts: Sequence[Any], path: str, label: Label = "part {}".format, mem
     if first is None or is_container(first):
         check_alike(parts, path, label)
         if isinstance(first, Mapping):
-            made = {key: concat([p[key] for p in parts], f"{path}[{key!r}]", label, memo) for key in first}
-            return rebuild(first, made)
+            joined = {key: concat([p[key] for p in parts], f"{path}[{key!r}]", label, memo) for key in first}
+            return rebuild(first, joined)
         if isinstance(first, tuple):
             columns = enumerate(zip(*parts, strict=True))
             return rebuild(first, [concat(items, f"{path}[{index}]", label, memo) for index, items in columns])

@@ -60,11 +60,11 @@ class Codec:
 
 def explain(value: Any, name: str, what: str, error: Exception) -> SerializationError:
     """Return an error that names the part of a value that can't be sent."""
-    if any(isinstance(each, RecursionError) for each in (error, error.__cause__)):
+    if any(isinstance(cause, RecursionError) for cause in (error, error.__cause__)):
         return no_end(what, name)
-    found = wire.explain(value, name, error)
-    found.args = (f"{what}: {found.message}",)
-    return found
+    explanation = wire.explain(value, name, error)
+    explanation.args = (f"{what}: {explanation.message}",)
+    return explanation
 
 
 def _handed_over(value: Any, device: str | None) -> Any:

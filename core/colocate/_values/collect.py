@@ -101,8 +101,8 @@ class Concat(Collect):
                     rank=rank,
                 ) from None
         if ranks.padded is not None and ranks.rows is not None:
-            given = zip(ranks.pick(ranks.padded, sources), ranks.pick(ranks.rows, sources), strict=True)
-            for place, (padded, real) in enumerate(given):
+            row_counts = zip(ranks.pick(ranks.padded, sources), ranks.pick(ranks.rows, sources), strict=True)
+            for place, (padded, real) in enumerate(row_counts):
                 if padded is None or real is None:
                     continue
                 if totals[place] != padded:
@@ -115,11 +115,15 @@ class Concat(Collect):
                 if real != padded:
                     parts[place], totals[place] = slice_rows(parts[place], 0, real), real
         # Empty results often have other shapes than the rest, and contribute nothing.
-        kept = [place for place, total in enumerate(totals) if total] or range(len(parts))
+        filled_places = [place for place, total in enumerate(totals) if total] or range(len(parts))
         places = None
         if ranks.partition is not None:
             places = features.module("balance.parts").inverse(ranks.pick(ranks.partition, sources), totals, sources)
-        whole = concat([parts[place] for place in kept], "the results", lambda place: f"rank {sources[kept[place]]}")
+        whole = concat(
+            [parts[place] for place in filled_places],
+            "the results",
+            lambda place: f"rank {sources[filled_places[place]]}",
+        )
         return whole if places is None else take_rows(whole, places)
 
     def __repr__(self) -> str:
@@ -182,7 +186,11 @@ class Reduce(Collect):
         if ranks.rows is None:
             return leaders
         real = ranks.pick(ranks.rows, leaders)
-        return leaders if 0 not in real else [rank for rank, own in zip(leaders, real, strict=True) if own != 0]
+        return (
+            leaders
+            if 0 not in real
+            else [rank for rank, row_count in zip(leaders, real, strict=True) if row_count != 0]
+        )
 
     def join(self, results: Sequence[Any], ranks: Ranks) -> Any:
         """Reduce the results of all ranks that count."""
@@ -191,8 +199,8 @@ class Reduce(Collect):
             raise DispatchError(f"{self!r}: no rank worked on any rows, so there is nothing to reduce")
         weights: Sequence[int] | None = None
         if self.operation == "mean" and self.weight == "rows" and ranks.rows is not None:
-            known = [own for own in ranks.pick(ranks.rows, sources) if own is not None]
-            weights = known if len(known) == len(sources) else None
+            rank_rows = [row_count for row_count in ranks.pick(ranks.rows, sources) if row_count is not None]
+            weights = rank_rows if len(rank_rows) == len(sources) else None
         return reduce_values(ranks.pick(results, sources), self.operation, weights, sources)
 
     def __repr__(self) -> str:
@@ -222,11 +230,11 @@ def check_meshes(dispatch: Dispatch, collect: Collect, ranks: Ranks, where: str)
             raise DispatchError(f"{where}: {value!r} names the mesh {mesh!r}, which the role doesn't have{hint}")
         if axis is None or axis in _AXES:
             continue
-        known = {name for own in ranks.meshes.values() for name in own.shape} | _AXES
-        if axis not in known:
+        axes = {name for role_mesh in ranks.meshes.values() for name in role_mesh.shape} | _AXES
+        if axis not in axes:
             raise DispatchError(
                 f"{where}: {value!r} names the axis {axis!r}, which none of the role's meshes has"
-                f"; it is no usual axis either{did_you_mean(axis, sorted(known))}"
+                f"; it is no usual axis either{did_you_mean(axis, sorted(axes))}"
             )
 
 
@@ -251,17 +259,18 @@ def reduce_values(
             columns: Any = ((key, [value[key] for value in values]) for key in first)
         else:
             columns = enumerate(zip(*values, strict=True))
-        made = {key: reduce_values(items, operation, weights, ranks, (*keys, key)) for key, items in columns}
+        reduced = {key: reduce_values(items, operation, weights, ranks, (*keys, key)) for key, items in columns}
         if isinstance(first, Mapping):
-            return rebuild(first, made)
-        return list(made.values()) if isinstance(first, list) else rebuild(first, made.values())
+            return rebuild(first, reduced)
+        return list(reduced.values()) if isinstance(first, list) else rebuild(first, reduced.values())
     family = _family(first)
     for index, value in enumerate(values):
         if family is None or _family(value) is not family:
-            what = "None" if value is None else f"a {type(value).__name__}"
-            others = "" if family is None else f", where rank {ranks[0]} has a {type(first).__name__}"
+            description = "None" if value is None else f"a {type(value).__name__}"
+            comparison = "" if family is None else f", where rank {ranks[0]} has a {type(first).__name__}"
             raise DispatchError(
-                f"{path}: rank {ranks[index]} has {what}{others}; numbers, tensors and arrays alike on all ranks "
+                f"{path}: rank {ranks[index]} has {description}{comparison}; numbers, tensors and arrays "
+                f"alike on all ranks "
                 "can be reduced, so return those, or collect with Gather or First",
                 rank=ranks[index],
             )

@@ -136,10 +136,10 @@ class _Named(Dispatch):
     def declare(self, parameters: Sequence[str], method: str) -> None:
         for name in self.parameters:
             if name not in parameters:
-                known = ", ".join(map(repr, parameters)) or "none"
+                names = ", ".join(map(repr, parameters)) or "none"
                 raise DispatchError(
                     f"{method}: {self!r} names {name!r}, but the method has no such parameter"
-                    f"; its parameters: {known}{did_you_mean(name, parameters)}",
+                    f"; its parameters: {names}{did_you_mean(name, parameters)}",
                     method=method,
                     parameter=name,
                 )
@@ -168,11 +168,11 @@ class PerRank(_Named):
                 lists[name] = value.items(len(targets), name)
             elif value is not None:
                 lists[name] = check_items(name, value, len(targets))
-        others = whole({name: value for name, value in arguments.items() if name not in lists})
-        result: list[Arguments] = [others] * ranks.world_size
+        common = whole({name: value for name, value in arguments.items() if name not in lists})
+        result: list[Arguments] = [common] * ranks.world_size
         for place, rank in enumerate(targets):
-            own = {name: whole(items[place]) for name, items in lists.items()}
-            result[rank] = {name: own[name] if name in own else others[name] for name in arguments}
+            rank_values = {name: whole(items[place]) for name, items in lists.items()}
+            result[rank] = {name: rank_values[name] if name in rank_values else common[name] for name in arguments}
         return result
 
     def __repr__(self) -> str:
@@ -249,28 +249,28 @@ class Scatter(_Named):
         mesh = ranks.mesh(self.mesh)
         count = mesh.size(self.axis)
         by_cost = self.balance is not None and arguments.get(self.balance) is not None
-        if not (self.pad or by_cost) and (own := self._own(arguments, count)) is not None:
-            return [own] * ranks.world_size
+        if not (self.pad or by_cost) and (rank_values := self._own(arguments, count)) is not None:
+            return [rank_values] * ranks.world_size
         scattered = {name: arguments[name] for name in self.parameters if name in arguments}
         by, partition = self._partition(scattered, count)
-        others = whole({name: value for name, value in arguments.items() if name not in scattered})
-        base = {name: others.get(name) for name in arguments}  # keeps the order of the call's arguments
+        common = whole({name: value for name, value in arguments.items() if name not in scattered})
+        base = {name: common.get(name) for name in arguments}  # keeps the order of the call's arguments
         if partition is None:
-            parts, sizes, each = self._spread(scattered, count)
+            parts, sizes, padded_size = self._spread(scattered, count)
         else:
             parts = features.module("balance.parts").pick(self, scattered, by, partition)
-            sizes, each = [*map(len, partition)], None
-        made = [{**base, **own} for own in parts]
-        if len(made) < count:
-            return made * ranks.world_size
+            sizes, padded_size = [*map(len, partition)], None
+        mappings = [{**base, **rank_values} for rank_values in parts]
+        if len(mappings) < count:
+            return mappings * ranks.world_size
         if count == ranks.world_size:
             places: Sequence[int] = range(count)
         else:
             places = [mesh.coordinate(rank, self.axis) for rank in range(ranks.world_size)]
         return Parts(
-            [made[place] for place in places],
+            [mappings[place] for place in places],
             None if sizes is None else [sizes[place] for place in places],
-            None if each is None else [each] * ranks.world_size,
+            None if padded_size is None else [padded_size] * ranks.world_size,
             None if partition is None else [partition[place] for place in places],
         )
 
@@ -280,13 +280,13 @@ class Scatter(_Named):
         if self.axis != "dp" or self.rows_of > 1 or self.pad or self.mesh or self.balance or total < count:
             return None
         lists = {name: arguments[name] for name in self.parameters if name in arguments}
-        if any(type(each) is not list or len(each) != total for each in lists.values()):
+        if any(type(items) is not list or len(items) != total for items in lists.values()):
             return None
         if ranks.meshes is not one_axis(count) or not all(map(is_plain, arguments.values())):
             return None
         sizes = even_sizes(total, count)
         cuts = [slice(*ends) for ends in pairwise(accumulate(sizes, initial=0))]
-        return Parts([{**arguments, **{name: each[cut] for name, each in lists.items()}} for cut in cuts], sizes)
+        return Parts([{**arguments, **{name: items[cut] for name, items in lists.items()}} for cut in cuts], sizes)
 
     def _partition(self, values: dict[str, Any], count: int) -> tuple[str, Partition | None]:
         """Return the parameter that determines the partition, and each place's row indices if rows were chosen.
@@ -303,10 +303,12 @@ class Scatter(_Named):
         for name, value in () if self.pad else values.items():
             leaf = next((leaf for leaf in leaves(value) if is_deferred(type(leaf))), None)
             if leaf is not None:
-                found: Partition | None = leaf.partition
-                if found is None or leaf.own(self.axis, self.mesh, count, of, found) is None:
+                partition: Partition | None = leaf.partition
+                if partition is None or leaf.own(self.axis, self.mesh, count, of, partition) is None:
                     return name, None
-                return name, found if of == 1 or features.module("balance.parts").keeps_sets(found, of) else None
+                return name, partition if of == 1 or features.module("balance.parts").keeps_sets(
+                    partition, of
+                ) else None
         return "", None
 
     def _spread(self, values: Arguments, count: int) -> tuple[list[Any], Sequence[int] | None, int | None]:
@@ -325,21 +327,21 @@ class Scatter(_Named):
         deferred: list[tuple[str, Any]] = []
         for name, value in values.items():
             try:
-                known = count_rows(value, name)
+                row_count = count_rows(value, name)
             except DispatchError as error:
                 error.parameter = name
                 raise
             if total is None:
-                first, total = name, known
-            elif known is not None:
-                same_rows(first, total, name, known)
+                first, total = name, row_count
+            elif row_count is not None:
+                same_rows(first, total, name, row_count)
             deferred += [(name, leaf) for leaf in leaves(value) if is_deferred(type(leaf))]
         owned: dict[int, Any] = {}  # each rank's own part of a resident, in its worker
         if not self.pad:
             owned = {id(leaf): leaf.own(axis, mesh, count, of) for _, leaf in deferred}
         sizes: Sequence[int] | None = None
-        each: int | None = None
-        beside: dict[int, Beside] = {}  # comparisons with residents for the workers, by the leaf's id
+        padded_size: int | None = None
+        aligned: dict[int, Beside] = {}  # comparisons with residents for the workers, by the leaf's id
         by: Any = None  # the placeholder of the resident whose partition applies
         if total is None:
             if deferred and not self.pad and None not in owned.values():
@@ -348,42 +350,42 @@ class Scatter(_Named):
             check_sets(f"the parameter {first!r}", total, of, first)
             spread: Sequence[int] = even_sizes(total, count, of)
             if not all(leaf.known for _, leaf in deferred):
-                beside = {id(leaf): Beside(first, total, owner) for owner, leaf in deferred}
+                aligned = {id(leaf): Beside(first, total, owner) for owner, leaf in deferred}
                 by = owned.get(id(deferred[0][1]))
             else:
                 for place, (owner, leaf) in enumerate(deferred):
-                    theirs = leaf.sizes(axis, mesh, count, of)
-                    same_rows(first, total, owner, sum(theirs))
+                    owner_sizes = leaf.sizes(axis, mesh, count, of)
+                    same_rows(first, total, owner, sum(owner_sizes))
                     if place == 0:
-                        spread = theirs
-                        for size in theirs:
+                        spread = owner_sizes
+                        for size in owner_sizes:
                             check_sets(f"a part of {owner!r}, as it lies in the workers,", size, of, owner)
             if self.pad and (total > 0 or self.empty == "error"):
-                each, spread = padded_sizes(total, count)
-            if self.empty == "error" and (total == 0 or (each is None and 0 in spread)):
+                padded_size, spread = padded_sizes(total, count)
+            if self.empty == "error" and (total == 0 or (padded_size is None and 0 in spread)):
                 raise self.skipped(first, total, count)
             sizes = spread
-        split = None if sizes is None else leaf_splitter(sizes, each)
+        split = None if sizes is None else leaf_splitter(sizes, padded_size)
 
         def parts_of(leaf: Any) -> Sequence[Any]:
             if not is_deferred(type(leaf)):
                 leaf = whole(leaf) if isinstance(leaf, list) else leaf
                 if by is not None:
-                    return [Cut(leaf, by, next(iter(beside.values())))]
+                    return [Cut(leaf, by, next(iter(aligned.values())))]
                 assert split is not None, "without sizes there are no plain rows"
                 return split(leaf)
             if by is not None:
-                own = owned[id(leaf)]
-                return [leaf.share(0, count, padding, beside[id(leaf)], of) if own is None else own]
-            if beside:
-                return [leaf.share(index, count, padding, beside[id(leaf)], of) for index in range(count)]
+                own_part = owned[id(leaf)]
+                return [leaf.share(0, count, padding, aligned[id(leaf)], of) if own_part is None else own_part]
+            if aligned:
+                return [leaf.share(index, count, padding, aligned[id(leaf)], of) for index in range(count)]
             if sizes is None or self.pad:
                 return [leaf.part(index, count, axis, mesh, padding, of) for index in range(count)]
             return [leaf.slice(start, stop) for start, stop in pairwise(accumulate(sizes, initial=0))]
 
         if by is not None:
             return take_apart(values, 1, parts_of), None, None
-        return take_apart(values, count, parts_of), sizes, each
+        return take_apart(values, count, parts_of), sizes, padded_size
 
     def skipped(self, first: str, total: int, count: int) -> DispatchError:
         """Return the error for a rank without rows."""
@@ -391,37 +393,37 @@ class Scatter(_Named):
         if total < count * of:
             sets = f", in sets of {of}," if of > 1 else ""
             ranks = f"{plural(count, 'rank')} along {axis!r}"
-            what = f"the parameter {first!r} has {plural(total, 'row')}{sets} for {ranks}"
+            reason = f"the parameter {first!r} has {plural(total, 'row')}{sets} for {ranks}"
         else:
-            what = f"some of the {count} ranks along {axis!r} have none of the {total} rows of {first!r} "
-            what += "where they lie now"
+            reason = f"some of the {count} ranks along {axis!r} have none of the {total} rows of {first!r} "
+            reason += "where they lie now"
         pads = total and of == 1 and self.balance is None
         hint = "give more rows, or declare Scatter(empty='run')" + (" or pad=True" if pads else "")
-        return DispatchError(f"{what}, and no rank is skipped: {hint}", parameter=first)
+        return DispatchError(f"{reason}, and no rank is skipped: {hint}", parameter=first)
 
     def _own(self, arguments: Arguments, count: int) -> dict[str, Any] | None:
         """Return the result of `split` for the simple and usual case; None for other arguments.
 
         In this case all scattered arguments are residents split alike, and the rest are numbers and similar.
         """
-        found: dict[str, Any] = {}
+        mapping: dict[str, Any] = {}
         scattered = False
         for name, value in arguments.items():
             kind = type(value)
             if kind in PLAIN:
                 if value is not None and name in self.parameters:
                     return None
-                found[name] = value
+                mapping[name] = value
             elif not is_deferred(kind):
                 return None
             elif name not in self.parameters:
-                found[name] = value.whole()
-            elif (own := value.own(self.axis, self.mesh, count, self.rows_of)) is not None:
-                found[name] = own
+                mapping[name] = value.whole()
+            elif (own_part := value.own(self.axis, self.mesh, count, self.rows_of)) is not None:
+                mapping[name] = own_part
                 scattered = True
             else:
                 return None
-        return found if scattered else None
+        return mapping if scattered else None
 
     def __repr__(self) -> str:
         names = map(repr, self.parameters)
@@ -430,8 +432,8 @@ class Scatter(_Named):
 
 def written(value: Any, *positional: str, **usual: Any) -> str:
     """Return the repr of a declaration: options with non-default values only."""
-    said = [f"{name}={own!r}" for name, default in usual.items() if (own := getattr(value, name)) != default]
-    return f"{type(value).__name__}({', '.join([*positional, *said])})"
+    options = [f"{name}={option!r}" for name, default in usual.items() if (option := getattr(value, name)) != default]
+    return f"{type(value).__name__}({', '.join([*positional, *options])})"
 
 
 @attrs.frozen
@@ -509,12 +511,12 @@ def check_place(what: str, axis: str, mesh: str | None) -> None:
 
 
 def _check_names(dispatch: type[Dispatch], parameters: tuple[Any, ...]) -> None:
-    what = dispatch.__name__
+    label = dispatch.__name__
     if not parameters or not all(isinstance(name, str) for name in parameters):
         shown = ", ".join(map(repr, parameters))
-        raise ConfigError(f"{what}({shown}): name the method's parameters, such as {what}('batch')")
+        raise ConfigError(f"{label}({shown}): name the method's parameters, such as {label}('batch')")
     if len(set(parameters)) != len(parameters):
-        raise ConfigError(f"{what}({', '.join(map(repr, parameters))}): a parameter is named twice")
+        raise ConfigError(f"{label}({', '.join(map(repr, parameters))}): a parameter is named twice")
 
 
 def check_items(name: str, value: Any, count: int) -> Sequence[Any]:

@@ -30,13 +30,13 @@ def _is_container(kind: type) -> bool:
 def leaves(value: Any) -> list[Any]:
     if not is_container(value):
         return [] if value is None else [value]
-    found = []
+    result = []
     for item in value if isinstance(value, tuple) else value.values():
         if is_container(item):
-            found += leaves(item)
+            result += leaves(item)
         elif item is not None:
-            found.append(item)
-    return found
+            result.append(item)
+    return result
 
 
 def named_leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
@@ -129,8 +129,8 @@ def check_alike(values: Sequence[Any], path: str, label: Label) -> None:
     first = values[0]
     for index, value in enumerate(values):
         if (value is None) is not (first is None):
-            gone, there = (index, 0) if value is None else (0, index)
-            raise DispatchError(f"{path}: that of {label(gone)} is None and that of {label(there)} is not")
+            none_index, value_index = (index, 0) if value is None else (0, index)
+            raise DispatchError(f"{path}: that of {label(none_index)} is None and that of {label(value_index)} is not")
         if isinstance(first, Mapping):
             if not isinstance(value, Mapping) or value.keys() != first.keys():
                 shown = f"the keys {list(value)}" if isinstance(value, Mapping) else f"a {type(value).__name__}"

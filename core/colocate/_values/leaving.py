@@ -98,29 +98,29 @@ class Records:
         Raises:
             CopyError: The record can't be copied.
         """
-        known, made = self._made.get(id(item), (None, None))
-        if made is not None:
-            return made
-        if known is not None:  # a cycle
+        original, result = self._made.get(id(item), (None, None))
+        if result is not None:
+            return result
+        if original is not None:  # a cycle
             self._leads_back = True
             if not self._copies_back:
                 return item
             if structure_of(type(item)) is not None:
                 raise CopyError("it is one of its own leaves")
-            made = self._copy(item)
-            self._made[id(item)] = item, made
-            return made
+            result = self._copy(item)
+            self._made[id(item)] = item, result
+            return result
         if self._inside is None:
             return self._outermost(item, change)
         self._inside.append(id(item))
         self._made[id(item)] = item, None
-        made = item
+        result = item
         try:  # inlined: nested records must not need more stack frames
             if (structure := structure_of(type(item))) is not None:
                 leaves = structure.open(item)
                 if (new := change(leaves)) is not leaves:
-                    made = structure.make(type(item), new)
-                return made
+                    result = structure.make(type(item), new)
+                return result
             changed = {}
             for name in fields(type(item)):
                 old = getattr(item, name, None)
@@ -134,43 +134,43 @@ class Records:
                     object.__setattr__(copied, name, new)  # the class may be frozen
                 except AttributeError as error:
                     raise CopyError(f"{name} can't be set") from error
-            made = item if copied is None else copied
+            result = item if copied is None else copied
         finally:
-            self._made[id(item)] = item, made
-        return made
+            self._made[id(item)] = item, result
+        return result
 
     def _outermost(self, item: Any, change: Callable[[Any], Any]) -> Any:
         self._inside, self._leads_back, self._copies_back = [], False, False
         try:
-            made = self.of(item, change)
-            if self._leads_back and made is not item:  # once more, so that references in cycles lead to copies
+            result = self.of(item, change)
+            if self._leads_back and result is not item:  # once more, so that references in cycles lead to copies
                 for key in self._inside:
                     del self._made[key]
                 self._inside, self._copies_back = [], True
-                made = self.of(item, change)
-            return made
+                result = self.of(item, change)
+            return result
         finally:
             self._inside = None
 
     def _copy(self, item: Any) -> Any:
         if self._by_itself is not None:
             try:
-                made = self._by_itself(item)
+                duplicate = self._by_itself(item)
             except Exception as error:
                 raise CopyError(error_text(error)) from error
-            if made is not item:
-                return made
+            if duplicate is not item:
+                return duplicate
         kind = type(item)
         try:
-            made = object.__new__(kind)
+            duplicate = object.__new__(kind)
             if kind.__dictoffset__:
-                vars(made).update(vars(item))
+                vars(duplicate).update(vars(item))
             for member in slots(kind):
                 with contextlib.suppress(AttributeError):  # an empty slot
-                    member.__set__(made, member.__get__(item))
+                    member.__set__(duplicate, member.__get__(item))
         except (AttributeError, TypeError) as error:  # a type that `object.__new__` can't create
             raise CopyError(str(error)) from error
-        return made
+        return duplicate
 
 
 def placed(arguments: dict[str, Any], device: str, host: Collection[str] = ()) -> dict[str, Any]:
@@ -181,11 +181,11 @@ def placed(arguments: dict[str, Any], device: str, host: Collection[str] = ()) -
     torch = imported("torch")
     if torch is None:
         return arguments
-    there, here = _Moves(torch, device), _Moves(torch, "cpu")
+    device_moves, host_moves = _Moves(torch, device), _Moves(torch, "cpu")
     try:
-        return {name: (here if name in host else there).value(value) for name, value in arguments.items()}
+        return {name: (host_moves if name in host else device_moves).value(value) for name, value in arguments.items()}
     finally:
-        there.copies.wait()
+        device_moves.copies.wait()
 
 
 def on_device(value: Any, device: str) -> Any:
@@ -221,10 +221,10 @@ class _Moves:
         if not _may_hold_tensors(kind):
             return item
         if _is_whole(kind):
-            known = self._moved.get(id(item))
-            if known is None:
-                known = self._moved[id(item)] = item, self._moved_leaf(item, kind)
-            return known[1]
+            entry = self._moved.get(id(item))
+            if entry is None:
+                entry = self._moved[id(item)] = item, self._moved_leaf(item, kind)
+            return entry[1]
         try:
             # One stack frame less per nested record than `self.value`.
             return self._records.of(item, functools.partial(map_leaves, leaf=self._leaf, matters=_may_hold_tensors))
@@ -248,26 +248,26 @@ class _Moves:
             is_parameter = isinstance(item, torch.nn.Parameter)
             return torch.nn.Parameter(moved, item.requires_grad) if is_parameter else moved.requires_grad_()
         if is_collection(kind):
-            if all(self._is_there(each) for each in memories(item) if isinstance(each, torch.Tensor)):
+            if all(self._is_there(value) for value in memories(item) if isinstance(value, torch.Tensor)):
                 return item
             moved = item.apply(self._leaf, filter_empty=False, device=None, propagate_lock=True)
             return moved.to(self._device)  # marks the collection's device; nothing moves
         if isinstance(item, torch.nn.Module):
-            held = [*item.parameters(), *item.buffers()]
+            tensors_held = [*item.parameters(), *item.buffers()]
         else:
             optimizer = item if isinstance(item, torch.optim.Optimizer) else item.optimizer
-            states = (each for state in optimizer.state.values() for name, each in state.items() if name != "step")
-            held = [each for group in optimizer.param_groups for each in group["params"]]
-            held += [each for each in states if isinstance(each, torch.Tensor)]
-        if all(map(self._is_there, held)):
+            states = (value for state in optimizer.state.values() for name, value in state.items() if name != "step")
+            tensors_held = [value for group in optimizer.param_groups for value in group["params"]]
+            tensors_held += [value for value in states if isinstance(value, torch.Tensor)]
+        if all(map(self._is_there, tensors_held)):
             return item
         # A copy on the device: other code may use the original where it is.
-        self._memo.update({id(tensor): self._leaf(tensor) for tensor in held})
+        self._memo.update({id(tensor): self._leaf(tensor) for tensor in tensors_held})
         return copy.deepcopy(item, self._memo)
 
     def _is_there(self, tensor: Any) -> bool:
-        there: bool = tensor.device == self._device or tensor.is_meta  # meta tensors have no contents to move
-        return there
+        is_placed: bool = tensor.device == self._device or tensor.is_meta  # meta tensors have no contents to move
+        return is_placed
 
 
 @by_type
@@ -341,8 +341,10 @@ class _Ordinary:
             return item.detach() if self._is_detached(item) and not self._stays(item) else item
         kind: type = type(item)
         if is_collection(kind):
-            found = [each for each in memories(item) if isinstance(each, torch.Tensor)] if self._is_inside else []
-            if self._is_inside and not any(self._is_detached(each) or self._is_copied(each) for each in found):
+            members = (
+                [tensor for tensor in memories(item) if isinstance(tensor, torch.Tensor)] if self._is_inside else []
+            )
+            if self._is_inside and not any(self._is_detached(tensor) or self._is_copied(tensor) for tensor in members):
                 return item
             return item.apply(self._leaf, filter_empty=False)
         if not is_record(kind) or isinstance(item, torch.nn.Module):
@@ -404,10 +406,10 @@ class Watch:
     __slots__ = ("_contents", "_seen", "_tensors", "nbytes")
 
     def __init__(self, value: Any, contents: bool) -> None:
-        found = memories(value)
+        items = memories(value)
         torch = imported("torch")
-        self.nbytes = sum(map(_nbytes, found))
-        self._tensors = [] if torch is None else [item for item in found if isinstance(item, torch.Tensor)]
+        self.nbytes = sum(map(_nbytes, items))
+        self._tensors = [] if torch is None else [item for item in items if isinstance(item, torch.Tensor)]
         self._contents = (value,) if contents else ()
         self._seen = self._state()
 
@@ -484,9 +486,9 @@ def _add_memory(digest: hashlib.blake2b, item: Any) -> None:
 
 def memories(value: Any) -> list[Any]:
     """Return the tensors and arrays in a value, including those in records, in order."""
-    found: list[Any] = []
-    map_leaves(value, functools.partial(_find, found, {}), _may_have_memory)
-    return found
+    result: list[Any] = []
+    map_leaves(value, functools.partial(_find, result, {}), _may_have_memory)
+    return result
 
 
 def _find(found: list[Any], looked_at: dict[int, Any], item: Any) -> Any:
@@ -521,9 +523,9 @@ def tensors(value: Any) -> list[Any]:
     torch = imported("torch")
     if torch is None:
         return []
-    found = [item for item in memories(value) if isinstance(item, torch.Tensor)]
-    found = [item.values() if item.layout is torch.jagged else item for item in found]
-    return [item for item in found if item.layout is torch.strided and not item.is_nested]
+    candidates = [item for item in memories(value) if isinstance(item, torch.Tensor)]
+    candidates = [item.values() if item.layout is torch.jagged else item for item in candidates]
+    return [item for item in candidates if item.layout is torch.strided and not item.is_nested]
 
 
 def sparse_parts(item: Any) -> list[Any] | None:

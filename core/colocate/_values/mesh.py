@@ -55,8 +55,8 @@ class Mesh:
 
     def lies_as(self, axis: str, other: Mesh, other_axis: str) -> bool:
         """Return whether every rank has the same position along this axis as along another mesh's axis."""
-        mine, theirs = self._strides.get(axis, (1, 1)), other._strides.get(other_axis, (1, 1))
-        return mine == theirs or mine[1] == theirs[1] == 1
+        mine, others_stride = self._strides.get(axis, (1, 1)), other._strides.get(other_axis, (1, 1))
+        return mine == others_stride or mine[1] == others_stride[1] == 1
 
     def line(self, rank: int, axis: str) -> range:
         """Return the ranks along an axis through this rank, in order."""
@@ -105,16 +105,16 @@ class Ranks:
         Raises:
             DispatchError: There is no such mesh, or there are several and none was named.
         """
-        found = self.meshes.get(name or "")
-        if found is not None:
-            return found
-        known = ", ".join(map(repr, self.meshes))
+        match = self.meshes.get(name or "")
+        if match is not None:
+            return match
+        names = ", ".join(map(repr, self.meshes))
         if name:
-            has = "no named one" if "" in self.meshes else known
+            has = "no named one" if "" in self.meshes else names
             raise DispatchError(f"the role has no mesh {name!r}; it has {has}{did_you_mean(name, self.meshes)}")
         if len(self.meshes) == 1:
             return next(iter(self.meshes.values()))
-        raise DispatchError(f"the role has several meshes ({known}): say which one with mesh=")
+        raise DispatchError(f"the role has several meshes ({names}): say which one with mesh=")
 
     def pick(self, items: Sequence[Any], ranks: Sequence[int]) -> Sequence[Any]:
         """Return the items that belong to these ranks, from a sequence with an item per target."""

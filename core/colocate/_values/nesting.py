@@ -29,14 +29,16 @@ def kinds_inside(value: Any) -> set[type]:
     The garbage collector's references are followed, level by level, so there may be more types than those of the items.
     """
     kinds: set[type] = set()
-    seen: set[int] = set()
+    visited: set[int] = set()
     level = [value]
     while level:
-        found = set(map(type, level))
-        kinds |= found
-        if not any(issubclass(kind, dict | list | tuple) for kind in found):  # fast for a list of a million numbers
+        level_kinds = set(map(type, level))
+        kinds |= level_kinds
+        if not any(
+            issubclass(kind, dict | list | tuple) for kind in level_kinds
+        ):  # fast for a list of a million numbers
             break
         fresh = {id(item): item for item in level if isinstance(item, dict | list | tuple)}
-        level = gc.get_referents(*map(fresh.__getitem__, fresh.keys() - seen))
-        seen.update(fresh)
+        level = gc.get_referents(*map(fresh.__getitem__, fresh.keys() - visited))
+        visited.update(fresh)
     return kinds

@@ -21,17 +21,17 @@ def are_plain(items: Sequence[Any], depth: int = 2) -> bool:
     """Return whether all items are plain, directly or in tuples up to `depth` levels, like a row's tokens."""
     kinds = set(map(type, items)) - PLAIN
     return not kinds or (
-        depth > 0 and kinds == {tuple} and all(are_plain(each, depth - 1) for each in items if type(each) is tuple)
+        depth > 0 and kinds == {tuple} and all(are_plain(item, depth - 1) for item in items if type(item) is tuple)
     )
 
 
 def even_sizes(total: int, count: int, of: int = 1) -> list[int]:
     """Return the sizes of `count` parts that differ by at most one set of `of` rows, larger ones first."""
-    each, more = divmod(total // of, count)
-    return [(each + 1) * of] * more + [each * of] * (count - more)
+    size, more = divmod(total // of, count)
+    return [(size + 1) * of] * more + [size * of] * (count - more)
 
 
 def padded_sizes(total: int, count: int) -> tuple[int, list[int]]:
     """Return the padded size of `count` equal parts, and the real rows of each: the padding is at the very end."""
-    each = -(-total // count)
-    return each, [min(max(total - index * each, 0), each) for index in range(count)]
+    size = -(-total // count)
+    return size, [min(max(total - index * size, 0), size) for index in range(count)]

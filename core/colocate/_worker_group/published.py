@@ -116,27 +116,27 @@ class Published:
             if lacking := self._tried.lacks(needs):
                 self._tried.has_got(self._tried.bundle(lacking))
             return
-        made: tuple[list[Need], Bundle, Any] | None = None
+        prepared: tuple[list[Need], Bundle, Any] | None = None
         try:
             for slot in slots:
                 table = workers[slot].table
                 lacking = table.lacks(needs)
                 if not lacking:
                     continue
-                if made is None or made[0] != lacking or not table.takes(made[1]):
+                if prepared is None or prepared[0] != lacking or not table.takes(prepared[1]):
                     bundle = table.bundle(lacking)
-                    if made is not None:
-                        executor.discard(made[2])
+                    if prepared is not None:
+                        executor.discard(prepared[2])
                     new = [thing for id, thing in bundle.definitions.items() if id not in self._held]
                     making.warn_of_untold(new)
-                    told = to_worker.Define(tuple(bundle.definitions), tuple(bundle.names))
-                    made = lacking, bundle, executor.frame(told.head(), bundle.body)
-                self._note(made[1])
-                workers[slot].host.send(made[2])
-                table.has_got(made[1])  # not earlier: the next send makes up for a failed one
+                    definition_message = to_worker.Define(tuple(bundle.definitions), tuple(bundle.names))
+                    prepared = lacking, bundle, executor.frame(definition_message.head(), bundle.body)
+                self._note(prepared[1])
+                workers[slot].host.send(prepared[2])
+                table.has_got(prepared[1])  # not earlier: the next send makes up for a failed one
         finally:
-            if made is not None:
-                executor.discard(made[2])
+            if prepared is not None:
+                executor.discard(prepared[2])
 
     def _note(self, bundle: Bundle) -> None:
         self._held.update(bundle.definitions)
@@ -161,11 +161,11 @@ class Published:
 
         def answer() -> None:
             try:
-                found = self._answer(worker, question)
+                result = self._answer(worker, question)
             except Exception as error:
                 tell(None, error.message if isinstance(error, ColocateError) else f"{type(error).__name__}: {error}")
             else:
-                tell(found, None)
+                tell(result, None)
 
         try:
             Thread(target=answer, name="colocate-definitions").start()
@@ -176,7 +176,7 @@ class Published:
         if isinstance(question, questions.Source):
             answer = sources.answer(question.module)
             self.given.add(sources.contents(answer))
-            return {name: attrs.astuple(found) for name, found in answer.items()}
+            return {name: attrs.astuple(source) for name, source in answer.items()}
         if isinstance(question, questions.Compare):
             if (why := sources.other_content(question.modules)) is not None:
                 raise ColocateError(why)
@@ -259,8 +259,8 @@ class Questions:
             if asked.value is not None:
                 meeting.value = asked.value
             if meeting.refusal is not None or len(meeting.slots) == asked.members:
-                for told in meeting.there:
-                    told(meeting.value, meeting.refusal)
+                for callback in meeting.there:
+                    callback(meeting.value, meeting.refusal)
                 meeting.there.clear()
             if len(meeting.slots) == asked.members:
                 del self._meetings[asked.rendezvous_key]
@@ -272,18 +272,21 @@ class Questions:
         if asked.key not in uses:
             tell(None, "the call has failed on another rank")
             return
-        kept = [uses[asked.key], *(uses[other] for other in asked.others)]
+        records = [uses[asked.key], *(uses[other] for other in asked.others)]
 
         def answer() -> None:
-            failed = next((each.call._error for each in kept if each.call._error is not None), None)
+            failed = next((item.call._error for item in records if item.call._error is not None), None)
             if failed is not None:
                 tell(None, f"{type(failed).__name__}: {failed}")
                 return
-            sizes = [each.sizes() for each in kept]
-            tell([other for other, own in zip(asked.others, sizes[1:], strict=True) if own == sizes[0]], None)
+            sizes = [item.sizes() for item in records]
+            tell(
+                [other for other, other_sizes in zip(asked.others, sizes[1:], strict=True) if other_sizes == sizes[0]],
+                None,
+            )
 
-        left = [each.call for each in kept if not each.call.done()]
-        waiting = len(left)
+        pending_calls = [item.call for item in records if not item.call.done()]
+        waiting = len(pending_calls)
 
         def made(_: PendingCall) -> None:  # called one at a time, on the timers' thread
             nonlocal waiting
@@ -291,7 +294,7 @@ class Questions:
             if not waiting:
                 answer()
 
-        for each in left:
-            each._then(made)
-        if not left:
+        for item in pending_calls:
+            item._then(made)
+        if not pending_calls:
             answer()

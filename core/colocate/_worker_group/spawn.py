@@ -59,8 +59,8 @@ def declare(roles: Mapping[str, RoleSpec[Any]], slots: int, mesh: Mapping[str, A
     if not roles:
         raise ConfigError("a group needs at least one role: pool.spawn({'actor': colocate.role(Actor)})")
     if not isinstance(roles, Mapping):
-        what = type(roles).__name__
-        raise ConfigError(f"a group's roles are a dict, by name: {{'actor': colocate.role(Actor)}}, not a {what}")
+        kind = type(roles).__name__
+        raise ConfigError(f"a group's roles are a dict, by name: {{'actor': colocate.role(Actor)}}, not a {kind}")
     mistakes: list[Mistake] = []
     infos: dict[str, RoleInfo] = {}
     distributions: dict[str, tuple[str | None, str | None]] = {}
@@ -88,9 +88,9 @@ def _declare_one(
         raise ConfigError(problem)
     cls: type
     if isinstance(spec.target, str):
-        found = find_role(spec.target)
-        cls, origin = found.load(), found.origin
-        distribution = found.distribution, found.version
+        role_plugin = find_role(spec.target)
+        cls, origin = role_plugin.load(), role_plugin.origin
+        distribution = role_plugin.distribution, role_plugin.version
     else:
         cls, origin, distribution = spec.target, spec.target.__module__, (None, None)
     methods = check_role(name, cls)
@@ -113,8 +113,12 @@ def refuse_fixed(specs: Mapping[str, RoleSpec[Any]], mesh: Mapping[str, Any] | N
     Raises:
         ConfigError: All mistakes at once.
     """
-    found = {name: fixed_problem(spec.slots, spec.mesh or mesh, least) for name, spec in specs.items()}
-    mistakes = [Mistake(f"roles.{name}.{each[0]}", None, each[1]) for name, each in found.items() if each is not None]
+    problems = {name: fixed_problem(spec.slots, spec.mesh or mesh, least) for name, spec in specs.items()}
+    mistakes = [
+        Mistake(f"roles.{name}.{problem[0]}", None, problem[1])
+        for name, problem in problems.items()
+        if problem is not None
+    ]
     if mistakes:
         words = f"the group can't be spawned on {least} to {most} slots, with any number of which it may go on:"
         raise ConfigError(words, mistakes=tuple(mistakes))
@@ -179,44 +183,51 @@ def builds(
     Raises:
         SerializationError: A class or a constructor argument can't be sent.
     """
-    made = []
+    role_builds = []
     for name, info in declared.infos.items():
         spec = declared.specs[name]
         arguments = None
         if spec.args or spec.kwargs:
-            given = {**{f"argument {index}": value for index, value in enumerate(spec.args)}, **spec.kwargs}
-            what = f"the constructor of role {name!r}"
-            refuse_in_constructor(given, what)
+            named_arguments = {**{f"argument {index}": value for index, value in enumerate(spec.args)}, **spec.kwargs}
+            label = f"the constructor of role {name!r}"
+            refuse_in_constructor(named_arguments, label)
             try:
                 arguments = codec.pack((spec.args, dict(spec.kwargs)))
             except Exception:
-                codec.pack_arguments(given, what)  # raises an error that names the argument
+                codec.pack_arguments(named_arguments, label)  # raises an error that names the argument
                 raise
             if getattr(arguments, "has_trained", False):
-                refuse_apart(given, (*arguments.needs, *wire.pack(info.cls).needs), what)
+                refuse_apart(named_arguments, (*arguments.needs, *wire.pack(info.cls).needs), label)
         distribution, version = declared.distributions[name]
         name_here = f"{info.cls.__module__}:{info.cls.__qualname__}"
         shipped = ship(info.cls, name_here, in_process=in_process, distribution=distribution, version=version)
         of_role = parts.get(name, {})
-        made.append(RoleBuild(name, shipped, arguments, info.slots, info.meshes, group, seed, generation, of_role))
+        role_builds.append(
+            RoleBuild(name, shipped, arguments, info.slots, info.meshes, group, seed, generation, of_role)
+        )
     try:
-        body = codec.pack(made)
+        body = codec.pack(role_builds)
     except Exception:
         # The error of this call names the class.
-        codec.pack_arguments({build.shipped.name: build.shipped for build in made}, "a role's class")
+        codec.pack_arguments({build.shipped.name: build.shipped for build in role_builds}, "a role's class")
         raise
-    inner = (each for build in made for each in (build.shipped.data, build.arguments) if isinstance(each, wire.Packed))
-    needs = tuple(need for each in inner for need in each.needs)
+    inner = (
+        packed
+        for build in role_builds
+        for packed in (build.shipped.data, build.arguments)
+        if isinstance(packed, wire.Packed)
+    )
+    needs = tuple(need for packed in inner for need in packed.needs)
     return body._replace(needs=(*body.needs, *needs)) if needs else body
 
 
 def warn_of_rebound(declared: Declared, group: str, line: tuple[str, int]) -> None:
     """Warn of names in the roles' modules that were set later: workers import the modules, and lack these values."""
-    found = rebound(info.cls for info in declared.infos.values())
-    if found:
+    names = rebound(info.cls for info in declared.infos.values())
+    if names:
         text = (
             f"the workers of group {group!r} import the modules of its roles, and don't hear of names that were set "
-            f"after that: {'; '.join(found)}. Pass such a value to the role's constructor, or set it where the module "
+            f"after that: {'; '.join(names)}. Pass such a value to the role's constructor, or set it where the module "
             "says it"
         )
         warnings.warn_explicit(text, RuntimeWarning, *line)
@@ -225,13 +236,13 @@ def warn_of_rebound(declared: Declared, group: str, line: tuple[str, int]) -> No
 def start_error(group: str, errors: Mapping[int, ColocateError]) -> RoleStartError:
     """Return the error for failed constructors by rank, without errors that only follow from another rank's."""
     causes = {rank: error for rank, error in sorted(errors.items()) if not error._follows}
-    told = causes or dict(sorted(errors.items()))
-    rank, first = next(iter(told.items()))
-    lines = [f"  rank {rank}: {error.message}" for rank, error in told.items()]
+    shown_errors = causes or dict(sorted(errors.items()))
+    rank, first = next(iter(shown_errors.items()))
+    lines = [f"  rank {rank}: {error.message}" for rank, error in shown_errors.items()]
     failed = f"{len(lines)} ranks" if len(lines) > 1 else "1 rank"
-    found = RoleStartError(
+    failure = RoleStartError(
         f"group {group!r} could not start: {failed} failed\n" + "\n".join(lines),
-        errors=told,
+        errors=shown_errors,
         group=group,
         role=first.role,
         method=first.method,
@@ -240,5 +251,5 @@ def start_error(group: str, errors: Mapping[int, ColocateError]) -> RoleStartErr
         pid=first.pid,
         remote_traceback=first.remote_traceback,
     )
-    found.__cause__ = first.__cause__ if isinstance(first, RoleError) else first
-    return found
+    failure.__cause__ = first.__cause__ if isinstance(first, RoleError) else first
+    return failure

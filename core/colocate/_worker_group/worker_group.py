@@ -135,17 +135,17 @@ class Restarts:
         facts: dict[str, Any] = {key: getattr(cause, key) for key in keys}
         blamed = f"\n{words}" if (words := self._blame([cause])) else ""
         source = "as constructed" if found_source is None else f"as of {found_source}"
-        found = GroupRestarted(
+        restart_error = GroupRestarted(
             f"{cause.message}{blamed}\ngroup {name!r} is being restarted; its calls are refused until "
             f"group.wait_ready() has returned, with roles {source}",
             **facts,
         )
-        found.__cause__ = cause
-        return found
+        restart_error.__cause__ = cause
+        return restart_error
 
     def _blame(self, errors: Iterable[BaseException]) -> str:
         """Record the nodes whose workers died; return a note about these nodes for the error text."""
-        nodes = dict.fromkeys(each.node for each in errors if isinstance(each, WorkerDied))
+        nodes = dict.fromkeys(error.node for error in errors if isinstance(error, WorkerDied))
         return "; ".join(filter(None, (self._group.home.died(node) for node in nodes if node is not None)))
 
     def go(self, cause: ColocateError) -> None:
@@ -335,11 +335,13 @@ class WorkerGroup(Owned):
             ranks = Ranks(role.ranks.world_size, role.ranks.meshes, targets=call.ranks)
             origin = Origin(self.name, role.slots, ranks, spec.collect, call.label, self.generation, self.number)
             return Source(call.keep, origin)
-        known = self._origins.get(call.label)
-        if known is None or known.generation != self.generation:
-            known = Origin(self.name, role.slots, role.ranks, spec.collect, call.label, self.generation, self.number)
-            self._origins[call.label] = known
-        return Source(call.keep, known, call.partition)
+        cached_origin = self._origins.get(call.label)
+        if cached_origin is None or cached_origin.generation != self.generation:
+            cached_origin = Origin(
+                self.name, role.slots, role.ranks, spec.collect, call.label, self.generation, self.number
+            )
+            self._origins[call.label] = cached_origin
+        return Source(call.keep, cached_origin, call.partition)
 
     def send(self, slots: Sequence[int], message: Message, body: Any = None) -> None:
         executor = self.services.executor
@@ -356,13 +358,13 @@ class WorkerGroup(Owned):
         Raises:
             CapabilityError: The feature isn't installed.
         """
-        found = self._parts.get(name)
-        if found is None:
-            made = features.of_group(name)(self)
-            found = self._parts.setdefault(name, made)  # one of two threads' halves counts
-            if found is made and type(made).drafted is not OfGroup.drafted:
-                self.drafting.append(made)
-        return found
+        half = self._parts.get(name)
+        if half is None:
+            new_half = features.of_group(name)(self)
+            half = self._parts.setdefault(name, new_half)  # one of two threads' halves counts
+            if half is new_half and type(new_half).drafted is not OfGroup.drafted:
+                self.drafting.append(new_half)
+        return half
 
     @property
     def parts(self) -> Mapping[str, OfGroup]:
@@ -382,7 +384,9 @@ class WorkerGroup(Owned):
         for number, label in sorted(calls):
             role = self.roles.get(label.partition(".")[0])
             slots = [slot for slot in back if role is None or slot in role.slots]
-            lacking = [slot for slot in slots if any(number == each for each, _ in back[slot].unfinished)]
+            lacking = [
+                slot for slot in slots if any(number == other_number for other_number, _ in back[slot].unfinished)
+            ]
             # Ranks to which the call wasn't sent don't know the call, and have perhaps begun later calls.
             if any(back[slot].begun >= number for slot in slots if slot not in lacking):
                 ranks = ", ".join(str(slot if role is None else role.slots.index(slot)) for slot in lacking)
@@ -493,17 +497,17 @@ class WorkerGroup(Owned):
         with self.order.lock:
             if self.life.state is not State.READY:
                 return
-            told = self.restarts.begin(error)
+            user_error = self.restarts.begin(error)
             pending = list(self.order.pending.values())
             somebody = any(call.keep is None and call.handle is None for call in pending)
-            self.life.fail(told, is_told=somebody, recovers=told is not error)
+            self.life.fail(user_error, is_told=somebody, recovers=user_error is not error)
             self._tell_state(State.FAILED, error)
-            self.order.fail_all(told)
-        self.residents.fail(told)
+            self.order.fail_all(user_error)
+        self.residents.fail(user_error)
         for part in self.parts.values():
-            part.failed(told)
+            part.failed(user_error)
         self.workforce.kill()
-        if told is not error:
+        if user_error is not error:
             self.restarts.go(error)
 
     def fail_for_good(self, error: ColocateError, why: BaseException) -> None:
@@ -583,11 +587,11 @@ class WorkerGroup(Owned):
 
     def roles_source(self) -> str | None:
         """Return the source of the roles' state after a restart; None for roles as constructed."""
-        return next((found for part in self.parts.values() if (found := part.source()) is not None), None)
+        return next((source for part in self.parts.values() if (source := part.source()) is not None), None)
 
     def tag(self) -> str | int | float | None:
         """Return the tag of the roles' checkpoint; None for roles as constructed."""
-        return next((found for part in self.parts.values() if (found := part.tag()) is not None), None)
+        return next((tag for part in self.parts.values() if (tag := part.tag()) is not None), None)
 
     # -- its end
 

@@ -151,14 +151,14 @@ class Worker:
                 # A worker from an earlier driver has all roles already.
                 workforce.stages.reach(self.slot, Stage.BUILT if self.slot in workforce._built else Stage.RUNNING)
             case from_worker.Address():
-                asked = self._where
-                assert asked is not None
+                request = self._where
+                assert request is not None
                 if message.trouble:
                     with workforce.order.lock:
                         self._where = None  # The next question may succeed.
-                    self._questions.refused(asked.token, ClusterError(message.trouble))
+                    self._questions.refused(request.token, ClusterError(message.trouble))
                 else:
-                    self._questions.answered(asked.token, self.slot, message.address)
+                    self._questions.answered(request.token, self.slot, message.address)
             case from_worker.Broken():
                 workforce.broken(self, message.reason, message.log_tail)
             case from_worker.Closed():
@@ -175,8 +175,8 @@ class Worker:
         if services.hears is not None and services.hears(self.boot, label, text):
             return
         text = text.removesuffix("\r")
-        who = f"{self.boot.group}/{label}" if label is not None else f"{self.boot.group} {self.slot}"
-        services.printer.line(f"[{who}] {text}")
+        source = f"{self.boot.group}/{label}" if label is not None else f"{self.boot.group} {self.slot}"
+        services.printer.line(f"[{source}] {text}")
 
     def exited(self, exit: Exit) -> None:
         tail = "\n".join(self._tail).removesuffix("\r") or None
@@ -191,24 +191,24 @@ class Worker:
     @property
     def address(self) -> str | None:
         """The address for other workers, if known."""
-        asked = self._where
-        return None if asked is None else asked.answers.get(self.slot)
+        request = self._where
+        return None if request is None else request.answers.get(self.slot)
 
     def locate(self, then: Callable[[str | None, str], None]) -> None:
         """Ask for the worker's address for other workers; call `then` with the address, or None and the reason."""
         with self.workforce.order.lock:
-            asked = self._where
-            if asked is None:
-                asked = self._where = self._questions.open([self.slot])
+            request = self._where
+            if request is None:
+                request = self._where = self._questions.open([self.slot])
                 self.send(to_worker.Listen())
 
         def answered() -> None:
-            if asked.error is not None:
-                then(None, str(asked.error))
+            if request.error is not None:
+                then(None, str(request.error))
             else:
-                then(asked.answers.get(self.slot) if self.exit is None else None, "it is gone")
+                then(request.answers.get(self.slot) if self.exit is None else None, "it is gone")
 
-        asked.then(answered)
+        request.then(answered)
 
 
 class Workforce:
@@ -535,13 +535,13 @@ class Workforce:
     def _look(self) -> None:
         """Ask for the stacks of all ranks that haven't ended, once."""
         with self._lock:
-            asked, self._asked = self._asked, True
+            was_asked, self._asked = self._asked, True
 
         def looked(stacks: Stacks) -> None:
             self._stacks = stacks
             self.stages.wake()
 
-        if not asked:
+        if not was_asked:
             self.order.stacks.ask(sorted(self._busy()), looked)
 
     def _hung(self, deadline: Deadline) -> set[int]:

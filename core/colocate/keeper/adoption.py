@@ -222,7 +222,7 @@ class PoolKeepers:
         registration = Registration(lease.name, self.lead.address, self.key, facts, lease.about, keepers=keepers)
         deadline = Deadline(NAME_SETTLES_WITHIN_S)
         while not register(registration):
-            other = next((each for each in published() if each["name"] == lease.name), None)
+            other = next((pool for pool in published() if pool["name"] == lease.name), None)
             if other is not None or deadline.is_over:
                 words = "it has ended, of which the cluster hasn't heard"
                 if other is not None:
@@ -247,9 +247,9 @@ class PoolKeepers:
         """
         # The lead comes last: nobody can attach before it agrees, and an earlier failure ends with this driver.
         for slot in [*(slot for slot in self.slots if slot is not self.lead), self.lead]:
-            its = lease if slot is self.lead else attrs.evolve(lease, record=b"", about={})
+            slot_lease = lease if slot is self.lead else attrs.evolve(lease, record=b"", about={})
             lost = slot.wait_connected()
-            if lost is not None or not slot.confirm(partial(Detach, lease=its), within_s=ADOPTED_WITHIN_S):
+            if lost is not None or not slot.confirm(partial(Detach, lease=slot_lease), within_s=ADOPTED_WITHIN_S):
                 raise ClusterError(f"the keeper at {slot.address} doesn't confirm that the pool is detached")
 
     def renew(self, lease: Lease) -> None:
@@ -304,18 +304,18 @@ def adopt_pool(
     ends = dict(slots)
     lead = adopt_lead(keepers, registration, adoption, ends.get(registration.lead, lambda: None))
     adoption = attrs.evolve(adoption, epoch=lead.epoch)
-    taken: list[KeptSlot] = []
+    adopted_slots: list[KeptSlot] = []
     try:
         for address, end in slots:
             slot = lead
             if address != lead.address:
                 slot = AdoptedSlot(keepers, address, registration.key, adoption, end)
                 keepers.add(slot)
-            taken.append(slot)
+            adopted_slots.append(slot)
     except BaseException:  # the pool goes on without this driver
-        PoolKeepers(registration.key, lead, taken).give_up()
+        PoolKeepers(registration.key, lead, adopted_slots).give_up()
         raise
-    return lead, PoolKeepers(registration.key, lead, taken)
+    return lead, PoolKeepers(registration.key, lead, adopted_slots)
 
 
 def adopt_lead(
@@ -355,7 +355,7 @@ def listed(keepers: Keepers, registrations: Collection[Registration]) -> list[Ma
     if not registrations:
         return []
     with ThreadPoolExecutor(min(len(registrations), _AT_ONCE), "colocate-listing") as pool:
-        return [each for each in pool.map(partial(_listed, keepers), registrations) if each is not None]
+        return [listing for listing in pool.map(partial(_listed, keepers), registrations) if listing is not None]
 
 
 def look_inside(keepers: Keepers, registration: Registration) -> dict[str, Any]:
@@ -374,33 +374,33 @@ def look_inside(keepers: Keepers, registration: Registration) -> dict[str, Any]:
         raise ClusterError(f"pool {registration.name!r} is gone")
     with ThreadPoolExecutor(min(len(addresses), _AT_ONCE) or 1, "colocate-looking") as pool:
         answers = list(pool.map(partial(_inside, keepers, registration), addresses))
-    found = [each for each in answers if each is not None]
+    replies = [reply for reply in answers if reply is not None]
     return {
         **facts,
-        "workers": [json.loads(worker) for each in found for worker in each.workers],
-        "silent": [name for each in found for name in each.silent],
-        "lost": len(addresses) - len(found),
+        "workers": [json.loads(worker) for reply in replies for worker in reply.workers],
+        "silent": [name for reply in replies for name in reply.silent],
+        "lost": len(addresses) - len(replies),
     }
 
 
 def _listed(keepers: Keepers, registration: Registration) -> Mapping[str, Any] | None:
     try:
-        seen = _asked(keepers, registration.lead, registration, Look())
+        status = _asked(keepers, registration.lead, registration, Look())
     except TimeoutError:  # an overloaded or disconnected machine; a stopped process
         return registration.unseen()
     except (OSError, ClosedError, ClusterError):  # the keeper has ended
         return None
-    assert isinstance(seen, Seen)
-    return seen.facts
+    assert isinstance(status, Seen)
+    return status.facts
 
 
 def _inside(keepers: Keepers, registration: Registration, address: str) -> SeenInside | None:
     try:
-        seen = _asked(keepers, address, registration, LookInside())
+        status = _asked(keepers, address, registration, LookInside())
     except (OSError, ClosedError, ClusterError):  # TimeoutError is an OSError
         return None
-    assert isinstance(seen, SeenInside)
-    return seen
+    assert isinstance(status, SeenInside)
+    return status
 
 
 def _asked(keepers: Keepers, address: str, registration: Registration, question: Message) -> Message:
@@ -412,10 +412,10 @@ def _asked(keepers: Keepers, address: str, registration: Registration, question:
         ClusterError: The keeper has ended.
     """
     answers: Requests[None, Message] = Requests()
-    asked = answers.open([None])
+    request = answers.open([None])
 
     def told(head: Head, body: Any) -> None:
-        answers.answered(asked.token, None, read(head))
+        answers.answered(request.token, None, read(head))
 
     def closed(reason: str) -> None:
         answers.fail_all(ClusterError(reason))
@@ -423,7 +423,7 @@ def _asked(keepers: Keepers, address: str, registration: Registration, question:
     lane: wire.SocketLane = keepers.dial(address, NEWCOMER, told, closed, registration.key)
     lane.send(question.head())
     try:
-        (answer,) = asked.result(Deadline(ADOPTED_WITHIN_S))
+        (answer,) = request.result(Deadline(ADOPTED_WITHIN_S))
     finally:
         lane.close()
     return answer
@@ -456,12 +456,12 @@ class DetachableByKeepers(Detachable):
         Raises:
             ConfigError: No pool has this name.
         """
-        registrations = {each.name: each for each in self.registrations()}
-        found = registrations.get(name)
-        if found is None:
-            known = ", ".join(map(repr, sorted(registrations))) or "none"
-            raise ConfigError(f"no pool {name!r} is detached in this cluster; there are: {known}")
-        return found
+        registrations = {entry.name: entry for entry in self.registrations()}
+        match = registrations.get(name)
+        if match is None:
+            names = ", ".join(map(repr, sorted(registrations))) or "none"
+            raise ConfigError(f"no pool {name!r} is detached in this cluster; there are: {names}")
+        return match
 
     def published(self) -> Sequence[Mapping[str, Any]]:
         """Ask the leads of all detached pools."""

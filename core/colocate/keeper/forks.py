@@ -266,9 +266,9 @@ class _Forks:
                 self._ends = self._thread.after(TEMPLATE_IDLE_S, self._end)
 
     def template(self, base: dict[str, str]) -> _Template:
-        found: list[_Template] = []
-        self._thread.run(lambda: found.append(self._here(base)))
-        return found[0]
+        templates: list[_Template] = []
+        self._thread.run(lambda: templates.append(self._here(base)))
+        return templates[0]
 
     # -- on the thread whose end is the template's
 

@@ -79,15 +79,15 @@ class Leased:
     def vacate(self) -> float:
         """Record that no driver commands from now on; return the time to live, in seconds."""
         assert self.lease is not None
-        left = self.lease.ttl if self.lease.lead else self.lease.ttl + LEAD_SLACK_S
+        ttl_s = self.lease.ttl if self.lease.lead else self.lease.ttl + LEAD_SLACK_S
         self.vacancies += 1
-        self.who, self.since, self.ends = "", time.time(), time.monotonic() + left
-        return left
+        self.who, self.since, self.ends = "", time.time(), time.monotonic() + ttl_s
+        return ttl_s
 
     def seen(self) -> dict[str, Any]:
         """Return the facts for listings."""
         assert self.lease is not None
-        left = None if self.ends is None else max(0.0, self.ends - time.monotonic())
+        seconds_left = None if self.ends is None else max(0.0, self.ends - time.monotonic())
         return {
             "name": self.lease.name,
             "answers": True,
@@ -95,7 +95,7 @@ class Leased:
             "driver": self.who or None,
             "owned": self.owned,
             "ttl_s": self.lease.ttl,
-            "left_s": left,
+            "left_s": seconds_left,
             "since": self.since,
             **self.lease.about,
         }
@@ -286,16 +286,16 @@ class Keeper:
                 driver.close("it has let go")
 
     def _look_inside(self, by: wire.SocketLane) -> None:
-        asked = self._looks.open(self._workers)
+        request = self._looks.open(self._workers)
         for worker in list(self._workers.values()):
-            worker.look_inside(asked.token)
+            worker.look_inside(request.token)
 
         def tell() -> None:
-            silent = [worker.name for token, worker in self._workers.items() if token in asked.owing]
-            by.send(commands.SeenInside(list(asked.answers.values()), silent).head())
+            silent = [worker.name for token, worker in self._workers.items() if token in request.owing]
+            by.send(commands.SeenInside(list(request.answers.values()), silent).head())
 
-        asked.then(tell)
-        self.event_loop.later(LOOKED_AT_WITHIN_S, partial(self._looks.drop, asked))
+        request.then(tell)
+        self.event_loop.later(LOOKED_AT_WITHIN_S, partial(self._looks.drop, request))
 
     def _seen(self, worker: _StartedWorker, number: int, what: bytes) -> None:
         self._looks.answered(number, worker.token, what)
@@ -399,13 +399,13 @@ class Keeper:
     def _list(self, token: int) -> None:
         """Report the processes started here as the operating system shows them, known to the driver or not."""
         workers = {worker.process.pid: worker.name for worker in list(self._workers.values()) if worker.process}
-        found = [
+        running = [
             Running("worker", workers.get(child.started) or f"process {child.pid}", pid=child.pid, since=child.since)
             for child in processes.below_this()
             if child.started in workers or child.label == self.label
         ]
-        found += [each.running() for each in processes.left_by(os.getpid()) if each.label in ("", self.label)]
-        self._tell(commands.Listed(token, [attrs.astuple(each) for each in found]))
+        running += [entry.running() for entry in processes.left_by(os.getpid()) if entry.label in ("", self.label)]
+        self._tell(commands.Listed(token, [attrs.astuple(entry) for entry in running]))
 
     def _hand_over(self, worker: _StartedWorker, token: bytes) -> None:
         """Pass a lane to the worker, and start the worker first if needed."""
@@ -418,7 +418,7 @@ class Keeper:
         epoch = self._leased.epoch if self._leased is not None else 0  # 0: no other driver can follow this one
         first = worker.process is None
         if first:
-            self._started = [each for each in self._started if not each.gone.is_set()]
+            self._started = [other for other in self._started if not other.gone.is_set()]
             try:
                 worker.start({**self._env, **worker.env}, self._base)
             except (OSError, ValueError) as error:  # no descriptor is left, or a variable is invalid
@@ -544,7 +544,7 @@ class _StartedWorker:
         except ConnectionResetError:  # the worker has ended with unread data
             answer = b""
         if answer:
-            number, _, what = answer.partition(b" ")
-            self._keeper._seen(self, int(number), what)
+            number, _, status = answer.partition(b" ")
+            self._keeper._seen(self, int(number), status)
         else:  # the worker has ended
             self._keeper.event_loop.unwatch(self._door.fileno())

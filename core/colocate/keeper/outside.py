@@ -33,15 +33,17 @@ def seen(started: int) -> str | None:
     stopped = status == psutil.STATUS_STOPPED
     lane = _lane_of(worker)
     state = "stopped by a signal" if stopped else "in C code that holds the GIL" if lane.get("owns_gil") else "silent"
-    frames = [traceback.FrameSummary(each["filename"], each["line"], each["name"]) for each in lane.get("frames", ())]
+    frames = [
+        traceback.FrameSummary(frame["filename"], frame["line"], frame["name"]) for frame in lane.get("frames", ())
+    ]
     stack = "".join(traceback.format_list(role_code_of(frames[::-1])))
     return f"{state}\n{stack}" if stack or stopped else None
 
 
 def py_spy() -> str | None:
     """Return the path of py-spy, beside this interpreter or on the path; None when there is none."""
-    beside = Path(sysconfig.get_path("scripts"), "py-spy")
-    return str(beside) if beside.exists() else shutil.which("py-spy")
+    local_path = Path(sysconfig.get_path("scripts"), "py-spy")
+    return str(local_path) if local_path.exists() else shutil.which("py-spy")
 
 
 def _lane_of(worker: int) -> dict[str, Any]:
@@ -57,4 +59,4 @@ def _lane_of(worker: int) -> dict[str, Any]:
         threads: list[dict[str, Any]] = json.loads(shown.stdout)
     except (OSError, subprocess.SubprocessError, ValueError):
         return {}
-    return next((each for each in threads if each["os_thread_id"] == worker), {})
+    return next((thread for thread in threads if thread["os_thread_id"] == worker), {})

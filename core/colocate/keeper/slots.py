@@ -126,7 +126,7 @@ class Keepers:
         deadline = Deadline(LISTED_WITHIN_S)
         slots = list(self._slots)
         answers = [(slot, slot.ask(deadline)) for slot in slots]
-        return [each for slot, answer in answers for each in slot.listed(answer, deadline)]
+        return [entry for slot, answer in answers for entry in slot.listed(answer, deadline)]
 
     def close(self) -> None:
         """Release all keepers, and end the threads."""
@@ -347,14 +347,14 @@ class KeptSlot:
         if asked is None:
             return []
         try:
-            (found,) = asked.result(deadline)
+            (entries,) = asked.result(deadline)
         except ClusterError:  # the keeper is gone, and the workers, too
             return []
         except TimeoutError:
             self._requests.drop(asked)
             doubt = f"its keeper hasn't answered within {LISTED_WITHIN_S:g} s"
             return [Running("worker", boot.worker, node=boot.node, doubt=doubt) for boot in hosts]
-        return [attrs.evolve(Running(*each), node=node) for each in found]
+        return [attrs.evolve(Running(*entry), node=node) for entry in entries]
 
     def command(self, command: Message) -> None:
         """Send a command to the keeper."""
@@ -449,9 +449,9 @@ class KeptHost(Host):
 
     def look(self, then: Callable[[str | None], None]) -> None:
         """Ask the keeper for an inspection of the worker from outside."""
-        asked = self.looks.open([None])
-        asked.then(lambda: then(asked.answers.get(None)))
-        self.slot.command(commands.Inspect(self.token, asked.token))
+        request = self.looks.open([None])
+        request.then(lambda: then(request.answers.get(None)))
+        self.slot.command(commands.Inspect(self.token, request.token))
 
     # -- on a dialling thread
 
@@ -496,10 +496,10 @@ class KeptHost(Host):
 
     def ended(self, exit: Exit, *, is_final: bool = False) -> None:
         """Record the worker's exit. Its earlier messages are handled first, unless none arrives any more."""
-        known, self._exit = self._exit, self._exit or exit
-        if is_final or (known is None and (self.lane is None or self.lane.finished)):
+        former_exit, self._exit = self._exit, self._exit or exit
+        if is_final or (former_exit is None and (self.lane is None or self.lane.finished)):
             self._finish()
-        elif known is None:
+        elif former_exit is None:
             self.slot.keepers.event_loop.later(LANE_ENDS_WITHIN_S, self._finish)
 
     def _lane_closed(self, reason: str) -> None:

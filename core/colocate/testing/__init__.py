@@ -23,6 +23,6 @@ def assert_same_weights(a: Any, b: Any, *, names: Mapping[str, str | None] | Non
     Raises:
         AssertionError: They haven't; its text has the table of what differs.
     """
-    found = colocate.compare_weights(a, b, names=names)
-    if not found.same:
-        raise AssertionError(str(found))
+    comparison = colocate.compare_weights(a, b, names=names)
+    if not comparison.same:
+        raise AssertionError(str(comparison))

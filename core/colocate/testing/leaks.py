@@ -105,7 +105,7 @@ class Watch:
         Raises:
             AssertionError: Says what is left.
         """
-        told: list[str] | None = None
+        report: list[str] | None = None
         try:
             self.settle()
             left = self._left()
@@ -119,13 +119,13 @@ class Watch:
             if left:
                 gc.collect()
                 becomes_true(gone, _PATIENCE_S)
-            told = [*self._told, *(thing.words for thing in left.values())]
+            report = [*self._told, *(thing.words for thing in left.values())]
             for thing in left.values():
-                told += _closed(thing)
+                report += _closed(thing)
         finally:
-            self._end(clean=told == [])
-        if told:
-            raise AssertionError("\n".join([_FIRST + told[0], *(_MORE + words for words in told[1:]), _LAST_WORDS]))
+            self._end(clean=report == [])
+        if report:
+            raise AssertionError("\n".join([_FIRST + report[0], *(_MORE + words for words in report[1:]), _LAST_WORDS]))
 
     def dismiss(self) -> None:
         """Close what can be closed, and say nothing: the test has failed, and there is enough to read."""
@@ -142,25 +142,25 @@ class Watch:
 
     def _left(self) -> dict[str, Thing]:
         now = everything()
-        left = {key: thing for key, thing in now.items() if key not in self._before}
+        leaks = {key: thing for key, thing in now.items() if key not in self._before}
         if not self.shares_engines:
-            return left
+            return leaks
         pids = {int(key.split()[1]): key for key in now if key.startswith("process ")}
 
         def is_of_engine(thing: Thing) -> bool:
             if thing.parent not in pids:
                 return thing.is_ours
             above = pids[thing.parent]
-            return above not in left or is_of_engine(left[above])
+            return above not in leaks or is_of_engine(leaks[above])
 
-        return {key: thing for key, thing in left.items() if not is_of_engine(thing)}
+        return {key: thing for key, thing in leaks.items() if not is_of_engine(thing)}
 
     def _end(self, clean: bool = False) -> None:
         _watches.remove(self)
         if _watches and not clean:  # what has been told isn't told again
-            left = self._left()
+            leaks = self._left()
             for outer in _watches:
-                outer.adopt(left)
+                outer.adopt(leaks)
 
 
 def _closed(thing: Thing) -> list[str]:
@@ -174,7 +174,9 @@ def _closed(thing: Thing) -> list[str]:
         errors = (error,)
     else:
         errors = ()
-    return [f"and then, closing it: {type(each).__name__}: {str(each).partition(chr(10))[0]}" for each in errors]
+    return [
+        f"and then, closing it: {type(problem).__name__}: {str(problem).partition(chr(10))[0]}" for problem in errors
+    ]
 
 
 @contextlib.contextmanager
@@ -184,9 +186,9 @@ def shared() -> Iterator[None]:
     try:
         yield
     finally:
-        made = [key for key in everything() if key not in before]
+        new = [key for key in everything() if key not in before]
         for watch in _watches:
-            watch.adopt(made)
+            watch.adopt(new)
 
 
 @contextlib.contextmanager
@@ -210,8 +212,8 @@ def everything() -> dict[str, Thing]:
     """Return all that a test may leave behind."""
     return {
         key: thing
-        for found in (live_objects().items(), _processes(), _threads(), _descriptors(), _memory(), _files())
-        for key, thing in found
+        for things in (live_objects().items(), _processes(), _threads(), _descriptors(), _memory(), _files())
+        for key, thing in things
     }
 
 
@@ -252,8 +254,8 @@ def _kept(group: WorkerGroup) -> Iterator[tuple[str, Thing]]:
     for kept in list(residents.kept.values()):
         # One whose call has failed holds nothing; what is in a scope is told with that.
         if kept.freed_by is None and kept.call._error is None and not any(kept in s.kept for s in residents.scopes):
-            what = f"the resident of {kept.source.label} in group {group.name!r}"
-            words = f"{what}, kept at {_at(kept.call.line)}, was not freed"
+            label = f"the resident of {kept.source.label} in group {group.name!r}"
+            words = f"{label}, kept at {_at(kept.call.line)}, was not freed"
             free = lambda kept=kept: residents.release(kept, "the leak check of its test")  # noqa: E731
             yield f"resident {kept.source.key} {group.created}", Thing(words, free, of_group, is_resident=True)
 
@@ -265,8 +267,8 @@ def _processes() -> Iterator[tuple[str, Thing]]:
             is_zombie = process.status() == psutil.STATUS_ZOMBIE
             is_template = not is_zombie and (arguments_of(process, MODULE) or [""])[0] == MODE  # it ends by itself
             if process.pid != tracker and not is_template:
-                what = "a zombie" if is_zombie else " ".join(process.cmdline())[:200]
-                words = f"process {process.pid} ({what}) {'was never waited for' if is_zombie else 'still runs'}"
+                command = "a zombie" if is_zombie else " ".join(process.cmdline())[:200]
+                words = f"process {process.pid} ({command}) {'was never waited for' if is_zombie else 'still runs'}"
                 end = lambda process=process: _end(process)  # noqa: E731
                 yield f"process {process.pid} {process.create_time()}", Thing(words, end, parent=process.ppid())
 
@@ -282,7 +284,7 @@ def _children_of(pid: int) -> set[int]:
         with contextlib.suppress(psutil.NoSuchProcess):
             return {process.pid for process in psutil.Process(pid).children(recursive=True)}
         return set()
-    children = {int(child) for each in lists for child in each.split()}
+    children = {int(child) for line in lists for child in line.split()}
     return children.union(*map(_children_of, children))
 
 
@@ -295,9 +297,9 @@ def _tracker_has(name: str) -> object:
 def _end(process: psutil.Process) -> None:
     with contextlib.suppress(psutil.NoSuchProcess):
         process.kill()
-    for each in gc.get_objects():  # an object that stands for the process is to hear of its end
-        if issubclass(type(each), subprocess.Popen) and each.pid == process.pid:
-            each.wait(_ENDS_WITHIN_S)
+    for obj in gc.get_objects():  # an object that stands for the process is to hear of its end
+        if issubclass(type(obj), subprocess.Popen) and obj.pid == process.pid:
+            obj.wait(_ENDS_WITHIN_S)
     process.wait(_ENDS_WITHIN_S)  # takes a zombie away too
 
 
@@ -310,13 +312,13 @@ def _threads() -> Iterator[tuple[str, Thing]]:
 
 def _descriptors() -> Iterator[tuple[str, Thing]]:
     # Who has used a GPU has its descriptors to the end; pytest's capture changes the first three.
-    others = {0, 1, 2, _tracker_has("_fd")}
+    known_descriptors = {0, 1, 2, _tracker_has("_fd")}
     groups: Any = sys.modules.get("colocate.features.process_groups.alone")  # else nobody has made any
     lasting = () if groups is None else groups.lasting_descriptors()
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(FileNotFoundError):  # that of the listing itself
             number, target = int(name), os.readlink(f"/proc/self/fd/{name}")
-            is_of_process = number in others or (number, target) in lasting or forks.own_descriptor(number)
+            is_of_process = number in known_descriptors or (number, target) in lasting or forks.own_descriptor(number)
             if not is_of_process and not target.startswith(_OF_GPUS):
                 words = f"file descriptor {name} ({target}) is still open"
                 yield f"descriptor {name} {target}", Thing(words, is_ours=is_tracked(number))
@@ -335,11 +337,13 @@ def _memory() -> Iterator[tuple[str, Thing]]:
 
 def _files() -> Iterator[tuple[str, Thing]]:
     # In a folder of our own everything is ours (see `own_temporary_folder`), elsewhere what has our name.
-    own = tempfile.tempdir is not None and tempfile.tempdir == os.environ.get("TMPDIR")
+    is_private = tempfile.tempdir is not None and tempfile.tempdir == os.environ.get("TMPDIR")
     for entry in Path(tempfile.gettempdir()).iterdir():
-        if not entry.name.startswith("torchinductor_") and (own or "colocate" in entry.name):  # torch's own cache
+        if not entry.name.startswith("torchinductor_") and (
+            is_private or "colocate" in entry.name
+        ):  # torch's own cache
             remove = lambda entry=entry: _remove(entry)  # noqa: E731
-            yield f"file {entry}", Thing(f"temporary file {entry} is still there", remove if own else None)
+            yield f"file {entry}", Thing(f"temporary file {entry} is still there", remove if is_private else None)
 
 
 def _remove(entry: Path) -> None:

@@ -77,9 +77,9 @@ class RoleSuite:
     def test_alone(self) -> None:
         """Made outside any worker it answers as a view of one rank."""
         role = self._make()
-        for name, given in self.calls().items():
+        for name, sample in self.calls().items():
             with _told(name, "alone"):
-                getattr(role, name)(*given.args, **given.kwargs)
+                getattr(role, name)(*sample.args, **sample.kwargs)
 
     def test_threads(self) -> None:
         """The role runs on threads, or in processes if it needs one for each rank: called and kept."""
@@ -95,13 +95,13 @@ class RoleSuite:
         """Methods change in place neither their arguments nor what they have returned."""
         with self._group(strict=True) as group:
             view, echo = group.role("role"), group.role("echo", Echo)
-            kept = []
-            for name, given in self.calls().items():
+            residents = []
+            for name, sample in self.calls().items():
                 with _told(name, "with residents as arguments, among residents of earlier calls"):
-                    args = [echo.first.keep(value) for value in given.args]
-                    kwargs = {key: echo.first.keep(value) for key, value in given.kwargs.items()}
-                    kept.append(getattr(view, name).keep(*args, **kwargs))
-                    kept[-1].spec  # noqa: B018 - waits, and raises what went wrong
+                    args = [echo.first.keep(value) for value in sample.args]
+                    kwargs = {key: echo.first.keep(value) for key, value in sample.kwargs.items()}
+                    residents.append(getattr(view, name).keep(*args, **kwargs))
+                    residents[-1].spec  # noqa: B018 - waits, and raises what went wrong
 
     def test_save_and_restore(self, tmp_path: Path) -> None:
         """If it has `save` and `restore`, another instance takes over where this one was."""
@@ -111,8 +111,8 @@ class RoleSuite:
         one.mkdir()
         two.mkdir()
         first, second = self._make(), self._make()
-        for name, given in self.calls().items():
-            getattr(first, name)(*given.args, **given.kwargs)
+        for name, sample in self.calls().items():
+            getattr(first, name)(*sample.args, **sample.kwargs)
         _save(first, one)
         second.restore(str(one))
         _save(second, two)
@@ -140,12 +140,12 @@ class RoleSuite:
         view = group.role("role")
         for name in self.calls():
             with _told(name, where):
-                given = self.calls()[name]
-                getattr(view, name)(*given.args, **given.kwargs)
+                sample = self.calls()[name]
+                getattr(view, name)(*sample.args, **sample.kwargs)
             with _told(name, f"{where}, kept"):
-                given = self.calls()[name]
-                with getattr(view, name).keep(*given.args, **given.kwargs) as kept:
-                    kept.fetch()
+                sample = self.calls()[name]
+                with getattr(view, name).keep(*sample.args, **sample.kwargs) as resident:
+                    resident.fetch()
 
     @contextlib.contextmanager
     def _group(self, **options: Any) -> Iterator[colocate.ColocatedGroup]:

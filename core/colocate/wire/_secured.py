@@ -32,9 +32,9 @@ class Secured(ssl.SSLSocket):
 
     def __new__(cls, *args: Any, **named: Any) -> Secured:
         """Create a socket with a lock; the creation of an `SSLSocket` has no other place for attributes."""
-        made = super().__new__(cls, *args, **named)
-        made._lock = threading.Lock()  # OpenSSL must not read and write one connection at the same time
-        return track_socket(made)
+        sock = super().__new__(cls, *args, **named)
+        sock._lock = threading.Lock()  # OpenSSL must not read and write one connection at the same time
+        return track_socket(sock)
 
     def set_up(self) -> None:
         """Advance the handshake as far as possible."""

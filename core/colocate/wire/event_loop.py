@@ -285,8 +285,8 @@ class EventLoop:
         now = time.monotonic()  # read once: timers that become due meanwhile run after the descriptors' events
         while self._timers:
             with self._lock:
-                left = self._timers[0][0] - now
-                if left > 0:
+                delay = self._timers[0][0] - now
+                if delay > 0:
                     return max(0.0, min(self._timers[0][0] - time.monotonic(), _LOOKS_EVERY_S))
                 action = heapq.heappop(self._timers)[2]
             _try(action)
@@ -459,8 +459,8 @@ def listen_widely(
         The listeners; their addresses, joined by commas, are one address for peers.
     """
     # The TCP listener first: opening may raise.
-    widely = [] if host is None else [listen("tcp", host, tls, bind=bind, ports=ports, what=what)]
-    return [listen("unix"), *widely]
+    remote = [] if host is None else [listen("tcp", host, tls, bind=bind, ports=ports, what=what)]
+    return [listen("unix"), *remote]
 
 
 def listen(

@@ -546,10 +546,10 @@ class Reader:
             os.close(file)
 
     def _area(self, file: int, length: int) -> mmap.mmap:
-        found = os.fstat(file)
-        memory = self._areas.get(found.st_ino)
+        status = os.fstat(file)
+        memory = self._areas.get(status.st_ino)
         if memory is None or len(memory) < length:
-            memory = self._areas[found.st_ino] = mapped(file, max(found.st_size, length), mmap.MAP_SHARED)
+            memory = self._areas[status.st_ino] = mapped(file, max(status.st_size, length), mmap.MAP_SHARED)
         return memory
 
     def _begin(self, head: Head, sizes: tuple[int, ...], length: int, first: memoryview) -> list[Message]:

@@ -118,8 +118,8 @@ class PeerChannel:
         try:
             with suppress(OSError):  # a peer that has closed may have sent a reason first
                 connection.send(frame)
-            begins = None if arrives is None else lambda head, *body: arrives(head[1:], *body)
-            (fine, *answer), body = connection.receive(begins)
+            open_answer = None if arrives is None else lambda head, *body: arrives(head[1:], *body)
+            (fine, *answer), body = connection.receive(open_answer)
             keep = fine  # a refusing peer may be about to close the connection, for lack of a thread
         except (EOFError, OSError, ValueError) as error:
             reason = connection.aborted or f"the connection ended before it answered ({error})"

@@ -90,11 +90,11 @@ def encrypted(sock: socket.socket, context: ssl.SSLContext, server: bool, secret
     """
     from colocate.wire._secured import Secured
 
-    made = context.wrap_socket(sock, server_side=server, do_handshake_on_connect=False)
-    assert isinstance(made, Secured)
+    connection = context.wrap_socket(sock, server_side=server, do_handshake_on_connect=False)
+    assert isinstance(connection, Secured)
     if secret:
-        made.to_say, made.to_hear = _proof(secret, not server), _proof(secret, server)
-    return made
+        connection.to_say, connection.to_hear = _proof(secret, not server), _proof(secret, server)
+    return connection
 
 
 def secure(sock: socket.socket, tls: Tls, where: str, deadline: float) -> Secured:
@@ -106,10 +106,10 @@ def secure(sock: socket.socket, tls: Tls, where: str, deadline: float) -> Secure
         ConnectionResetError: The peer has closed the connection.
     """
     try:
-        sock = made = encrypted(sock, tls.context(server=False), server=False)
-        made.settimeout(max(deadline - time.monotonic(), 0.001))
-        made.set_up()
-        return made
+        sock = connection = encrypted(sock, tls.context(server=False), server=False)
+        connection.settimeout(max(deadline - time.monotonic(), 0.001))
+        connection.set_up()
+        return connection
     except (TimeoutError, ConnectionResetError, BrokenPipeError):
         sock.close()
         raise

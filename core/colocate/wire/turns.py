@@ -57,13 +57,13 @@ class Turns:
         if not self._lane.lend():
             return until()
         try:
-            while not (found := until()) and not self._lane.finished:
+            while not (is_done := until()) and not self._lane.finished:
                 for fd in self._readable(until):
                     if fd == self._wake:
                         os.eventfd_read(self._wake)
                     else:
                         self._lane.receive(self._scratch)
-            return found
+            return is_done
         finally:
             self._lane.take_back()
 

@@ -91,9 +91,9 @@ class Background:
 
     @staticmethod
     def _work(call: CallState) -> Work:
-        found = call.of if isinstance(call, RowState) else call
-        assert isinstance(found, Work)
-        return found
+        work = call.of if isinstance(call, RowState) else call
+        assert isinstance(work, Work)
+        return work
 
 
 class LaneBarrier:

@@ -150,16 +150,16 @@ class WorkerContext(abc.ABC):
         Raises:
             CapabilityError: This worker has no such feature.
         """
-        found = self.parts.get(name)
-        if found is not None:
-            return found
+        feature = self.parts.get(name)
+        if feature is not None:
+            return feature
         with self._making:
-            found = self.parts.get(name)
-            if found is None:
-                found = features.of_worker(name)(self)
-                self.parts = {**self.parts, name: found}
+            feature = self.parts.get(name)
+            if feature is None:
+                feature = features.of_worker(name)(self)
+                self.parts = {**self.parts, name: feature}
                 self.list_hooks()
-            return found
+            return feature
 
     def list_hooks(self) -> None:
         """Rebuild the tuples of per-call hooks, from the halves that override a hook in a class or an instance."""
@@ -170,15 +170,15 @@ class WorkerContext(abc.ABC):
 
     def _own(self, name: str) -> tuple[Callable[..., Any], ...]:
         """Return a hook's methods of all halves that override the hook."""
-        found = [getattr(part, name) for part in self.parts.values()]
-        return tuple(each for each in found if getattr(each, "__func__", each) is not getattr(OfWorker, name))
+        methods = [getattr(part, name) for part in self.parts.values()]
+        return tuple(method for method in methods if getattr(method, "__func__", method) is not getattr(OfWorker, name))
 
     def blamed(self, error: BaseException, role: str | None, row: RowState | None = None) -> BaseException:
         """Return the cause of a failure in role code, as far as features know."""
         for name in features.followers():
             self.part(name)
-        for blames in self.blames:
-            error = blames(error, role, row)
+        for hook in self.blames:
+            error = hook(error, role, row)
         return error
 
     def wait_for_cause(self, error: BaseException, role: str | None) -> None:
@@ -211,13 +211,13 @@ class WorkerContext(abc.ABC):
 
     def left(self, seq: int) -> None:
         """Call the features' `leaves` at the end of a call, successful or not."""
-        for leaves in self.leaves:
-            leaves(seq)
+        for hook in self.leaves:
+            hook(seq)
 
     def ran(self, role: str | None, label: str, kept: Mapping[str, Any] | None = None) -> None:
         """Check a result of role code with all features, which may raise; see `OfWorker.ran`."""
-        for ran in self.rans:
-            ran(role, label, kept)
+        for check in self.rans:
+            check(role, label, kept)
 
     def changed(self, role: str | None) -> None:
         """Notify features that a role's memory may have changed; None for any role."""
@@ -248,8 +248,8 @@ class WorkerContext(abc.ABC):
 
     def who_has_what(self) -> str:
         """Return the memory of each role as a note for an error, from the feature "memory"."""
-        found: str = self.part("memory").words()  # type: ignore[attr-defined]
-        return found
+        text: str = self.part("memory").words()  # type: ignore[attr-defined]
+        return text
 
     def reach(self, asking: Context, name: str, tags: Sequence[str] = tuple(TAGS)) -> None:
         """Wake a sibling role before role code gets the role's object.
@@ -261,8 +261,8 @@ class WorkerContext(abc.ABC):
         if unknown := [tag for tag in tags if tag not in TAGS]:
             raise ConfigError(f"awake names {unknown[0]!r}; a role's memory is of {', '.join(TAGS)}")
         if self.reaches and (role := self.roles.get(name)) is not None:
-            for reaches in self.reaches:
-                reaches(asking, role, tags)
+            for check in self.reaches:
+                check(asking, role, tags)
         self.have_awake(name, tags)
 
     @property
@@ -273,17 +273,17 @@ class WorkerContext(abc.ABC):
     @property
     def lanes(self) -> list[Lane]:
         """The worker's lanes, the main one first."""
-        return [self.lane, *(each.lane for each in list(self.background.values()))]
+        return [self.lane, *(background.lane for background in list(self.background.values()))]
 
     def lane_for(self, role: Any) -> Lane:
         """Return the lane for a role's code; for functions, the main one."""
-        found = self.background.get(role) if self.background else None
-        return self.lane if found is None else found.lane
+        background = self.background.get(role) if self.background else None
+        return self.lane if background is None else background.lane
 
     def _lane_of(self, seq: int) -> str:
         """Return the background role whose lane runs a call; "" for the main lane."""
-        for name, each in self.background.items():
-            if (work := each.lane.running.get(seq)) is not None and not work.stands:
+        for name, background in self.background.items():
+            if (work := background.lane.running.get(seq)) is not None and not work.stands:
                 return name
         return ""
 

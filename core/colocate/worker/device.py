@@ -94,15 +94,15 @@ class Device:
         module = in_use(self._name)
         if module is None:
             return None
-        said: RuntimeError | None = None
+        failure: RuntimeError | None = None
         for _ in range(2):  # a failed piece of work is reported once; a lost context reports every time
             try:
                 self._settle(module)
             except RuntimeError as error:
-                said = error
+                failure = error
             else:
                 return None
-        return f"this process can't use {self._name} any more: {said}"
+        return f"this process can't use {self._name} any more: {failure}"
 
     def _settle(self, module: Any) -> None:
         """Wait for the current stream, and for streams that were current before."""
@@ -148,18 +148,18 @@ class Device:
         try:
             # The number of segments would miss segments that expand.
             reserved = module.memory_stats_as_nested_dict(self._name)["reserved_bytes"]["all"]
-            seen = reserved["allocated"], reserved["freed"]
-            if seen == self._reserved:  # a memory snapshot takes as long as a call, or longer
+            counters = reserved["allocated"], reserved["freed"]
+            if counters == self._reserved:  # a memory snapshot takes as long as a call, or longer
                 return
-            self._reserved = seen
-            found = module.memory_snapshot()
+            self._reserved = counters
+            segments = module.memory_snapshot()
         except RuntimeError:  # by cudaMallocAsync, say, or a foreign allocator: any memory may be a graph's
             self._starts, self._stops = [0], [1 << 64]
             return
         private = sorted(
-            (each["address"], each["address"] + each["total_size"])
-            for each in found
-            if tuple(each["segment_pool_id"]) != (0, 0)
+            (segment["address"], segment["address"] + segment["total_size"])
+            for segment in segments
+            if tuple(segment["segment_pool_id"]) != (0, 0)
         )
         self._starts, self._stops = [start for start, _ in private], [stop for _, stop in private]
 

@@ -59,22 +59,22 @@ class Storages(dict[str, dict[int, int]]):
         kinds = frozenset(() if torch is None else (torch.Tensor, torch.nn.Parameter))
         plain = values
         if not kinds.issuperset(map(type, values)):
-            plain = [each for each in values if type(each) in kinds]
+            plain = [leaf for leaf in values if type(leaf) in kinds]
             for value in values:
                 if type(value) not in kinds and type(value) not in PLAIN:
                     self.add(value)
         # Nearly always all are on the host, each with separate memory. A look for others first would take as long
         # again: a hundred thousand tensors aren't in the processor's caches.
         with contextlib.suppress(RuntimeError):  # one is sparse, say
-            sizes = {(its := each.untyped_storage()).data_ptr(): its.nbytes() for each in plain if each.is_cpu}
+            sizes = {(memory := leaf.untyped_storage()).data_ptr(): memory.nbytes() for leaf in plain if leaf.is_cpu}
             if sizes and len(sizes) == len(plain):
                 self.add_pieces(plain, sizes, name_of(plain[0].device))
                 return
-        devices = {each.device for each in plain}
+        devices = {leaf.device for leaf in plain}
         for device in devices:
-            tensors = plain if len(devices) == 1 else [each for each in plain if each.device == device]
+            tensors = plain if len(devices) == 1 else [leaf for leaf in plain if leaf.device == device]
             try:
-                sizes = {(storage := each.untyped_storage()).data_ptr(): storage.nbytes() for each in tensors}
+                sizes = {(storage := leaf.untyped_storage()).data_ptr(): storage.nbytes() for leaf in tensors}
             except RuntimeError:  # one is sparse, say
                 sizes = {}
             if len(sizes) == len(tensors) and device.type != "meta":
@@ -122,10 +122,10 @@ class Storages(dict[str, dict[int, int]]):
         self._put("cpu", {address: size})
 
     def _put(self, place: str, sizes: dict[int, int]) -> None:
-        known = self.setdefault(place, {})
-        if not known.keys().isdisjoint(sizes):  # a part of an array may begin where the whole array begins
-            sizes = {address: max(size, known.get(address, 0)) for address, size in sizes.items()}
-        known.update(sizes)
+        stored = self.setdefault(place, {})
+        if not stored.keys().isdisjoint(sizes):  # a part of an array may begin where the whole array begins
+            sizes = {address: max(size, stored.get(address, 0)) for address, size in sizes.items()}
+        stored.update(sizes)
 
 
 class Objects(Storages):
@@ -223,7 +223,7 @@ def _parts(item: Any, torch: Any) -> tuple[list[Any], list[Any]]:
     # Without that method the components are attributes, as in a masked tensor.
     names = item.__tensor_flatten__()[0] if hasattr(item, "__tensor_flatten__") else list(vars(item))
     # A DTensor's list includes the mesh.
-    tensors = {name: each for name in names if isinstance(each := getattr(item, name), torch.Tensor)}
+    tensors = {name: tensor for name in names if isinstance(tensor := getattr(item, name), torch.Tensor)}
     if item.layout is torch.jagged:
         return [tensors.pop("_values")], list(tensors.values())
     return list(tensors.values()), []
@@ -287,11 +287,11 @@ class Found:
 
     def holdings(self, storages: Callable[[], Storages] = Storages) -> Holdings:
         """Return the memory of the found tensors and arrays, by purpose."""
-        held = {purpose: storages() for purpose in Purpose}
-        held[Purpose.PARAMETERS].add_all(self.parameters.values())
+        memory = {purpose: storages() for purpose in Purpose}
+        memory[Purpose.PARAMETERS].add_all(self.parameters.values())
         for purpose, values in self.noted.items():
-            held[purpose].add_all(values)
-        return held
+            memory[purpose].add_all(values)
+        return memory
 
 
 def held_by(
@@ -301,15 +301,15 @@ def held_by(
     storages: Callable[[], Storages] = Storages,
 ) -> tuple[Holdings, bool]:
     """Return the memory that an object holds, and whether the search was complete. On the lane."""
-    found = search(instance, apart=apart)
-    found.noted[Purpose.DECLARED] += declared
-    found.noted[Purpose.GRADIENTS] += gradients_of(found.leaves)
-    return found.holdings(storages), found.complete
+    result = search(instance, apart=apart)
+    result.noted[Purpose.DECLARED] += declared
+    result.noted[Purpose.GRADIENTS] += gradients_of(result.leaves)
+    return result.holdings(storages), result.complete
 
 
 def gradients_of(leaves: Iterable[Any]) -> list[Any]:
     """Return the gradients of tensors, on the lane."""
-    return [gradient for each in leaves if each.is_leaf and (gradient := each.grad) is not None]
+    return [gradient for tensor in leaves if tensor.is_leaf and (gradient := tensor.grad) is not None]
 
 
 def optimizers_of(instance: object, apart: Iterable[object] = ()) -> list[Any]:
@@ -324,10 +324,10 @@ def lie_in(
 
     If there are too many objects, the result is the memory in lists, dicts and dataclasses.
     """
-    found, roots = search(*(roots := list(values)), apart=apart), roots
-    if not found.complete:
-        found.noted[Purpose.TENSORS] += memories(roots)
-    return found.holdings(storages), found.leaves
+    result, roots = search(*(roots := list(values)), apart=apart), roots
+    if not result.complete:
+        result.noted[Purpose.TENSORS] += memories(roots)
+    return result.holdings(storages), result.leaves
 
 
 def search(*roots: object, apart: Iterable[object] = ()) -> Found:
@@ -340,11 +340,11 @@ def search(*roots: object, apart: Iterable[object] = ()) -> Found:
         roots: The objects to begin with.
         apart: Objects to exclude.
     """
-    torch, found = imported("torch"), Found()
+    torch, result = imported("torch"), Found()
     apart = [*apart]
     closed = frozenset(map(id, apart))
-    left = _LOOKS
-    seen: dict[_Aim, set[int]] = {}
+    budget = _LOOKS
+    visited: dict[_Aim, set[int]] = {}
     near: dict[_Aim, list[Any]] = {None: [*roots]}
 
     def add(aim: _Aim, items: Iterable[Any]) -> None:
@@ -356,78 +356,80 @@ def search(*roots: object, apart: Iterable[object] = ()) -> Found:
         level, near = near, {}
         for aim, items in level.items():
             purpose = Purpose.OPTIMIZER if aim == "state" else aim
-            known = seen.setdefault(aim, set(closed))
-            by_id = {id(each): each for each in items}
-            again = by_id.keys() & known
-            found.met |= not closed.isdisjoint(again)
+            visited_ids = visited.setdefault(aim, set(closed))
+            by_id = {id(value): value for value in items}
+            again = by_id.keys() & visited_ids
+            result.met |= not closed.isdisjoint(again)
             for key in again:
                 del by_id[key]
-            known.update(by_id)
-            for kind, some in _by_kind(by_id.values()).items():
-                if left <= 0:
-                    found.complete = False
-                    return found
-                left, some = left - len(some), some[:left]
+            visited_ids.update(by_id)
+            for kind, batch in _by_kind(by_id.values()).items():
+                if budget <= 0:
+                    result.complete = False
+                    return result
+                budget, batch = budget - len(batch), batch[:budget]
                 look, of_kind = _looks(kind)
                 if look == "tensor":
                     if purpose is not Purpose.OPTIMIZER and kind is not torch.Tensor:
-                        trained = [each for each in some if isinstance(each, torch.nn.Parameter)]
-                        found.parameters.update(zip(map(id, trained), trained, strict=True))
-                        some = [each for each in some if id(each) not in found.parameters]
+                        trained = [value for value in batch if isinstance(value, torch.nn.Parameter)]
+                        result.parameters.update(zip(map(id, trained), trained, strict=True))
+                        batch = [value for value in batch if id(value) not in result.parameters]
                     if purpose is not Purpose.OPTIMIZER:
-                        found.tensors += some
-                    found.noted[purpose or Purpose.TENSORS] += some
+                        result.tensors += batch
+                    result.noted[purpose or Purpose.TENSORS] += batch
                 elif look == "array":
-                    found.noted[purpose or Purpose.TENSORS] += some
+                    result.noted[purpose or Purpose.TENSORS] += batch
                 elif look == "dict":
-                    for item in some:
+                    for item in batch:
                         add(aim, dict.values(item))  # a subclass may load data in overridden methods
                 elif look == "container":
-                    for item in some:
+                    for item in batch:
                         add(aim, item)
                 elif look == "proxy":
-                    add(aim, gc.get_referents(*some))  # the mappings behind proxies, as a call of a proxy may run code
+                    add(aim, gc.get_referents(*batch))  # the mappings behind proxies, as a call of a proxy may run code
                 elif look == "object":
                     if (name := _ACCUMULATED.get(kind.__name__)) and of_kind is Purpose.BUFFERS:
-                        sums = [each for item in some if (each := getattr(item, name, None)) is not None]
-                        found.noted[Purpose.GRADIENTS] += sums
-                        seen.setdefault(of_kind, set(closed)).update(map(id, sums))
-                    for item in some:
+                        sums = [value for item in batch if (value := getattr(item, name, None)) is not None]
+                        result.noted[Purpose.GRADIENTS] += sums
+                        visited.setdefault(of_kind, set(closed)).update(map(id, sums))
+                    for item in batch:
                         add(of_kind or ("state" if aim == "state" else None), _attributes(item))
                 elif purpose is not None:  # contents of modules and optimizers have a purpose of their own
-                    add(None, some)
+                    add(None, batch)
                 elif look == "module":
-                    owns = [*map(vars, some)]
-                    trained = _values(own.get("_parameters") for own in owns)
-                    found.parameters.update(zip(map(id, trained), trained, strict=True))
-                    found.noted[Purpose.BUFFERS] += _values(own.get("_buffers") for own in owns)
-                    add(None, _values(own.get("_modules") for own in owns))
+                    namespaces = [*map(vars, batch)]
+                    trained = _values(namespace.get("_parameters") for namespace in namespaces)
+                    result.parameters.update(zip(map(id, trained), trained, strict=True))
+                    result.noted[Purpose.BUFFERS] += _values(namespace.get("_buffers") for namespace in namespaces)
+                    add(None, _values(namespace.get("_modules") for namespace in namespaces))
                     # Modules of a type nearly always have the same few names that not every module has.
-                    for part in [owns[start : start + 100] for start in range(0, len(owns), 100)]:
+                    for part in [namespaces[start : start + 100] for start in range(0, len(namespaces), 100)]:
                         names = set[str]().union(*part) - _usual(torch)
-                        add(of_kind, [own.get(name) for own in part for name in names])
+                        add(of_kind, [namespace.get(name) for namespace in part for name in names])
                 else:
-                    for item in some:
+                    for item in batch:
                         rest = dict(vars(item))
                         # An optimizer that wraps another may lack these, or have properties that ask the other.
                         groups, state = rest.pop("param_groups", None), rest.pop("state", None)
                         add(None, rest.values())
                         if groups is None:
                             continue
-                        found.optimizers.append(item)
+                        result.optimizers.append(item)
                         for group in list(groups):
                             trained = list(group["params"])
-                            found.parameters.update(zip(map(id, trained), trained, strict=True))
-                            add("state", [each for name, each in list(group.items()) if name != "params"])
-                        kept = _values([state])
-                        add("state", _values(each for each in kept if type(each) is dict))
-                        add("state", [each for each in kept if type(each) is not dict])
+                            result.parameters.update(zip(map(id, trained), trained, strict=True))
+                            add("state", [value for name, value in list(group.items()) if name != "params"])
+                        state_values = _values([state])
+                        add("state", _values(value for value in state_values if type(value) is dict))
+                        add("state", [value for value in state_values if type(value) is not dict])
     # Megatron's gradients, in another dtype than the parameter's. A read of `__dict__` would create a dict for nearly
     # every parameter; the garbage collector's view doesn't.
-    attached = [each for each in gc.get_referents(*found.parameters.values()) if type(each) is dict]
-    found.noted[Purpose.GRADIENTS] += [each for own in attached if (each := own.get("main_grad")) is not None]
-    found.complete = left >= 0
-    return found
+    attached = [value for value in gc.get_referents(*result.parameters.values()) if type(value) is dict]
+    result.noted[Purpose.GRADIENTS] += [
+        value for namespace in attached if (value := namespace.get("main_grad")) is not None
+    ]
+    result.complete = budget >= 0
+    return result
 
 
 _Look: TypeAlias = Literal["tensor", "array", "dict", "container", "proxy", "module", "optimizer", "object"]
@@ -500,17 +502,17 @@ def _usual(torch: Any) -> frozenset[str]:
 
 
 def _by_kind(items: Iterable[Any]) -> dict[type, list[Any]]:
-    found: dict[type, list[Any]] = {}
+    groups: dict[type, list[Any]] = {}
     for item in items:
-        if (kind := type(item)) in found:
-            found[kind].append(item)
+        if (kind := type(item)) in groups:
+            groups[kind].append(item)
         elif not _is_barren(kind):
-            found[kind] = [item]
-    return found
+            groups[kind] = [item]
+    return groups
 
 
 def _values(mappings: Iterable[Any]) -> list[Any]:
-    return [each for held in mappings if held for each in list(held.values()) if each is not None]
+    return [value for mapping in mappings if mapping for value in list(mapping.values()) if value is not None]
 
 
 def _matter(items: list[Any]) -> list[Any]:
@@ -519,25 +521,25 @@ def _matter(items: list[Any]) -> list[Any]:
     The garbage collector tracks objects that may refer to tracked objects, which arrays aren't: an untracked dict may
     hold arrays, or only strings and numbers.
     """
-    found = [*filter(gc.is_tracked, items)]
-    for kind in set(map(type, items)) - PLAIN if len(found) < len(items) else ():
+    searchable = [*filter(gc.is_tracked, items)]
+    for kind in set(map(type, items)) - PLAIN if len(searchable) < len(items) else ():
         if kind in (dict, tuple):
             values: Callable[[Any], Iterable[Any]] = dict.values if kind is dict else iter
-            rest: list[Any] = [each for each in items if type(each) is kind and not gc.is_tracked(each)]
+            rest: list[Any] = [item for item in items if type(item) is kind and not gc.is_tracked(item)]
             if not PLAIN.issuperset(map(type, chain.from_iterable(map(values, rest)))):
-                found += [each for each in rest if not PLAIN.issuperset(map(type, tuple(values(each))))]
+                searchable += [item for item in rest if not PLAIN.issuperset(map(type, tuple(values(item))))]
         elif _looks(kind)[0] == "array":
-            found += [each for each in items if type(each) is kind and not gc.is_tracked(each)]
-    return found
+            searchable += [item for item in items if type(item) is kind and not gc.is_tracked(item)]
+    return searchable
 
 
 def _attributes(item: Any) -> list[Any]:
     """Return the values of an object's dict and slots; properties aren't read."""
     kind = type(item)
-    found = list(getattr(item, "__dict__", {}).values()) if kind.__dictoffset__ else []
+    values = list(getattr(item, "__dict__", {}).values()) if kind.__dictoffset__ else []
     for slot in slots(kind):
         try:
-            found.append(slot.__get__(item))
+            values.append(slot.__get__(item))
         except AttributeError:  # the slot is empty
             continue
-    return found
+    return values

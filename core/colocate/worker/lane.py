@@ -404,10 +404,10 @@ class Lane:
 
     def _run(self, work: Work) -> None:
         try:
-            went = work.run(work)
-            if went is None:
+            is_done = work.run(work)
+            if is_done is None:
                 self._order.put_back(work)
-            elif not went:
+            elif not is_done:
                 self._order.failed(work)
         finally:
             del self.running[work.seq]
@@ -450,7 +450,9 @@ class Lane:
 
     def _rests(self, work: Work, by: int) -> None:
         work.kept += by
-        self._order.resting = sum(0 < each.kept >= each.active_tasks for each in self.running.values())
+        self._order.resting = sum(
+            0 < running_work.kept >= running_work.active_tasks for running_work in self.running.values()
+        )
 
     def stand(self, is_over: Callable[[], bool]) -> None:
         """Stand still during a call until a condition holds; code that ends the wait calls `look_around`."""

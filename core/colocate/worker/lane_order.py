@@ -247,8 +247,8 @@ class LaneOrder:
                 self._put_first([item])
 
     def _end_pauses(self, number: int) -> None:
-        for each in [each for each in list(self._held_up) if -number <= each < 0]:
-            del self._held_up[each]
+        for token in [token for token in list(self._held_up) if -number <= token < 0]:
+            del self._held_up[token]
         if self._paused is not None and self._paused.number <= number:
             self._paused = None
 
@@ -285,9 +285,9 @@ class LaneOrder:
         self._places.clear()
         self._held, self._noted = max(self._held, base), max(self._noted, base)
         self.resumed, self.reported = max(self.resumed, base), max(self.reported, base)
-        left = [call for call in self._waiting if call.seq <= base]
-        self.unfinished += left
-        self._drop(frozenset(call.seq for call in left))
+        dropped_calls = [call for call in self._waiting if call.seq <= base]
+        self.unfinished += dropped_calls
+        self._drop(frozenset(call.seq for call in dropped_calls))
 
     def _drop(self, withdrawn: frozenset[int]) -> None:
         for call in [call for call in self._waiting if call.seq in withdrawn]:

@@ -57,20 +57,20 @@ class ProcessWide:
     def have(self, own: Own) -> None:
         """Put a role's state in place, after saving the former role's."""
         before, self.now = self.now, own
-        for kept in self._all:
-            if kept.is_there():
-                name = kept.name
+        for library in self._all:
+            if library.is_there():
+                name = library.name
                 if before is not None:
-                    before.states[name] = kept.take(before.states.get(name))
-                _put(kept, own)
+                    before.states[name] = library.take(before.states.get(name))
+                _put(library, own)
         self._device.expect()
 
     def came(self) -> None:
         """Give a library imported amid a role's code the state of that role."""
         if self.now is not None:
-            for kept in self._all:
-                if kept.is_there() and kept.name not in self.now.states:
-                    _put(kept, self.now)
+            for library in self._all:
+                if library.is_there() and library.name not in self.now.states:
+                    _put(library, self.now)
             self._device.expect()
 
     def loaded(self) -> None:
@@ -81,23 +81,23 @@ class ProcessWide:
     def saved(self, own: Own) -> Mapping[str, Any]:
         """Return a role's generator states for JSON. Switches aren't saved: constructors set them again."""
         plain = {}
-        for each in self._generators:
-            state = own.states.get(each.name)
-            if own is self.now and each.is_there():
-                state = each.take(state)
+        for generator in self._generators:
+            state = own.states.get(generator.name)
+            if own is self.now and generator.is_there():
+                state = generator.take(state)
             if state is not None:
-                plain[each.name] = each.plain(state)
+                plain[generator.name] = generator.plain(state)
         return {"seed": own.seed, **plain}
 
     def restore(self, own: Own, saved: Mapping[str, Any]) -> None:
         """Restore a role's generators from their saved states."""
         own.seed = saved["seed"]
-        for each in self._generators:
-            own.states.pop(each.name, None)
-            if each.name in saved:
-                own.states[each.name] = each.from_plain(saved[each.name])
-            if own is self.now and each.is_there():
-                _put(each, own)
+        for generator in self._generators:
+            own.states.pop(generator.name, None)
+            if generator.name in saved:
+                own.states[generator.name] = generator.from_plain(saved[generator.name])
+            if own is self.now and generator.is_there():
+                _put(generator, own)
 
 
 def _put(kept: _Random | _NumPy | _Torch | Switches, own: Own) -> None:
@@ -189,16 +189,16 @@ class _NumPy:
             whole = numbers.get_state(legacy=False)
             numbers.set_state({**whole, "has_gauss": 1, "gauss": gauss})
         if self._memory is None:
-            own = numbers.get_state.__self__  # the object whose methods are the module's functions
-            self._memory = _memory_of(own, type(own))
+            random_state = numbers.get_state.__self__  # the object whose methods are the module's functions
+            self._memory = _memory_of(random_state, type(random_state))
         self._placed = self._memory.raw
 
     def begin(self, seed: int) -> Any:
         numbers = _numpy_random()
         # A RandomState takes a tenth of the time of a bit generator alone. Without the third word the numbers would
         # equal those of `random`: both are the Mersenne Twister.
-        made = numbers.RandomState([seed & 0xFFFFFFFF, seed >> 32, 1])
-        state = made._bit_generator, None
+        random_state = numbers.RandomState([seed & 0xFFFFFFFF, seed >> 32, 1])
+        state = random_state._bit_generator, None
         self.put(state)
         return state
 
@@ -209,9 +209,9 @@ class _NumPy:
     def from_plain(self, plain: Any) -> Any:
         import numpy.random
 
-        found = plain["bits"]
-        bits = getattr(numpy.random, found["bit_generator"])()
-        bits.state = _with_arrays(found)
+        bits_state = plain["bits"]
+        bits = getattr(numpy.random, bits_state["bit_generator"])()
+        bits.state = _with_arrays(bits_state)
         return bits, plain["gauss"]
 
 
@@ -221,7 +221,7 @@ def _numpy_random() -> Any:
 
 def _jsonable(state: Any) -> Any:
     if isinstance(state, dict):
-        return {name: _jsonable(each) for name, each in state.items()}
+        return {name: _jsonable(value) for name, value in state.items()}
     return {"array": state.tolist(), "dtype": str(state.dtype)} if hasattr(state, "tolist") and state.shape else state
 
 
@@ -232,7 +232,7 @@ def _with_arrays(plain: Any) -> Any:
         return plain
     if plain.keys() == {"array", "dtype"}:
         return numpy.array(plain["array"], plain["dtype"])
-    return {name: _with_arrays(each) for name, each in plain.items()}
+    return {name: _with_arrays(value) for name, value in plain.items()}
 
 
 class _Torch:

@@ -41,9 +41,9 @@ def sources_of(spec: MethodSpec, ctx: Context) -> Sequence[int]:
 
 def without_padding(result: Any, rows: int, valid: int | None, label: str) -> Any:
     """Return the result of a method with `pad=True` without padding rows."""
-    found = batch.rows(result, f"the result of {label}")
-    if found != rows:
+    count = batch.rows(result, f"the result of {label}")
+    if count != rows:
         raise DispatchError(
-            f"{label} got {rows} rows, padding included, and returned {found}: with pad=True it returns a row for each"
+            f"{label} got {rows} rows, padding included, and returned {count}: with pad=True it returns a row for each"
         )
     return result if valid is None or valid == rows else batch.slice_rows(result, 0, valid)

@@ -128,13 +128,13 @@ class Runner:
         role.drawn = call.seq, None if role.ctx._generator is None else role.ctx._generator.get_state()
         try:
             if worker_context.enters:
-                for enters in worker_context.enters:
-                    enters(call.seq, role, spec)
+                for hook in worker_context.enters:
+                    hook(call.seq, role, spec)
             if self._device.is_gpu and not spec.is_async:  # only for sync calls, as others run beside async ones
                 work.allocated = self._device.begin()
             if worker_context.begins and not spec.revives:
-                for begins in worker_context.begins:
-                    begins(role, spec.awake, work.label)
+                for check in worker_context.begins:
+                    check(role, spec.awake, work.label)
             if work.bundles_seen:
                 worker_context.definitions.received.load(work.bundles_seen)
             resolver = self._resolver(call, work) if call.uses else None
@@ -150,8 +150,8 @@ class Runner:
             with self._role_code:
                 result = role.run(code, role.instance, arguments)
             if spec.is_async:
-                finishes = self._finish_async(result, work, call, role, spec, resolver, start)
-                return Steps(finishes, OwnSettings(self._setting, role.settings or self._setting.base))
+                finish = self._finish_async(result, work, call, role, spec, resolver, start)
+                return Steps(finish, OwnSettings(self._setting, role.settings or self._setting.base))
             self._finish(result, work, call, role, spec, resolver, start)
             if work.watches:
                 work.forget()
@@ -178,8 +178,8 @@ class Runner:
         """
         background = self._worker_context.background
         for role in reversed([*self._worker_context.roles.values()]):
-            own = background[role.name].runner if role.name in background else None
-            if own is not (None if self._is_main else self):
+            runner = background[role.name].runner if role.name in background else None
+            if runner is not (None if self._is_main else self):
                 continue
             try:
                 with self._role_code:
@@ -277,8 +277,8 @@ class Runner:
         worker_context, label, device = self._worker_context, work.label, self._device
         try:
             if worker_context.ends and work.is_whole:
-                for ends in worker_context.ends:
-                    ends(role, work.began)
+                for check in worker_context.ends:
+                    check(role, work.began)
             if device.is_gpu:
                 device.end(label, work.allocated)
             returned = result
@@ -296,19 +296,19 @@ class Runner:
                     self._check_writes(work, role, resolver)
                 if worker_context.rans:
                     worker_context.ran(role.name, label, None if call.keep is None else {label: result})
-            told = None
-            for finished in worker_context.finishes:
-                if (plain := finished(work, role)) is not None:
-                    told = {**(told or {}), **plain}
-            taken = summed(work.taken) if work.taken else ()
+            reports = None
+            for report in worker_context.finishes:
+                if (plain := report(work, role)) is not None:
+                    reports = {**(reports or {}), **plain}
+            transfers = summed(work.taken) if work.taken else ()
             body = None if result is None or call.keep is not None else worker_context.packed(result, label)
             if put_off and self._is_main and not is_of_worker:  # calls on a whole worker aren't interrupted
                 raise_put_off()
-            kept = None
+            kept_result = None
             if call.keep is not None:
                 rows = rows_to_join(result, spec, role.ctx)
-                kept = worker_context.store.put(call.keep, result, label, work.valid_rows, rows), rows
-            done = from_worker.Done(call.seq, work.valid_rows, start, time.time(), kept, told, taken)
+                kept_result = worker_context.store.put(call.keep, result, label, work.valid_rows, rows), rows
+            done = from_worker.Done(call.seq, work.valid_rows, start, time.time(), kept_result, reports, transfers)
             if not spec.is_async:
                 self._lane.ends_soon()
             if body is None:
@@ -352,9 +352,9 @@ class Runner:
         context = self._worker_context
         if not context.background:
             return work.label
-        others = [each for lane in context.lanes if lane is not self._lane for each in lane.started()]
-        can = [each.label for each in others if context.store.strict or each.used or self._has_made(each)]
-        return " or ".join([*can, work.label])
+        other_works = [other for lane in context.lanes if lane is not self._lane for other in lane.started()]
+        labels = [other.label for other in other_works if context.store.strict or other.used or self._has_made(other)]
+        return " or ".join([*labels, work.label])
 
     def _has_made(self, work: Work) -> bool:
         return isinstance(work.message, to_worker.Call) and bool(self._worker_context.store.made_by(work.message.role))
@@ -373,15 +373,15 @@ class Runner:
         parts = worker_context.told(lambda part: part.halts(error, work)) if self._is_main else {}
         secondary = isinstance(error, Consequence) or (work is not None and work.given_up)
         secondary = secondary or (self._is_main and worker_context.is_consequence())
-        told, body = failure.failed(error, worker_context.codec, worker_context.definitions, role, secondary)
+        report, body = failure.failed(error, worker_context.codec, worker_context.definitions, role, secondary)
         if not worker_context.scope.let_go(seq):  # otherwise no driver leads the hold that follows
-            taken = summed(work.taken) if work is not None and work.taken else ()
+            transfers = summed(work.taken) if work is not None and work.taken else ()
             end = time.time()
             start = end if work is None else work.began
             lane = "" if self._is_main or role is None else role
-            worker_context.say(from_worker.Failed(seq, told, parts, start, end, taken, lane), body)
+            worker_context.say(from_worker.Failed(seq, report, parts, start, end, transfers, lane), body)
         if keep is not None:  # dependents fail of this in turn, and should be reported later
-            worker_context.store.fail(keep, f"{told.type}: {told.text}")
+            worker_context.store.fail(keep, f"{report.type}: {report.text}")
         # Checked after the report: the device's work may wait for other ranks, which learn of the failure by the
         # report.
         if seq and (lost := self._device.why_lost()) is not None:

@@ -85,9 +85,9 @@ class Setting:
     def now(self) -> Settings:
         """Return the present settings."""
         torch, wide = self._imported(), self.process_wide
-        own = None if wide is None else wide.now
+        role_state = None if wide is None else wide.now
         if torch is None:
-            return USUAL if own is None else Settings(own=own)
+            return USUAL if role_state is None else Settings(own=role_state)
         autocast, dtype, module = self._autocast(torch), torch.get_default_dtype(), in_use(self._device)
         casts = autocast != self._no_autocast
         self._casts = self._casts or casts
@@ -98,14 +98,14 @@ class Setting:
             None if self._in_process or dtype is torch.float32 else dtype,
             _modes(torch),
             None if module is None else module.current_stream(self._device),
-            own,
+            role_state,
         )
 
     def have(self, wanted: Settings) -> None:
         """Apply settings."""
-        own, wide = wanted.own, self.process_wide
-        if own is not None and wide is not None and own is not wide.now:
-            wide.have(own)
+        role_state, wide = wanted.own, self.process_wide
+        if role_state is not None and wide is not None and role_state is not wide.now:
+            wide.have(role_state)
         torch = self._torch
         if torch is None:
             if "torch" not in sys.modules:  # checked first, since each call comes here
@@ -115,8 +115,8 @@ class Setting:
                 return
         # Each call checks these settings, which rarely need a change.
         changes = torch.is_inference_mode_enabled() is not wanted.inference
-        others = changes or ((_has_modes(torch) or wanted.modes is not None) and _modes(torch) != wanted.modes)
-        if others:
+        changes_modes = changes or ((_has_modes(torch) or wanted.modes is not None) and _modes(torch) != wanted.modes)
+        if changes_modes:
             _pop_modes(torch)  # first: modes are part of the state that a guard restores
         if changes:
             guard, _guards.guard = getattr(_guards, "guard", None), None
@@ -131,7 +131,7 @@ class Setting:
             torch._C._set_grad_enabled(wanted.grad)  # without the object of a context manager
         if not self._in_process and torch.get_default_dtype() is not (dtype := wanted.dtype or torch.float32):
             torch.set_default_dtype(dtype)
-        if others:
+        if changes_modes:
             _push_modes(torch, wanted.modes)
         if self._device != "cpu" and (module := in_use(self._device)) is not None:
             if module.current_device() != number_of(self._device):
@@ -281,11 +281,11 @@ def _compiled_for() -> Any:
 
 
 def _pop_saved(torch: Any) -> tuple[tuple[Any, Any], ...]:
-    autograd, found = torch._C._autograd, []
+    autograd, hook_pairs = torch._C._autograd, []
     while (hooks := _top_saved(autograd)) is not None:
-        found.append(hooks)
+        hook_pairs.append(hooks)
         autograd._pop_saved_tensors_default_hooks()
-    return tuple(reversed(found))
+    return tuple(reversed(hook_pairs))
 
 
 def _top_saved(autograd: Any) -> tuple[Any, Any] | None:

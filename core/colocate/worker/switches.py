@@ -54,9 +54,9 @@ class Switches:
         """Set switches, except for those unchanged since `take`."""
         now, self._now = self._now, state
         if now != state:
-            for (_, write), each, wanted in zip(self._found or (), now, state, strict=True):
-                if each != wanted:
-                    write(wanted)
+            for (_, write), old, new in zip(self._found or (), now, state, strict=True):
+                if old != new:
+                    write(new)
 
     def begin(self, seed: int) -> Any:
         """Set the usual switches, and return these. `seed`: ignored."""
@@ -85,8 +85,8 @@ def _all(torch: Any) -> list[_Switch]:
     def set_anomaly(wanted: Any) -> None:
         torch.set_anomaly_enabled(*wanted)
 
-    found = [(deterministic, set_deterministic), (anomaly, set_anomaly), _precision(c)]
-    return found + [
+    switches = [(deterministic, set_deterministic), (anomaly, set_anomaly), _precision(c)]
+    return switches + [
         (getattr(c, read), getattr(c, write)) for read, write in _PAIRS if hasattr(c, read) and hasattr(c, write)
     ]
 
@@ -105,13 +105,13 @@ def _precision(c: Any) -> _Switch:
         return *older, *((c._get_fp32_precision_getter(*of) for of in _PRECISIONS) if newer else ())
 
     def write(wanted: Any) -> None:
-        products, convolutions, *others = wanted
+        products, convolutions, *newer_values = wanted
         if products is not None:
             c._set_float32_matmul_precision(products)
         if convolutions is not None:
             c._set_cudnn_allow_tf32(convolutions)
         # Last: a change in older terms changes these, too.
-        for of, each in zip(_PRECISIONS, others, strict=bool(others)):
-            c._set_fp32_precision_setter(*of, each)
+        for of, precision in zip(_PRECISIONS, newer_values, strict=bool(newer_values)):
+            c._set_fp32_precision_setter(*of, precision)
 
     return read, write

@@ -26,8 +26,8 @@ app = typer.Typer(
 
 def _completed_by(name: str) -> Callable[[str], list[Any]]:
     def complete(incomplete: str) -> list[Any]:
-        found: list[Any] = getattr(import_module("colocate_run.cli.installed"), name)(incomplete)
-        return found
+        completions: list[Any] = getattr(import_module("colocate_run.cli.installed"), name)(incomplete)
+        return completions
 
     return complete
 
@@ -96,7 +96,7 @@ class _Run(TyperCommand):
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        return super().parse_args(ctx, ["--resume=last" if each == "--resume" else each for each in args])
+        return super().parse_args(ctx, ["--resume=last" if arg == "--resume" else arg for arg in args])
 
 
 @app.command(cls=_Run)

@@ -44,9 +44,9 @@ def plan_of(config: Config) -> dict[str, Any]:
         "seed": config.seed,
         "executor": {"use": executor["use"], "from": origins[executor["use"]], "with": executor["with"]},
         "pools": {
-            name: {each: pool[each] for each in ("slots", "cpus", "gpus", "strategy", "env")}
-            | {each: pool[each] for each in _WHERE if pool[each] not in ({}, None)}
-            | ({"where": found} if (found := where(config.pools[name])) else {})
+            name: {entry: pool[entry] for entry in ("slots", "cpus", "gpus", "strategy", "env")}
+            | {entry: pool[entry] for entry in _WHERE if pool[entry] not in ({}, None)}
+            | ({"where": place} if (place := where(config.pools[name])) else {})
             | _memory(pool)
             for name, pool in plain["pools"].items()
         },
@@ -54,7 +54,7 @@ def plan_of(config: Config) -> dict[str, Any]:
             name: _group(group, plain["pools"][group["pool"]]["slots"]) for name, group in plain["groups"].items()
         },
         "job": job and {"use": job["use"], "from": find_job(job["use"]).origin, "with": job["with"]},
-        "observe": [each.use for each in config.observe],
+        "observe": [entry.use for entry in config.observe],
         "trace": config.trace,
     }
 
@@ -77,9 +77,9 @@ def _group(group: dict[str, Any], slots: int) -> dict[str, Any]:
 
 def _memory(entry: dict[str, Any]) -> dict[str, Any]:
     """Return the memory settings of a pool, a group or a role, with budgets in bytes."""
-    said = {name: entry.get(name) for name in (*_SIZES, *_OTHERS)}
-    found = {name: value for name, value in said.items() if value is not None}
-    return {name: parse_bytes(value, name) if name in _SIZES else value for name, value in found.items()}
+    values = {name: entry.get(name) for name in (*_SIZES, *_OTHERS)}
+    shown = {name: value for name, value in values.items() if value is not None}
+    return {name: parse_bytes(value, name) if name in _SIZES else value for name, value in shown.items()}
 
 
 def _show(plan: dict[str, Any], to: Console) -> None:
@@ -102,7 +102,7 @@ def _show(plan: dict[str, Any], to: Console) -> None:
         ]
         show_table("pools (per slot)", _without_empty(pools), to)
     for name, group in plan["groups"].items():
-        budgets = f" ({found})" if (found := _budgets(group)) else ""
+        budgets = f" ({suffix})" if (suffix := _budgets(group)) else ""
         show_table(f"group {name} in pool {group['pool']}{budgets}: roles", _roles(group), to)
         show_table(f"group {name}: roles per slot", _slots(group["slots"]), to)
 

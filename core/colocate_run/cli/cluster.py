@@ -100,12 +100,12 @@ def find_strays(cluster: Cluster, *, json: bool) -> int:
     looked_at = ["this machine"]
     if name is not None and options.get(option) is not None:
         try:
-            there = _of_cluster(name, options)
+            cluster_audit = _of_cluster(name, options)
         except ColocateError:
             if not json:  # the strays of this machine are worth printing; the error follows
                 _show_strays(audit, looked_at)
             raise
-        audit = driver.Audit((*audit.leaked, *there.leaked))
+        audit = driver.Audit((*audit.leaked, *cluster_audit.leaked))
         looked_at.append(f"{name} at {options[option]}")
     if json:
         print_json({**audit.data(), "looked_at": looked_at})
@@ -137,13 +137,13 @@ def _show_strays(audit: driver.Audit, looked_at: list[str]) -> None:
 def show_groups(cluster: Cluster, *, json: bool) -> int:
     """Print the detached pools of a cluster."""
     with cluster.joined("groups", "detached pools") as runtime:
-        found = sorted(runtime.detached(), key=lambda each: str(each["name"]))
+        pools = sorted(runtime.detached(), key=lambda each: str(each["name"]))
     if json:
         print_json(
-            {"pools": [{**each, "since": time.strftime("%FT%T%z", time.localtime(each["since"]))} for each in found]}
+            {"pools": [{**each, "since": time.strftime("%FT%T%z", time.localtime(each["since"]))} for each in pools]}
         )
-    elif found:
-        show_table("detached pools", [_row(each) for each in found], console())
+    elif pools:
+        show_table("detached pools", [_row(each) for each in pools], console())
     else:
         console().print(Text("no pool is detached in this cluster"), soft_wrap=True)
     return 0
@@ -152,8 +152,8 @@ def show_groups(cluster: Cluster, *, json: bool) -> int:
 @guarded
 def close_pool(name: str, cluster: Cluster, *, force: bool, json: bool) -> int:
     """Close a detached pool."""
-    what = f"close {name}"
-    with cluster.joined(what, "detached pools") as runtime, made_for((f"colocate {what}", 0)):
+    action = f"close {name}"
+    with cluster.joined(action, "detached pools") as runtime, made_for((f"colocate {action}", 0)):
         driver.Driver(runtime).close_detached(name, force)
     if json:
         print_json({"closed": name})
@@ -164,7 +164,7 @@ def close_pool(name: str, cluster: Cluster, *, force: bool, json: bool) -> int:
 
 def _row(found: Mapping[str, Any]) -> dict[str, Any]:
     groups = ", ".join(f"{name} ({', '.join(roles)})" for name, roles in found["groups"].items())
-    left = "" if found["left_s"] is None else f"{found['left_s']:.0f} s"
+    remaining = "" if found["left_s"] is None else f"{found['left_s']:.0f} s"
     driver = found["driver"] or ""
     if not found["answers"]:
         driver = "(it doesn't answer)"
@@ -174,6 +174,6 @@ def _row(found: Mapping[str, Any]) -> dict[str, Any]:
         "slots": found["slots"],
         "nodes": ", ".join(found["nodes"]),
         "driver": f"{driver}, owns it" if driver and found["owned"] else driver,
-        "left": left,
+        "left": remaining,
         "epoch": "" if found["epoch"] is None else found["epoch"],
     }

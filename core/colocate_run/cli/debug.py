@@ -17,12 +17,12 @@ from colocate_report.jobs import is_called, jobs
 def debug_rank(job: str | None, rank: str | None, *, json: bool) -> int:
     """Attach this terminal to a rank."""
     try:
-        found = features.module("debugging.attach").attach(driver_of(job), rank)
-        with contextlib.closing(found):
-            if found.stops is None:
-                code: int = found.serve()
+        attachment = features.module("debugging.attach").attach(driver_of(job), rank)
+        with contextlib.closing(attachment):
+            if attachment.stops is None:
+                code: int = attachment.serve()
                 return code
-            _show(found.first, rank, json)
+            _show(attachment.first, rank, json)
     except ColocateError as error:
         from colocate_run.cli.output import print_errors
 
@@ -37,9 +37,9 @@ def _show(told: Mapping[str, Any], rank: str | None, json: bool) -> None:
 
     stops, named, free = told["stops"], told["named"], told["free"]
     if rank is not None:
-        there = ", ".join(map(_name, stops)) or "none"
-        what = "several are called so" if free else "another terminal has it" if named else "none is called so"
-        raise ConfigError(f"--rank {rank}: {what}; stopped: {there}")
+        stopped = ", ".join(map(_name, stops)) or "none"
+        reason = "several are called so" if free else "another terminal has it" if named else "none is called so"
+        raise ConfigError(f"--rank {rank}: {reason}; stopped: {stopped}")
     if json:
         print_json({"stopped": stops})
     else:
@@ -53,16 +53,16 @@ def driver_of(job: str | None) -> int:
     if job is None:
         matching: list[int] = features.module("debugging.attach").stopped_drivers()
     else:
-        matching = sorted({each.pid for each in jobs() if is_called(each.name, job)})
+        matching = sorted({entry.pid for entry in jobs() if is_called(entry.name, job)})
         if not matching:
             raise ConfigError(f"no job is called {job!r} on this machine: `colocate debug` without a name finds any")
     if len(matching) == 1:
         return matching[0]
     if not matching:
         raise ConfigError("no rank of any run on this machine is stopped: breakpoint() in a role, or --debug, does so")
-    names = {each.pid: each.name for each in jobs()}
-    told = ", ".join(f"{names.get(each, 'a script')} ({each})" for each in matching)
-    raise ConfigError(f"which run? {told}. Say its number: colocate debug {matching[0]}")
+    names = {entry.pid: entry.name for entry in jobs()}
+    candidates = ", ".join(f"{names.get(entry, 'a script')} ({entry})" for entry in matching)
+    raise ConfigError(f"which run? {candidates}. Say its number: colocate debug {matching[0]}")
 
 
 def _name(stop: Mapping[str, Any]) -> str:
@@ -70,12 +70,12 @@ def _name(stop: Mapping[str, Any]) -> str:
 
 
 def _rows(stops: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, str]]:
-    for each in stops:
+    for stop in stops:
         yield {
-            "rank": _name(each),
-            "runs": each["call"],
-            "stopped at": each["where"],
-            "by": each["error"],
-            "for": f"{each['seconds']:.0f} s",
-            "terminal": each["terminal"] or "",
+            "rank": _name(stop),
+            "runs": stop["call"],
+            "stopped at": stop["where"],
+            "by": stop["error"],
+            "for": f"{stop['seconds']:.0f} s",
+            "terminal": stop["terminal"] or "",
         }

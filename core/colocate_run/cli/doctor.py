@@ -34,12 +34,12 @@ def examine(
     file: Path | None, executor: str | None, changes: Iterable[str], *, json: bool, allow_import: bool = True
 ) -> int:
     """Print versions, devices and plugins; return exit status 1 if the given config would not work here."""
-    wanted, faults = (None, []) if file is None else _examined(file, executor, changes, allow_import)
-    devices = {**_devices(), "memory that sleeps": _place_for_what_sleeps(wanted)}
-    found = [(plugin, plugin.fault()) for plugin in plugins()]
+    spill_folder, faults = (None, []) if file is None else _examined(file, executor, changes, allow_import)
+    devices = {**_devices(), "memory that sleeps": _place_for_what_sleeps(spill_folder)}
+    plugin_faults = [(plugin, plugin.fault()) for plugin in plugins()]
     if json:
-        told = [{**attrs.asdict(plugin), "fault": fault and fault.message} for plugin, fault in found]
-        data = {"versions": environment(), "devices": devices, "plugins": told}
+        rows = [{**attrs.asdict(plugin), "fault": fault and fault.message} for plugin, fault in plugin_faults]
+        data = {"versions": environment(), "devices": devices, "plugins": rows}
         if file is not None:
             data["config"] = {"file": str(file), "errors": [error_data(error) for error in faults]}
         print_json(data)
@@ -47,7 +47,7 @@ def examine(
     to = console()
     show_table("versions", [{"": name, "version": text} for name, text in environment().items()], to)
     show_table("devices", [{"": name, "found": text} for name, text in devices.items()], to)
-    show_table("plugins", [_row(plugin, fault) for plugin, fault in found], to)
+    show_table("plugins", [_row(plugin, fault) for plugin, fault in plugin_faults], to)
     if file is not None:
         to.print(f"\n{file}: {'would not work here' if faults else 'works here'}", markup=False, soft_wrap=True)
         print_errors(faults, as_json=False)
@@ -61,26 +61,26 @@ def _examined(
 
     The errors are mistakes in the config, or refusals of the executor to reserve the pools.
     """
-    wanted: str | None = None
+    spill_folder: str | None = None
     try:
         config = load(file, executor, changes, allow_import=allow_import)
-        wanted = config.executor.with_.get(_SPILL_DIR)
+        spill_folder = config.executor.with_.get(_SPILL_DIR)
         # All pools are reserved together for a moment; no worker starts.
         with connect(config.executor.use, seed=config.seed, **config.executor.with_) as runtime:
             pools = [reserve_pool(runtime, name, config) for name in config.pools]
-            if wanted is not None and any(slot.node == platform.node() for pool in pools for slot in pool.slots):
+            if spill_folder is not None and any(slot.node == platform.node() for pool in pools for slot in pool.slots):
                 try:
-                    SpillFile.somewhere(wanted).close()
+                    SpillFile.somewhere(spill_folder).close()
                 except ValueError as error:
-                    raise ConfigError(f"{_SPILL_DIR}={wanted!r}: {error}") from None
+                    raise ConfigError(f"{_SPILL_DIR}={spill_folder!r}: {error}") from None
     except ColocateError as error:
-        return wanted, [error]
+        return spill_folder, [error]
     except ExceptionGroup as group:
-        ours, others = group.split(ColocateError)
-        if ours is None or others is not None:
+        ours, rest = group.split(ColocateError)
+        if ours is None or rest is not None:
             raise
-        return wanted, leaves(ours)
-    return wanted, []
+        return spill_folder, leaves(ours)
+    return spill_folder, []
 
 
 def _row(plugin: PluginInfo, fault: PluginError | None) -> dict[str, Any]:
@@ -121,10 +121,10 @@ def shared_memory(folder: Path) -> str:
     if not os.access(folder, os.W_OK | os.X_OK):
         mode = folder.stat().st_mode & 0o7777
         return f"{folder}: this user may not write there (mode {mode:o}, wanted 1777); Ray can't start"
-    told = f"{folder}: {size_text(size.free)} free of {size_text(size.total)}"
+    text = f"{folder}: {size_text(size.free)} free of {size_text(size.total)}"
     if size.total < _SMALL_SHM:
-        told += "; that is little for Ray and DataLoader's processes: in a container --shm-size=8g"
-    return told
+        text += "; that is little for Ray and DataLoader's processes: in a container --shm-size=8g"
+    return text
 
 
 def _place_for_what_sleeps(wanted: str | None) -> str:

@@ -17,22 +17,26 @@ from colocate_run.screen import console, show_table
 @guarded
 def copy_example(name: str | None) -> int:
     """Copy an example into the working directory, or list all examples."""
-    there = _examples()
+    examples = _examples()
     if name is None:
-        rows = [{"example": each, "files": ", ".join(path.name for path in paths)} for each, paths in there.items()]
+        rows = [
+            {"example": example, "files": ", ".join(path.name for path in paths)} for example, paths in examples.items()
+        ]
         show_table("examples", rows, console())
         return 0
-    if name not in there:
-        raise ConfigError(f"there is no example {name!r}: there are {', '.join(there)}{did_you_mean(name, there)}")
-    if taken := [path.name for path in there[name] if Path(path.name).exists()]:
-        raise ConfigError(f"{', '.join(taken)}: there already, and nothing was copied; use another folder")
-    for path in there[name]:
+    if name not in examples:
+        raise ConfigError(
+            f"there is no example {name!r}: there are {', '.join(examples)}{did_you_mean(name, examples)}"
+        )
+    if existing := [path.name for path in examples[name] if Path(path.name).exists()]:
+        raise ConfigError(f"{', '.join(existing)}: there already, and nothing was copied; use another folder")
+    for path in examples[name]:
         if path.is_dir():
             shutil.copytree(path, path.name, ignore=shutil.ignore_patterns("__pycache__"))
         else:
             shutil.copy(path, path.name)
         console().print(Text(path.name), soft_wrap=True)
-    if config := next((path for path in there[name] if path.suffix == ".yaml"), None):
+    if config := next((path for path in examples[name] if path.suffix == ".yaml"), None):
         console().print(Text(f"run it: colocate run {config.name}"), soft_wrap=True)
     return 0
 
@@ -41,8 +45,8 @@ def _examples() -> dict[str, list[Path]]:
     """Return the examples by name: each a folder, or several files of one stem."""
     package = Path(errors.__file__).parent
     inside = package / "examples"  # in a wheel
-    found: dict[str, list[Path]] = {}
+    examples: dict[str, list[Path]] = {}
     for path in sorted((inside if inside.is_dir() else package.parents[1] / "docs" / "examples").iterdir()):
         if not path.name.startswith(("_", ".")):
-            found.setdefault(path.stem, []).append(path)
-    return found
+            examples.setdefault(path.stem, []).append(path)
+    return examples

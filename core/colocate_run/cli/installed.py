@@ -20,7 +20,7 @@ def configs(incomplete: str) -> list[str]:
     """
     folder, _, start = incomplete.rpartition("/")
     folder = f"{folder}/" if "/" in incomplete else ""
-    return sorted(found for found in islice(_files(folder, start, _DEEP), _LOOKS) if found.endswith((".yaml", ".yml")))
+    return sorted(path for path in islice(_files(folder, start, _DEEP), _LOOKS) if path.endswith((".yaml", ".yml")))
 
 
 def _files(folder: str, start: str, deep: int) -> Iterator[str]:
@@ -45,13 +45,17 @@ def _fits(name: str, start: str) -> bool:
 def executors(incomplete: str) -> list[tuple[str, str]]:
     """Return names and distributions of executors, to complete a word."""
     return [
-        (each.name, each.origin) for each in plugins() if each.kind == "executor" and each.name.startswith(incomplete)
+        (plugin.name, plugin.origin)
+        for plugin in plugins()
+        if plugin.kind == "executor" and plugin.name.startswith(incomplete)
     ]
 
 
 def plugin_names(incomplete: str) -> list[tuple[str, str]]:
     """Return names, kinds and distributions of plugins, to complete a word."""
-    return [(each.name, f"{each.brings}: {each.origin}") for each in plugins() if each.name.startswith(incomplete)]
+    return [
+        (plugin.name, f"{plugin.brings}: {plugin.origin}") for plugin in plugins() if plugin.name.startswith(incomplete)
+    ]
 
 
 def versions() -> Iterator[str]:

@@ -48,8 +48,8 @@ class Wanted:
         """Return whether a line of a matching file matches."""
         if self.role is None:
             return True
-        found = _LABEL.match(line)
-        return found is not None and found[1] == self.role and self.rank in (None, int(found[2]))
+        match = _LABEL.match(line)
+        return match is not None and match[1] == self.role and self.rank in (None, int(match[2]))
 
 
 @guarded
@@ -67,31 +67,33 @@ def show_logs(run: Path, wanted: Wanted, *, lines: int, follow: bool) -> int:
     if not files and not (follow and _goes_on(run)):
         why = "no worker has printed anything, or it isn't a run's" if run.is_dir() else "there is no such folder"
         raise ConfigError(f"{run} has no folder {FOLDER}: {why}")
-    chosen = [each for each in files if wanted.has(each)]
+    chosen = [file for file in files if wanted.has(file)]
     if files and not chosen and not follow:
-        there = listed([f"{group}/{slot}" for group, slot in dict.fromkeys((each.group, each.slot) for each in files)])
-        raise ConfigError(f"{run} has no such worker; there are {there}")
+        workers = listed(
+            [f"{group}/{slot}" for group, slot in dict.fromkeys((file.group, file.slot) for file in files)]
+        )
+        raise ConfigError(f"{run} has no such worker; there are {workers}")
     with contextlib.ExitStack() as stack:
-        parts = {each: stack.enter_context(_Reader(each.path, _lead(each, wanted))) for each in chosen}
-        found = [line for line in _merged([*parts.values()]) if wanted.takes(line[1])]
-        if wanted.role is not None and not (found or follow):
+        parts = {file: stack.enter_context(_Reader(file.path, _lead(file, wanted))) for file in chosen}
+        selected = [line for line in _merged([*parts.values()]) if wanted.takes(line[1])]
+        if wanted.role is not None and not (selected or follow):
             rank = "" if wanted.rank is None else f", rank {wanted.rank},"
             raise ConfigError(f"{run} has no line that role {wanted.role!r}{rank} has printed")
-        for lead, line in found[-lines:] if lines else found:
+        for lead, line in selected[-lines:] if lines else selected:
             sys.stdout.write(f"{lead}{line}")
         sys.stdout.flush()
         if follow:
-            _follow(run, wanted, {each.path: part for each, part in parts.items() if not each.older}, stack)
+            _follow(run, wanted, {file.path: part for file, part in parts.items() if not file.older}, stack)
     return 0
 
 
 def _folder(run: Path) -> Path:
     """Return a run's folder, given by path or name, or by the name or process of the job."""
-    for found in run, Path("runs", run):
-        if found.is_dir():
-            return found
-    given = str(run)
-    named = [job for job in jobs() if given in (job.id, str(job.pid)) or is_called(job.name, given)]
+    for folder in run, Path("runs", run):
+        if folder.is_dir():
+            return folder
+    text = str(run)
+    named = [job for job in jobs() if text in (job.id, str(job.pid)) or is_called(job.name, text)]
     return Path(f"/proc/{named[0].pid}/cwd/runs/{named[0].name}").resolve() if len(named) == 1 else run
 
 
@@ -172,6 +174,6 @@ def _merged(readers: Sequence[_Reader]) -> Iterator[tuple[str, str]]:
             yield last, number, reader.lead, line
 
     for _, _, lead, line in heapq.merge(
-        *(lines(number, each) for number, each in enumerate(readers)), key=lambda x: x[:2]
+        *(lines(number, source) for number, source in enumerate(readers)), key=lambda x: x[:2]
     ):
         yield lead, line

@@ -33,8 +33,10 @@ def load(file: Path, executor: str | None, changes: Iterable[str], *, allow_impo
         if folder not in sys.path:
             sys.path.insert(0, folder)
     config, warned = read_config(file, executor=executor, set=changes, allow_import=allow_import)
-    for each in warned:
-        console(error=True).print(Text("warning: ", "bold yellow").append(Text(f"{file}: {each}", "")), soft_wrap=True)
+    for warning in warned:
+        console(error=True).print(
+            Text("warning: ", "bold yellow").append(Text(f"{file}: {warning}", "")), soft_wrap=True
+        )
     return config
 
 
@@ -53,10 +55,10 @@ def guarded(command: Callable[P, int]) -> Callable[P, int]:
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:
-            found = _told_as(error)
-            if not all(map(_is_told, found)):
+            errors = _told_as(error)
+            if not all(map(_is_told, errors)):
                 raise
-        print_errors(found, as_json=bool(options.get("json")))
+        print_errors(errors, as_json=bool(options.get("json")))
         return 1
 
     return run
@@ -65,7 +67,7 @@ def guarded(command: Callable[P, int]) -> Callable[P, int]:
 def _told_as(error: BaseException) -> list[BaseException]:
     """Return the errors to print: a group's leaves, or the whole group if a leaf is a bug of colocate."""
     if isinstance(error, BaseExceptionGroup):
-        parts = [part for each in error.exceptions for part in _told_as(each)]
+        parts = [part for inner in error.exceptions for part in _told_as(inner)]
         if all(map(_is_told, parts)):
             return parts
     return [error]
@@ -78,7 +80,9 @@ def _is_told(error: BaseException) -> bool:
 def leaves(group: BaseExceptionGroup[Any]) -> list[Any]:
     """Return the exceptions of a group, nested groups flattened."""
     return [
-        leaf for each in group.exceptions for leaf in (leaves(each) if isinstance(each, BaseExceptionGroup) else [each])
+        leaf
+        for inner in group.exceptions
+        for leaf in (leaves(inner) if isinstance(inner, BaseExceptionGroup) else [inner])
     ]
 
 

@@ -101,7 +101,7 @@ class RolePlan:
             with hosted(self.ctx):
                 yield
         except Exception as error:
-            advice = next((f" ({each})" for text, each in _ADVICE.items() if text in str(error)), "")
+            advice = next((f" ({hint})" for text, hint in _ADVICE.items() if text in str(error)), "")
             self.unknown = f"{what} raised on the meta device: {error_text(error)}{advice}"
 
 
@@ -130,8 +130,8 @@ class GroupPlan:
 
     def data(self) -> dict[str, Any]:
         """Return the plan as JSON data."""
-        told = ("role", "slots", "kinds", "alone", "unknown", "total")
-        roles = [{name: getattr(role, name) for name in told} for role in self.roles]
+        fields = ("role", "slots", "kinds", "alone", "unknown", "total")
+        roles = [{name: getattr(role, name) for name in fields} for role in self.roles]
         place = {"where": self.where} if self.where else {}
         return {"group": self.group, **place, "roles": roles, "budgets": [attrs.asdict(fit) for fit in self.fits()]}
 
@@ -146,7 +146,7 @@ class GroupPlan:
             alike.setdefault(tuple(role.role for role in self.on(slot)), []).append(slot)
         for limit in self.budgets.limits:
             for slots in alike.values() if limit.device or self.on_host else ():
-                if roles := [each for each in self.on(slots[0]) if limit.role in (None, each.role)]:
+                if roles := [member for member in self.on(slots[0]) if limit.role in (None, member.role)]:
                     yield self._fit(limit, tuple(slots), roles)
 
     def _fit(self, limit: Limit, slots: tuple[int, ...], roles: Sequence[RolePlan]) -> Fit:
@@ -156,15 +156,17 @@ class GroupPlan:
         def fit(awake: Collection[str]) -> bool:
             return sum(sizes[role] for role in awake) + max(free[role] for role in awake) <= limit.nbytes
 
-        found = Fit(limit, slots, sum(sizes.values()) + max(free.values()), max(free.values()))
+        outcome = Fit(limit, slots, sum(sizes.values()) + max(free.values()), max(free.values()))
         if fit(sizes):
-            return found
-        if misfits := [each.role for each in roles if not limit.device or each.alone + free[each.role] > limit.nbytes]:
-            return attrs.evolve(found, misfits=tuple(misfits))
+            return outcome
+        if misfits := [
+            member.role for member in roles if not limit.device or member.alone + free[member.role] > limit.nbytes
+        ]:
+            return attrs.evolve(outcome, misfits=tuple(misfits))
         awake, rest = list[str](), sorted(sizes, key=lambda role: sizes[role])
         while rest and all(fit({*awake, rest[0], other}) for other in rest):
             awake.append(rest.pop(0))
-        return attrs.evolve(found, takers=tuple(role for role in sizes if role not in awake))
+        return attrs.evolve(outcome, takers=tuple(role for role in sizes if role not in awake))
 
 
 # -- finding out
@@ -180,15 +182,18 @@ def plan(config: Config) -> list[GroupPlan]:
 
     pools = {name: config.pools[group.pool] for name, group in config.groups.items()}
     with _alone(max((pool.slots for pool in pools.values()), default=1)), _without_weights(), torch.device("meta"):
-        made = {name: _construct(name, group, pools[name].slots, config) for name, group in config.groups.items()}
-        known = {
-            name: {each.role: each.instance for each in roles if each.unknown is None} for name, roles in made.items()
+        plans = {name: _construct(name, group, pools[name].slots, config) for name, group in config.groups.items()}
+        instances = {
+            name: {entry.role: entry.instance for entry in roles if entry.unknown is None}
+            for name, roles in plans.items()
         }
-        for name, roles in made.items():
-            there = {role: each for others in known.values() for role, each in others.items()} | known[name]
-            for each in roles:
-                if each.instance is not None:
-                    _go_on(each, there)
+        for name, roles in plans.items():
+            siblings = {
+                role: entry for group_instances in instances.values() for role, entry in group_instances.items()
+            } | instances[name]
+            for entry in roles:
+                if entry.instance is not None:
+                    _go_on(entry, siblings)
             _measure(roles)
     return [
         GroupPlan(
@@ -199,14 +204,14 @@ def plan(config: Config) -> list[GroupPlan]:
             where(pools[name]),
             not pools[name].gpus,
         )
-        for name, roles in made.items()
+        for name, roles in plans.items()
     ]
 
 
 def _construct(name: str, group: GroupConfig, slots: int, config: Config) -> list[RolePlan]:
     import torch
 
-    made: list[RolePlan] = []
+    plans: list[RolePlan] = []
     siblings: dict[str, object] = {}
     for role, entry in group.roles.items():
         where = tuple(range(slots) if entry.slots is None else entry.slots)
@@ -225,22 +230,22 @@ def _construct(name: str, group: GroupConfig, slots: int, config: Config) -> lis
             siblings=siblings,
             slots=range(len(where)),
             part=_PlannedGroups().part,
-            background={key: None for key, each in group.roles.items() if each.background},
+            background={key: None for key, config_ in group.roles.items() if config_.background},
         )
         ctx._generator = torch.Generator("cpu").manual_seed(ctx.seed)  # the meta device has no generator
-        made.append(RolePlan(role, where, ctx))
+        plans.append(RolePlan(role, where, ctx))
         cls: Any = find_role(entry.use).load()
         options = arguments_of(cls, entry.use).built(entry.with_)
         if isinstance(inspect.getattr_static(cls, "plan", None), classmethod | staticmethod):
-            with made[-1].running("its plan()"):
-                told = counts_as(role, cls.plan(**options), "plan()")
-                made[-1].kinds = {purpose.word: size for purpose, size in told.items() if size}
-                made[-1].alone = made[-1].total
+            with plans[-1].running("its plan()"):
+                counts = counts_as(role, cls.plan(**options), "plan()")
+                plans[-1].kinds = {purpose.word: size for purpose, size in counts.items() if size}
+                plans[-1].alone = plans[-1].total
             continue
-        with made[-1].running("its constructor"):
-            made[-1].instance = siblings[role] = cls(**options)
+        with plans[-1].running("its constructor"):
+            plans[-1].instance = siblings[role] = cls(**options)
             attach(siblings[role], ctx)
-    return made
+    return plans
 
 
 def _go_on(made: RolePlan, roles: Mapping[str, Any]) -> None:
@@ -258,9 +263,9 @@ def _go_on(made: RolePlan, roles: Mapping[str, Any]) -> None:
     if planned is not None and "plan" not in methods_of(type(made.instance)):  # a role method of this name is unrelated
         with made.running("its plan()"):
             planned(roles)
-    others = [each for each in roles.values() if each is not made.instance]
+    siblings = [role for role in roles.values() if role is not made.instance]
     with made.running("a step of its optimizer"):
-        for optimizer in optimizers_of(made.instance, others):
+        for optimizer in optimizers_of(made.instance, siblings):
             for group in optimizer.param_groups:  # without options that the meta device lacks
                 group.update({name: False for name in ("fused", "capturable") if group.get(name)})
                 for parameter in group["params"]:
@@ -272,22 +277,22 @@ def _go_on(made: RolePlan, roles: Mapping[str, Any]) -> None:
 
 def _measure(made: Sequence[RolePlan]) -> None:
     counted: set[tuple[str, int]] = set()
-    for each in made:
-        if each.instance is None:
+    for role_plan in made:
+        if role_plan.instance is None:
             continue
-        declares = own_method(each.instance, "device_state", takes_nothing=True)
+        declares = own_method(role_plan.instance, "device_state", takes_nothing=True)
         declared: Any = None
-        if declares is not None and "device_state" not in methods_of(type(each.instance)):
-            with each.running("its device_state()"):
+        if declares is not None and "device_state" not in methods_of(type(role_plan.instance)):
+            with role_plan.running("its device_state()"):
                 declared = declares()
-        others = [other.instance for other in made if other is not each and other.instance is not None]
-        held, _ = held_by(each.instance, [declared], others, _Planned)
+        siblings = [other.instance for other in made if other is not role_plan and other.instance is not None]
+        held, _ = held_by(role_plan.instance, [declared], siblings, _Planned)
         for purpose in Purpose:
             for device, pieces in held.get(purpose, {}).items():
-                each.alone += sum(pieces.values())
+                role_plan.alone += sum(pieces.values())
                 new = sum(nbytes for address, nbytes in pieces.items() if (device, address) not in counted)
                 if new:
-                    each.kinds[purpose.word] = each.kinds.get(purpose.word, 0) + new
+                    role_plan.kinds[purpose.word] = role_plan.kinds.get(purpose.word, 0) + new
                 counted |= {(device, address) for address in pieces}
 
 
@@ -315,8 +320,8 @@ def _alone(ranks: int) -> Iterator[None]:
 
     def constructed(self: Any, module: Any, _ids: Any = None, _out: Any = None, *args: Any, **named: Any) -> None:
         # No comparison of parameters with other ranks, and no device index: the meta device has none.
-        others = {key: each for key, each in named.items() if key not in ("device_ids", "output_device")}
-        construct(self, module, None, None, *args, **others | {"init_sync": False})
+        options = {key: value for key, value in named.items() if key not in ("device_ids", "output_device")}
+        construct(self, module, None, None, *args, **options | {"init_sync": False})
 
     hook = sys.excepthook
     dist.init_process_group("cpu:fake,meta:fake", store=FakeStore(), rank=0, world_size=ranks)
@@ -431,9 +436,9 @@ def _show(group: GroupPlan) -> None:
     _say(f"\nfused: {fused}, and the fullest holds {least}{size_text(fullest)}")
     processes = sum(len(role.slots) for role in group.roles)
     separate = size_text(sum(role.alone * len(role.slots) for role in group.roles))
-    holds, in_all, each = ("holds", "", "") if processes == 1 else ("hold", " in all", "each ")
-    own = f"{each}with its own Python, torch and, on a GPU, context"
-    _say(f"separate: {plural(processes, 'process')}, which {holds} {least}{separate}{in_all}, {own}")
+    holds, in_all, prefix = ("holds", "", "") if processes == 1 else ("hold", " in all", "each ")
+    overhead = f"{prefix}with its own Python, torch and, on a GPU, context"
+    _say(f"separate: {plural(processes, 'process')}, which {holds} {least}{separate}{in_all}, {overhead}")
     for fit in group.fits():
         _say(_of(fit, group))
 

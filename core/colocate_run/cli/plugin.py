@@ -35,12 +35,12 @@ from colocate_run.screen import console, show_table
 
 def show_plugins(*, json: bool) -> int:
     """Print all plugins; return exit status 1 if two distributions claim one name."""
-    found = plugins()
+    infos = plugins()
     if json:
-        print_json([attrs.asdict(plugin) for plugin in found])
+        print_json([attrs.asdict(plugin) for plugin in infos])
     else:
-        show_table("plugins", [_listed(plugin) for plugin in found], console())
-    return 1 if any(plugin.rivals for plugin in found) else 0
+        show_table("plugins", [_listed(plugin) for plugin in infos], console())
+    return 1 if any(plugin.rivals for plugin in infos) else 0
 
 
 def _listed(plugin: PluginInfo) -> dict[str, str]:
@@ -57,11 +57,11 @@ def _listed(plugin: PluginInfo) -> dict[str, str]:
 def show_plugin(name: str, *, json: bool) -> int:
     """Print the details of all plugins of a name; return exit status 1 if there is none, or one is broken."""
     faults: list[PluginError] = []
-    found = [(plugin, _details(plugin, faults)) for plugin in plugins_named(name)]
+    entries = [(plugin, _details(plugin, faults)) for plugin in plugins_named(name)]
     if json:
-        print_json([attrs.asdict(plugin) | details for plugin, details in found])
+        print_json([attrs.asdict(plugin) | details for plugin, details in entries])
     else:
-        for plugin, details in found:
+        for plugin, details in entries:
             _show(plugin, details, console())
         print_errors(faults, as_json=False)
     return 1 if faults else 0
@@ -79,8 +79,8 @@ def _details(plugin: PluginInfo, faults: list[PluginError]) -> dict[str, Any]:
         return _or_error(partial(_made, plugin), faults)
     return _or_error(
         lambda: {
-            "roles": {each.name: _or_error(partial(_role, each), faults) for each in roles_of(name)},
-            "jobs": {each.name: _or_error(partial(_job, each), faults) for each in jobs_of(name)},
+            "roles": {spec.name: _or_error(partial(_role, spec), faults) for spec in roles_of(name)},
+            "jobs": {spec.name: _or_error(partial(_job, spec), faults) for spec in jobs_of(name)},
         },
         faults,
     )
@@ -99,9 +99,9 @@ def _executor(name: str) -> dict[str, Any]:
     options = _options(options_of(cls), cls, cls.__init__, cls.connect)
     about = about_executor(name)
     can = {
-        each.__name__: name
-        for each in (OwnProcess, MultiNode, SharedSlots, Labelled, Growing, Detachable)
-        if issubclass(cls, each)
+        capability.__name__: name
+        for capability in (OwnProcess, MultiNode, SharedSlots, Labelled, Growing, Detachable)
+        if issubclass(cls, capability)
     }
     return {
         "class": f"{cls.__module__}:{cls.__qualname__}",
@@ -113,12 +113,12 @@ def _executor(name: str) -> dict[str, Any]:
 
 def _made(plugin: PluginInfo) -> dict[str, Any]:
     is_engine = plugin.kind == "engine"
-    made: Any = find_engine(plugin.name).load() if is_engine else find_observer(plugin.name).load()
+    cls: Any = find_engine(plugin.name).load() if is_engine else find_observer(plugin.name).load()
     return {
-        "class": f"{made.__module__}:{made.__qualname__}",
-        "about": _first_line(made),
+        "class": f"{cls.__module__}:{cls.__qualname__}",
+        "about": _first_line(cls),
         # The first argument of an engine is the role's context.
-        "options": _options(arguments_of(made, plugin.name, skip=int(is_engine)), made, made.__init__),
+        "options": _options(arguments_of(cls, plugin.name, skip=int(is_engine)), cls, cls.__init__),
     }
 
 
@@ -154,7 +154,7 @@ def _job(found: FoundJob) -> dict[str, Any]:
 
 def _options(arguments: Arguments, *described: Any) -> dict[str, dict[str, Any]]:
     """Return options by name: the type as in the source, the default's repr, and the docstring's description."""
-    about = {name: text for each in described for name, text in told_of(each)}
+    about = {name: text for obj in described for name, text in told_of(obj)}
     shown: dict[str, dict[str, Any]] = {
         name: {
             "type": "" if parameter.annotation is parameter.empty else _type(parameter.annotation),
@@ -164,24 +164,24 @@ def _options(arguments: Arguments, *described: Any) -> dict[str, dict[str, Any]]
         }
         for name, parameter in arguments.parameters.items()
     }
-    told = next((text for name, text in about.items() if name.startswith("**")), "any other option")
-    rest = {"type": "", "default": None, "required": False, "about": told}
+    rest_about = next((text for name, text in about.items() if name.startswith("**")), "any other option")
+    rest = {"type": "", "default": None, "required": False, "about": rest_about}
     return shown | ({"**": rest} if arguments.open else {})
 
 
 def told_of(described: Any, section: str = "Args:") -> Iterator[tuple[str, str]]:
     """Yield the names and descriptions of a docstring's section: arguments or attributes."""
     lines = _docstring(described).splitlines()
-    name, told = "", list[str]()
+    name, parts = "", list[str]()
     for line in lines[lines.index(section) + 1 :] if section in lines else ():
         if line and not line.startswith(" "):
             break
         if entry := _ARGUMENT.fullmatch(line):
-            yield name, " ".join(told)
-            name, told = entry[1], [entry[2]]
+            yield name, " ".join(parts)
+            name, parts = entry[1], [entry[2]]
         else:
-            told.append(line.strip())
-    yield name, " ".join(told).strip()
+            parts.append(line.strip())
+    yield name, " ".join(parts).strip()
 
 
 _ARGUMENT = re.compile(r" {4}(\*{0,2}\w+)(?: \([^)]*\))?: (.*)")
@@ -196,7 +196,9 @@ def _signature(signature: inspect.Signature) -> str:
     def plain(annotation: Any) -> Any:
         return _Source(annotation) if isinstance(annotation, str) else annotation
 
-    parameters = [each.replace(annotation=plain(each.annotation)) for each in signature.parameters.values()]
+    parameters = [
+        parameter.replace(annotation=plain(parameter.annotation)) for parameter in signature.parameters.values()
+    ]
     return str(signature.replace(parameters=parameters, return_annotation=plain(signature.return_annotation)))
 
 
@@ -232,8 +234,8 @@ def _show(plugin: PluginInfo, details: Mapping[str, Any], to: Console) -> None:
                 line(f"needs {', '.join(described['needs'])}")
             for called, method in described.get("methods", {}).items():
                 line(f"  {'async ' if method['async'] else ''}{called}{method['signature']}")
-                what = f": {method['about']}" if method["about"] else ""
-                line(f"      {method['dispatch']}, {method['collect']}{what}")
+                note = f": {method['about']}" if method["about"] else ""
+                line(f"      {method['dispatch']}, {method['collect']}{note}")
             _show_options(f"options of {name}", described, to)
 
 

@@ -23,21 +23,21 @@ def show_recordings(run: Path, role: str | None, *, json: bool) -> int:
         return 0
     to = console()
     show_table(f"recorded in {run}" if role is None else f"calls of {role}", [_shown(row) for row in rows], to)
-    for name, each in recording.items():
-        words = [f"the last entry of {name}, rank {rank}, is torn: it isn't read" for rank in each.torn]
-        words += [f"the recording of {name} ends early, as {each.ended}"] if each.ended else []
+    for name, recorded in recording.items():
+        words = [f"the last entry of {name}, rank {rank}, is torn: it isn't read" for rank in recorded.torn]
+        words += [f"the recording of {name} ends early, as {recorded.ended}"] if recorded.ended else []
         for text in words if role in (None, name) else ():
             to.print(Text(text), soft_wrap=True)
     return 0
 
 
 def _methods(recording: Recording) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = []
+    rows: list[dict[str, Any]] = []
     for name, role in recording.items():
         by_method: dict[str, list[RecordedCall]] = {}
         for call in role.calls:
             by_method.setdefault(call.method, []).append(call)
-        found += [
+        rows += [
             {
                 "role": name,
                 "method": method,
@@ -49,7 +49,7 @@ def _methods(recording: Recording) -> list[dict[str, Any]]:
             }
             for method, calls in by_method.items()
         ]
-    return found
+    return rows
 
 
 def _calls(role: RecordedRole) -> list[dict[str, Any]]:
@@ -70,5 +70,5 @@ def _calls(role: RecordedRole) -> list[dict[str, Any]]:
 
 
 def _shown(row: dict[str, Any]) -> dict[str, Any]:
-    shown = {key: "" if each is None else each for key, each in row.items()}
+    shown = {key: "" if value is None else value for key, value in row.items()}
     return {**shown, "bytes": size_text(row["bytes"]), "seconds": f"{row['seconds']:.3f} s"}

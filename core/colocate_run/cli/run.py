@@ -54,7 +54,7 @@ def run_job(
         return 128 + number
     except KeyboardInterrupt as interrupt:
         sys.stderr.write(f"interrupted: {_LOST}\n")
-        second = next((each for each in interrupt.args if isinstance(each, int)), signal.SIGINT)
+        second = next((arg for arg in interrupt.args if isinstance(arg, int)), signal.SIGINT)
         return 128 + second
 
 
@@ -69,14 +69,14 @@ def _run(
     allow_import: bool,
     profile: str | None,
 ) -> int:
-    wanted = None if profile is None else Wanted.read(profile)
+    selection = None if profile is None else Wanted.read(profile)
     screen, log = Screen(quiet=json), RunLog()
     # A job's prints must not mix with the JSON that a script reads.
     redirected = contextlib.redirect_stdout(sys.stderr) if json else contextlib.nullcontext()
     with StopSignals(screen.stopping) as signals, redirected, log.listening():
         refuse_many_tasks()
         config = load(file, executor, changes, allow_import=allow_import)
-        with begin(config, log, resume=resume, screen=screen, profile=wanted) as begun:
+        with begin(config, log, resume=resume, screen=screen, profile=selection) as begun:
             with contextlib.ExitStack() as stack:
                 with screen.starting(config.name) as stage:
                     job = stack.enter_context(opened(config, stage, begun.hear))
@@ -107,8 +107,8 @@ def recording_changes(
     """Translate the recording options of the command line to config changes in the form of `--set`."""
     if tolerance is not None and (problem := amount_problem(tolerance)) is not None:
         raise BadParameter(f"--tolerance {problem}; 1e-5, say")
-    given: dict[str, Any] = {
-        "record": [each.strip() for given in record for each in given.split(",")] or None,
+    options: dict[str, Any] = {
+        "record": [role.strip() for options in record for role in options.split(",")] or None,
         "record_limit": limit,
         "replay": _roles_and_runs("--replay", replay) or None,
         "replay_from": step,
@@ -116,18 +116,18 @@ def recording_changes(
         "compare": _roles_and_runs("--compare", compare) or None,
         "tolerance": tolerance,
     }
-    return [f"{key}={json_module.dumps(value)}" for key, value in given.items() if value is not None]
+    return [f"{key}={json_module.dumps(value)}" for key, value in options.items() if value is not None]
 
 
 def _roles_and_runs(option: str, texts: Sequence[str]) -> dict[str, str]:
-    found: dict[str, str] = {}
+    runs: dict[str, str] = {}
     for text in texts:
         role, equals, run = text.partition("=")
         if not (role and equals and run):
             raise BadParameter(f"{text!r}: write {option} role=runs/first")
-        if found.setdefault(role, run) != run:
-            raise BadParameter(f"{option} {role} is given twice: {found[role]} and {run}")
-    return found
+        if runs.setdefault(role, run) != run:
+            raise BadParameter(f"{option} {role} is given twice: {runs[role]} and {run}")
+    return runs
 
 
 def _again(count: int) -> str:

@@ -32,15 +32,15 @@ def json_schema() -> dict[str, Any]:
 
 
 def _entry(cls: type[attrs.AttrsInstance], defined: dict[str, Any]) -> dict[str, Any]:
-    hints, told = get_type_hints(cls), dict(told_of(cls, "Attributes:"))
+    hints, docs = get_type_hints(cls), dict(told_of(cls, "Attributes:"))
     properties, required = {}, []
     for field in keys(cls):
         key = key_of(field.name)
-        found = properties[key] = {"description": told[field.name], **_value(hints[field.name], defined)}
+        entry = properties[key] = {"description": docs[field.name], **_value(hints[field.name], defined)}
         if field.default is attrs.NOTHING:
             required.append(key)
         elif not isinstance(field.default, attrs.Factory):  # type: ignore[arg-type]
-            found["default"] = field.default
+            entry["default"] = field.default
     return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
 
 
@@ -51,7 +51,7 @@ def _value(annotation: Any, defined: dict[str, Any]) -> dict[str, Any]:
     if origin is Literal:
         return {"enum": [*of]}
     if origin in (Union, types.UnionType):
-        return {"anyOf": [_value(each, defined) for each in of]}
+        return {"anyOf": [_value(member, defined) for member in of]}
     if origin is list:
         return {"type": "array", "items": _value(of[0], defined)}
     if origin is dict:

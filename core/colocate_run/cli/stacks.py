@@ -20,24 +20,24 @@ from colocate_run.screen import console
 def show_stacks(name: str | None, *, json: bool) -> int:
     """Print the stacks of a job's workers."""
     job = chosen_job(name)
-    told = look(job, STACKS)
-    if told is None:
+    answer = look(job, STACKS)
+    if answer is None:
         raise ConfigError(f"job {job.name} ({job.id}) has just ended, or is another user's")
     if json:
-        print_json(told)
+        print_json(answer)
         return 0
-    for who, stack in folded(told["stacks"]):
-        console().print(Text(who, "bold"))
+    for workers, stack in folded(answer["stacks"]):
+        console().print(Text(workers, "bold"))
         console().print(Text(f"{stack.rstrip()}\n"), soft_wrap=True)
     return 0
 
 
 def folded(stacks: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
     """Yield each stack once, with a group's workers; the most frequent stacks first."""
-    found: dict[tuple[str, str], list[int]] = defaultdict(list)
-    for each in stacks:
-        found[each["group"], each["stack"]].append(each["slot"])
-    for (group, stack), slots in sorted(found.items(), key=lambda item: (item[0][0], -len(item[1]), item[1])):
+    slots_by_stack: dict[tuple[str, str], list[int]] = defaultdict(list)
+    for worker in stacks:
+        slots_by_stack[worker["group"], worker["stack"]].append(worker["slot"])
+    for (group, stack), slots in sorted(slots_by_stack.items(), key=lambda item: (item[0][0], -len(item[1]), item[1])):
         yield f"{group}: {plural(len(slots), 'worker')} ({_spans(sorted(slots))})", stack
 
 

@@ -67,10 +67,10 @@ def _show_job(name: str | None, cluster: Cluster, once: bool, every: float, json
         driver = Driver(runtime)
         driver.require(Watchable, "say which jobs run on its cluster")
         executor = driver.executor
-        found = [_there(window, executor) for window in run_deferred(cast("Watchable", executor).windows)]
+        sights = [_there(window, executor) for window in run_deferred(cast("Watchable", executor).windows)]
         if isinstance(executor, Detachable):
-            found += [_detached(str(pool["name"]), executor) for pool in run_deferred(executor.published)]
-        _show(_chosen(name, found, "on this cluster"), once, every, json)
+            sights += [_detached(str(pool["name"]), executor) for pool in run_deferred(executor.published)]
+        _show(_chosen(name, sights, "on this cluster"), once, every, json)
 
 
 def _here(job: Job) -> Sight:
@@ -79,9 +79,9 @@ def _here(job: Job) -> Sight:
 
 def chosen_job(name: str | None) -> Job:
     """Return the job of this machine with a name, id or process number."""
-    found = jobs()
-    sight = _chosen(name, [_here(job) for job in found], _HERE)
-    return next(job for job in found if job.id == sight.ids[0])
+    running = jobs()
+    sight = _chosen(name, [_here(job) for job in running], _HERE)
+    return next(job for job in running if job.id == sight.ids[0])
 
 
 def _there(window: Window, executor: Executor) -> Sight:
@@ -91,7 +91,7 @@ def _there(window: Window, executor: Executor) -> Sight:
         try:
             return look_at(window, watchable)
         except ClusterError:
-            if any(window.id == each.id for each in watchable.windows()):
+            if any(window.id == other.id for other in watchable.windows()):
                 raise
             return None  # the job has ended
 
@@ -103,7 +103,7 @@ def _detached(name: str, executor: Detachable) -> Sight:
         try:
             return _as_a_job(executor.look(name))
         except (ConfigError, ClusterError):
-            if any(name == each["name"] for each in executor.published()):
+            if any(name == other["name"] for other in executor.published()):
                 raise
             return None  # the pool has ended
 
@@ -127,32 +127,34 @@ def _as_a_job(pool: Mapping[str, Any]) -> dict[str, Any]:
 
 def _chosen(name: str | None, found: Sequence[Sight], where: str) -> Sight:
     """Return the job with a name, id or process number; without a name the only one."""
-    matching = [each for each in found if name is None or name in each.ids or is_called(each.name, name)]
+    matching = [sight for sight in found if name is None or name in sight.ids or is_called(sight.name, name)]
     if len(matching) == 1:
         return matching[0]
-    there = ", ".join(map(str, found))
+    listing = ", ".join(map(str, found))
     if not found:
         on_cluster = "no job runs on this cluster, and no pool is detached"
         none = "no job runs on this machine, or it is still starting" if where == _HERE else on_cluster
         raise ConfigError(f"{none}: `colocate run FILE` starts one, and a script's is a block of colocate.record")
     if matching:
-        raise ConfigError(f"which job? These run {where}: {there}. Say its number: colocate top {matching[0].ids[0]}")
-    raise ConfigError(f"no job is called {name!r}: there is {there}{did_you_mean(name or '', [e.name for e in found])}")
+        raise ConfigError(f"which job? These run {where}: {listing}. Say its number: colocate top {matching[0].ids[0]}")
+    raise ConfigError(
+        f"no job is called {name!r}: there is {listing}{did_you_mean(name or '', [e.name for e in found])}"
+    )
 
 
 def _show(sight: Sight, once: bool, every: float, json: bool) -> None:
-    told = sight.look()
-    if told is None:
+    answer = sight.look()
+    if answer is None:
         raise ConfigError(f"job {sight} has just ended, or is another user's")
     if json:
-        print_json(told)
+        print_json(answer)
     elif once or not console().is_terminal:
-        console().print(Text(_title(told), "bold"), soft_wrap=True)
-        show_table("", list(rows(told)), console(), spare=_SPARE)
-        for trouble in _troubles(told):
+        console().print(Text(_title(answer), "bold"), soft_wrap=True)
+        show_table("", list(rows(answer)), console(), spare=_SPARE)
+        for trouble in _troubles(answer):
             console().print(Text(trouble, "yellow"), soft_wrap=True)
     else:
-        _watch(sight, told, every)
+        _watch(sight, answer, every)
 
 
 def _watch(sight: Sight, told: Mapping[str, Any] | None, every: float) -> None:
@@ -169,23 +171,24 @@ def _watch(sight: Sight, told: Mapping[str, Any] | None, every: float) -> None:
 
 def _page(told: Mapping[str, Any], width: int) -> Group:
     table = table_that_fits(list(rows(told)), width, spare=_SPARE)
-    return Group(Text(_title(told), "bold"), table, *(Text(each, "yellow") for each in _troubles(told)))
+    return Group(Text(_title(told), "bold"), table, *(Text(trouble, "yellow") for trouble in _troubles(told)))
 
 
 def _troubles(told: Mapping[str, Any]) -> list[str]:
     """Return messages about missing data: memory, silent workers, lost slots."""
-    found = [group["memory"] for group in told["groups"] if "memory" in group]
-    found += [f"worker {name} doesn't answer: it is stopped, or hangs" for name in told.get("silent", ())]
+    troubles = [group["memory"] for group in told["groups"] if "memory" in group]
+    troubles += [f"worker {name} doesn't answer: it is stopped, or hangs" for name in told.get("silent", ())]
     if told.get("lost"):
-        found.append(f"{plural(told['lost'], 'slot')} can't be reached")
-    return found
+        troubles.append(f"{plural(told['lost'], 'slot')} can't be reached")
+    return troubles
 
 
 def _title(told: Mapping[str, Any]) -> str:
     if "pid" not in told:
-        left = f"it lives {told['left_s']:.0f} s without a driver" if told["left_s"] is not None else told["driver"]
+        status = f"it lives {told['left_s']:.0f} s without a driver" if told["left_s"] is not None else told["driver"]
         return (
-            f"{told['name']} (detached pool), {left or 'its lead does not answer'}; busy: of the last {RECENT_S:.0f} s"
+            f"{told['name']} (detached pool), {status or 'its lead does not answer'}; "
+            f"busy: of the last {RECENT_S:.0f} s"
         )
     where = f"process {told['pid']} on {told['node']}"
     return f"{told['job']} ({where}), {told['seconds']:.0f} s; busy: of the last {RECENT_S:.0f} s"
@@ -207,7 +210,7 @@ def _gpu(found: Mapping[str, Any]) -> str:
         None if watts is None else f"{watts:.0f} W",
         None if celsius is None else f"{celsius:.0f} °C",
     )
-    return ", ".join(each for each in parts if each)
+    return ", ".join(part for part in parts if part)
 
 
 def rows(told: Mapping[str, Any]) -> Iterator[dict[str, str]]:

@@ -113,10 +113,10 @@ def _executor(config: Config, trust: Trust, document: Document) -> type[Executor
     except PluginError as error:
         _missing(error, ("executor", "use"), document)
         return None
-    arguments, given = _connect_arguments(executor), config.executor.with_
-    _with(arguments, given, ("executor",), document)
-    known = {name: value for name, value in given.items() if arguments.open or name in arguments.parameters}
-    _harmless(trust, executor, known, ("executor",), document)
+    arguments, options = _connect_arguments(executor), config.executor.with_
+    _with(arguments, options, ("executor",), document)
+    known_options = {name: value for name, value in options.items() if arguments.open or name in arguments.parameters}
+    _harmless(trust, executor, known_options, ("executor",), document)
     kind = executor.variant(config.executor.with_)
     if config.executor.with_.get("spill_dir") is not None and not issubclass(kind, OwnProcess):
         document.wrong(("executor", "with", "spill_dir"), _no_sleep(kind))
@@ -133,11 +133,13 @@ def _connect_arguments(executor: type[Executor]) -> Arguments:
     """Return the options of an executor in a config: the parameters of `colocate.connect` and the executor's own."""
     from colocate.connecting import connect  # imported late: needs all of core
 
-    own = options_of(executor)
-    general = arguments_of(connect, own.owner)
-    given = ("executor", "seed", "call_timeout", "replace")  # keys of their own in a config, or of no use there
-    parameters = {name: p for name, p in {**general.parameters, **own.parameters}.items() if name not in given}
-    return attrs.evolve(own, parameters=parameters, hints={**general.hints, **own.hints})
+    executor_options = options_of(executor)
+    general = arguments_of(connect, executor_options.owner)
+    reserved = ("executor", "seed", "call_timeout", "replace")  # keys of their own in a config, or of no use there
+    parameters = {
+        name: p for name, p in {**general.parameters, **executor_options.parameters}.items() if name not in reserved
+    }
+    return attrs.evolve(executor_options, parameters=parameters, hints={**general.hints, **executor_options.hints})
 
 
 def _variables(trust: Trust, document: Document) -> None:
@@ -272,12 +274,12 @@ def _groups(
 ) -> dict[tuple[str, str], type]:
     """Check all groups; return the importable classes of roles, by group and role."""
     classes: dict[tuple[str, str], type] = {}
-    taken: dict[str, list[str]] = {}
+    groups_by_pool: dict[str, list[str]] = {}
     for name, group in config.groups.items():
         place: Place = ("groups", name)
-        others = taken.setdefault(group.pool, [])
-        _pool_of(group.pool, config.pools.get(group.pool), others, place, document)
-        others.append(name)
+        occupants = groups_by_pool.setdefault(group.pool, [])
+        _pool_of(group.pool, config.pools.get(group.pool), occupants, place, document)
+        occupants.append(name)
         if not document.data["groups"][name]["roles"]:
             document.wrong((*place, "roles"), "a group needs at least one role")
         pool = config.pools.get(group.pool)
@@ -315,14 +317,14 @@ def _pool_of(pool: str, found: PoolConfig | None, others: Sequence[str], place: 
     if not isinstance(declared, dict):
         return  # the mistake was reported before, and the intended pools are unknown
     if pool not in declared:
-        there = f"there are {', '.join(declared)}" if declared else "there is none"
+        hint = f"there are {', '.join(declared)}" if declared else "there is none"
         near = nearest(pool, declared)
-        document.wrong((*place, "pool"), f"no pool is called {pool!r}; {there}", near)
+        document.wrong((*place, "pool"), f"no pool is called {pool!r}; {hint}", near)
     elif found is not None and len(others) >= found.groups >= 1:
         names = " and ".join(map(repr, others[: found.groups]))
-        whose = f"group {names}" if found.groups == 1 else f"groups {names}"
+        holders = f"group {names}" if found.groups == 1 else f"groups {names}"
         rule = "one group" if found.groups == 1 else f"{found.groups} groups"
-        text = f"pool {pool!r} has {whose} already: a slot takes {rule} at a time; pools.{pool}.groups says how many"
+        text = f"pool {pool!r} has {holders} already: a slot takes {rule} at a time; pools.{pool}.groups says how many"
         document.wrong((*place, "pool"), text)
 
 
@@ -389,14 +391,18 @@ def _own(
 ) -> None:
     if (function := check_of(target)) is None:
         return
-    defaults = {name: each.default for name, each in arguments.parameters.items() if each.default is not each.empty}
+    defaults = {
+        name: parameter.default
+        for name, parameter in arguments.parameters.items()
+        if parameter.default is not parameter.empty
+    }
     try:
-        for at, said in function({**defaults, **arguments.built(given)}, *around):
+        for at, problem in function({**defaults, **arguments.built(given)}, *around):
             option = (*place, "with", *((at,) if isinstance(at, str) else at))
-            if isinstance(said, PluginError):
-                _missing(said, option, document)
+            if isinstance(problem, PluginError):
+                _missing(problem, option, document)
             else:
-                document.wrong(option, said)
+                document.wrong(option, problem)
     except Exception as error:  # a plugin's code may raise anything
         document.wrong((*place, "use"), f"what checks its options raised {type(error).__name__}: {error}")
 
@@ -409,8 +415,8 @@ def _slots(role: RoleConfig, pool: PoolConfig, place: Place, document: Document)
         return False
     for i, slot in enumerate(role.slots):
         if not 0 <= slot < pool.slots:
-            there = f"the pool has {pool.slots}, counted from 0" if pool.slots > 1 else "the pool has one, slot 0"
-            document.wrong((*place, "slots", i), f"there is no slot {slot}: {there}")
+            hint = f"the pool has {pool.slots}, counted from 0" if pool.slots > 1 else "the pool has one, slot 0"
+            document.wrong((*place, "slots", i), f"there is no slot {slot}: {hint}")
             return False
     if len(set(role.slots)) < len(role.slots):
         document.wrong((*place, "slots"), f"{role.slots} names a slot twice")

@@ -27,7 +27,7 @@ def expand(document: Document) -> None:
         if isinstance(data.get(key), str):
             data[key] = {"use": data[key]}
     if isinstance(data.get("observe"), list):
-        data["observe"] = [{"use": each} if isinstance(each, str) else each for each in data["observe"]]
+        data["observe"] = [{"use": observer} if isinstance(observer, str) else observer for observer in data["observe"]]
     groups = data.get("groups")
     for group in groups.values() if isinstance(groups, dict) else ():
         roles = group.get("roles") if isinstance(group, dict) else None
@@ -65,8 +65,8 @@ def assign(document: Document, text: str) -> None:
         document.unfounded.add(place)
     document.put(place, value, option)
     document.withheld |= {(*place, *below): text for below, text in reading.withheld.items()}
-    for each in reading.warnings:
-        document.warn(place, each.message)
+    for warning in reading.warnings:
+        document.warn(place, warning.message)
 
 
 def _misses(data: Any, place: Place, makes: bool, option: str) -> Mistake | None:
@@ -75,19 +75,19 @@ def _misses(data: Any, place: Place, makes: bool, option: str) -> Mistake | None
     A key of the schema, or an argument, may be new: a later check finds unknown ones. A name of the config's own (of a
     pool, a group, a role, an environment variable) must exist, unless `makes` is set.
     """
-    here: Any = data
+    node: Any = data
     shape = Shape.of(Config)
     for depth, key in enumerate(place):
         above = path_text(place[:depth])
-        if obstacle := _obstacle(here, key, above or "the config"):
+        if obstacle := _obstacle(node, key, above or "the config"):
             return Mistake(path_text(place), None, f"{obstacle} (from {option})")
-        if shape.named and not makes and key not in here:
-            near = nearest(str(key), here)
+        if shape.named and not makes and key not in node:
+            near = nearest(str(key), node)
             new = f"--set +{option.removeprefix('--set ')}"
             text = f"{above} has no {key!r}; to add one, write {new}"
             return Mistake(path_text(place[: depth + 1]), None, f"{text} (from {option})", near)
-        here = _at(here, (key,))
-        here = {} if here is None and depth < len(place) - 1 else here
+        node = _at(node, (key,))
+        node = {} if node is None and depth < len(place) - 1 else node
         shape = shape.below(key)
     return None
 
@@ -102,8 +102,8 @@ def is_argument(place: Place) -> bool:
 
 def _obstacle(here: Any, key: str | int, name: str) -> str | None:
     if isinstance(here, list):
-        known = isinstance(key, int) and key < len(here)
-        return None if known else f"{name} is a list of {len(here)}: write {name}[0] …"
+        exists = isinstance(key, int) and key < len(here)
+        return None if exists else f"{name} is a list of {len(here)}: write {name}[0] …"
     if isinstance(key, int):
         return f"{name} is not a list"
     return None if isinstance(here, dict) else f"{name} is {here!r}, which has no keys"
@@ -123,10 +123,10 @@ def _place(path: str) -> Place:
     """Parse a path such as `pools.main.slots` or `roles.actor.slots[0]`; empty if the path is invalid."""
     keys: list[str | int] = []
     for part in path.split("."):
-        found = re.fullmatch(r"([^\[\]]+)((?:\[\d+\])*)", part)
-        if found is None:
+        match = re.fullmatch(r"([^\[\]]+)((?:\[\d+\])*)", part)
+        if match is None:
             return ()
-        keys += [found[1], *(int(index) for index in re.findall(r"\d+", found[2]))]
+        keys += [match[1], *(int(index) for index in re.findall(r"\d+", match[2]))]
     return tuple(keys)
 
 
@@ -155,8 +155,8 @@ def load_config(
         UserWarning: The config reserves a pool that no group uses.
     """
     config, warned = read_config(source, executor=executor, set=set, allow_import=allow_import)
-    for each in warned:
-        warnings.warn(str(each), UserWarning, stacklevel=2)
+    for warning in warned:
+        warnings.warn(str(warning), UserWarning, stacklevel=2)
     return config
 
 

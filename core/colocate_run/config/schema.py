@@ -256,8 +256,8 @@ class Config:
 
     def plain(self) -> dict[str, Any]:
         """Return the config as plain data."""
-        found: dict[str, Any] = _plain(self, (), self.withheld)
-        return found
+        data: dict[str, Any] = _plain(self, (), self.withheld)
+        return data
 
 
 @attrs.frozen
@@ -273,9 +273,11 @@ class Shape:
     @classmethod
     def of(cls, annotation: Any) -> Shape:
         """Return the shape of a mapping with this annotation."""
-        found: type[attrs.AttrsInstance] | None = next(filter(attrs.has, (annotation, *get_args(annotation))), None)
-        named = any(get_origin(each) is dict for each in (annotation, *get_args(annotation)))
-        return cls(item=found, named=True) if named else cls(found)
+        attrs_class: type[attrs.AttrsInstance] | None = next(
+            filter(attrs.has, (annotation, *get_args(annotation))), None
+        )
+        named = any(get_origin(part) is dict for part in (annotation, *get_args(annotation)))
+        return cls(item=attrs_class, named=True) if named else cls(attrs_class)
 
     def below(self, key: str | int) -> Shape:
         """Return the shape of a key's value.
@@ -307,7 +309,7 @@ def _plain(value: Any, place: Place, withheld: Mapping[Place, str]) -> Any:
     if attrs.has(type(value)):
         value = {key_of(field.name): getattr(value, field.name) for field in keys(type(value))}
     if isinstance(value, Mapping):
-        return {key: _plain(each, (*place, key), withheld) for key, each in value.items()}
+        return {key: _plain(item, (*place, key), withheld) for key, item in value.items()}
     if isinstance(value, list):
-        return [_plain(each, (*place, index), withheld) for index, each in enumerate(value)]
+        return [_plain(item, (*place, index), withheld) for index, item in enumerate(value)]
     return withheld.get(place, literal(value)) if isinstance(value, str) else value

@@ -27,8 +27,8 @@ def without_secrets(value: Any) -> Any:
 
 def without_secret_values(arguments: Sequence[str]) -> list[str]:
     """Return a command line with hidden values in changes (`--set path=value`) of paths that look like secrets."""
-    found = []
-    for each in arguments:
-        match = _CHANGE.match(each)
-        found.append(f"{match[1]}=(hidden)" if match and is_secret(match[2]) else each)
-    return found
+    masked = []
+    for arg in arguments:
+        match = _CHANGE.match(arg)
+        masked.append(f"{match[1]}=(hidden)" if match and is_secret(match[2]) else arg)
+    return masked

@@ -63,14 +63,14 @@ class Document:
 
     def fill(self, text: str, place: Place) -> str:
         """Return a text with filled-in variables; record mistakes and secrets."""
-        found = Filled(text) if self.variables is None else self.variables.filled(text)
-        for said in found.wrong:
-            self.wrong(place, said)
-        if found.unlike is not None:
-            self.warn(place, found.unlike)
-        if found.secret:
+        result = Filled(text) if self.variables is None else self.variables.filled(text)
+        for problem in result.wrong:
+            self.wrong(place, problem)
+        if result.unlike is not None:
+            self.warn(place, result.unlike)
+        if result.secret:
             self.withheld[place] = text
-        return found.text
+        return result.text
 
     def put(self, place: Place, value: Any, option: str) -> None:
         """Set a value by a command-line option; the parent must exist."""
@@ -78,10 +78,10 @@ class Document:
         for key in place[:-1]:
             parent = parent[key]
         parent[place[-1]] = value
-        known: dict[Place, Any]
-        for known in (self.lines, self.origins, self.withheld):
-            for below in [each for each in known if each[: len(place)] == place]:
-                del known[below]
+        table: dict[Place, Any]
+        for table in (self.lines, self.origins, self.withheld):
+            for below in [entry for entry in table if entry[: len(place)] == place]:
+                del table[below]
         self.origins[place] = option
 
     def is_callers(self, place: Place) -> bool:
@@ -98,14 +98,14 @@ class Document:
     def made_at(self) -> dict[str, tuple[str, int]]:
         """Return the source of the executor and of each pool and group, by path: file and line, or an option and 0."""
         entries = [(kind, name) for kind in ("pools", "groups") for name in self.data.get(kind) or ()]
-        found = {}
+        origins = {}
         for place in (("executor",), *entries):
             line, option = self._source(place)
             if option is not None:
-                found[path_text(place)] = option, 0
+                origins[path_text(place)] = option, 0
             elif line is not None:
-                found[path_text(place)] = self.name, line
-        return found
+                origins[path_text(place)] = self.name, line
+        return origins
 
     def _source(self, place: Place) -> tuple[int | None, str | None]:
         for length in range(len(place), -1, -1):
@@ -120,10 +120,10 @@ def read_file(path: Path, variables: Variables | None = None) -> Document:
     """Read the document of a file or a pipe."""
     try:
         with path.open("rb") as file:
-            found = file.read(_MOST_BYTES + 1)
-        if len(found) > _MOST_BYTES:
+            data = file.read(_MOST_BYTES + 1)
+        if len(data) > _MOST_BYTES:
             raise ConfigError(f"{path} is no config: it has more than {_MOST_BYTES:,} bytes")
-        text = found.decode("utf-8")
+        text = data.decode("utf-8")
     except OSError as error:
         raise ConfigError(f"can't read the config {path}: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
@@ -236,7 +236,7 @@ class _Builder:
             return None
 
     def _mapping(self, node: MappingNode, place: Place, above: tuple[int, ...]) -> dict[str, Any]:
-        found: dict[str, Any] = {}
+        mapping: dict[str, Any] = {}
         bases: list[Node] = []
         for key_node, value_node in node.value:
             key = key_node.value
@@ -248,19 +248,19 @@ class _Builder:
                 continue
             below = (*place, key)
             line = key_node.start_mark.line + 1
-            if key in found:
+            if key in mapping:
                 text = f"the key {key!r} is there twice: first in line {self.document.lines[below]}"
                 self.document.mistakes.append(Mistake(path_text(below), line, text))
                 continue
             self.document.lines[below] = line
-            found[key] = self.build(value_node, below, above)
+            mapping[key] = self.build(value_node, below, above)
         for base in bases:
             merged = self.build(base, place, above)
             if isinstance(merged, dict):
-                found.update({key: value for key, value in merged.items() if key not in found})
+                mapping.update({key: value for key, value in merged.items() if key not in mapping})
             else:
                 self.document.wrong(place, "what << merges must be a mapping, or a list of mappings")
-        return found
+        return mapping
 
 
 def _copied(value: Any, place: Place, document: Document) -> Any:
@@ -271,9 +271,9 @@ def _copied(value: Any, place: Place, document: Document) -> Any:
         for key in value:
             if not isinstance(key, str):
                 document.wrong(place, f"a key must be text, not {key!r}")
-        return {key: _copied(each, (*place, key), document) for key, each in value.items() if isinstance(key, str)}
+        return {key: _copied(item, (*place, key), document) for key, item in value.items() if isinstance(key, str)}
     if isinstance(value, list | tuple):
-        return [_copied(each, (*place, i), document) for i, each in enumerate(value)]
+        return [_copied(item, (*place, i), document) for i, item in enumerate(value)]
     if isinstance(value, str):
         return document.fill(str(value), place)
     if value is None or type(value) in (bool, int, float):

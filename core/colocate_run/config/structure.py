@@ -22,35 +22,35 @@ def structure(document: Document) -> Config | None:
     """
     wrong: list[Problem] = []
     config = _of_class(document.data, Config, (), wrong)
-    told = {mistake.path for mistake in document.mistakes}
+    reported = {mistake.path for mistake in document.mistakes}
     # A misspelt key isn't reported as missing, too.
     meant = {(*problem.place[:-1], problem.nearest) for problem in wrong if problem.nearest is not None}
     for problem in wrong:
         is_misspelt = problem.message == _MISSING and problem.place in meant
-        if not is_misspelt and path_text(problem.place) not in told:  # an unreadable value is null here
+        if not is_misspelt and path_text(problem.place) not in reported:  # an unreadable value is null here
             document.wrong(problem.place, problem.message, problem.nearest)
     return None if config is _WRONG else config
 
 
 def _made(value: Any, annotation: Any, place: Place, wrong: list[Problem]) -> Any:
     kinds = (annotation, *get_args(annotation))
-    kind = next((each for each in kinds if isinstance(each, type) and attrs.has(each)), None)
+    kind = next((item for item in kinds if isinstance(item, type) and attrs.has(item)), None)
     container = get_origin(annotation)
     if kind is None or (value is None and container not in (dict, list)):
-        found = [*problems(value, annotation, place)]
-        wrong += found
-        return _WRONG if found else value
+        faults = [*problems(value, annotation, place)]
+        wrong += faults
+        return _WRONG if faults else value
     if container is dict:
         if _is_of(dict, "a mapping", value, place, wrong):
             assert value is not None
-            made = {key: _of_class(each, kind, (*place, key), wrong) for key, each in value.items()}
-            return {key: each for key, each in made.items() if each is not _WRONG}
+            parts = {key: _of_class(item, kind, (*place, key), wrong) for key, item in value.items()}
+            return {key: item for key, item in parts.items() if item is not _WRONG}
         return _WRONG
     if container is list:
         if _is_of(list, "a list", value, place, wrong):
             assert value is not None
-            items = [_of_class(each, kind, (*place, index), wrong) for index, each in enumerate(value)]
-            return items if all(each is not _WRONG for each in items) else _WRONG
+            items = [_of_class(item, kind, (*place, index), wrong) for index, item in enumerate(value)]
+            return items if all(item is not _WRONG for item in items) else _WRONG
         return _WRONG
     return _of_class(value, kind, place, wrong)
 
@@ -59,7 +59,7 @@ def _of_class(value: Any, kind: type[attrs.AttrsInstance], place: Place, wrong: 
     if not _is_of(dict, "a mapping", value, place, wrong):
         return _WRONG
     hints, fields = get_type_hints(kind, include_extras=True), {key_of(field.name): field for field in keys(kind)}
-    made: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     is_whole = True
     for key, field in fields.items():
         if key not in value:
@@ -67,11 +67,11 @@ def _of_class(value: Any, kind: type[attrs.AttrsInstance], place: Place, wrong: 
                 wrong.append(Problem((*place, key), _MISSING))
                 is_whole = False
         elif (part := _made(value[key], hints[field.name], (*place, key), wrong)) is not _WRONG:
-            made[field.name] = part
+            values[field.name] = part
         else:
             is_whole &= field.default is not attrs.NOTHING
     wrong += [_unknown_key(key, [*fields], place) for key in sorted(value.keys() - fields)]
-    return kind(**made) if is_whole else _WRONG
+    return kind(**values) if is_whole else _WRONG
 
 
 def _is_of(kind: type, words: str, value: Any, place: Place, wrong: list[Problem]) -> bool:
@@ -83,7 +83,7 @@ def _is_of(kind: type, words: str, value: Any, place: Place, wrong: list[Problem
 
 def _unknown_key(key: str, valid: list[str], place: Place) -> Problem:
     near = nearest(key, valid)
-    known = "" if near else f"; known here: {', '.join(valid)}"
-    if known and "with" in valid:
-        known += "; options go under 'with'"
-    return Problem((*place, key), f"unknown key {key!r}{known}", near)
+    hint = "" if near else f"; known here: {', '.join(valid)}"
+    if hint and "with" in valid:
+        hint += "; options go under 'with'"
+    return Problem((*place, key), f"unknown key {key!r}{hint}", near)

@@ -78,8 +78,8 @@ class Trust:
 
     def objections_to_options(self, cls: Any, options: Mapping[str, Any]) -> Mapping[str, str]:
         """Return the reasons to refuse options of an executor or of a role with an `objection` method, by option."""
-        asked = inspect.getattr_static(cls, "objection", None)
-        if self.modules or not isinstance(asked, classmethod):  # a role may have an unrelated method of this name
+        hook = inspect.getattr_static(cls, "objection", None)
+        if self.modules or not isinstance(hook, classmethod):  # a role may have an unrelated method of this name
             return {}
-        found = {name: cls.objection(name, value) for name, value in options.items() if name != _CHECKS}
-        return {name: why for name, why in found.items() if why is not None}
+        objections = {name: cls.objection(name, value) for name, value in options.items() if name != _CHECKS}
+        return {name: why for name, why in objections.items() if why is not None}

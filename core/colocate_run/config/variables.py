@@ -44,12 +44,12 @@ class Variables:
 
     def filled(self, text: str) -> Filled:
         """Return a text with variables replaced by their values; `$${` is a literal `${`."""
-        found = Filled(text)
+        result = Filled(text)
         if _OPENING in text:
-            found.text = _WRITTEN.sub(lambda each: self._value(each, found), text)
+            result.text = _WRITTEN.sub(lambda each: self._value(each, result), text)
         elif (name := _SHELLS.search(text)) is not None and name[1] in (self.known or ()):
-            found.unlike = f"{name[0]} isn't filled in; ${{{name[1]}}} would be"
-        return found
+            result.unlike = f"{name[0]} isn't filled in; ${{{name[1]}}} would be"
+        return result
 
     def _value(self, written: re.Match[str], found: Filled) -> str:
         if written[0].startswith("$$"):

@@ -58,18 +58,18 @@ def train(trainer: str, folder: Path, options: argparse.Namespace, resume: int =
         if resume:
             path = folder / "checkpoints" / f"global_step_{resume}"
             config.trainer.resume_mode, config.trainer.resume_from_path = "resume_path", str(path)
-        made = SFTTrainer(config)
+        fitted = SFTTrainer(config)
         run.start_s = time.perf_counter() - began
-        made.fit()
+        fitted.fit()
     else:
-        made = of_v0(config) if trainer == "v0" else of_v1(config)
+        fitted = of_v0(config) if trainer == "v0" else of_v1(config)
         began = time.perf_counter()
-        made.init_workers() if trainer == "v0" else made.init()
+        fitted.init_workers() if trainer == "v0" else fitted.init()
         run.start_s = time.perf_counter() - began
         if options.sleep:
-            have_sleep(made, run)
-        made.fit() if trainer == "v0" else made.fit(answers(config))
-    del made  # errors of failed imports, which verl keeps, refer to frames with the trainer
+            have_sleep(fitted, run)
+        fitted.fit() if trainer == "v0" else fitted.fit(answers(config))
+    del fitted  # errors of failed imports, which verl keeps, refer to frames with the trainer
     run.steps = [json.loads(line)["data"] for line in log.read_text().splitlines()]
     return run
 
@@ -148,9 +148,9 @@ def chosen() -> argparse.Namespace:
         parser.error("--sleep: for v0 and v1, which have a critic, and not on verl's own worker groups, which can't")
     os.environ.update(ENVIRONMENT)
     os.environ.pop("COLOCATE_VERL", None)
-    if wrong := [each for each in options.set if "=" not in each]:
+    if wrong := [change for change in options.set if "=" not in change]:
         parser.error(f"--set {wrong[0]}: say KEY=VALUE, as in --set data.train_batch_size=16")
-    options.set = dict(each.split("=", 1) for each in options.set)
+    options.set = dict(change.split("=", 1) for change in options.set)
     try:
         settings(options.trainer, Path(), options.steps, options.set)
     except ConfigError as error:
@@ -183,8 +183,8 @@ def main() -> None:
     if again:
         print(f"\nfrom the checkpoint after step {options.steps - 1} on:\n{table(names, again.steps, options.steps)}")
     if options.sleep:
-        gone = f"{run.asleep_bytes:,} bytes were gone, {run.left_bytes:,} left"
-        print(f"\nWhile the actor trained the critic slept: {gone}.")
+        memory = f"{run.asleep_bytes:,} bytes were gone, {run.left_bytes:,} left"
+        print(f"\nWhile the actor trained the critic slept: {memory}.")
     print(f"\nStarted in {run.start_s:.1f} s. Processes of Ray: {', '.join(ray_has) or 'none'}.")
     if options.out:
         options.out.write_text(json.dumps(attrs.asdict(run) | {"again": again and again.steps, "ray": ray_has}))

@@ -138,8 +138,8 @@ def settings(trainer: str, folder: Path, steps: int, changes: Mapping[str, Any] 
             **engine(f"{actor}.ref.fsdp_config"),
             **engine("critic.fsdp"),
         }
-    own = {key.lstrip("+"): key for key in both}  # a "+" marks a key that verl's config lacks
-    values = both | {own.get(key, key): value for key, value in (changes or {}).items()}
+    prefixed = {key.lstrip("+"): key for key in both}  # a "+" marks a key that verl's config lacks
+    values = both | {prefixed.get(key, key): value for key, value in (changes or {}).items()}
     with initialize_config_module("verl.trainer.config", version_base=None):
         try:
             return compose(name, overrides=[f"{key}={value}" for key, value in values.items()])

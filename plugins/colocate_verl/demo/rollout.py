@@ -125,12 +125,12 @@ class Answers:
         if self.reward is None:
             return torch.isin(responses, self.digits).float().mean(1)
         scores: list[float] = []
-        for row, known in zip(responses, about, strict=True):
+        for row, item in zip(responses, about, strict=True):
             score: Any = self.reward(
-                data_source=known["data_source"],
+                data_source=item["data_source"],
                 solution_str=self.tokenizer.decode(row, skip_special_tokens=True),
-                ground_truth=known["reward_model"]["ground_truth"],
-                extra_info=known["extra_info"],
+                ground_truth=item["reward_model"]["ground_truth"],
+                extra_info=item["extra_info"],
             )
             scores.append(float(score["score"] if isinstance(score, dict) else score))
         return torch.tensor(scores)
@@ -147,14 +147,14 @@ class Answers:
         rows, step = batch.non_tensor_batch, batch.meta_info["global_steps"]
         answers = self.answer(step, rows["raw_prompt"], self._about(rows))
         nothing = np.array([{} for _ in range(len(batch))], dtype=object)
-        others = {"multi_modal_inputs": nothing, "__num_turns__": np.full(len(batch), 2, dtype=np.int32)}
-        return DataProto(TensorDict(answers, batch_size=len(batch)), others, {"timing": {}, "reward_extra_keys": []})
+        extras = {"multi_modal_inputs": nothing, "__num_turns__": np.full(len(batch), 2, dtype=np.int32)}
+        return DataProto(TensorDict(answers, batch_size=len(batch)), extras, {"timing": {}, "reward_extra_keys": []})
 
     def _of_v1(self, batch: TensorDict) -> None:
         import transfer_queue as tq
 
         uids, step = list(batch["uid"]), tu.get(batch, "global_steps")
-        about = [known for known in self._about(batch) for _ in range(self.times)]
+        about = [item for item in self._about(batch) for _ in range(self.times)]
         answers = self.answer(step, [row for row in batch["raw_prompt"] for _ in range(self.times)], about)
         of_each = {"num_turns": 2, "multi_modal_inputs": {}}
         versions = {"global_steps": step, "min_global_steps": step - 1, "max_global_steps": step - 1}

@@ -24,18 +24,18 @@ class Balance(ExecutorCase):
         assert costs.seen(rows) == [(["a", "b", "c"], None), (["d", "e"], None)]
         assert costs.seen(costs.same.keep(rows).ref, None) == [(["a", "b", "c"], None), (["d", "e"], None)]
         assert costs.same(rows, tokens) == rows
-        kept = costs.same.keep(rows, tokens)
-        assert kept.fetch() == rows
-        assert costs.lies(kept.ref) == [(["a", "e"], None), (["b", "c", "d"], None)]
+        resident = costs.same.keep(rows, tokens)
+        assert resident.fetch() == rows
+        assert costs.lies(resident.ref) == [(["a", "e"], None), (["b", "c", "d"], None)]
         numbers = [*range(5)]
         pairs = [*zip(rows, numbers, strict=True)]
         for view in (costs, one):  # whoever has them otherwise gets the rows that belong together
             plain, chosen = view.tokens.keep(rows, numbers), view.same.keep(numbers, [5, 4, 3, 2, 1])
-            for beside in (numbers, plain.ref, chosen.ref):
-                assert costs.zipped(kept.ref, beside) == pairs
-                assert view.zipped(rows, beside) == pairs
-                assert costs.seen(beside, tokens) == [([0, 4], [9, 3]), ([1, 2, 3], [9, 1, 2])]
-        again = costs.zipped.keep(kept.ref, numbers)
+            for rows_beside in (numbers, plain.ref, chosen.ref):
+                assert costs.zipped(resident.ref, rows_beside) == pairs
+                assert view.zipped(rows, rows_beside) == pairs
+                assert costs.seen(rows_beside, tokens) == [([0, 4], [9, 3]), ([1, 2, 3], [9, 1, 2])]
+        again = costs.zipped.keep(resident.ref, numbers)
         assert again.fetch() == pairs
         assert costs.seen(rows, costs.tokens.keep(rows, tokens).ref) == lies  # fetched: the driver chooses
         # Sets of two are kept together, or put together again.
@@ -56,11 +56,11 @@ class Balance(ExecutorCase):
                 costs.same([1, 2, 3], tokens)
         with pytest.raises(DispatchError, match="has 1 row for 2 ranks"):
             costs.same([1], [1])
-        kept = costs.same.keep([1, 2, 3, 4], [9, 9, 1, 1])
+        resident = costs.same.keep([1, 2, 3, 4], [9, 9, 1, 1])
         with pytest.raises(DispatchError, match=r"given 2 rows that were chosen by what they cost, and returned 4"):
-            costs.twice(kept.ref)
+            costs.twice(resident.ref)
         with pytest.raises((DispatchError, RoleError), match="nobody can put them back in order"):
-            costs.lies(costs.twice.keep(kept.ref).ref)
+            costs.lies(costs.twice.keep(resident.ref).ref)
 
 
 AREAS = [Balance]

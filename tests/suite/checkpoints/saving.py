@@ -87,8 +87,8 @@ class SavingBeside(ExecutorCase):
         group.checkpoint(tmp_path / "one", tag="same")
         group.checkpoint(tmp_path / "two", tag="same", wait=False).result(PATIENCE_S)
         one, two = (json.loads((tmp_path / name / "checkpoint.json").read_text()) for name in ("one", "two"))
-        files = {name: told for name, told in two["files"].items() if not name.endswith(".calls")}
-        assert files == {name: told for name, told in one["files"].items() if not name.endswith(".calls")}
+        files = {name: entry for name, entry in two["files"].items() if not name.endswith(".calls")}
+        assert files == {name: entry for name, entry in one["files"].items() if not name.endswith(".calls")}
         assert len(files) >= 4
         assert spawn(roles, restore=tmp_path / "two").role("halved", Halved).add(0) == [5, 5]
 
@@ -174,9 +174,9 @@ class SavingBeside(ExecutorCase):
             role.add(7)
 
             def checkpoint() -> None:
-                made: Call[None] | None = group.checkpoint(tmp_path / "one", wait=wait)
-                if made is not None:
-                    made.result(PATIENCE_S)
+                call: Call[None] | None = group.checkpoint(tmp_path / "one", wait=wait)
+                if call is not None:
+                    call.result(PATIENCE_S)
 
             checkpoint()
             assert (tmp_path / "one" / "halved" / "all").read_text() == "77"

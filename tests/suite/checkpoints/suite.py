@@ -205,9 +205,9 @@ class Checkpoints(ExecutorCase):
         roles: dict[str, RoleSpec[Any]] = {"seeded": colocate.role(Seeded)}
 
         def seeds(group: ColocatedGroup) -> list[int]:
-            told = [group.role("seeded", Seeded).seed() for _ in range(2)]
-            assert all(len({*each}) == 1 for each in told)
-            return [each[0] for each in told]
+            seeds_by_rank = [group.role("seeded", Seeded).seed() for _ in range(2)]
+            assert all(len({*rank_seeds}) == 1 for rank_seeds in seeds_by_rank)
+            return [rank_seeds[0] for rank_seeds in seeds_by_rank]
 
         group = spawn(roles, name="counted")
         before = seeds(group)

@@ -64,9 +64,9 @@ class Starter(Role):
     @method(collect=First())
     def ask(self, *asked: Any) -> Any:
         """Ask the child something, and wait for what only it can answer."""
-        for each in asked:
+        for command in asked:
             assert self.child.connection is not None
-            self.child.connection.send(each)
+            self.child.connection.send(command)
         assert self.child.connection is not None
         return self.child.connection.recv()
 
@@ -232,19 +232,19 @@ class Served(Role):
 def engine(connection: Any) -> None:
     """Have weights of its own, and tell their sum."""
     held: dict[str, Any] = {}
-    while (asked := connection.recv()) is not None:
-        if asked == "load":
+    while (command := connection.recv()) is not None:
+        if command == "load":
             with contextlib.suppress(colocate.ColocateError):
                 for name, tensor in colocate.torch.receive_weights(connection):
                     held[name] = tensor.clone()
-        elif asked == "one":
+        elif command == "one":
             weights = colocate.torch.receive_weights(connection)
             next(weights)
             weights.close()
-        elif asked == "die":
+        elif command == "die":
             name, tensor = next(colocate.torch.receive_weights(connection))
             os._exit(1)
-        connection.send({name: (str(each.dtype), float(each.double().sum())) for name, each in held.items()})
+        connection.send({name: (str(weight.dtype), float(weight.double().sum())) for name, weight in held.items()})
 
 
 class Engines(Role):
@@ -296,24 +296,24 @@ class Given(Role):
 
     @method
     def double(self) -> None:
-        for each in self.weights.values():
-            each.mul_(2)
+        for tensor in self.weights.values():
+            tensor.mul_(2)
 
     @method
     def fail_next(self) -> None:
         self.fails = True
 
     def named_weights(self) -> Iterator[tuple[str, Any]]:
-        for name, each in self.weights.items():
+        for name, tensor in self.weights.items():
             if name == "one" and self.fails:
                 self.fails = False
                 raise ArithmeticError("no more of them")
-            yield name, each
+            yield name, tensor
 
     @method(collect=First())
     def sums(self) -> Any:
         """The same as the child tells."""
-        return {name: (str(each.dtype), float(each.double().sum())) for name, each in self.weights.items()}
+        return {name: (str(tensor.dtype), float(tensor.double().sum())) for name, tensor in self.weights.items()}
 
 
 class User(Role):

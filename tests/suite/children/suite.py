@@ -318,8 +318,8 @@ class Children(Scripted):
     def test_a_port_that_is_taken(self, spawn: Spawn) -> None:
         """Is refused before anything is started."""
         starter = starter_in(spawn({"starter": colocate.role(Starter)}, slots=1))
-        with socket.create_server(("127.0.0.1", 0)) as taken:
-            port = taken.getsockname()[1]
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            port = listener.getsockname()[1]
             with pytest.raises(RoleError, match=f"port {port} of 127.0.0.1 is taken"):
                 starter.start([PYTHON, "-c", SERVER, "fd", "{fd}"], port=port)
         with pytest.raises(RoleError, match="port=99999; ports are whole numbers up to 65535"):
@@ -339,7 +339,7 @@ class Children(Scripted):
             starter.start([PYTHON, "-c", FOREVER])
         shown = group.owner.owner.graph.render()
         name = Path(PYTHON).name
-        assert all(f"child {each} (running" in shown for each in ("server", name, f"{name}-2"))
+        assert all(f"child {child_name} (running" in shown for child_name in ("server", name, f"{name}-2"))
         assert starter.seen() == before
 
     def test_a_command_to_its_end(self, spawn: Spawn) -> None:
@@ -378,8 +378,8 @@ class Children(Scripted):
         (row,) = [row for row in group.memory().rows() if row["role"] == "starter/server"]
         assert size < row["total"] < 4 * size
         graph = group.owner.owner.graph
-        own = features.module("looking.graph").Graph(group._node)  # others may not have been looked at yet
-        nodes = [own.data(memory=True)]
+        own_graph = features.module("looking.graph").Graph(group._node)  # others may not have been looked at yet
+        nodes = [own_graph.data(memory=True)]
         for node in nodes:  # which grows
             nodes += node["children"]
         (data,) = [node for node in nodes if node["kind"] == "child"]
@@ -396,8 +396,8 @@ class Children(Scripted):
         pytest.importorskip("torch")
         group = spawn({"engines": colocate.role(Engines), "given": colocate.role(Given)}, slots=1)
         (slot,) = group.memory().slots
-        engines, given = ({role.role: role.total for role in slot.roles}[name] for name in ("engines", "given"))
-        assert engines == 0 < given
+        engines, given_bytes = ({role.role: role.total for role in slot.roles}[name] for name in ("engines", "given"))
+        assert engines == 0 < given_bytes
 
     @needs_feature("memory")
     def test_budgets_count_it(self, spawn: Spawn) -> None:
@@ -415,9 +415,9 @@ class Children(Scripted):
         """Rows of its rank that run fail, and those that begin there later: others go on, or take these."""
         group = spawn({"served": colocate.role(Served)}, slots=2)
         served = group.role("served", Served)
-        found = served.play.options(retry=1)(["dies", *["a"] * 20])
-        assert found[0] == 1
-        assert set(found) <= {0, 1}
+        values = served.play.options(retry=1)(["dies", *["a"] * 20])
+        assert values[0] == 1
+        assert set(values) <= {0, 1}
         served.begin()
         some = served.play.options(on_error="return")(["dies", "a"])
         assert isinstance(some[0], ChildDied)
@@ -425,7 +425,7 @@ class Children(Scripted):
         served.begin()
         rows = ["dies", *["a" * (number % 5) for number in range(200)]]
         some = served.play.options(on_error="return", sticky=len)(rows)
-        assert sum(isinstance(each, ChildDied) for each in some) <= 2  # the places of the rank without a child
+        assert sum(isinstance(value, ChildDied) for value in some) <= 2  # the places of the rank without a child
         served.begin()
         with pytest.raises(ChildDied, match="server") as caught:
             served.play(["dies", "a"])
@@ -456,9 +456,9 @@ class Children(Scripted):
         """End with their row, and fail it alone; those of rows that nobody reads any more end, too."""
         group = spawn({"playing": colocate.role(Playing)}, slots=1)
         playing = group.role("playing", Playing)
-        found = playing.play.options(on_error="return")(["a", "dies", "b", "asks the dead", "c"])
-        assert [each for each in found if isinstance(each, tuple)] == [("", "a"), ("", "b"), ("", "c")]
-        assert [type(each) for each in found if not isinstance(each, tuple)] == [ChildDied, ChildDied]
+        values = playing.play.options(on_error="return")(["a", "dies", "b", "asks the dead", "c"])
+        assert [value for value in values if isinstance(value, tuple)] == [("", "a"), ("", "b"), ("", "c")]
+        assert [type(value) for value in values if not isinstance(value, tuple)] == [ChildDied, ChildDied]
         assert len(pids := playing.seen()) == 5
         assert not any(map(_is_there, pids))
         with Gate() as gate:
@@ -471,31 +471,31 @@ class Children(Scripted):
         """Through its connection: by shared memory, or CUDA IPC. Of a child that dies amid them the sync fails."""
         pytest.importorskip("torch")
         group = spawn({"given": colocate.role(Given), "engines": colocate.role(Engines)}, slots=1)
-        given, engines = group.role("given", Given), group.role("engines", Engines)
+        given_view, engines = group.role("given", Given), group.role("engines", Engines)
         for _ in range(2):
-            given.double()
-            assert colocate.sync_weights(given, engines).nbytes
-            assert engines.sums() == given.sums()
+            given_view.double()
+            assert colocate.sync_weights(given_view, engines).nbytes
+            assert engines.sums() == given_view.sums()
         engines.die_next()
         with pytest.raises(ChildDied, match=r"child 'engine' .* exited with code 1"):
-            colocate.sync_weights(given, engines)
+            colocate.sync_weights(given_view, engines)
         with pytest.raises((ChildDied, StaleWeightsError)):
             engines.sums()
         with pytest.raises(ChildDied):
-            colocate.sync_weights(given, engines)
+            colocate.sync_weights(given_view, engines)
         engines.begin()
-        colocate.sync_weights(given, engines)
-        assert engines.sums() == given.sums()
-        given.fail_next()
+        colocate.sync_weights(given_view, engines)
+        assert engines.sums() == given_view.sums()
+        given_view.fail_next()
         with pytest.raises(RoleError, match="no more of them"):
-            colocate.sync_weights(given, engines)
-        colocate.sync_weights(given, engines)  # the child has heard of it
-        assert engines.sums() == given.sums()
+            colocate.sync_weights(given_view, engines)
+        colocate.sync_weights(given_view, engines)  # the child has heard of it
+        assert engines.sums() == given_view.sums()
         engines.take_one_next()
         with pytest.raises(RoleError, match="returned before it had taken all weights"):
-            colocate.sync_weights(given, engines)
-        colocate.sync_weights(given, engines)
-        assert engines.sums() == given.sums()
+            colocate.sync_weights(given_view, engines)
+        colocate.sync_weights(given_view, engines)
+        assert engines.sums() == given_view.sums()
 
     def test_a_function_in_another_environment(self, spawn: Spawn, tmp_path: Path) -> None:
         """By its interpreter, which has a path of its own, and the same version of colocate."""
@@ -604,10 +604,10 @@ class Children(Scripted):
         assert starter.ask(1) == ("", 1)  # it has begun
         worker = starter.pid()
         below = psutil.Process(starter_of(worker)).children(recursive=True)
-        pids = [each.pid for each in below if any("colocate" in word for word in each.cmdline()[:5])]
+        pids = [process.pid for process in below if any("colocate" in word for word in process.cmdline()[:5])]
         assert worker in pids
-        for pid, each in itertools.product(pids, sent):
-            send(pid, each)
+        for pid, process in itertools.product(pids, sent):
+            send(pid, process)
         assert starter.ask(2) == ("", 2)
         assert starter.pid() == worker
         assert limited.forked(sent) == 3
@@ -640,8 +640,8 @@ class Children(Scripted):
                         say(error.signal)
             """.replace("ROOT", ROOT)
         )
-        code, told = driver.hear()
-        masks = [int(line.split()[1], 16) for line in told.splitlines()]
+        code, output = driver.hear()
+        masks = [int(line.split()[1], 16) for line in output.splitlines()]
         # But for the C library's own, which its `posix_spawn` ignores, as by make.
         nobodys = sum(1 << number - 1 for number in range(1, 65) if number not in signal.valid_signals())
         assert (code, [mask & ~nobodys for mask in masks]) == (0, [0, 0])

@@ -40,8 +40,8 @@ class Background(ExecutorCase):
             blocked = train.do.submit("blocked", other.address)
             other.wait_for(2)
             gate.open()
-            assert first.result(PATIENCE_S) == (found := second.result(PATIENCE_S))
-            assert threads.isdisjoint(name for name, _ in found)
+            assert first.result(PATIENCE_S) == (generations := second.result(PATIENCE_S))
+            assert threads.isdisjoint(name for name, _ in generations)
             assert roll.read() == [["first", "second"]] * 2
             assert not blocked.done()
         assert blocked.result(PATIENCE_S)
@@ -50,8 +50,8 @@ class Background(ExecutorCase):
     @of_executor
     def test_a_failure_is_of_its_lane(self, two_lanes: ColocatedGroup) -> None:
         """What fails, or is late, on the one lane ends nothing on the other, which doesn't wait for anybody either."""
-        for name, beside in (("train", "roll"), ("roll", "train")):
-            role, other = two_lanes.role(name, Beside), two_lanes.role(beside, Beside)
+        for name, other_name in (("train", "roll"), ("roll", "train")):
+            role, other = two_lanes.role(name, Beside), two_lanes.role(other_name, Beside)
             with Gate() as gate, Gate() as late:
                 goes_on = other.do.submit("goes on", gate.address)
                 gate.wait_for(2)
@@ -80,8 +80,8 @@ class Background(ExecutorCase):
                 after, behind = roll.do.submit("after"), train.do.submit("behind")
                 assert not sync.done()
             assert sync.result(PATIENCE_S).version == version
-            assert [seen for _, seen in before.result(PATIENCE_S)] == [version - 1] * 2
-            assert [seen for _, seen in after.result(PATIENCE_S)] == [version] * 2
+            assert [generation for _, generation in before.result(PATIENCE_S)] == [version - 1] * 2
+            assert [generation for _, generation in after.result(PATIENCE_S)] == [version] * 2
             assert len(behind.result(PATIENCE_S)) == 2
         two_lanes.checkpoint(tmp_path / "saved")
         roll.do("forgotten")
@@ -102,7 +102,7 @@ class Background(ExecutorCase):
             assert len(train.do("goes on")) == 2
             after = roll.do.submit("after")
             assert not before.done()
-        assert [seen for _, seen in after.result(PATIENCE_S)] == [0, 0]
+        assert [generation for _, generation in after.result(PATIENCE_S)] == [0, 0]
         with pytest.raises(RoleError, match="Boom on rank 0"):
             train.do("fails", fails=0)
         assert colocate.sync_weights(train, roll).version == 1
@@ -112,16 +112,16 @@ class Background(ExecutorCase):
         """Residents go across lanes: who is first waits, also for another rank's, and a failure is told."""
         train, roll = two_lanes.role("train", Beside), two_lanes.role("roll", Beside)
         with Gate() as gate:
-            made = roll.give.keep([1, 2], gate.address)
-            used = train.give.submit(made.ref)
+            resident = roll.give.keep([1, 2], gate.address)
+            used = train.give.submit(resident.ref)
             gate.wait_for(2)
             assert not used.done()
         assert used.result(PATIENCE_S) == [[[1, 2], [1, 2]]] * 2
         assert roll.give(train.give.keep("back").ref) == [["back", "back"]] * 2
         with Gate() as gate:
-            gone = roll.do.keep("gone", gate.address, fails=1)
+            failed = roll.do.keep("gone", gate.address, fails=1)
             gate.wait_for(2)
-            poisoned = train.give.submit(gone.ref)
+            poisoned = train.give.submit(failed.ref)
         with pytest.raises(RoleError, match="Boom"):
             poisoned.result(PATIENCE_S)
         with two_lanes.pipeline():
@@ -134,20 +134,20 @@ class Background(ExecutorCase):
         group = spawn({"train": colocate.role(Beside), "roll": BACKGROUND}, slots=1)
         train, roll = group.role("train", Beside), group.role("roll", Beside)
         with Gate() as gate, Gate() as late:
-            made = roll.give.keep(torch.ones(2))
-            used = train.give.submit(made.ref, gate.address)
+            resident = roll.give.keep(torch.ones(2))
+            used = train.give.submit(resident.ref, gate.address)
             gate.wait_for()
-            written = roll.scribble.submit(made.ref, late.address)
+            written = roll.scribble.submit(resident.ref, late.address)
             late.wait_for()
             gate.open()
             with pytest.raises(RoleError, match=r"roll\.scribble or train\.give changed in place .* roll\.give had"):
                 used.result(PATIENCE_S)
         assert written.result(PATIENCE_S) == [None]
-        made = roll.give.keep(torch.ones(2))
+        resident = roll.give.keep(torch.ones(2))
         with Gate() as gate:
             gate.open()
             with pytest.raises(RoleError, match=r"^roll\.scribble changed in place"):
-                roll.scribble(made.ref, gate.address)
+                roll.scribble(resident.ref, gate.address)
 
     def test_cancelling(self, two_lanes: ColocatedGroup) -> None:
         """A call that waits is withdrawn from its lane; one that runs is told."""
@@ -210,9 +210,9 @@ class Background(ExecutorCase):
             gate.wait_for(2)
             group.close()
         assert len(running.result(PATIENCE_S)) == 2  # in its grace results still count
-        said = {path.name: path.read_text() for path in tmp_path.iterdir()}
-        assert sorted(said) == ["roll-0", "roll-1", "train-0", "train-1"]
-        assert said["roll-0"] != said["train-0"]
+        outputs = {path.name: path.read_text() for path in tmp_path.iterdir()}
+        assert sorted(outputs) == ["roll-0", "roll-1", "train-0", "train-1"]
+        assert outputs["roll-0"] != outputs["train-0"]
 
     @of_executor
     @needs(OwnProcess)

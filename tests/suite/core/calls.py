@@ -63,7 +63,7 @@ class Calls(calls.Calls):
         wait_until(lambda: len(heard) == 1, "the callback has run")
         call.add_done_callback(note)
         wait_until(lambda: len(heard) == 2, "the late callback has run")
-        assert [known for known, _ in heard] == [call, call]
+        assert [done_call for done_call, _ in heard] == [call, call]
         assert heard[0][1] == heard[1][1] != threading.get_ident()
 
     def test_await(self, pair: ColocatedGroup) -> None:
@@ -90,17 +90,17 @@ class Calls(calls.Calls):
 
     def test_as_completed(self, pair: ColocatedGroup) -> None:
         """`colocate.as_completed` gives each call once, as it is done, and says when time is up."""
-        left, right = pair.role("left", Rows), pair.role("right", Rows)
+        left_rows, right = pair.role("left", Rows), pair.role("right", Rows)
         log = cleared(pair)
         with Gate() as gate:
-            calls = [right.produce.submit(1), left.produce.submit(1)]
+            calls = [right.produce.submit(1), left_rows.produce.submit(1)]
             late = log.add_at.submit(gate.address, "late")
-            seen = colocate.as_completed([*calls, late], timeout=PATIENCE_S)
-            assert {next(seen), next(seen)} == set(calls)
+            completed = colocate.as_completed([*calls, late], timeout=PATIENCE_S)
+            assert {next(completed), next(completed)} == set(calls)
             with pytest.raises(TimeoutError):
                 next(colocate.as_completed([late], timeout=0))
             gate.open()
-            assert list(seen) == [late]
+            assert list(completed) == [late]
 
     def test_options_add_up(self, pair: ColocatedGroup) -> None:
         """What is said later leaves what was said before, in either order; what is said again is said anew."""
@@ -125,8 +125,8 @@ class Calls(calls.Calls):
         assert rows.each.options(ranks=[1, 0])(["for one", "for zero"]) == [(1, "for one", None), (0, "for zero", None)]
         assert rows.on_one.options(ranks=[0])("moved") == (0, "moved")
         assert echo.first.options(ranks=[1]).submit("b").result(PATIENCE_S) == "b"
-        with echo.echo.options(ranks=[1]).keep("c") as kept:
-            assert kept.fetch() == ["c"]
+        with echo.echo.options(ranks=[1]).keep("c") as resident:
+            assert resident.fetch() == ["c"]
 
     def test_wrong_ranks(self, pair: ColocatedGroup) -> None:
         """Ranks that there aren't, or twice, or none, and some of a method that scatters, are an error at once."""
@@ -138,11 +138,11 @@ class Calls(calls.Calls):
 
     def test_signatures(self, pair: ColocatedGroup) -> None:
         """Methods may have every kind of parameter that Python knows; wrong arguments are a TypeError at once."""
-        own = pair.role("own", Own)
-        assert own.signature(1, c=3) == (1, 2, (), 3, {})
-        assert own.signature(1, 5, 6, 7, c=3, d=4) == (1, 5, (6, 7), 3, {"d": 4})
+        own_view = pair.role("own", Own)
+        assert own_view.signature(1, c=3) == (1, 2, (), 3, {})
+        assert own_view.signature(1, 5, 6, 7, c=3, d=4) == (1, 5, (6, 7), 3, {"d": 4})
         with pytest.raises(TypeError, match="missing a required"):
-            own.signature(1)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
+            own_view.signature(1)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
         with pytest.raises(TypeError, match=r"add.*got an unexpected keyword argument 'wrong'"):
             pair.role("log", Log).add(1, wrong=2)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
 
@@ -160,10 +160,10 @@ class Calls(calls.Calls):
         assert set(dir(view)) == set(colocate.inspect(view).methods) >= {"add", "read"}
         with pytest.raises(AttributeError, match="can't be written to"):
             view.entries = []
-        found = colocate.inspect(pair.role("right"))
-        assert (found.group, found.role, found.cls, found.ranks) == (pair.name, "right", Rows, 1)
-        assert found.meshes == {"": {"dp": 1}}
-        assert "double(batch" in found.methods["double"]
+        info = colocate.inspect(pair.role("right"))
+        assert (info.group, info.role, info.cls, info.ranks) == (pair.name, "right", Rows, 1)
+        assert info.meshes == {"": {"dp": 1}}
+        assert "double(batch" in info.methods["double"]
 
     def test_wrong_role(self, pair: ColocatedGroup) -> None:
         """A role that isn't there, is of another class, or not the only one of its class, is an error that says so."""
@@ -178,8 +178,8 @@ class Calls(calls.Calls):
         """Views, calls and residents refuse pickling with a hint, and calls with them as arguments are refused."""
         echo = pair.role("echo", Echo)
         call = echo.noop.submit()
-        with echo.echo.keep(1) as kept:
-            for thing in (echo, echo.noop, call, kept, kept.ref, pair, pair.owner, pair.owner.owner):
+        with echo.echo.keep(1) as resident:
+            for thing in (echo, echo.noop, call, resident, resident.ref, pair, pair.owner, pair.owner.owner):
                 with pytest.raises(TypeError, match=r"can't be (sent|pickled)"):
                     pickle.dumps(thing)
         for thing in (echo, echo.noop, call, pair, pair.owner, pair.owner.owner):
@@ -246,14 +246,14 @@ class Cancelling(calls.Cancelling):
         with Gate() as gate, pair.scope():
             log.add_at.submit(gate.address, "first")
             gate.wait_for(2)
-            kept = rows.double.keep([1, 2])
-            used = rows.double.submit(kept.ref)
-            assert kept._kept.call.cancel()  # type: ignore[attr-defined]
+            resident = rows.double.keep([1, 2])
+            used = rows.double.submit(resident.ref)
+            assert resident._kept.call.cancel()  # type: ignore[attr-defined]
             gate.open()
             with pytest.raises((CallCancelled, RoleError)):
                 used.result(PATIENCE_S)
             with pytest.raises(CallCancelled):
-                kept.fetch()
+                resident.fetch()
             assert log.read() == [["first"], ["first"]]
 
     @needs_feature("functions")

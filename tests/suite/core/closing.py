@@ -29,22 +29,22 @@ class Closing(closing.Closing):
         """Using a closed group raises ClosedError that says what closed it and where; closing is idempotent."""
         group = spawn(ROLES, slots=1)
         echo = group.role("echo", Echo)
-        kept = echo.first.keep("x")
-        kept.fetch()
+        resident = echo.first.keep("x")
+        resident.fetch()
         group.close()
         group.close()
         for use in (
             echo.noop,
             echo.noop.submit,
             echo.noop.keep,
-            kept.fetch,
-            lambda: kept.spec,
+            resident.fetch,
+            lambda: resident.spec,
             lambda: group.role("echo", Echo).noop(),
         ):
             with pytest.raises(ClosedError, match=r"was closed by group\.close\(\) at .*closing\.py:\d+") as caught:
                 use()
             assert "closing.py:" in str(caught.value.closed_by)
-        kept.free()
+        resident.free()
         assert group.state == "closed"
 
     def test_closed_runtime(self) -> None:

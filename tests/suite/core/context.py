@@ -77,10 +77,10 @@ class Contexts(context.Contexts):
         assert (pair._node.services.seed, pair.name) == (0, "pair")
         for name, seeds in SEEDS.items():
             drawn = [torch.rand(2, generator=_generator(self.device, seed), device=self.device) for seed in seeds]
-            found = pair.role(name, Tensors).random_from_start(2)
-            assert torch.equal(found, torch.cat(drawn).cpu()), name
+            numbers = pair.role(name, Tensors).random_from_start(2)
+            assert torch.equal(numbers, torch.cat(drawn).cpu()), name
             if self.device == "cpu":
-                assert torch.equal(found, torch.tensor(DRAWN[name])), name
+                assert torch.equal(numbers, torch.tensor(DRAWN[name])), name
 
     def test_generator_after_a_failure(self, spawn: Spawn) -> None:
         """A call that failed on one rank has drawn nothing on any: made again it draws the same."""
@@ -91,7 +91,7 @@ class Contexts(context.Contexts):
         for failing in (0, 1, 0):  # at first nothing has been drawn at all
             with pytest.raises(RoleError, match="a bad draw"):
                 drawing.random_but(3, failing)
-            expected = [torch.rand(2, generator=each, device=self.device) for each in generators]
+            expected = [torch.rand(2, generator=generator, device=self.device) for generator in generators]
             assert torch.equal(drawing.random(2), torch.cat(expected).cpu())
 
 
@@ -150,11 +150,11 @@ class TorchSettings(TensorCase):
         first, changing = group.role("first", Changing), group.role("changing", Changing)
         with group.pipeline():
             calls = [first.across.submit(True), changing.across.submit(False), first.across.submit(False)]
-            told = first.told.submit()
+            settings = first.told.submit()
         in_blocks = {**USUAL, **SET, "device": "meta"}
         for call, expected in zip(calls, (in_blocks, changed, USUAL), strict=True):
             assert call.result() == [[expected] * 12]
-        assert told.result() == [USUAL]
+        assert settings.result() == [USUAL]
         assert first.told() == [USUAL]
 
     @needs_feature("functions")
@@ -197,17 +197,17 @@ class Devices(TensorCase):
     @needs_feature("functions")
     def test_arguments_arrive_on_the_device(self, torch: Any, away: ColocatedGroup) -> None:
         """By every dispatch and every way to call: a value of the driver's, a resident, and what was fetched of one."""
-        placed, there = away.role("placed", Placed), [AWAY] * 2
-        with placed.make.keep(1) as kept:
-            for x in (torch.ones(2, 2), kept.ref, kept.fetch()):
-                assert placed.broadcast(x) == there
-                assert placed.scattered(x) == there
-                assert placed.soon(x) == there
+        placed, devices = away.role("placed", Placed), [AWAY] * 2
+        with placed.make.keep(1) as resident:
+            for x in (torch.ones(2, 2), resident.ref, resident.fetch()):
+                assert placed.broadcast(x) == devices
+                assert placed.scattered(x) == devices
+                assert placed.soon(x) == devices
                 assert placed.broadcast({"deep": [x]}) == [{"deep": [AWAY]}] * 2
-                assert away.run(places_in, x) == there
+                assert away.run(places_in, x) == devices
                 with away.pipeline():
-                    seen = placed.scattered.submit(x)
-                assert seen.result() == there
+                    device_call = placed.scattered.submit(x)
+                assert device_call.result() == devices
 
     @needs_feature("rows")
     def test_rows_arrive_on_the_device(self, torch: Any, away: ColocatedGroup) -> None:
@@ -217,19 +217,19 @@ class Devices(TensorCase):
     @needs_feature("kinds")
     def test_in_what_it_is_nested(self, torch: Any, away: ColocatedGroup) -> None:
         """In records of one's own, in modules and in TensorDicts, made by the driver or by a role."""
-        placed, there = away.role("placed", Placed), [AWAY] * 2
-        assert placed.broadcast(Batch(torch.ones(1))) == there
-        assert placed.broadcast([torch.nn.Linear(1, 1)]) == [[there]] * 2
-        with placed.make_record.keep() as kept:
-            assert placed.broadcast(kept.ref) == placed.broadcast(kept.fetch()) == [there] * 2
+        placed, devices = away.role("placed", Placed), [AWAY] * 2
+        assert placed.broadcast(Batch(torch.ones(1))) == devices
+        assert placed.broadcast([torch.nn.Linear(1, 1)]) == [[devices]] * 2
+        with placed.make_record.keep() as resident:
+            assert placed.broadcast(resident.ref) == placed.broadcast(resident.fetch()) == [devices] * 2
         tensordict = pytest.importorskip("tensordict")
-        assert placed.scattered(tensordict.TensorDict({"a": torch.ones(2)}, [2])) == there
+        assert placed.scattered(tensordict.TensorDict({"a": torch.ones(2)}, [2])) == devices
 
     def test_some_stay_on_the_host(self, torch: Any, away: ColocatedGroup) -> None:
         """`host=` names parameters that arrive there. A constructor's arguments do, too."""
         placed = away.role("placed", Placed)
-        with placed.make.keep(1) as kept:
-            for x in (torch.ones(2, 2), kept.ref, kept.fetch()):
-                for lengths in (torch.ones(2, 2), kept.ref, kept.fetch()):
+        with placed.make.keep(1) as resident:
+            for x in (torch.ones(2, 2), resident.ref, resident.fetch()):
+                for lengths in (torch.ones(2, 2), resident.ref, resident.fetch()):
                     assert placed.mixed(x, lengths, more=Batch(torch.ones(1))) == [[AWAY, "cpu", "cpu"]] * 2
         assert placed.constructed() == [["cpu", "cpu"]] * 2

@@ -58,13 +58,13 @@ class Definitions(definitions.Definitions):
         """A class that is defined anew is another one beside the old, and comes with the names of its code."""
         with runtime.reserve(1) as pool:
             worker = pool.spawn({"worker": colocate.role(script.Worker, script.Batch(0))})["worker"]
-            old, kept = script.Batch, worker.make.keep(1)
-            assert type(kept.fetch()[0]) is old
+            old, resident = script.Batch, worker.make.keep(1)
+            assert type(resident.fetch()[0]) is old
             exec("class Batch:\n    def over(self):\n        return NEW\n", script.__dict__)
             script.NEW = "new"
             assert worker.look(script.Batch(), script.Colour.RED) == [(True, True, True, "new")]
             assert worker.look(old(2), script.Colour.RED) == [(True, False, True, True)]
-            assert type(kept.fetch()[0]) is old
+            assert type(resident.fetch()[0]) is old
 
     @needs_feature("children")
     def test_modules_that_code_names(self, runtime: Runtime, script: Any) -> None:
@@ -112,18 +112,18 @@ class Definitions(definitions.Definitions):
                 with pool.spawn({"worker": colocate.role(script.Worker, script.Batch(0))}) as group:
                     worker = group["worker"]
                     worker.look(script.Batch(2), script.Colour.RED)
-                    (made,), (inner,), (apart,) = worker.make(3), worker.make_class(), worker.make_apart()
-                    assert worker.took([made, made]) == [[True, True]]
+                    (batch,), (inner,), (apart,) = worker.make(3), worker.make_class(), worker.make_apart()
+                    assert worker.took([batch, batch]) == [[True, True]]
                     worker.kind({"it": (inner, apart)})
-                    found = group, script.Worker, script.Batch, script.Colour, type(inner), type(apart), apart.held()
-                return [weakref.ref(each) for each in found]
+                    objects = group, script.Worker, script.Batch, script.Colour, type(inner), type(apart), apart.held()
+                return [weakref.ref(item) for item in objects]
 
-            left = use()
+            refs = use()
             script.__dict__.clear()
 
             def gone() -> bool:
                 gc.collect()
-                return not any(each() for each in left)
+                return not any(ref() for ref in refs)
 
             wait_until(gone, "all of it is gone")
 
@@ -180,13 +180,13 @@ class Serialization(definitions.Serialization):
     def test_what_this_process_alone_has(self, copying: ColocatedGroup) -> None:
         """What pickle takes, and would be of no use in a worker or do harm there: the error says why."""
         echo, context = copying.role("echo", Echo), multiprocessing.get_context("fork")
-        here, there = context.Pipe()
+        local_end, remote_end = context.Pipe()
         value: Any
-        with here, there, context.Manager() as manager:
+        with local_end, remote_end, context.Manager() as manager:
             for value, why in (
                 (manager.dict(), "its Manager lets in only processes that multiprocessing has started"),
                 (manager.Queue(), "its Manager lets in only processes that multiprocessing has started"),
-                (here, "it is a descriptor, which this process alone has"),
+                (local_end, "it is a descriptor, which this process alone has"),
             ):
                 with pytest.raises(SerializationError, match=why) as caught:
                     echo.first({"a": value})
@@ -213,8 +213,8 @@ class Serialization(definitions.Serialization):
         """An argument there, a result here: told is which call it was of; the cause is what its class has raised."""
         faulty, echo = copying.role("faulty", Faulty), copying.role("echo", Echo)
         words = "can't be rebuilt on the driver: ValueError: it can't be read"
-        with faulty.return_unreadable.keep() as kept:
-            for use in (faulty.return_unreadable, faulty.return_unreadable.submit().result, kept.fetch):
+        with faulty.return_unreadable.keep() as resident:
+            for use in (faulty.return_unreadable, faulty.return_unreadable.submit().result, resident.fetch):
                 with pytest.raises(SerializationError, match=words) as caught:
                     use()
                 error = caught.value
@@ -256,13 +256,13 @@ class Serialization(definitions.Serialization):
     def test_residents_where_none_is_looked_for(self, copying: ColocatedGroup) -> None:
         """A resident in a set, a dict's key or an object isn't replaced by its value: what pickles it names it."""
         echo = copying.role("echo", Echo)
-        with echo.first.keep("text") as kept:
-            ref: Any = kept.ref
+        with echo.first.keep("text") as resident:
+            ref: Any = resident.ref
             for value, path in (
                 ({ref}, "value['x'][0][0]"),
                 ({(ref, 1): 1}, "value['x'][0].keys()[0][0]"),
                 (Boxed([1, {"a": ref}]), "value['x'][0].inside[1]['a']"),
-                (Boxed(kept), "value['x'][0].inside"),
+                (Boxed(resident), "value['x'][0].inside"),
                 (Boxed(echo), "value['x'][0].inside"),
             ):
                 with pytest.raises(SerializationError, match=r"can't be (sent|pickled)[:;]") as caught:
@@ -313,8 +313,8 @@ class Serialization(definitions.Serialization):
         """A kept result needn't be sent: it can be used where it is, and only fetching it fails."""
         faulty, echo = copying.role("faulty", Faulty), copying.role("echo", Echo)
         keep = faulty.return_lock.options(ranks=[0]).keep
-        with keep(nested=True) as kept, pytest.raises(SerializationError) as caught:
-            kept.fetch()
+        with keep(nested=True) as resident, pytest.raises(SerializationError) as caught:
+            resident.fetch()
         error = caught.value
         assert error.message.startswith("the result of faulty.return_lock: result['bad'][1].lock can't be sent")
         assert (error.argument, error.path) == ("result", "result['bad'][1].lock")
@@ -336,11 +336,11 @@ class Serialization(definitions.Serialization):
         endless: list[Any] = []
         endless.append(endless)
         call = echo.first.submit(1)
-        with runtime.reserve(1, cpus=0) as pool, echo.first.keep("text") as kept:
-            ref: Any = kept.ref
+        with runtime.reserve(1, cpus=0) as pool, echo.first.keep("text") as resident:
+            ref: Any = resident.ref
             for value, path, words in (
                 (ref, "extra", "Give the constructor the value"),
-                (kept, "extra", "Give the constructor the value"),
+                (resident, "extra", "Give the constructor the value"),
                 ([1, {"a": (ref,)}], "extra", "Give the constructor the value"),
                 (call, "extra", r"its result\(\)"),
                 (echo, "extra", r"ctx\.sibling"),
@@ -352,7 +352,8 @@ class Serialization(definitions.Serialization):
                 assert (caught.value.argument, caught.value.path) == ("extra", path)
             assert pool.groups == {}
             assert (
-                pool.spawn({"echo": colocate.role(Echo, "fine", extra=kept.fetch())}).role("echo", Echo).first(1) == 1
+                pool.spawn({"echo": colocate.role(Echo, "fine", extra=resident.fetch())}).role("echo", Echo).first(1)
+                == 1
             )
 
     def test_value_semantics(self, copying: ColocatedGroup) -> None:

@@ -66,14 +66,14 @@ class Dispatching(dispatch.Dispatching):
         group = spawn({"sets": colocate.role(Sets), "one": colocate.role(Sets).on(slots=[1])})
         sets, one = group.role("sets", Sets), group.role("one", Sets)
         rows = [0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2]
-        wanted = [(rows[:8], None, 8), (rows[8:], None, 4)]
-        assert sets.seen(rows) == wanted
+        expected = [(rows[:8], None, 8), (rows[8:], None, 4)]
+        assert sets.seen(rows) == expected
         assert sets.seen(rows, [*range(12)]) == [(rows[:8], [*range(8)], 8), (rows[8:], [*range(8, 12)], 4)]
         for view in (sets, one):
-            kept = view.sample.keep([0, 1, 2])
-            assert sets.seen(kept.ref) == wanted  # sent before the driver knows how many rows there are
-            assert sets.seen(kept.ref) == wanted
-            assert sets.seen(rows, kept.ref) == [(rows[:8], rows[:8], 8), (rows[8:], rows[8:], 4)]
+            resident = view.sample.keep([0, 1, 2])
+            assert sets.seen(resident.ref) == expected  # sent before the driver knows how many rows there are
+            assert sets.seen(resident.ref) == expected
+            assert sets.seen(rows, resident.ref) == [(rows[:8], rows[:8], 8), (rows[8:], rows[8:], 4)]
             assert sets.seen(rows, view.sample.keep([0, 1, 2]).ref) == [
                 (rows[:8], rows[:8], 8),
                 (rows[8:], rows[8:], 4),
@@ -216,11 +216,11 @@ class NamedMeshes(dispatch.NamedMeshes):
         """Ranks of earlier stages may return nothing: kept or not, theirs isn't what counts."""
         meshes = square.role("meshes", Meshes)
         assert meshes.staged([1, 2, 3]) == [-1, -2, -3]
-        with meshes.staged.keep([1, 2, 3]) as kept:
-            assert kept.fetch() == [-1, -2, -3]
-            assert kept.spec.structure == ["int", "int"]
-            assert meshes.train_seen(kept.ref) == [[-1, -2], [-3], [-1, -2], [-3]]  # type: ignore[arg-type]
-            assert meshes.infer(kept.ref) == [-2, -4, -6]  # type: ignore[arg-type]
+        with meshes.staged.keep([1, 2, 3]) as resident:
+            assert resident.fetch() == [-1, -2, -3]
+            assert resident.spec.structure == ["int", "int"]
+            assert meshes.train_seen(resident.ref) == [[-1, -2], [-3], [-1, -2], [-3]]  # type: ignore[arg-type]
+            assert meshes.infer(resident.ref) == [-2, -4, -6]  # type: ignore[arg-type]
 
     def test_named_between_groups(
         self, pair: ColocatedGroup, square: ColocatedGroup, monkeypatch: pytest.MonkeyPatch
@@ -230,8 +230,8 @@ class NamedMeshes(dispatch.NamedMeshes):
         traffic = Traffic(pair, monkeypatch)
         count = 20_000
         with (
-            rows.produce.keep(count) as made,
-            meshes.train.keep(made.ref) as trained,
+            rows.produce.keep(count) as produced,
+            meshes.train.keep(produced.ref) as trained,
             meshes.infer.keep(trained.ref) as inferred,
             pair.role("right", Rows).double.keep(inferred.ref) as back,
             axes.doubled.keep(back.ref) as again,
@@ -239,9 +239,9 @@ class NamedMeshes(dispatch.NamedMeshes):
             totals = rows.total(again.ref)
             through_the_driver = traffic.total_bytes()
             value = again.fetch()
-        wanted = [8 * (row + 1) for rank in range(2) for row in range(100 * rank, 100 * rank + count)]
-        assert value == wanted
-        assert totals == {"sum": sum(wanted), "count": 2 * count}
+        expected = [8 * (row + 1) for rank in range(2) for row in range(100 * rank, 100 * rank + count)]
+        assert value == expected
+        assert totals == {"sum": sum(expected), "count": 2 * count}
         assert through_the_driver < 50_000
         if pair._node.services.executor.codec.name != "reference":
             assert traffic.total_bytes() > through_the_driver + count  # so that values would have been noticed
@@ -260,8 +260,8 @@ class NamedMeshes(dispatch.NamedMeshes):
             "tp": [3.0, 3.0, 7.0, 7.0],
             "train.tp": values,
         }
-        for axis, wanted in sums.items():
-            assert named.sum_each(values, axis=axis) == wanted, axis  # type: ignore[arg-type]
+        for axis, expected in sums.items():
+            assert named.sum_each(values, axis=axis) == expected, axis  # type: ignore[arg-type]
         with pytest.raises(RoleError, match=r"say which: 'train\.dp' or 'infer\.dp'"):
             named.sum(1.0, axis="dp")
         with pytest.raises(RoleError, match=r"no mesh 'trian'.*did you mean 'train'"):
@@ -284,19 +284,19 @@ class Mixing(ExecutorCase):
 
         Of those that fit each rank gets the rows that lie beside its own.
         """
-        rows, left = pair.role("rows"), pair.role("left", Rows)
+        rows, left_rows = pair.role("rows"), pair.role("left", Rows)
         with busy(pair):
-            own = rows.produce_each.keep([1, 4])
-            elsewhere = left.produce.keep(5)
+            uneven = rows.produce_each.keep([1, 4])
+            elsewhere = left_rows.produce.keep(5)
             calls = [
-                rows.zipped.submit([1, 2], own.ref),
+                rows.zipped.submit([1, 2], uneven.ref),
                 rows.zipped.submit([1, 2, 3], elsewhere.ref),
-                rows.padded.submit({"y": [1, 2], "x": own.ref}),
+                rows.padded.submit({"y": [1, 2], "x": uneven.ref}),
             ]
-            fits = rows.zipped.submit([1, 2, 3, 4, 5], own.ref)
+            fits = rows.zipped.submit([1, 2, 3, 4, 5], uneven.ref)
             after = rows.double.submit([1, 2])
             with pytest.raises(DispatchError, match="1 row for 2 ranks"):
-                rows.zipped.submit([1], own.ref)
+                rows.zipped.submit([1], uneven.ref)
         for call, words in zip(
             calls,
             (
@@ -313,5 +313,5 @@ class Mixing(ExecutorCase):
         assert fits.result(PATIENCE_S) == [(1, 0), (2, 100), (3, 101), (4, 102), (5, 103)]
         assert after.result(PATIENCE_S) == [2, 4]
         with pytest.raises(DispatchError, match="the parameter 'right' has 5 rows but 'left' has 2") as caught:
-            rows.zipped([1, 2], own.ref)
+            rows.zipped([1, 2], uneven.ref)
         assert caught.value.parameter == "right"

@@ -125,9 +125,9 @@ class Drivers(drivers.Drivers):
             threading.Event().wait()
             """)
         memory = [Path("/dev/shm", name) for _ in range(3) for name in driver.hear()]
-        left = [path.exists() for path in memory]
+        exist = [path.exists() for path in memory]
         driver.process.kill()
-        assert left == [False] * 4 + [True] * 2
+        assert exist == [False] * 4 + [True] * 2
         wait_until(lambda: not any(path.exists() for path in memory), "the last ones are removed")
 
 
@@ -188,11 +188,11 @@ class Endings(Scripted):
             if stage not in ("spawning", "calling"):
                 driver.hear()
             tenants: Any = [worker.pid for worker in pair._node.workforce.workers]
-            left = Processes(child.pid for child in psutil.Process(driver.process.pid).children(recursive=True))
+            children = Processes(child.pid for child in psutil.Process(driver.process.pid).children(recursive=True))
             driver.process.send_signal(number)
             assert echo.echo(1) == [1, 1]
-            left.wait()
-            left.close()
+            children.wait()
+            children.close()
         with pair.owner.owner.reserve(2, cpus=0) as pool:
             assert pool.spawn({"echo": colocate.role(Echo)}).role("echo", Echo).echo(2) == [2, 2]
         assert [worker.pid for worker in pair._node.workforce.workers] == tenants

@@ -55,8 +55,8 @@ class Engines(ExecutorCase):
         group = spawn(roles)
         assert group.role("engine", Engined).ranks() == [2, 2]
         group.close()
-        assert sorted(each.name for each in tmp_path.iterdir()) == ["closed-0", "closed-1"]
-        assert {each.read_text() for each in tmp_path.iterdir()} == {"2"}
+        assert sorted(file.name for file in tmp_path.iterdir()) == ["closed-0", "closed-1"]
+        assert {file.read_text() for file in tmp_path.iterdir()} == {"2"}
         assert "close() of role 'wrong' has raised" in capfd.readouterr().err
 
     @needs(OwnProcess)

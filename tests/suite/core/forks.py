@@ -25,9 +25,9 @@ class Forks(ExecutorCase):
     def test_blocks_of_a_fork(self, pair: ColocatedGroup) -> None:
         """A scope, a pipeline and a resident that were open when it was forked: leaving them there does nothing."""
         echo = pair.role("echo", Echo)
-        with pair.scope(), echo.first.keep("kept") as kept:
+        with pair.scope(), echo.first.keep("kept") as resident:
             with pair.pipeline():
-                inside = echo.first.submit(kept.ref)
+                inside = echo.first.submit(resident.ref)
                 child = fork()
             if child == 0:  # it has left the pipeline, and ends at the end of the scope, as if by itself
                 pass
@@ -36,7 +36,7 @@ class Forks(ExecutorCase):
         assert exit_code(child) == 7
         assert inside.result(PATIENCE_S) == "kept"
         with pytest.raises(ClosedError):
-            kept.fetch()
+            resident.fetch()
 
     def test_new_runtime_in_a_fork(self, pair: ColocatedGroup) -> None:
         """A forked child may connect for itself."""
@@ -55,13 +55,13 @@ def in_a_fork(function: Callable[[], list[str]]) -> list[str]:
     child = fork()
     if child == 0:
         try:
-            said = json.dumps(function())
+            reply = json.dumps(function())
         except BaseException:
-            said = json.dumps([traceback.format_exc()])
-        os.write(write, said.encode())
+            reply = json.dumps([traceback.format_exc()])
+        os.write(write, reply.encode())
         os._exit(0)
     os.close(write)
     exit_code(child)
     with open(read, "rb") as answer:
-        found: list[str] = json.loads(answer.read())
-    return found
+        result: list[str] = json.loads(answer.read())
+    return result

@@ -87,16 +87,18 @@ class RandomNumbers(numbers.RandomNumbers):
     ) -> None:
         """Where workers are threads of the driver's process, who seeds for all is told once; elsewhere nobody is."""
         group = spawn({"one": colocate.role(Numbers), "seeds": colocate.role(Numbers)}, slots=1)
-        told = []
+        seeding_messages = []
         for _ in range(2):
             group.role("seeds", Numbers).seed(42)
             group.role("one", Numbers).draws()
-            told.append([each for each in caplog.messages if "has seeded torch's default generator" in each])
+            seeding_messages.append(
+                [message for message in caplog.messages if "has seeded torch's default generator" in message]
+            )
         if isinstance(runtime._node.services.executor, OwnProcess):
-            assert told == [[], []]
+            assert seeding_messages == [[], []]
         else:
-            assert [len(each) for each in told] == [1, 1]
-            assert "role 'seeds'" in told[0][0]
+            assert [len(message) for message in seeding_messages] == [1, 1]
+            assert "role 'seeds'" in seeding_messages[0][0]
 
     @needs(OwnProcess)
     def test_switches(self, torch: Any, spawn: Spawn) -> None:

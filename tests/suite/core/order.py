@@ -35,7 +35,9 @@ class Order(order.Order):
             echo.noop.keep()
             if index % 4 == 0:
                 log.add.options(ranks=[0]).submit(("zero", index))
-        first, second = [[e[0] if isinstance(e, tuple) and e[0] != "zero" else e for e in each] for each in log.read()]
+        first, second = [
+            [e[0] if isinstance(e, tuple) and e[0] != "zero" else e for e in entries] for entries in log.read()
+        ]
         assert second == list(range(20))
         assert [entry for entry in first if not isinstance(entry, tuple)] == second
         assert [entry for entry in first if isinstance(entry, tuple)] == [("zero", index) for index in range(0, 20, 4)]
@@ -207,8 +209,8 @@ class Failures(order.Failures):
         collecting = gc.isenabled()
         gc.disable()
         try:
-            left = ways[asked]()
-            assert becomes_true(lambda: left() is None), gc.get_referrers(left())
+            error_ref = ways[asked]()
+            assert becomes_true(lambda: error_ref() is None), gc.get_referrers(error_ref())
         finally:
             if collecting:
                 gc.enable()

@@ -35,9 +35,9 @@ class Ownership(ExecutorCase):
             groups = [named.spawn(roles, name="group-1"), *(pool.spawn(roles) for pool in pools)]
             assert [group.name for group in groups] == ["group-1", "group-2", "group-3"]
             assert runtime.groups == {group.name: group for group in groups}
-            with groups[0].role("rows", Rows).produce.keep(2) as kept:
+            with groups[0].role("rows", Rows).produce.keep(2) as resident:
                 for group in groups:
-                    assert group.role("echo", Echo).first.options(timeout=PATIENCE_S)(kept.ref) == [0, 1]
+                    assert group.role("echo", Echo).first.options(timeout=PATIENCE_S)(resident.ref) == [0, 1]
 
     def test_dropping_closes_nothing(self, runtime: Runtime) -> None:
         """Dropping every variable leaves pools and groups alive; their owner has them still."""
@@ -79,8 +79,8 @@ class Borrows(ownership.Borrows):
                 waiting = pair.role("faulty", Faulty).wait.submit(gate.address)
                 with runtime.reserve(1, cpus=0) as pool:
                     owner = pool.spawn({"rows": colocate.role(Rows)})
-                    kept = owner.role("rows", Rows).produce.keep(2)
-                    use = pair.role("echo", Echo).first.submit(kept.ref)
+                    resident = owner.role("rows", Rows).produce.keep(2)
+                    use = pair.role("echo", Echo).first.submit(resident.ref)
                     if not leave_pool:
                         with owner:
                             pass
@@ -98,14 +98,14 @@ class Borrows(ownership.Borrows):
             group = pool.spawn({"maker": colocate.role(Writer), "user": colocate.role(Writer)})
             maker, user = group.role("maker", Writer), group.role("user", Writer)
             for how in WRITES:
-                with maker.nested.keep() as kept:
-                    user.hold(kept.ref)  # reading is nobody's fault
+                with maker.nested.keep() as resident:
+                    user.hold(resident.ref)  # reading is nobody's fault
                     with pytest.raises(RoleError, match=rf"user\.write {of_maker}"):
-                        user.write(kept.ref, how)
+                        user.write(resident.ref, how)
                     with pytest.raises(RoleError, match="changed in place"):
-                        user.hold(kept.ref)
-                with maker.nested.keep() as kept:
-                    user.hold(kept.ref)
+                        user.hold(resident.ref)
+                with maker.nested.keep() as resident:
+                    user.hold(resident.ref)
                     with pytest.raises(RoleError, match=rf"user\.write_held {of_maker}"):
                         user.write_held(how)
                 with maker.nested.keep(), pytest.raises(RoleError, match=rf"maker\.write_returned {of_maker}"):
@@ -144,11 +144,11 @@ class Borrows(ownership.Borrows):
                 for name in ("use", "wait", "each", "fail", "fail_later"):
                     with pool.spawn(roles) as group:
                         maker, user = group.role("maker", Mourned), group.role("user")
-                        kept = maker.make.keep()
-                        call = getattr(user, name).submit(*([1, 2],) * (name == "each"), kept.ref)
+                        resident = maker.make.keep()
+                        call = getattr(user, name).submit(*([1, 2],) * (name == "each"), resident.ref)
                         assert (call.exception(PATIENCE_S) is not None) == name.startswith("fail")
-                        kept.free()
-                        del kept, call
+                        resident.free()
+                        del resident, call
                         assert maker.left() == 0, f"after {name}, strict={strict}"
 
     def test_the_call_that_wrote_is_blamed(self) -> None:
@@ -157,9 +157,9 @@ class Borrows(ownership.Borrows):
         with self.connect() as runtime, runtime.reserve(2, cpus=0) as pool, Gate() as first, Gate() as second:
             group = pool.spawn({"maker": colocate.role(Writer).on(slots=[0]), "user": colocate.role(Writer)})
             maker, user = group.role("maker", Writer), group.role("user", Writer)
-            with maker.nested.keep() as kept:
-                ends = user.write_later.submit(kept.ref, None, [None, first.address])
-                writes = user.write_later.submit(kept.ref, "operators", [None, second.address])
+            with maker.nested.keep() as resident:
+                ends = user.write_later.submit(resident.ref, None, [None, first.address])
+                writes = user.write_later.submit(resident.ref, "operators", [None, second.address])
                 first.wait_for()
                 second.wait_for()
                 first.open()
@@ -167,7 +167,7 @@ class Borrows(ownership.Borrows):
                 second.open()
                 error = writes.exception(PATIENCE_S)
                 if error is None:  # where it got a copy, nothing has happened to the resident
-                    assert kept.fetch()["x"].tolist() == [0.0, 1.0, 2.0]
+                    assert resident.fetch()["x"].tolist() == [0.0, 1.0, 2.0]
                 else:
                     assert "user.write_later changed in place a value that maker.nested had returned" in str(error)
                 assert maker.untouched() == [1.0]

@@ -22,8 +22,8 @@ class Ports(placement.Ports):
     def test_ports_that_are_used_up(self, no_leaks: None) -> None:
         """The error has the range, what needed a port, and what to do; nothing is left."""
         pytest.importorskip("torch")
-        with socket.create_server(("", 0)) as taken:
-            port = taken.getsockname()[1]
+        with socket.create_server(("", 0)) as listener:
+            port = listener.getsockname()[1]
             with self.connect(ports=f"{port}-{port}") as runtime:
                 role = colocate.role(Collective).on(default_group=True)
                 with pytest.raises(

@@ -32,19 +32,19 @@ class Residents(residents.Residents):
     def test_keep_and_fetch(self, pair: ColocatedGroup) -> None:
         """`keep` returns at once; `fetch` gives what the plain call gives, as often as asked."""
         rows = pair.role("rows", Rows)
-        with rows.double.keep([1, 2, 3]) as kept:
-            assert isinstance(kept, Resident)
-            assert kept.fetch() == kept.fetch() == rows.double([1, 2, 3])
+        with rows.double.keep([1, 2, 3]) as resident:
+            assert isinstance(resident, Resident)
+            assert resident.fetch() == resident.fetch() == rows.double([1, 2, 3])
 
     def test_waited_for(self, pair: ColocatedGroup) -> None:
         """A wait returns when the value is there, and raises what its call has raised."""
         faulty = pair.role("faulty", Faulty)
         with Gate() as gate:
-            kept = faulty.wait.keep(gate.address)
+            resident = faulty.wait.keep(gate.address)
             with pytest.raises(TimeoutError):
-                kept.wait(0.05)
-        kept.wait(PATIENCE_S)
-        assert kept.fetch() == [0, 1]
+                resident.wait(0.05)
+        resident.wait(PATIENCE_S)
+        assert resident.fetch() == [0, 1]
         failed = faulty.fail.keep()
         with pytest.raises(RoleError):
             failed.wait(PATIENCE_S)
@@ -64,24 +64,29 @@ class Residents(residents.Residents):
             (pair.role("own").swapped, ()),
         ]
         for call, args in calls:
-            with call.keep(*args) as kept:
-                assert kept.fetch() == echo.first(kept.ref) == call(*args), call
+            with call.keep(*args) as resident:
+                assert resident.fetch() == echo.first(resident.ref) == call(*args), call
 
     def test_own_partition(self, pair: ColocatedGroup) -> None:
         """Scatter keeps the producer's partition where the ranks match, however uneven."""
         rows = pair.role("rows", Rows)
-        with rows.produce_each.keep([1, 4]) as kept:  # type: ignore[arg-type]
-            assert rows.seen(kept.ref) == [([0], 1), ([100, 101, 102, 103], 1)]
-            assert rows.zipped(kept.ref, kept.ref) == [(row, row) for row in kept.fetch()]
-            assert rows.zipped([1, 2, 3, 4, 5], kept.ref) == list(zip([1, 2, 3, 4, 5], kept.fetch(), strict=True))
+        with rows.produce_each.keep([1, 4]) as resident:  # type: ignore[arg-type]
+            assert rows.seen(resident.ref) == [([0], 1), ([100, 101, 102, 103], 1)]
+            assert rows.zipped(resident.ref, resident.ref) == [(row, row) for row in resident.fetch()]
+            assert rows.zipped([1, 2, 3, 4, 5], resident.ref) == list(
+                zip([1, 2, 3, 4, 5], resident.fetch(), strict=True)
+            )
 
     def test_inside_containers(self, pair: ColocatedGroup) -> None:
         """A ref may lie inside lists, tuples and dicts of an argument; the resident itself may be one, too."""
         echo, rows = pair.role("echo", Echo), pair.role("rows", Rows)
-        with rows.produce.keep(1) as kept, echo.first.keep("text") as text:
-            assert echo.first({"a": [kept.ref, 1], "b": (text.ref,)}) == {"a": [[0, 100], 1], "b": ("text",)}
-            assert rows.seen({"x": kept.ref, "y": [1, 2]}) == [({"x": [0], "y": [1]}, 1), ({"x": [100], "y": [2]}, 1)]
-            assert rows.double(kept) == [0, 200]  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+        with rows.produce.keep(1) as resident, echo.first.keep("text") as text:
+            assert echo.first({"a": [resident.ref, 1], "b": (text.ref,)}) == {"a": [[0, 100], 1], "b": ("text",)}
+            assert rows.seen({"x": resident.ref, "y": [1, 2]}) == [
+                ({"x": [0], "y": [1]}, 1),
+                ({"x": [100], "y": [2]}, 1),
+            ]
+            assert rows.double(resident) == [0, 200]  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 
     def test_chain(self, pair: ColocatedGroup) -> None:
         """Residents make residents; the driver need not wait in between."""
@@ -100,43 +105,43 @@ class Residents(residents.Residents):
             self.connect() as runtime,
             runtime.reserve(1, cpus=0) as pool,
             pool.spawn({"rows": colocate.role(Rows)}) as other,
-            other.role("rows", Rows).produce.keep(1) as kept,
+            other.role("rows", Rows).produce.keep(1) as resident,
             pytest.raises(ColocateError, match="belongs to another runtime"),
         ):
-            pair.role("rows", Rows).double(kept.ref)
+            pair.role("rows", Rows).double(resident.ref)
 
     def test_spec(self, pair: ColocatedGroup) -> None:
         """`.spec` tells structure and rows without the contents."""
-        with pair.role("rows", Rows).double.keep([1, 2, 3]) as kept:
-            assert kept.spec.structure == ["int", "int"]
-            assert kept.spec.rows_per_rank == (2, 1)
-            assert kept.spec.bytes_per_rank == (0, 0)
+        with pair.role("rows", Rows).double.keep([1, 2, 3]) as resident:
+            assert resident.spec.structure == ["int", "int"]
+            assert resident.spec.rows_per_rank == (2, 1)
+            assert resident.spec.bytes_per_rank == (0, 0)
 
     def test_ref_is_no_value(self, pair: ColocatedGroup) -> None:
         """On the driver a ref is a name: using or comparing it as the value is an error that says what to do."""
         rows = pair.role("rows", Rows)
-        with rows.double.keep([1, 2]) as kept:
+        with rows.double.keep([1, 2]) as resident:
             with pytest.raises(AttributeError, match=r"stands for the value of rows\.double.*fetch"):
-                kept.ref.append(1)
+                resident.ref.append(1)
             for compare in (operator.eq, operator.ne):
-                for operands in ((kept.ref, [2, 4]), ([2, 4], kept.ref)):
+                for operands in ((resident.ref, [2, 4]), ([2, 4], resident.ref)):
                     with pytest.raises(TypeError, match=r"lives in the workers.*\.fetch\(\)"):
                         compare(*operands)
-            ref: Any = kept.ref
+            ref: Any = resident.ref
             assert {ref: "its own name"}[ref]
             assert rows.double([ref, ref][0]) == [4, 8]
 
     def test_free(self, pair: ColocatedGroup) -> None:
         """A freed resident says so; freeing twice is fine; calls that use it already still get it."""
         rows, faulty = pair.role("rows", Rows), pair.role("faulty", Faulty)
-        kept = rows.double.keep([1, 2])
+        resident = rows.double.keep([1, 2])
         with Gate() as gate:
             faulty.wait.submit(gate.address)
-            call = rows.double.submit(kept.ref)
-            kept.free()
-            kept.free()
+            call = rows.double.submit(resident.ref)
+            resident.free()
+            resident.free()
         assert call.result(PATIENCE_S) == [4, 8]
-        for use in (kept.fetch, lambda: kept.spec, lambda: rows.double(kept.ref)):
+        for use in (resident.fetch, lambda: resident.spec, lambda: rows.double(resident.ref)):
             with pytest.raises(ClosedError, match=r"rows\.double was freed by free\(\)"):
                 use()
 
@@ -148,12 +153,12 @@ class Residents(residents.Residents):
             gc.collect()  # of what runs in this process, as workers that are threads do
             return echo.is_alive() == [False, False]
 
-        kept = echo.tracked.keep()
+        resident = echo.tracked.keep()
         assert echo.is_alive() == [True, True]
-        kept.free()
+        resident.free()
         wait_until(gone, "what was freed is gone")
-        kept = echo.tracked.keep()
-        del kept
+        resident = echo.tracked.keep()
+        del resident
         wait_until(gone, "what was dropped is gone")
         with pair.scope():
             echo.tracked.keep()
@@ -186,32 +191,32 @@ class Residents(residents.Residents):
     def test_scope_of_a_task(self, pair: ColocatedGroup) -> None:
         """The scope of an asyncio task frees what that task keeps inside, and nothing of those beside or below it."""
         rows = pair.role("rows", Rows)
-        found: dict[str, Resident[list[int]]] = {}
+        residents: dict[str, Resident[list[int]]] = {}
 
         async def main() -> None:
-            entered, kept = asyncio.Event(), asyncio.Event()
+            entered, is_kept = asyncio.Event(), asyncio.Event()
 
             async def keep(name: str) -> None:
-                found[name] = rows.double.keep([1, 2])
+                residents[name] = rows.double.keep([1, 2])
 
             async def scoped() -> None:
                 with pair.scope():
                     entered.set()
-                    await kept.wait()
+                    await is_kept.wait()
                     await keep("inside")
                     await asyncio.create_task(keep("below"))
 
             async def beside() -> None:
                 await entered.wait()
                 await keep("beside")
-                kept.set()
+                is_kept.set()
 
             await asyncio.gather(scoped(), beside())
 
         asyncio.run(main())
-        assert found.pop("below").fetch() == found.pop("beside").fetch() == [2, 4]
+        assert residents.pop("below").fetch() == residents.pop("beside").fetch() == [2, 4]
         with pytest.raises(ClosedError, match="the end of its scope"):
-            found.pop("inside").fetch()
+            residents.pop("inside").fetch()
 
 
 class KeptFailures(ExecutorCase):
@@ -220,10 +225,10 @@ class KeptFailures(ExecutorCase):
     def test_poisoned(self, pair: ColocatedGroup) -> None:
         """A kept call that fails poisons its resident: every use raises the same error."""
         faulty, echo = pair.role("faulty", Faulty), pair.role("echo", Echo)
-        kept = faulty.fail.keep(ranks=(1,))
+        resident = faulty.fail.keep(ranks=(1,))
         with pytest.raises(RoleError, match="a plain one") as caught:
-            kept.fetch()
-        for use in (kept.fetch, lambda: kept.spec, lambda: echo.echo(kept.ref)):
+            resident.fetch()
+        for use in (resident.fetch, lambda: resident.spec, lambda: echo.echo(resident.ref)):
             with pytest.raises(RoleError) as again:
                 use()
             assert str(again.value) == str(caught.value)
@@ -235,8 +240,8 @@ class KeptFailures(ExecutorCase):
         """A call that was queued with a resident whose call then fails fails with that error too, kept or not."""
         faulty, echo = pair.role("faulty", Faulty), pair.role("echo", Echo)
         with Gate() as gate:
-            kept = faulty.fail_after.keep([gate.address, None], failing=0)  # type: ignore[arg-type]
-            use, kept_use = echo.echo.submit(kept.ref), echo.echo.keep(kept.ref)
+            resident = faulty.fail_after.keep([gate.address, None], failing=0)  # type: ignore[arg-type]
+            use, kept_use = echo.echo.submit(resident.ref), echo.echo.keep(resident.ref)
             gate.wait_for()
         error = use.exception(PATIENCE_S)
         assert isinstance(error, RoleError)
@@ -244,17 +249,17 @@ class KeptFailures(ExecutorCase):
         with pytest.raises(RoleError, match="rank 0 was told to raise"):
             kept_use.fetch()
         with pytest.raises(RoleError, match="rank 0 was told to raise"):
-            kept.fetch()
+            resident.fetch()
         assert echo.first(1) == 1
 
     def test_unused_poison(self, pair: ColocatedGroup) -> None:
         """A kept call that failed and was never used raises at the end of its scope, and of no other one before."""
-        left: list[str] = []
+        errors: list[str] = []
 
         def have_a_scope() -> None:
             with pair.scope():
                 pair.role("echo", Echo).noop()
-            left.append("nothing was raised")
+            errors.append("nothing was raised")
 
         def keep() -> None:
             with pair.scope():
@@ -263,7 +268,7 @@ class KeptFailures(ExecutorCase):
                 thread = threading.Thread(target=have_a_scope)
                 thread.start()
                 thread.join()
-                assert left
+                assert errors
 
         with pytest.raises(RoleError, match="a plain one"):
             keep()
@@ -273,26 +278,27 @@ class KeptFailures(ExecutorCase):
         group = spawn({"faulty": colocate.role(Faulty)}, slots=1)
         faulty = group.role("faulty", Faulty)
         with Gate() as gate:
-            _, here = faulty.wait.submit(gate.address), caller()
+            _, location = faulty.wait.submit(gate.address), caller()
             faulty.fail.keep()
             gate.wait_for()
         wait_until(lambda: "a plain one" in caplog.text, "the failure is logged")
-        (record,) = (each for each in caplog.records if each.name == "colocate")
+        (record,) = (log_record for log_record in caplog.records if log_record.name == "colocate")
         assert record.levelno == logging.ERROR
         assert (
-            f"faulty.fail of group {group.name!r}, kept at {here[0]}:{here[1] + 1}, has failed" in record.getMessage()
+            f"faulty.fail of group {group.name!r}, kept at {location[0]}:{location[1] + 1}, has failed"
+            in record.getMessage()
         )
         assert "dropping its handle" in record.getMessage()
         with pytest.raises(RoleError, match="a plain one"), group.scope():
             faulty.fine()
         with group.scope():
             faulty.fine()  # it was told
-        kept = faulty.fail.keep()
+        resident = faulty.fail.keep()
         faulty.fine()
         with group.scope():  # whoever has the handle may still use it
             faulty.fine()
         caplog.clear()
-        kept.free()
+        resident.free()
         wait_until(lambda: "freed by free()" in caplog.text, "the failure is logged")
         with pytest.raises(ExceptionGroup) as caught:
             group.close()

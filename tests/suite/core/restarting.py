@@ -50,8 +50,8 @@ class Restarting(ExecutorCase):
         """
         group = lasting()
         role, other = group.role("lasting", Lasting), spawn({"rows": colocate.role(Rows)}, slots=1).role("rows", Rows)
-        kept = role.counted.keep([1, 2])
-        assert other.double(kept.ref) == [2, 4]
+        resident = role.counted.keep([1, 2])
+        assert other.double(resident.ref) == [2, 4]
         with Gate() as gate:
             calls = [role.wait.submit(gate.address), role.kill.submit(), role.add.submit()]
             queued = role.counted.keep([3, 4])
@@ -62,13 +62,13 @@ class Restarting(ExecutorCase):
         assert isinstance(errors[0].__cause__, WorkerDied)
         assert "wait_ready" in str(errors[0])
         group.wait_ready(PATIENCE_S)
-        for lost in (kept, queued):
+        for lost in (resident, queued):
             for use in (lost.fetch, lambda lost=lost: lost.spec, lambda lost=lost: role.counted(lost.ref)):
                 with pytest.raises(GroupRestarted):
                     use()
-        del kept, queued, lost, use
-        with role.counted.keep([1, 2]) as kept:
-            assert other.double(kept.ref) == [2, 4]
+        del resident, queued, lost, use
+        with role.counted.keep([1, 2]) as resident:
+            assert other.double(resident.ref) == [2, 4]
         group.close()  # everything has been told
 
     @needs(OwnProcess)

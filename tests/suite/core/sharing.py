@@ -36,9 +36,9 @@ class Sharing(sharing.Sharing):
     def test_threads_are_divided(self, runtime: Runtime) -> None:
         """Of the CPUs of a slot each group has its part."""
         self._share(runtime)
-        with self.connect_privately(cpus=4) as own:
+        with self.connect_privately(cpus=4) as other_runtime:
             for groups, count in ((1, 4), (2, 2), (3, 1)):
-                with own.reserve(1, cpus=4, groups=groups) as pool:
+                with other_runtime.reserve(1, cpus=4, groups=groups) as pool:
                     assert pool.spawn({"echo": colocate.role(Echo)}).run(_variable, "OMP_NUM_THREADS") == [str(count)]
 
     # -- budgets
@@ -56,9 +56,9 @@ class Sharing(sharing.Sharing):
     def test_a_slots_budget_counts_all_groups(self, models: tuple[ColocatedGroup, ColocatedGroup]) -> None:
         """Who comes to have too much is told what the others have; what they let go of, or took along, is free."""
         one, other = models
-        kept, first = held(other).make.keep(_MIB_FLOATS), held(one).make.keep(_MIB_FLOATS // 2)
-        for each in (kept, first):
-            each.wait()
+        resident, first = held(other).make.keep(_MIB_FLOATS), held(one).make.keep(_MIB_FLOATS // 2)
+        for outcome in (resident, first):
+            outcome.wait()
         too_much = (
             r"after model\.make, 4\.5 MiB of .* are in use, and the pool's slots may have 4 MiB .*Who has it: model "
             r"2\.5 MiB \(.*\); of group 'other': model 2 MiB \(parameters 1 MiB, buffers 4 KiB, residents 1 MiB\)\. "
@@ -67,7 +67,7 @@ class Sharing(sharing.Sharing):
         with pytest.raises(MemoryBudgetError, match=too_much):
             refused.wait()
         held(other).make(1)  # to others, too, what was refused isn't there
-        kept.free()
+        resident.free()
         held(other).make(1)  # with which the workers are told
         second = held(one).make.keep(_MIB_FLOATS)
         second.wait()
@@ -92,8 +92,8 @@ class Sharing(sharing.Sharing):
         """A wake is refused as long as there is no room beside that, and what sleeps makes room."""
         one, other = models
         other.sleep("model")
-        with held(one).make.keep(5 * _MIB_FLOATS // 2) as kept:
-            kept.wait()
+        with held(one).make.keep(5 * _MIB_FLOATS // 2) as resident:
+            resident.wait()
             with pytest.raises(
                 MemoryBudgetError,
                 match=r"waking role 'model' needs 1 MiB.*the pool's slots .* of group 'one': model 3\.5",
@@ -110,13 +110,13 @@ class Sharing(sharing.Sharing):
         pool = reserve(1, device_memory="4MiB")
         roles = {"model": colocate.role(Holding), "second": colocate.role(Holding)}
         turns = pool.spawn(roles, residency="swap")
-        beside = pool.spawn({"model": colocate.role(Holding)})
+        beside_group = pool.spawn({"model": colocate.role(Holding)})
         for _ in range(2):
             for role in roles:
                 turns.role(role, Holding).make(1)
         assert [role.asleep for role in turns.memory().slots[0].roles] == [0, 0]  # there is room for both
         turns.sleep("second")
-        held(beside).make.keep(3 * _MIB_FLOATS // 2).wait()
+        held(beside_group).make.keep(3 * _MIB_FLOATS // 2).wait()
         turns.role("second", Holding).make(1)
         assert [bool(role.asleep) for role in turns.memory().slots[0].roles] == [True, False]
 

@@ -68,11 +68,11 @@ class Startup(startup.Startup):
             spawn({"echo": colocate.role(Echo), "bad": colocate.role(FailsToStart, (0, 1))}, name="unborn")
         error = caught.value
         assert set(error.errors) == {0, 1}
-        for rank, each in error.errors.items():
-            assert isinstance(each, RoleError)
-            assert (each.group, each.role, each.rank) == ("unborn", "bad", rank)
-            assert isinstance(each.__cause__, ValueError)
-            assert "in deep_inside" in str(each.remote_traceback)
+        for rank, role_error in error.errors.items():
+            assert isinstance(role_error, RoleError)
+            assert (role_error.group, role_error.role, role_error.rank) == ("unborn", "bad", rank)
+            assert isinstance(role_error.__cause__, ValueError)
+            assert "in deep_inside" in str(role_error.remote_traceback)
         assert (error.group, error.role, error.rank) == ("unborn", "bad", 0)
         assert "the constructor of role 'bad' raised ValueError on rank 0" in str(error)
         assert "rank 1" in str(error)
@@ -132,7 +132,7 @@ class Startup(startup.Startup):
         with ThreadPoolExecutor(1) as other, Gate() as gate:
             started = other.submit(spawn, {"slow": colocate.role(HangsAtStart, gate.address, (1,))})
             gate.wait_for()
-            (group,) = (each for each in runtime.groups.values() if each.state == "starting")
+            (group,) = (item for item in runtime.groups.values() if item.state == "starting")
             with pytest.raises(TimeoutError, match="it is starting"):
                 group.wait_ready(timeout=0)
             gate.open()
@@ -195,8 +195,8 @@ class Templates(startup.Templates):
     @needs(OwnProcess)
     def test_what_it_makes_up(self, spawn: Spawn) -> None:
         """No two workers make up the same names, ids and keys, nor does a later group."""
-        found = [made for _ in range(2) for made in spawn(BORN).role("born", Born).made_up()]
-        assert [len(set(each)) for each in zip(*found, strict=True)] == [4] * len(found[0])
+        made_up = [names for _ in range(2) for names in spawn(BORN).role("born", Born).made_up()]
+        assert [len(set(column)) for column in zip(*made_up, strict=True)] == [4] * len(made_up[0])
 
     @needs(OwnProcess)
     def test_threads_of_a_fork(self, runtime: Runtime) -> None:
@@ -236,4 +236,4 @@ class Printing(ExecutorCase):
         wait_until(lambda: "INFO:colocate_other" in read.getvalue(), "the last line is shown")
         lines = [line for line in read.getvalue().splitlines() if "colocate_" in line]
         shown = ["DEBUG:colocate_mine:said", "INFO:colocate_mine:said", "INFO:colocate_other:said"]
-        assert lines == [f"[logs/talker 0] {each}" for each in shown]
+        assert lines == [f"[logs/talker 0] {text}" for text in shown]

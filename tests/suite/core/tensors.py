@@ -29,13 +29,13 @@ class TensorResidents(tensors.TensorResidents):
 
     def test_memory_goes(self, tensors: Tensors) -> None:
         """A tensor that was kept, used and freed is gone from its worker without the help of a garbage collector."""
-        kept = tensors.make_uncollected.keep(1000)
+        resident = tensors.make_uncollected.keep(1000)
         try:
-            assert kept.spec.bytes_per_rank[0] == 4000
-            tensors.echo(kept.ref)
-            kept.fetch()
+            assert resident.spec.bytes_per_rank[0] == 4000
+            tensors.echo(resident.ref)
+            resident.fetch()
             assert any(tensors.is_there())
-            kept.free()
+            resident.free()
             wait_until(lambda: not any(tensors.is_there()), "it is gone everywhere")
         finally:
             tensors.is_there(collects=True)
@@ -45,12 +45,12 @@ class TensorResidents(tensors.TensorResidents):
     def test_sparse(self, torch: Any, pair: ColocatedGroup, tensors: Tensors, layout: str) -> None:
         """Sparse tensors can be kept as others, with their bytes; where torch can cut rows they can be scattered."""
         value = torch.eye(4).to_sparse(layout=getattr(torch, layout))
-        with tensors.echo.keep([value]) as kept:
-            assert kept.spec.bytes_per_rank[0] >= 4 * 4 + 4 * 8
-            (back,) = kept.fetch()
+        with tensors.echo.keep([value]) as resident:
+            assert resident.spec.bytes_per_rank[0] >= 4 * 4 + 4 * 8
+            (back,) = resident.fetch()
             assert back.layout == value.layout
             assert torch.equal(back.to_dense(), torch.eye(4))
-            assert torch.equal(tensors.echo(kept.ref)[0].to_dense(), torch.eye(4))
+            assert torch.equal(tensors.echo(resident.ref)[0].to_dense(), torch.eye(4))
         if layout == "sparse_coo":
             parts = [part.to_dense() for part, _ in pair.role("rows", Rows).seen(value)]
             assert torch.equal(torch.cat(parts), torch.eye(4))
@@ -60,34 +60,34 @@ class TensorResidents(tensors.TensorResidents):
 
     def test_use(self, torch: Any, pair: ColocatedGroup, tensors: Tensors) -> None:
         """Every way of passing a resident gives what its value gives."""
-        with tensors.make.keep(3) as kept:
-            value = kept.fetch()
+        with tensors.make.keep(3) as resident:
+            value = resident.fetch()
             assert torch.equal(value, torch.tensor([0.0, 1, 2, 100, 101, 102]))
-            assert torch.equal(tensors.add(kept.ref), tensors.add(value))
-            assert tensors.seen(kept.ref) == tensors.seen(value)
-            assert tensors.whole(kept.ref) == tensors.whole(value)
-            assert torch.equal(tensors.padded(kept.ref), tensors.padded(value))
-            assert tensors.mean(kept.ref) == tensors.mean(value)
-            assert torch.equal(tensors.echo({"deep": (kept.ref,)})["deep"][0], value)
-            assert pair.role("right", Rows).seen(kept.ref)[0][0].tolist() == value.tolist()
+            assert torch.equal(tensors.add(resident.ref), tensors.add(value))
+            assert tensors.seen(resident.ref) == tensors.seen(value)
+            assert tensors.whole(resident.ref) == tensors.whole(value)
+            assert torch.equal(tensors.padded(resident.ref), tensors.padded(value))
+            assert tensors.mean(resident.ref) == tensors.mean(value)
+            assert torch.equal(tensors.echo({"deep": (resident.ref,)})["deep"][0], value)
+            assert pair.role("right", Rows).seen(resident.ref)[0][0].tolist() == value.tolist()
 
     def test_gradients_stay(self, torch: Any, tensors: Tensors) -> None:
         """Results leave detached from autograd, parameters as ordinary tensors; leaves that are arguments don't."""
         leaf = torch.ones(2, requires_grad=True)
         assert [tensors.facts(x)[0]["requires_grad"] for x in (leaf, leaf * 2, torch.ones(2))] == [True, False, False]
-        with tensors.with_gradient.keep(2) as kept:
-            for found in (kept.fetch(), tensors.with_gradient(2)):
-                for tensor in found.values():
+        with tensors.with_gradient.keep(2) as resident:
+            for result in (resident.fetch(), tensors.with_gradient(2)):
+                for tensor in result.values():
                     assert not tensor.requires_grad
                     assert type(tensor) is torch.Tensor
-            assert tensors.require_grad(kept.ref) == [[False, False]] * 2
+            assert tensors.require_grad(resident.ref) == [[False, False]] * 2
 
     def test_inference(self, tensors: Tensors) -> None:
         """An inference tensor leaves as an ordinary one, with which gradients can be computed."""
-        with tensors.under_inference_mode.keep(2) as kept:
-            assert not kept.fetch().is_inference()
-            assert [fact["inference"] for fact in tensors.facts(kept.ref)] == [False, False]
-            assert tensors.train_on(kept.ref) == [4.0, 4.0]
+        with tensors.under_inference_mode.keep(2) as resident:
+            assert not resident.fetch().is_inference()
+            assert [fact["inference"] for fact in tensors.facts(resident.ref)] == [False, False]
+            assert tensors.train_on(resident.ref) == [4.0, 4.0]
 
 
 class Optimizers(TensorCase):
@@ -117,17 +117,17 @@ class Optimizers(TensorCase):
         scheduler = torch.optim.lr_scheduler.StepLR(sgd(parameters), 1)
         assert group.run(lambda ctx, *it: takes_a_step(it[0], it[1].optimizer), model, scheduler) == [True]
         assert takes_a_step(*trainer.make())
-        made, listed = trainer.make(listed=True)
-        assert takes_a_step(made, sgd(listed))
-        with trainer.make.keep() as kept:
-            assert takes_a_step(*kept.fetch())
-            assert trainer.step_with_both(kept.ref)
+        net, listed = trainer.make(listed=True)
+        assert takes_a_step(net, sgd(listed))
+        with trainer.make.keep() as resident:
+            assert takes_a_step(*resident.fetch())
+            assert trainer.step_with_both(resident.ref)
 
 
 def _told(group: ColocatedGroup) -> AbstractContextManager[object]:
     """In strict mode a step of parameters that are an argument by themselves is told as a write into that."""
-    told = pytest.raises(RoleError, match="changed its argument 'args' in place")
-    return told if group._node.services.strict else nullcontext()
+    expectation = pytest.raises(RoleError, match="changed its argument 'args' in place")
+    return expectation if group._node.services.strict else nullcontext()
 
 
 class Memory(tensors.Memory):
@@ -135,14 +135,14 @@ class Memory(tensors.Memory):
 
     def test_write_into_an_argument(self, tensors: Tensors) -> None:
         """Writing into a resident that is an argument is an error that names the method that wrote."""
-        with tensors.make.keep(2) as kept:
+        with tensors.make.keep(2) as resident:
             with pytest.raises(
                 RoleError, match=r"tensors\.write_into changed in place a value that tensors\.make"
             ) as caught:
-                tensors.write_into(kept.ref)
+                tensors.write_into(resident.ref)
             assert caught.value.method == "write_into"
             with pytest.raises(RoleError, match="changed in place"):  # it is of no use any more
-                tensors.seen(kept.ref)
+                tensors.seen(resident.ref)
         assert tensors.make(1).tolist() == [0.0, 100.0]
 
     def test_write_into_the_returned(self, tensors: Tensors) -> None:
@@ -154,10 +154,10 @@ class Memory(tensors.Memory):
 
     def test_write_later(self, pair: ColocatedGroup, tensors: Tensors) -> None:
         """Writing into an argument of an earlier call is found at the latest when the resident is used next."""
-        left = pair.role("left_tensors", Tensors)
-        with tensors.make.options(ranks=[0]).keep(2) as kept:
-            left.hold_on_to(kept.ref)
-            written, used = left.write_into_what_was_given.submit(), left.seen.submit(kept.ref)
+        left_view = pair.role("left_tensors", Tensors)
+        with tensors.make.options(ranks=[0]).keep(2) as resident:
+            left_view.hold_on_to(resident.ref)
+            written, used = left_view.write_into_what_was_given.submit(), left_view.seen.submit(resident.ref)
             error = written.exception(PATIENCE_S) or used.exception(PATIENCE_S)
             assert isinstance(error, RoleError)
             assert "changed in place" in str(error)
@@ -227,7 +227,7 @@ class _Told:
     def last(self, method: str) -> CallRecord:
         """The call of a method that ended last: who has made a value may say so after who has used it."""
         self.settle()
-        return next(each for each in reversed(self.calls) if each.method == method)
+        return next(call_record for call_record in reversed(self.calls) if call_record.method == method)
 
     def transfers(self, method: str) -> list[TransferRecord]:
         """Return what that call got from other workers, by rank; none between threads."""
@@ -246,10 +246,10 @@ class Transfers(ExecutorCase):
     def told(self, runtime: Runtime) -> Iterator[_Told]:
         """An observer, as long as the test takes."""
         pytest.importorskip("torch")
-        told = _Told(runtime)
-        runtime.observe(told)
-        yield told
-        runtime._node.services.observers.remove(told)
+        log = _Told(runtime)
+        runtime.observe(log)
+        yield log
+        runtime._node.services.observers.remove(log)
 
     @pytest.fixture
     def travels(self, runtime: Runtime) -> bool:
@@ -258,19 +258,19 @@ class Transfers(ExecutorCase):
 
     def test_from_another_worker(self, pair: ColocatedGroup, told: _Told, travels: bool) -> None:
         """The rank that lacks a value gets it from the worker that made it; the other one has it by reference."""
-        kept = pair.role("left_tensors", Tensors).make.keep(_ROWS)
-        pair.role("tensors", Tensors).whole(kept.ref)
-        assert [(each.rank, each.role, each.method, each.source) for each in told.transfers("whole")] == (
-            [(1, "left_tensors", "make", 0)] if travels else []
-        )
-        assert all(_BYTES <= each.nbytes <= _BYTES + _MORE for each in told.last("whole").transfers)
+        resident = pair.role("left_tensors", Tensors).make.keep(_ROWS)
+        pair.role("tensors", Tensors).whole(resident.ref)
+        assert [
+            (transfer.rank, transfer.role, transfer.method, transfer.source) for transfer in told.transfers("whole")
+        ] == ([(1, "left_tensors", "make", 0)] if travels else [])
+        assert all(_BYTES <= transfer.nbytes <= _BYTES + _MORE for transfer in told.last("whole").transfers)
         assert told.last("whole").handed_over == {"left_tensors": _BYTES}
 
     def test_where_it_lies(self, pair: ColocatedGroup, told: _Told) -> None:
         """Parts that lie where they are used go nowhere; what a role has made itself is nobody else's."""
         tensors = pair.role("tensors", Tensors)
-        kept = tensors.make.keep(_ROWS)
-        tensors.add.keep(kept.ref).wait()
+        resident = tensors.make.keep(_ROWS)
+        tensors.add.keep(resident.ref).wait()
         assert (told.transfers("add"), told.last("add").handed_over) == ([], {})
         more = pair.role("left_tensors", Tensors).make.keep(_ROWS)
         pair.role("left_tensors", Tensors).echo([more.ref, more.ref])
@@ -288,18 +288,18 @@ class Transfers(ExecutorCase):
             assert 2 * _BYTES <= record.received <= 2 * (_BYTES + _MORE)
         else:
             assert (record.sent, record.received) == (0, 0)
-        kept = tensors.make.keep(_ROWS)
-        kept.wait()
+        resident = tensors.make.keep(_ROWS)
+        resident.wait()
         assert told.last("make").received == 0
         assert told.last("make").sent < _MORE
         assert told.fetches == []
-        kept.fetch()
+        resident.fetch()
         told.settle()
-        assert [(each.role, each.method, each.ranks) for each in told.fetches] == (
+        assert [(item.role, item.method, item.ranks) for item in told.fetches] == (
             [("tensors", "make", (0, 1))] if travels else []
         )
-        assert all(2 * _BYTES <= each.nbytes <= 2 * (_BYTES + _MORE) for each in told.fetches)
-        assert all(each.start <= each.end for each in told.fetches)
+        assert all(2 * _BYTES <= item.nbytes <= 2 * (_BYTES + _MORE) for item in told.fetches)
+        assert all(item.start <= item.end for item in told.fetches)
 
     @needs(OwnProcess)
     def test_sleeps_are_told(self, spawn: Spawn, told: _Told) -> None:
@@ -309,11 +309,11 @@ class Transfers(ExecutorCase):
 
         def moves(nbytes: int, why: str = "asked for") -> list[tuple[int, str, bool]]:
             told.settle()
-            found, told.moves = told.moves, []
-            assert all(each.role == "one" and each.start <= each.end for each in found)
-            assert all(each.why == why for each in found)
-            assert sum(each.nbytes for each in found) == nbytes
-            return sorted((each.rank, each.kind, each.asleep) for each in found)
+            new_moves, told.moves = told.moves, []
+            assert all(move.role == "one" and move.start <= move.end for move in new_moves)
+            assert all(move.why == why for move in new_moves)
+            assert sum(move.nbytes for move in new_moves) == nbytes
+            return sorted((move.rank, move.kind, move.asleep) for move in new_moves)
 
         weights = group.sleep("one", ["weights"])
         assert moves(weights) == [(rank, "sleep", False) for rank in (0, 1)]

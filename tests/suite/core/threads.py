@@ -51,8 +51,8 @@ class Undisturbed(ExecutorCase):
                 return await asyncio.wait_for(echo.first.submit("awaited"), PATIENCE_S)
 
             assert asyncio.run(awaited()) == "awaited"
-            with rows.double.keep([1, 2, 3]) as kept:
-                assert rows.double(kept.ref) == [4, 8, 12]
+            with rows.double.keep([1, 2, 3]) as resident:
+                assert rows.double(resident.ref) == [4, 8, 12]
             with Gate() as gate:
                 stuck = faulty.wait.submit(gate.address)
                 gate.wait_for(2)
@@ -101,7 +101,7 @@ class Undisturbed(ExecutorCase):
                 error = call.exception(PATIENCE_S)
             assert isinstance(error, ColocateError)
             assert "met ZeroDivisionError: a mistake. That is a fault of colocate's own" in str(error)
-            assert [each.exc_type for each in reported] == [ZeroDivisionError]
+            assert [failure.exc_type for failure in reported] == [ZeroDivisionError]
 
     @needs_feature("functions")
     def test_a_thread_of_a_worker_that_fails(self, spawn: Spawn, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,8 +110,8 @@ class Undisturbed(ExecutorCase):
         group = spawn({"faulty": colocate.role(Faulty)})
         with pytest.raises(WorkerDied) as caught:
             group.run(_break_the_transfer)
-        said = "can't go on: the thread that sends its residents was ended by ZeroDivisionError: a mistake"
-        assert said in str(caught.value)
+        message = "can't go on: the thread that sends its residents was ended by ZeroDivisionError: a mistake"
+        assert message in str(caught.value)
         assert caught.value.rank == 0
 
 

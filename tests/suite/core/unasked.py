@@ -46,38 +46,38 @@ class UnaskedFailures(unasked.UnaskedFailures):
         """
         roles = {"faulty": colocate.role(Faulty), "beside": colocate.role(Faulty).on(background=True)}
         group = spawn(roles, slots=1)
-        faulty, beside = group.role("faulty", Faulty), group.role("beside", Faulty)
+        faulty, beside_view = group.role("faulty", Faulty), group.role("beside", Faulty)
 
         def told(where: tuple[str, int], after: int, label: str = "faulty.fail", kind: str = "a plain one") -> None:
             wait_until(lambda: kind in caplog.text, "the failure is logged")
-            (record,) = (each for each in caplog.records if "nobody has asked" in each.getMessage())
+            (record,) = (log_record for log_record in caplog.records if "nobody has asked" in log_record.getMessage())
             at = f"submitted at {where[0]}:{where[1] + after}, has failed, and nobody has asked"
             assert record.getMessage().startswith(f"{label} of group {group.name!r}, {at}")
             assert record.levelno == logging.ERROR
             caplog.clear()
 
         with Gate() as gate:
-            waits, here = faulty.wait.submit(gate.address), caller()
+            waits, location = faulty.wait.submit(gate.address), caller()
             faulty.fail.options(timeout=PATIENCE_S).submit()
             gate.wait_for()
         waits.result(PATIENCE_S)
-        told(here, 1)
-        call, here = faulty.fail.submit(), caller()
+        told(location, 1)
+        call, location = faulty.fail.submit(), caller()
         wait_until(call.done, "it has failed")
         assert not caplog.text
         del call
-        told(here, 0)
-        here = caller()
+        told(location, 0)
+        location = caller()
         with group.pipeline():
             faulty.fail.submit()
-        told(here, 2)
-        here = caller()
-        beside.fail.submit()
-        told(here, 1, "beside.fail")
-        call, here = faulty.fail.submit(), caller()
+        told(location, 2)
+        location = caller()
+        beside_view.fail.submit()
+        told(location, 1, "beside.fail")
+        call, location = faulty.fail.submit(), caller()
         wait_until(call.done, "it has failed")
         group.close()
-        told(here, 0)
+        told(location, 0)
         del call
         assert not caplog.text
 
@@ -98,7 +98,7 @@ class UnaskedFailures(unasked.UnaskedFailures):
             del call
         gc.collect()  # asyncio's exceptions keep the call in a cycle
         wait_until(lambda: "a plain one" in caplog.text, "the failure is logged")
-        (record,) = (each for each in caplog.records if "nobody has asked" in each.getMessage())
+        (record,) = (log_record for log_record in caplog.records if "nobody has asked" in log_record.getMessage())
         assert record.getMessage().startswith("faulty.fail of group ")
 
     @needs_feature("standalone")
@@ -119,12 +119,12 @@ class UnaskedFailures(unasked.UnaskedFailures):
         with Gate() as gate:
             # The worker itself has heard of the close when this ends: it begins nothing more.
             group.role("log", Log).look_until_cancelled.submit(gate.address).add_done_callback(lambda call: None)
-            here = caller()
-            asked, _ = [faulty.fine.submit() for _ in range(2)], [faulty.fine.submit() for _ in range(3)]
+            location = caller()
+            awaited, _ = [faulty.fine.submit() for _ in range(2)], [faulty.fine.submit() for _ in range(3)]
             gate.wait_for()
-            for call in asked:
+            for call in awaited:
                 call.add_done_callback(lambda call: None)
         group.close()
         wait_until(lambda: "faulty.fine" in caplog.text, "it is logged")
-        (record,) = (each for each in caplog.records if "faulty.fine" in each.getMessage())
-        assert f"faulty.fine, submitted at {here[0]}:{here[1] + 1} (3 times)" in record.getMessage()
+        (record,) = (log_record for log_record in caplog.records if "faulty.fine" in log_record.getMessage())
+        assert f"faulty.fine, submitted at {location[0]}:{location[1] + 1} (3 times)" in record.getMessage()

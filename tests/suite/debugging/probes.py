@@ -28,11 +28,11 @@ class Stopper(Role):
 
     @method
     def step(self, value: int, ranks: Sequence[int] = (1,)) -> int:
-        found = value + self.ctx.rank
+        total = value + self.ctx.rank
         if self.ctx.rank in ranks:
             breakpoint()
-        found += 10
-        return self.more(found)
+        total += 10
+        return self.more(total)
 
     def more(self, value: int) -> int:
         return value + 100
@@ -90,19 +90,19 @@ class Stopper(Role):
     def fork(self) -> str:
         if self.ctx.rank == 0:
             return ""
-        there, here = os.pipe()
+        read_end, write_end = os.pipe()
         if (pid := os.fork()) == 0:
             try:
                 breakpoint()
-                os.write(here, b"went on")
+                os.write(write_end, b"went on")
             except RuntimeError as error:
-                os.write(here, str(error).encode())
+                os.write(write_end, str(error).encode())
             finally:
                 os._exit(0)
         os.waitpid(pid, 0)
-        os.close(here)
-        with open(there) as told:
-            return told.read()
+        os.close(write_end)
+        with open(read_end) as file:
+            return file.read()
 
     @method
     def pid(self) -> int:

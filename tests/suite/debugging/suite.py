@@ -37,7 +37,7 @@ class Terminal:
     """What `colocate debug` is, in a test's hands; its end is that of a terminal that is killed."""
 
     def __init__(self, which: str = "1") -> None:
-        found: list[Attached] = []
+        attached: list[Attached] = []
 
         def come() -> bool:
             try:
@@ -45,13 +45,13 @@ class Terminal:
             except ConfigError:  # nothing has stopped yet
                 return False
             if tried.stops is None:
-                found.append(tried)
+                attached.append(tried)
             else:
                 tried.close()
-            return bool(found)
+            return bool(attached)
 
         wait_until(come, f"rank {which} is stopped")
-        self._attached = found[0]
+        self._attached = attached[0]
         self._attached.sock.settimeout(_SHOWN_WITHIN_S)
         self.shown = self._until_asked(self._attached.first)
 
@@ -182,7 +182,7 @@ class Debugging(ExecutorCase):
             with Terminal("0") as first, Terminal(f"{stoppers.name}/stopper/1") as second:
                 listed = attach(os.getpid(), None)
                 assert listed.stops is not None
-                assert [(each["rank"], each["terminal"]) for each in sorted(listed.stops, key=lambda s: s["rank"])] == [
+                assert [(stop["rank"], stop["terminal"]) for stop in sorted(listed.stops, key=lambda s: s["rank"])] == [
                     (0, "colocate debug"),
                     (1, "colocate debug"),
                 ]
@@ -199,10 +199,10 @@ class Debugging(ExecutorCase):
         """A terminal has one of them at a time: the second comes to it when the first is over, or to another one."""
         roles = {"stopper": colocate.role(Stopper), "beside": colocate.role(Stopper).on(background=True)}
         group = spawn(roles, slots=1)
-        stopper, beside = group.role("stopper", Stopper), group.role("beside", Stopper)
+        stopper, beside_view = group.role("stopper", Stopper), group.role("beside", Stopper)
 
         def stop_both() -> tuple[colocate.Call[Any], colocate.Call[Any]]:
-            calls = stopper.step.submit(1, ranks=(0,)), beside.step.submit(2, ranks=(0,))
+            calls = stopper.step.submit(1, ranks=(0,)), beside_view.step.submit(2, ranks=(0,))
             part: Any = group._node.part("debugging")
             wait_until(lambda: len(part._stops) == 2, "both are stopped")
             return calls
@@ -249,14 +249,14 @@ class Debugging(ExecutorCase):
     def test_no_stop_in_a_job_that_is_to_end(self, runtime: colocate.Runtime, no_leaks: None) -> None:
         """No rank of this process stops any more, of any runtime, nor of a group that is made then."""
         with (
-            colocate.connect(processes=True) as own,
-            own.reserve(1) as its,
+            colocate.connect(processes=True) as other_runtime,
+            other_runtime.reserve(1) as other_pool,
             runtime.reserve(2, cpus=0, groups=2) as pool,
         ):
-            groups = [each.spawn({"stopper": colocate.role(Stopper)}) for each in (its, pool)]
+            groups = [target_pool.spawn({"stopper": colocate.role(Stopper)}) for target_pool in (other_pool, pool)]
             calls = [group.role("stopper", Stopper).step.submit(1, ranks=(0,)) for group in groups]
             wait_until(lambda: all(group._node.stopped() for group in groups), "both are stopped")
-            Driver(own).let_go()
+            Driver(other_runtime).let_go()
             after = pool.spawn({"stopper": colocate.role(Stopper, stops=True)}).role("stopper", Stopper)
             assert [call.result(PATIENCE_S) for call in calls] == [[111], [111, 112]]
             assert after.step(1, ranks=(0, 1)) == [111, 112]
@@ -293,8 +293,8 @@ class Debugging(ExecutorCase):
         with Terminal() as terminal:
             time.sleep(2 * limit)
             driver = Driver(stoppers.owner.owner)
-            seen = driver.glance(Recent(driver.slot_of))
-            slots = next(each for each in seen if each["group"] == stoppers.name)["slots"]
+            status = driver.glance(Recent(driver.slot_of))
+            slots = next(entry for entry in status if entry["group"] == stoppers.name)["slots"]
             assert ["stopped" in slot for slot in slots] == [False, True]
             terminal.go("c")
         assert call.result(PATIENCE_S) == [0, 1]
@@ -392,9 +392,9 @@ class Debugging(ExecutorCase):
 
     def test_in_a_fork(self, stoppers: ColocatedGroup) -> None:
         """A process that a role has forked is no rank: it has no way to a terminal, and is told so."""
-        nothing, told = stoppers.role("stopper", Stopper).fork()
+        nothing, message = stoppers.role("stopper", Stopper).fork()
         assert not nothing
-        assert "a process that a role has forked" in told
+        assert "a process that a role has forked" in message
 
     def test_another_user(self, stoppers: ColocatedGroup, monkeypatch: pytest.MonkeyPatch) -> None:
         """Nobody but the driver's user gets a prompt, nor so much as a list."""
@@ -464,8 +464,8 @@ class _Editor:
 
     def ask(self, command: str, **arguments: Any) -> None:
         """Ask something."""
-        asked = json.dumps({"seq": 1, "type": "request", "command": command, "arguments": arguments}).encode()
-        self._socket.sendall(b"Content-Length: %d\r\n\r\n%s" % (len(asked), asked))
+        request = json.dumps({"seq": 1, "type": "request", "command": command, "arguments": arguments}).encode()
+        self._socket.sendall(b"Content-Length: %d\r\n\r\n%s" % (len(request), request))
 
     def told(self, kind: str, what: str) -> dict[str, Any]:
         """Return the next message of a kind: `event` or `command`, and which."""

@@ -52,9 +52,9 @@ class Devices(ExecutorCase):
         hears = Hears()
         runtime.observe(hears)
         stop = Driver(runtime).watch_devices()
-        found = [hears.samples.get(timeout=PATIENCE_S) for _ in range(2)]
-        assert [[list(sample.xids) for sample in each] for each in found] == [[[79]], [[]]]
-        (sample,) = found[1]
+        batches = [hears.samples.get(timeout=PATIENCE_S) for _ in range(2)]
+        assert [[list(sample.xids) for sample in batch] for batch in batches] == [[[79]], [[]]]
+        (sample,) = batches[1]
         assert sorted(sample.slots) == [(played.name, 0), (played.name, 1)]
         assert (sample.uuid, sample.name, sample.use) == ("GPU-0000-aaaa", "NVIDIA Played", 0.87)
         assert (sample.memory, sample.memory_total) == (41 * GIB, 80 * GIB)

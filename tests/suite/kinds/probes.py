@@ -59,7 +59,7 @@ class Packing:
 
     def __getstate__(self) -> tuple[bytes, str]:
         file = io.BytesIO()
-        torch.save({key: each.detach() for key, each in self.tensors.items()}, file)
+        torch.save({key: tensor.detach() for key, tensor in self.tensors.items()}, file)
         return file.getvalue(), self.name
 
     def __setstate__(self, state: tuple[bytes, str]) -> None:
@@ -71,13 +71,15 @@ class Opaque(Packing):
 
 
 def _split_tensors(value: Any, sizes: Sequence[int]) -> list[Any]:
-    parts = {key: each.split(list(sizes)) for key, each in value.tensors.items()}
-    return [type(value)({key: each[index] for key, each in parts.items()}, value.name) for index in range(len(sizes))]
+    parts = {key: tensor.split(list(sizes)) for key, tensor in value.tensors.items()}
+    return [
+        type(value)({key: tensor[index] for key, tensor in parts.items()}, value.name) for index in range(len(sizes))
+    ]
 
 
 def _concat_tensors(parts: Sequence[Any]) -> Any:
     first = parts[0]
-    return type(first)({key: torch.cat([each.tensors[key] for each in parts]) for key in first.tensors}, first.name)
+    return type(first)({key: torch.cat([part.tensors[key] for part in parts]) for key in first.tensors}, first.name)
 
 
 colocate.register_batch(
@@ -103,12 +105,12 @@ class Packed(Tensors):
 
     @method(dispatch=Scatter("value"), collect=Gather())
     def facts_of_own_type(self, value: Packing) -> dict[str, Any]:
-        each = value.tensors["grad"]
+        grad = value.tensors["grad"]
         return {
-            "rows": each.tolist(),
+            "rows": grad.tolist(),
             "name": value.name,
-            "requires_grad": each.requires_grad,
-            "device": str(each.device) == str(self.ctx.device),
+            "requires_grad": grad.requires_grad,
+            "device": str(grad.device) == str(self.ctx.device),
             "was_packed": value.was_packed,
         }
 

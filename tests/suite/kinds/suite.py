@@ -25,8 +25,8 @@ class OwnRows(ExecutorCase):
         blocks = spawn({"blocks": colocate.role(Blocks)}).role("blocks", Blocks)
         joined = blocks.tripled(Block([1, 2, 3], "mine"))
         assert (joined.rows, joined.name) == ([3, 6, 9], "mine tripled")
-        with blocks.tripled.keep(Block([1, 2, 3], "mine")) as kept:
-            assert blocks.tripled(kept.ref).rows == [9, 18, 27]
+        with blocks.tripled.keep(Block([1, 2, 3], "mine")) as resident:
+            assert blocks.tripled(resident.ref).rows == [9, 18, 27]
 
 
 def _packed(pair: Shared) -> Shared:
@@ -72,23 +72,23 @@ class OwnTypes(TensorCase):
     @of_executor
     def test_own_types_kept(self, packed: ColocatedGroup, packed_tensors: Packed) -> None:
         """A kept one has no graph, its bytes are counted and its structure is told; other slots get its leaves."""
-        with packed_tensors.made_of_own_type.keep(2) as kept:
-            assert kept.spec.bytes_per_rank == (16, 16)
+        with packed_tensors.made_of_own_type.keep(2) as resident:
+            assert resident.spec.bytes_per_rank == (16, 16)
             leaves = {"tensors": dict.fromkeys(("x", "grad"), "Tensor[2] float32"), "name": "str"}
-            assert kept.spec.structure == {"Packing": leaves}
+            assert resident.spec.structure == {"Packing": leaves}
             facts = {"rows": [0.0, 3.0], "name": "made", "requires_grad": False, "device": True, "was_packed": False}
-            assert packed_tensors.facts_of_own_type(kept.ref) == [facts] * 2
+            assert packed_tensors.facts_of_own_type(resident.ref) == [facts] * 2
             for side in ("left_tensors", "right_tensors"):
-                found = packed.role(side, Packed).facts_of_own_type(kept.ref)
-                assert found == [facts | {"rows": [0.0, 3.0] * 2}]
+                result = packed.role(side, Packed).facts_of_own_type(resident.ref)
+                assert result == [facts | {"rows": [0.0, 3.0] * 2}]
 
     def test_own_types_written(self, packed_tensors: Packed) -> None:
         """Whoever writes into a kept one is named, as an argument and as what was returned."""
         with (
-            packed_tensors.made_of_own_type.keep(2) as kept,
+            packed_tensors.made_of_own_type.keep(2) as resident,
             pytest.raises(RoleError, match=r"write_into_own_type changed in place a value that .*made_of_own_type"),
         ):
-            packed_tensors.write_into_own_type(kept.ref)
+            packed_tensors.write_into_own_type(resident.ref)
         with (
             packed_tensors.made_of_own_type.keep(2),
             pytest.raises(RoleError, match="write_into_what_it_returned changed"),
@@ -99,17 +99,17 @@ class OwnTypes(TensorCase):
         """With `strict=True` so is whoever writes into an argument."""
         copying = shared_packed_copying.get()
         tensors, mine = copying.role("tensors", Packed), Packing({"x": torch.ones(2), "grad": torch.ones(2)}, "mine")
-        told = pytest.raises(RoleError, match="write_into_own_type changed its argument 'value' in place")
-        with told if copying._node.services.strict else nullcontext():
+        expectation = pytest.raises(RoleError, match="write_into_own_type changed its argument 'value' in place")
+        with expectation if copying._node.services.strict else nullcontext():
             tensors.write_into_own_type(mine)
         assert mine.tensors["x"].tolist() == [1.0, 1.0]
 
     def test_own_types_without_leaves(self, packed_tensors: Packed) -> None:
         """Nobody looks into one that was registered without them; it can be kept, cut and joined."""
-        with packed_tensors.made_of_own_type.keep(2, opaque=True) as kept:
-            assert kept.spec.bytes_per_rank == (0, 0)
-            assert kept.spec.structure == "Opaque"
-            assert kept.fetch().tensors["x"].tolist() == [0.0, 1.0] * 2
+        with packed_tensors.made_of_own_type.keep(2, opaque=True) as resident:
+            assert resident.spec.bytes_per_rank == (0, 0)
+            assert resident.spec.structure == "Opaque"
+            assert resident.fetch().tensors["x"].tolist() == [0.0, 1.0] * 2
 
 
 AREAS = [OwnRows, OwnTypes]

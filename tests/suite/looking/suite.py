@@ -58,8 +58,8 @@ class Graphs(ExecutorCase):
         """The graph shows what lives, under its one owner, with states and the lines that made it; then it is gone."""
         with runtime.reserve(2, cpus=0, name="ground") as pool:
             group = pool.spawn({"rows": colocate.role(Rows), "one": colocate.role(Rows).on(slots=[1])}, name="shown")
-            kept = group.role("rows", Rows).double.keep([1, 2])
-            kept.fetch()
+            resident = group.role("rows", Rows).double.keep([1, 2])
+            resident.fetch()
             (ground,) = (node for node in runtime.graph.data()["children"] if node["name"] == "ground")
             assert [(node["kind"], node["name"]) for node in nodes(ground)] == [
                 ("pool", "ground"),
@@ -72,9 +72,9 @@ class Graphs(ExecutorCase):
                 ("resident", "rows.double"),
             ]
             assert [node["state"] for node in nodes(ground) if node["kind"] == "worker"] == ["running"] * 2
-            made = [node["line"] for node in nodes(ground) if node["kind"] in ("pool", "group", "resident")]
-            assert all("suite.py:" in line for line in made)
-            kept.free()
+            lines = [node["line"] for node in nodes(ground) if node["kind"] in ("pool", "group", "resident")]
+            assert all("suite.py:" in line for line in lines)
+            resident.free()
         assert ("pool", "ground") not in shown(runtime)
         assert ("group", "shown") not in shown(runtime)
 
@@ -83,9 +83,9 @@ class Graphs(ExecutorCase):
         with Gate() as gate:
             call = pair.role("faulty", Faulty).fail_after.submit([None, gate.address], -1)  # type: ignore[arg-type]
             gate.wait_for()
-            found = [node for node in nodes(pair.owner.owner.graph.data()) if node["kind"] == "call"]
-            assert [node["name"] for node in found] == ["faulty.fail_after"]
-            assert "1" in found[0]["state"]
+            calls = [node for node in nodes(pair.owner.owner.graph.data()) if node["kind"] == "call"]
+            assert [node["name"] for node in calls] == ["faulty.fail_after"]
+            assert "1" in calls[0]["state"]
         call.result(PATIENCE_S)
         assert [node for node in nodes(pair.owner.owner.graph.data()) if node["kind"] == "call"] == []
 
@@ -133,7 +133,7 @@ class Auditing(audits.Auditing):
         wait_until(lambda: unheard, "the worker has gone")
         audit = group.owner.owner.audit()
         assert audit.leaked == ()
-        assert [(each.id, each.pid) for each in audit.missing] == [(victim.boot.worker, victim.pid)]
+        assert [(item.id, item.pid) for item in audit.missing] == [(victim.boot.worker, victim.pid)]
         heard(victim, unheard[0])
         assert group._node.failure is not None
         wait_until(lambda: all(worker.exit for worker in group._node.workforce.workers), "all workers have gone")

@@ -46,8 +46,8 @@ class Ledgers(ExecutorCase):
         for slot in holding.memory().slots:
             assert [role.device for role in slot.roles] == [{"parameters": _MIB, "buffers": 4096}] * 2
         one.train()
-        kept = one.make.keep(1000)
-        kept.wait()
+        resident = one.make.keep(1000)
+        resident.wait()
         for rank, slot in enumerate(holding.memory().slots):
             first, second = slot.roles
             assert (first.role, first.rank, first.complete) == ("one", rank, True)
@@ -59,15 +59,15 @@ class Ledgers(ExecutorCase):
                 "residents": 4000,
             }
             assert second.device == {"parameters": _MIB, "buffers": 4096}
-        kept.free()
+        resident.free()
         one.make(1)  # with which the workers are told
         assert all("residents" not in slot.roles[0].device for slot in holding.memory().slots)
 
     def test_memory_that_roles_share(self, holding: ColocatedGroup) -> None:
         """Memory counts once, with the first that has it as weights; what is kept of a role's own weights, too."""
         holding.role("other", Holding).share("one")
-        kept = holding.role("one", Holding).weights.keep()
-        kept.wait()
+        resident = holding.role("one", Holding).weights.keep()
+        resident.wait()
         for slot in holding.memory().slots:
             one, other = slot.roles
             assert (one.device, one.shared) == ({"parameters": _MIB, "buffers": 4096}, 0)
@@ -118,7 +118,7 @@ class Ledgers(ExecutorCase):
     def test_memory_adds_up(self, spawn: Spawn) -> None:
         """At rest a process has what its roles hold more than an empty one, and what doesn't depend on their size."""
         pytest.importorskip("torch")
-        others = []
+        other_sizes = []
         for mib in _SIZES_MIB:
             group = spawn({"training": colocate.role(Training, mib)}, slots=1)
             (parameters,) = group.role("training", Training).train(2)
@@ -126,10 +126,10 @@ class Ledgers(ExecutorCase):
             owned = slot.roles[0].total
             assert owned == pytest.approx(4 * parameters, rel=0.001)  # Adam has a number for each tensor besides
             assert sum(slot.unowned.values()) + owned == slot.process
-            others.append(slot.unowned["other"])
+            other_sizes.append(slot.unowned["other"])
             group.close()
         # They have imported the same; `malloc` keeps some of what a step has freed.
-        assert 0 < max(others) <= min(others) + _SIZES_MIB[-1] * _MIB, others
+        assert 0 < max(other_sizes) <= min(other_sizes) + _SIZES_MIB[-1] * _MIB, other_sizes
 
     @needs(OwnProcess)
     def test_memory_of_a_stopped_worker(self, spawn: Spawn) -> None:
@@ -140,8 +140,8 @@ class Ledgers(ExecutorCase):
         try:
             with pytest.raises(TimeoutError, match=r"worker 1 of group .* has not said in time"):
                 group.memory(timeout=0.5)
-            found, why = cast("Any", group._node.part("memory")).asked_each(Deadline(0.5))
-            assert [*found] == [0]
+            answers, why = cast("Any", group._node.part("memory")).asked_each(Deadline(0.5))
+            assert [*answers] == [0]
             assert "worker 1 of group" in str(why)
         finally:
             os.kill(pid, signal.SIGCONT)
@@ -157,24 +157,24 @@ class Ledgers(ExecutorCase):
 
     def test_memory_as_people_and_programs_read_it(self, holding: ColocatedGroup) -> None:
         """A table in text and in a notebook, rows, JSON."""
-        found = holding.memory()
-        text = str(found)
+        report = holding.memory()
+        text = str(report)
         assert text.startswith(f"memory of group {holding.name!r}\n")
         assert "1 MiB" in text
         assert "gradients" not in text  # nobody has any
-        assert [row["total"] for row in found.rows()] == [_MIB + 4096] * 4
-        assert json.loads(found.json())["slots"][1]["roles"][0]["device"] == {"parameters": _MIB, "buffers": 4096}
-        assert "<table>" in found._repr_html_()
+        assert [row["total"] for row in report.rows()] == [_MIB + 4096] * 4
+        assert json.loads(report.json())["slots"][1]["roles"][0]["device"] == {"parameters": _MIB, "buffers": 4096}
+        assert "<table>" in report._repr_html_()
         totals = [line for line in text.splitlines() if " in all: " in line]
-        assert len(totals) == sum(slot.process is not None for slot in found.slots)
-        for line, slot in zip(totals, found.slots, strict=False):
+        assert len(totals) == sum(slot.process is not None for slot in report.slots)
+        for line, slot in zip(totals, report.slots, strict=False):
             assert slot.process is not None
             whole = f"slot {slot.slot} in all: {size_text(slot.process)} of the host for its process"
             assert 0 <= slot.shared_with_forks < slot.process
             forks = f" ({size_text(slot.shared_with_forks)} of that shared with workers that are forks as it is)"
             assert line == whole + (forks if slot.shared_with_forks else "")
         gpu = {"used": 5 * _MIB, "total": 80 * _MIB, "allocated": 0, "reserved": 0}
-        on_gpu = attrs.evolve(found, slots=(attrs.evolve(found.slots[0], gpu=gpu, device="cuda:0"),))
+        on_gpu = attrs.evolve(report, slots=(attrs.evolve(report.slots[0], gpu=gpu, device="cuda:0"),))
         assert str(on_gpu).endswith("5 MiB of 80 MiB of cuda:0 for all processes")
 
 
@@ -221,8 +221,8 @@ class Budgets(ExecutorCase):
         group = spawn({"one": colocate.role(Dozing, 1), "other": colocate.role(Dozing, 1)}, device_memory="7MiB")
         one, other = group.role("one", Dozing), group.role("other", Dozing)
         group.sleep("one")
-        kept = other.make.keep(_MIB + 2**14)
-        kept.wait()
+        resident = other.make.keep(_MIB + 2**14)
+        resident.wait()
         with pytest.raises(MemoryBudgetError, match=r"waking role 'one' needs .*the group may have 7 MiB"):
             group.wake("one")
         with pytest.raises(SleepingError, match="could not be woken"):
@@ -231,7 +231,7 @@ class Budgets(ExecutorCase):
             other.make.keep(_MIB // 2).wait()
         assert [role.role for role in group.memory().slots[0].roles] == ["one", "other"]  # and no functions
         assert len(other.make(_MIB)) == 2  # what is only on its way doesn't count
-        kept.free()
+        resident.free()
         assert group.wake("one")
 
     def test_budget_of_a_slot(self, runtime: Runtime) -> None:
@@ -270,14 +270,14 @@ class Budgets(ExecutorCase):
         pytest.importorskip("torch")
         roles = {"one": colocate.role(Dozing, 1), "other": colocate.role(Dozing, 1)}
         group = spawn(roles, device_memory="7MiB")
-        found = {}
+        sums = {}
         for name in roles:
-            found[name] = group.role(name, Dozing).train()
+            sums[name] = group.role(name, Dozing).train()
             group.sleep(name)
         group.checkpoint(tmp_path / "saved")
         assert all(role.asleep >= 3 * _MIB for slot in group.memory().slots for role in slot.roles)
         for name in roles:
-            assert group.role(name, Dozing).look() == found[name]
+            assert group.role(name, Dozing).look() == sums[name]
             group.sleep(name)
 
     def test_roles_on_threads_do_not_sleep(self, runtime: Runtime, spawn: Spawn) -> None:
@@ -323,6 +323,6 @@ class Budgets(ExecutorCase):
         with pytest.raises(ConfigError, match="is no size"):
             role.on(device_memory="much")
         with runtime.reserve(1, cpus=0, device_memory="1MiB") as pool:
-            told = r"the group may have 2 MiB \(device_memory\), and the pool's slots have 1 MiB for it"
-            with pytest.raises(ConfigError, match=told):
+            pattern = r"the group may have 2 MiB \(device_memory\), and the pool's slots have 1 MiB for it"
+            with pytest.raises(ConfigError, match=pattern):
                 pool.spawn({"a": role}, device_memory="2MiB")

@@ -57,10 +57,10 @@ class Sleeping(Dozers):
         before, where = actor.digest(), actor.objects()
         size = sum(slot.roles[0].total for slot in dozing.memory().slots)
         assert size >= 2 * 3 * _MIBS * _MIB
-        gone = dozing.sleep("actor")
-        assert gone == size
-        assert dozing.memory().slots[0].roles[0].asleep == gone / 2
-        assert dozing.wake("actor") == gone
+        freed = dozing.sleep("actor")
+        assert freed == size
+        assert dozing.memory().slots[0].roles[0].asleep == freed / 2
+        assert dozing.wake("actor") == freed
         assert dozing.memory().slots[0].roles[0].asleep == 0
         assert (actor.digest(), actor.objects()) == (before, where)
 
@@ -76,7 +76,7 @@ class Sleeping(Dozers):
         assert role.asleep >= 3 * _MIBS * _MIB
         actor.train()
         assert actor.look_by_array() != before
-        assert actor.look_by_array() == [float(each.numpy()[:, 1:].sum()) for each in actor.weights()]
+        assert actor.look_by_array() == [float(array.numpy()[:, 1:].sum()) for array in actor.weights()]
 
     def test_sleep_frees_memory(self, spawn: Spawn) -> None:
         """The process has that much less, and has it again when the role is awake."""
@@ -85,12 +85,16 @@ class Sleeping(Dozers):
         dozing.sleep("actor")
         dozing.wake("actor")  # what it needs for the first time is imported
         awake = [slot.process or 0 for slot in dozing.memory().slots]
-        gone = dozing.sleep("actor")
+        freed = dozing.sleep("actor")
         asleep = [slot.process or 0 for slot in dozing.memory().slots]
-        assert all(more - less >= _MOST * gone for more, less in zip(awake, asleep, strict=True)), (awake, asleep, gone)
+        assert all(more - less >= _MOST * freed for more, less in zip(awake, asleep, strict=True)), (
+            awake,
+            asleep,
+            freed,
+        )
         dozing.wake("actor")
         again = [slot.process or 0 for slot in dozing.memory().slots]
-        assert all(abs(one - other) <= 0.05 * gone for one, other in zip(awake, again, strict=True)), (awake, again)
+        assert all(abs(one - other) <= 0.05 * freed for one, other in zip(awake, again, strict=True)), (awake, again)
 
     def test_a_call_wakes(self, dozing: ColocatedGroup) -> None:
         """What it needs, and it goes on as if nothing had been."""
@@ -102,8 +106,8 @@ class Sleeping(Dozers):
         assert actor.digest() == before
         assert actor.asleep() == [[]] * 2
         dozing.sleep("actor")
-        kept = actor.weights.keep()
-        kept.wait()
+        resident = actor.weights.keep()
+        resident.wait()
         assert actor.asleep() == [[]] * 2
 
     @needs_feature("checkpoints")
@@ -155,12 +159,12 @@ class Sleeping(Dozers):
     def test_discard_of_what_others_hold(self, dozing: ColocatedGroup) -> None:
         """A role that sleeps or is awake, or a resident: its contents are what they were."""
         actor, other = dozing.role("actor", Dozing), dozing.role("other", Sharing)
-        kept = actor.caches.keep()
-        before, cached = actor.parts(), [digest_of(each) for each in kept.fetch()]
+        resident = actor.caches.keep()
+        before, cached = actor.parts(), [digest_of(tensor) for tensor in resident.fetch()]
         dozing.sleep("actor", discard=["cache"])
-        assert [digest_of(each) for each in kept.fetch()] == cached
+        assert [digest_of(tensor) for tensor in resident.fetch()] == cached
         assert actor.parts() == before
-        kept.free()
+        resident.free()
         other.share("actor")  # also the gradients of its model
         dozing.sleep("other")
         dozing.sleep("actor", discard=["grads", "cache"])
@@ -171,35 +175,35 @@ class Sleeping(Dozers):
         pytest.importorskip("torch")
         roles = {"kept": colocate.role(Dozing, 1).on(sleep="vmm"), "usual": colocate.role(Dozing, 1)}
         group = spawn(roles)
-        kept, usual = group.role("kept", Dozing), group.role("usual", Dozing)
-        places = kept.addresses()
+        at_address, usual = group.role("kept", Dozing), group.role("usual", Dozing)
+        places = at_address.addresses()
         for _ in range(2):
             assert group.sleep("kept")
-            assert kept.train() == usual.train()
+            assert at_address.train() == usual.train()
             assert group.sleep("kept", ("weights",))
             group.wake("kept")
-            assert kept.digest() == usual.digest()
-            if kept.is_on_gpu()[0]:
-                assert kept.addresses() == places
+            assert at_address.digest() == usual.digest()
+            if at_address.is_on_gpu()[0]:
+                assert at_address.addresses() == places
 
     def test_sleep_of_what_others_hold(self, dozing: ColocatedGroup) -> None:
         """Memory stays as long as somebody who is awake has it, which is told, and goes when nobody is."""
         actor, other = dozing.role("actor", Dozing), dozing.role("other", Sharing)
         other.share("actor")
         before, looked = other.digest(), actor.look()
-        kept = actor.weights.keep()
-        kept.wait()
+        resident = actor.weights.keep()
+        resident.wait()
         weights = 2 * _MIBS * _MIB
         assert dozing.sleep("actor", ("weights",)) < weights / 10
-        found = dozing.memory()
+        report = dozing.memory()
         users = "used by role 'other' and residents"
-        assert [role.kept_awake[users] for slot in found.slots for role in slot.roles[:1]] == [weights // 2] * 2
+        assert [role.kept_awake[users] for slot in report.slots for role in slot.roles[:1]] == [weights // 2] * 2
         line = f"slot 1: role 'actor' sleeps but for {_MIBS} MiB {users}"
-        assert any(told.startswith(line) for told in str(found).splitlines())
+        assert any(text.startswith(line) for text in str(report).splitlines())
         assert dozing.sleep("other") < weights / 10  # the resident has it yet
         dozing.wake("actor")
         dozing.wake("other")
-        kept.free()
+        resident.free()
         assert dozing.sleep("actor", ("weights",)) < weights / 10
         assert dozing.sleep("other") >= _MOST * weights
         assert other.digest() == before
@@ -289,11 +293,11 @@ class SleepingBeside(Dozers):
     def test_residents_of_a_sleeping_role(self, dozing: ColocatedGroup) -> None:
         """Residents can be used, by value and by reference."""
         actor, other = dozing.role("actor", Dozing), dozing.role("other", Sharing)
-        kept = actor.make.keep(_MIB)
-        kept.wait()
+        resident = actor.make.keep(_MIB)
+        resident.wait()
         dozing.sleep("actor")
-        assert other.total(kept.ref) == [2.0 * _MIB] * 2
-        assert len(kept.fetch()) == 2
+        assert other.total(resident.ref) == [2.0 * _MIB] * 2
+        assert len(resident.fetch()) == 2
         assert actor.asleep.options(ranks=[0])()  # its method needs nothing awake
 
     @needs_feature("functions")
@@ -318,7 +322,7 @@ class SleepingBeside(Dozers):
 
         def look() -> tuple[list[list[str]], list[list[int]]]:
             roles = [slot.roles for slot in dozing.memory().slots]
-            return actor.asleep(), [[role.asleep, role.total] for each in roles for role in each]
+            return actor.asleep(), [[role.asleep, role.total] for role_memory in roles for role in role_memory]
 
         before = look()
         dozing.checkpoint(tmp_path / "c")  # `Dozing.save` asserts that it is awake
@@ -388,8 +392,8 @@ class SleepingAmidSteps(ExecutorCase):
             kinds = {row["role"]: row["gradients"] for row in group.memory().rows() if row["role"] in ("one", "other")}
             assert all(kinds.values()), kinds
             group.sleep("one", discard=["cache"])
-        for mine, its in zip(one.update(), other.update(), strict=True):
-            assert torch.equal(mine, its)
+        for mine, expected in zip(one.update(), other.update(), strict=True):
+            assert torch.equal(mine, expected)
 
     def test_a_graph_and_hooks(self, spawn: Spawn) -> None:
         """A loss whose graph has saved weights; what is called back as a model computes and learns, in that order."""
@@ -400,8 +404,8 @@ class SleepingAmidSteps(ExecutorCase):
         for number, tags in enumerate(orders):
             assert one.begin(number) == other.begin(number)
             assert group.sleep("one", tags) > 0
-            for (mine, heard), (its, expected) in zip(one.end(), other.end(), strict=True):
-                assert all(torch.equal(*each) for each in zip(mine, its, strict=True))
+            for (mine, heard), (expected_grads, expected) in zip(one.end(), other.end(), strict=True):
+                assert all(torch.equal(*pair) for pair in zip(mine, expected_grads, strict=True))
                 assert heard == expected
                 assert {*heard} >= {"forward ends", "backward ends", "gradient", "update", "step"}
             group.sleep("one")

@@ -62,7 +62,7 @@ class TakingTurns(ExecutorCase):
         assert all(record.nbytes > 0 and record.end >= record.start for record in records)
         assert {record.group for record in records} == {turns.name}
         reasons = {(record.kind, record.role, record.why) for record in records}
-        assert {each for each in reasons if each[0] == "wake"} <= {
+        assert {entry for entry in reasons if entry[0] == "wake"} <= {
             ("wake", name, f"needed by {name}.train") for name in ("one", "two", "three")
         }
         assert {why for kind, _, why in reasons if kind == "sleep"} <= {
@@ -73,11 +73,11 @@ class TakingTurns(ExecutorCase):
         """Whose next turn is farthest, where the order of a step was said; else who was called longest ago."""
         pytest.importorskip("torch")
         roles: dict[str, RoleSpec[Any]] = {name: colocate.role(Dozing, 1) for name in ("one", "two", "three")}
-        for step, gone, stays in (([*roles], "one", "three"), (None, "three", "one")):
+        for step, sleeper, stays in (([*roles], "one", "three"), (None, "three", "one")):
             group = spawn(roles, slots=1, residency="swap", device_memory="9MiB", step=step)  # there is room for two
             for name in (*roles, "one", "two"):
                 group.role(name, Dozing).train()
-            assert group.role(gone, Dozing).asleep() == [["weights", "grads", "optimizer", "cache"]]
+            assert group.role(sleeper, Dozing).asleep() == [["weights", "grads", "optimizer", "cache"]]
             assert group.role(stays, Dozing).asleep() == [[]]
 
     def test_room_for_what_nobody_knows(self, spawn: Spawn) -> None:
@@ -104,8 +104,8 @@ class TakingTurns(ExecutorCase):
             roles = {name: colocate.role(Dozing, mib) for name in these}  # of twice that each: weights, and a cache
             group = spawn(roles, slots=1, residency="swap", device_memory=f"{2 * mib + 16}MiB")
             group.sleep("one")  # all that it has
-            found = [group.role(name, Dozing).digest() for name in these * 2]
-            assert found[: len(these)] == found[len(these) :]
+            digests = [group.role(name, Dozing).digest() for name in these * 2]
+            assert digests[: len(these)] == digests[len(these) :]
             most += group.run(most_in_memory)
             group.close()
         assert most[1] - most[0] < mib * _MIB
@@ -129,12 +129,12 @@ class TakingTurns(ExecutorCase):
         pytest.importorskip("torch")
         roles = {"one": colocate.role(Dozing, 2), "two": colocate.role(Dozing, 2)}
         group = spawn(roles, slots=1, residency="swap", device_memory="5MiB")
-        kept = group.role("one", Dozing).weights.keep()
-        kept.wait()
+        resident = group.role("one", Dozing).weights.keep()
+        resident.wait()
         why = r"waking role 'two' needs .* one 2 MiB \(.*\), asleep but for 2 MiB used by residents"
         with pytest.raises(MemoryBudgetError, match=why):
             group.role("two", Dozing).digest()
-        kept.free()
+        resident.free()
         assert group.role("two", Dozing).digest()
 
     def test_a_role_that_can_not_be_put_to_sleep(self, spawn: Spawn) -> None:

@@ -84,7 +84,7 @@ class Pausing(ExecutorCase):
             versions = [version for version, _ in steps]
             assert versions == sorted(versions)
             assert [version for version, changed in steps if changed] == [1]
-        assert [seen for _, seen in queued.result(PATIENCE_S)] == [1, 1]
+        assert [generation for _, generation in queued.result(PATIENCE_S)] == [1, 1]
 
     @needs(OwnProcess)
     def test_a_background_role_sleeps(self, two_lanes: ColocatedGroup) -> None:
@@ -110,22 +110,22 @@ class Pausing(ExecutorCase):
         """Rows come while another role steps; with a pause it gets weights between two, and their versions are told."""
         pytest.importorskip("torch")
         train, roll = two_lanes.role("train", Beside), two_lanes.role("roll", Beside)
-        count, found = 1200, {}
+        count, values = 1200, {}
         with getattr(roll, name).stream([*range(count)]) as rows:
             for index, value in rows:
-                found[index] = value
-                if len(found) % 100 == 0:
+                values[index] = value
+                if len(values) % 100 == 0:
                     train.do("beside")
-                if len(found) == 100:
+                if len(values) == 100:
                     with pytest.raises(ColocateError, match="comes after the stream of roll"):
                         colocate.sync_weights(train, roll)
-                if len(found) % 400 == 0:
+                if len(values) % 400 == 0:
                     two_lanes.pause("roll", how="keep", timeout=PATIENCE_S)
                     colocate.sync_weights(train, roll, timeout=PATIENCE_S)
                     two_lanes.resume("roll")
-        assert sorted(found) == [*range(count)]
-        assert all(row == index for index, (row, _) in found.items())
-        versions = [version for _, version in found.values()]
+        assert sorted(values) == [*range(count)]
+        assert all(row == index for index, (row, _) in values.items())
+        versions = [version for _, version in values.values()]
         assert max(versions) >= 1
         assert versions[0] == 0
         with getattr(roll, name).stream([*range(count)]) as rows:
@@ -144,15 +144,15 @@ class Pausing(ExecutorCase):
         behind = r"which comes after the stream of roll\.play that was opened at \S+:\d+, .* it would wait for itself"
         with roll.play.stream([*range(1000)]) as rows:
             next(rows)
-            kept = roll.give.keep(1)
+            resident = roll.give.keep(1)
             for role in (train, other):
                 with pytest.raises(ColocateError, match=f"give waits for roll.give, {behind}"):
-                    role.give(kept.ref)
-            given = [role.give.submit(kept.ref) for role in (train, other)]
+                    role.give(resident.ref)
+            waiting_calls = [role.give.submit(resident.ref) for role in (train, other)]
             for role in (train, other):
                 with pytest.raises(ColocateError, match=f"give waits for roll.give, {behind}"):
                     role.give(2)
-        assert [call.result(PATIENCE_S) for call in given] == [[[1, 1], [1, 1]]] * 2
+        assert [call.result(PATIENCE_S) for call in waiting_calls] == [[[1, 1], [1, 1]]] * 2
         with roll.play.stream([*range(1000)]) as rows:
             next(rows)
             sync = colocate.sync_weights.submit(train, roll)
@@ -216,7 +216,7 @@ class Pausing(ExecutorCase):
         assert not waits.done()
         two_lanes.pause("roll", how="abort")
         two_lanes.resume("roll")
-        assert [seen for _, seen in waits.result(PATIENCE_S)] == [1, 1]
+        assert [generation for _, generation in waits.result(PATIENCE_S)] == [1, 1]
         two_lanes.resume("roll")
 
     @pytest.mark.parametrize("name", ["generate", "wait"])

@@ -33,10 +33,10 @@ class Pipelines(ExecutorCase):
         with pair.pipeline():
             first = rows.double.keep([1, 2, 3])
             second = pair.role("right", Rows).double.keep(first.ref)
-            seen = rows.seen.submit(first.ref)
+            seen_call = rows.seen.submit(first.ref)
             whole = echo.first.submit({"deep": [second.ref]})
             one = rows.on_one.submit("x")
-        assert seen.result(PATIENCE_S) == [([2, 4], 1), ([6], 1)]
+        assert seen_call.result(PATIENCE_S) == [([2, 4], 1), ([6], 1)]
         assert whole.result(PATIENCE_S) == {"deep": [[4, 8, 12]]}
         assert one.result(PATIENCE_S) == (1, "x")
         assert second.fetch() == [4, 8, 12]
@@ -44,18 +44,18 @@ class Pipelines(ExecutorCase):
 
     def test_pipeline_one_message(self, pair: ColocatedGroup, monkeypatch: pytest.MonkeyPatch) -> None:
         """Each worker gets one message with its own calls; one that has none gets none, nor does an empty block."""
-        rows, left = pair.role("rows", Rows), pair.role("left", Rows)
+        rows, left_rows = pair.role("rows", Rows), pair.role("left", Rows)
         traffic = Traffic(pair, monkeypatch)
         with pair.pipeline():
             pass
         assert traffic.calls_sent() == []
         with pair.pipeline():
-            calls = [left.total.submit([1]), rows.total.submit([1, 2]), left.total.submit([3])]
+            calls = [left_rows.total.submit([1]), rows.total.submit([1, 2]), left_rows.total.submit([3])]
             assert traffic.calls_sent() == []
         assert traffic.calls_sent() == [3, 1]
         assert [call.result(PATIENCE_S)["sum"] for call in calls] == [1, 3, 3]
         with pair.pipeline():
-            left.double.keep([1])
+            left_rows.double.keep([1])
         assert traffic.calls_sent() == [3, 1, 1]
 
     def test_pipeline_order(self, pair: ColocatedGroup) -> None:
@@ -73,7 +73,7 @@ class Pipelines(ExecutorCase):
         """What needs an answer inside the block is refused, and says what to do; the rest of the block is sent."""
         echo, rows = pair.role("echo", Echo), pair.role("rows", Rows)
         with pair.pipeline():
-            call, kept = echo.first.submit(1), rows.double.keep([1, 2])
+            call, resident = echo.first.submit(1), rows.double.keep([1, 2])
             refused: dict[str, Callable[[], object]] = {
                 r"echo\.noop would wait.*\.submit": echo.noop,
                 r"echo\.noop would wait.*before or after the block": echo.noop.options(timeout=1),
@@ -82,35 +82,35 @@ class Pipelines(ExecutorCase):
                 r"echo\.first is sent": call.exception,
                 r"echo\.first is sent when": lambda: colocate.wait([call]),
                 r"echo\.first is sent when the": lambda: next(colocate.as_completed([call])),
-                r"rows\.double is sent": kept.fetch,
-                r"rows\.double is sent when": lambda: kept.spec,
+                r"rows\.double is sent": resident.fetch,
+                r"rows\.double is sent when": lambda: resident.spec,
             }
             for words, ask in refused.items():
                 with pytest.raises(PipelineError, match=words):
                     ask()
         assert call.result(PATIENCE_S) == 1
-        assert kept.fetch() == [2, 4]
+        assert resident.fetch() == [2, 4]
 
     def test_pipeline_exception(self, pair: ColocatedGroup) -> None:
         """An exception in the block sends nothing: its calls and residents have failed and say why."""
         log, rows = cleared(pair), pair.role("rows", Rows)
-        made: list[tuple[Call[Any], Resident[Any], Call[Any]]] = []
+        sent: list[tuple[Call[Any], Resident[Any], Call[Any]]] = []
 
         def block() -> None:
             with pair.scope(), pair.pipeline():
-                kept = rows.double.keep([1, 2])
-                made.append((log.add.submit("never"), kept, rows.seen.submit(kept.ref)))
+                resident = rows.double.keep([1, 2])
+                sent.append((log.add.submit("never"), resident, rows.seen.submit(resident.ref)))
                 raise LookupError("the reason")
 
         with pytest.raises(LookupError, match="the reason"):
             block()
-        (call, kept, use) = made.pop()
-        for ask in (call.result, use.result, lambda: rows.double(kept.ref)):
+        (call, resident, use) = sent.pop()
+        for ask in (call.result, use.result, lambda: rows.double(resident.ref)):
             with pytest.raises((PipelineError, ClosedError)):
                 ask()
-        said = str(call.exception())
-        assert "log.add of group 'pair' was never sent" in said
-        assert "ended with LookupError: the reason" in said
+        message = str(call.exception())
+        assert "log.add of group 'pair' was never sent" in message
+        assert "ended with LookupError: the reason" in message
         assert log.read() == [[], []]
 
     def test_pipeline_failure_of_one(self, pair: ColocatedGroup) -> None:
@@ -140,10 +140,10 @@ class Pipelines(ExecutorCase):
             return echo.is_alive() == [False, False]
 
         with pair.pipeline():
-            kept, freed = rows.double.keep([1, 2]), rows.double.keep([3, 4])
-            uses = [rows.double.submit(kept.ref), rows.double.submit(freed.ref)]
+            resident, freed = rows.double.keep([1, 2]), rows.double.keep([3, 4])
+            uses = [rows.double.submit(resident.ref), rows.double.submit(freed.ref)]
             freed.free()
-            del kept
+            del resident
             gc.collect()
             elsewhere(lambda: echo.noop())  # takes along what may be forgotten by now
             echo.tracked.keep().free()
@@ -180,22 +180,22 @@ class Pipelines(ExecutorCase):
             first = rows.double.keep([1, 2, 3])
             second = axes.doubled.keep(first.ref)
             third = rows.double.submit(second.ref)
-            seen = axes.seen.submit(second.ref)
+            seen_call = axes.seen.submit(second.ref)
         assert third.result(PATIENCE_S) == [8, 16, 24]
-        assert seen.result(PATIENCE_S) == axes.seen(second.fetch())
+        assert seen_call.result(PATIENCE_S) == axes.seen(second.fetch())
 
     def test_pipeline_other_groups(self, pair: ColocatedGroup, square: ColocatedGroup) -> None:
         """Other groups are called as ever, but not with what hasn't been sent: who would have to wait for it?"""
         rows, axes = pair.role("rows", Rows), square.role("axes", Axes)
         with axes.doubled.keep([1, 2]) as theirs, pair.pipeline():
             assert axes.first_rank([1, 2]) == 0
-            own, use = rows.double.keep([1, 2]), rows.double.submit(theirs.ref)
+            ours, use = rows.double.keep([1, 2]), rows.double.submit(theirs.ref)
             with pytest.raises(PipelineError, match=r"axes\.doubled would be sent before rows\.double"):
-                axes.doubled.submit(own.ref)
-            refused = elsewhere(lambda: rows.double.submit(own.ref).exception())
+                axes.doubled.submit(ours.ref)
+            refused = elsewhere(lambda: rows.double.submit(ours.ref).exception())
             assert isinstance(refused, PipelineError)
         assert use.result(PATIENCE_S) == [4, 8]
-        assert axes.doubled(own.ref) == [4, 8]
+        assert axes.doubled(ours.ref) == [4, 8]
 
     def test_pipeline_arguments_as_they_were(self, copying: ColocatedGroup) -> None:
         """An argument arrives as it was when the call was made, not as it is when the block ends."""
@@ -234,18 +234,18 @@ def who(ctx: colocate.Context) -> int:
 
 def elsewhere(do: Callable[[], object]) -> object:
     """Do something in another thread, and wait; what it returned or raised."""
-    found: list[object] = []
+    results: list[object] = []
 
     def run() -> None:
         try:
-            found.append(do())
+            results.append(do())
         except Exception as error:
-            found.append(error)
+            results.append(error)
 
     thread = threading.Thread(target=run)
     thread.start()
     thread.join()
-    return found[0]
+    return results[0]
 
 
 AREAS = [Pipelines]

@@ -68,22 +68,22 @@ class Beside(Role):
         That it runs is told at a gate, where nobody waits.
         """
         is_open(gate)
-        found: list[tuple[int, bool]] = []
-        while not self.ctx.cancelled and not any(changed for _, changed in found):
+        versions: list[tuple[int, bool]] = []
+        while not self.ctx.cancelled and not any(changed for _, changed in versions):
             time.sleep(_STEP_S)
             changed = self.ctx.pause_point()
-            found.append((self.ctx.weights_version, changed))
-        return found
+            versions.append((self.ctx.weights_version, changed))
+        return versions
 
     @method(concurrency=2)
     async def generate_async(self, gate: Address) -> list[tuple[int, bool]]:
         is_open(gate)
-        found: list[tuple[int, bool]] = []
-        while not self.ctx.cancelled and not any(changed for _, changed in found):
+        versions: list[tuple[int, bool]] = []
+        while not self.ctx.cancelled and not any(changed for _, changed in versions):
             await asyncio.sleep(_STEP_S)
             changed = await self.ctx.async_pause_point()
-            found.append((self.ctx.weights_version, changed))
-        return found
+            versions.append((self.ctx.weights_version, changed))
+        return versions
 
     @method(rows="row", concurrency=2)
     async def play(self, row: int) -> tuple[int, int]:

@@ -91,9 +91,9 @@ class Careless(Role):
 
         if gate is not None and self.ctx.rank == 0:
             pass_gate(gate)
-        found = torch.ones(1)
+        total = torch.ones(1)
         try:
-            dist.all_reduce(found, group=self.ctx.process_group())
+            dist.all_reduce(total, group=self.ctx.process_group())
         except (ColocateError, RuntimeError):
             pass
-        return float(found)
+        return float(total)

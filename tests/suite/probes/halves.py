@@ -36,7 +36,7 @@ class Halved(Lasting):
             Path(directory, str(self.ctx.rank)).write_text(str(self.count))
             if self.count:
                 return
-        taken, gate, how = self.count, self.gate, self.how
+        count, gate, how = self.count, self.gate, self.how
         if self.slow not in (None, self.ctx.rank):
             gate = None
         yield
@@ -45,7 +45,7 @@ class Halved(Lasting):
         if how == "fails" and self.ctx.rank == 1:
             raise OSError("the disk is full")
         with ThreadPoolExecutor(1) as pool:
-            written = pool.submit(Path(directory, str(self.ctx.rank)).write_text, str(taken))
+            written = pool.submit(Path(directory, str(self.ctx.rank)).write_text, str(count))
         if how == "all":
             written.result()
             yield

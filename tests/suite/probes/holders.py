@@ -72,7 +72,7 @@ class Training(Role):
             self.optimizer.zero_grad()
             self.net(torch.ones(4, 32, self.width, device=self.ctx.device)).square().mean().backward()
             self.optimizer.step()
-        return sum(each.nbytes for each in self.net.parameters())
+        return sum(parameter.nbytes for parameter in self.net.parameters())
 
 
 class Declaring(Role):

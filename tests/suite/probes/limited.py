@@ -104,12 +104,12 @@ class Limited(Role):
     def forked(self, sent: Sequence[signal.Signals]) -> int | None:
         """The exit code of a fork to which signals come, a DataLoader's worker say; 3 if it goes on."""
         context = multiprocessing.get_context("fork")
-        here, there = context.Pipe()
-        process = context.Process(target=_end_when_told, args=(there,))
+        local_end, remote_end = context.Pipe()
+        process = context.Process(target=_end_when_told, args=(remote_end,))
         process.start()
         for number in sent:
             os.kill(process.pid or 0, number)
-        here.send(3)
+        local_end.send(3)
         process.join()
         return process.exitcode
 

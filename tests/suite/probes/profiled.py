@@ -104,8 +104,8 @@ class Timed(Role):
         """How many hooks of profiles a call of this worker asks."""
         from colocate.worker.context import WorkerContext
 
-        found = [each for each in gc.get_objects() if isinstance(each, WorkerContext)]
-        hooks = [hook for each in found for hook in (*each.enters, *each.leaves)]
+        contexts = [context for context in gc.get_objects() if isinstance(context, WorkerContext)]
+        hooks = [hook for context in contexts for hook in (*context.enters, *context.leaves)]
         return sum("profiling" in str(getattr(hook, "__module__", "")) for hook in hooks)
 
     @method

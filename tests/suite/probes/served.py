@@ -55,8 +55,8 @@ FOREVER = "import threading; print('the last words', flush=True); threading.Even
 
 def says_up(child: Any) -> bool:
     """Whether a child's first word is that it is up."""
-    found: bool = child.connection.recv() == "up"
-    return found
+    is_up: bool = child.connection.recv() == "up"
+    return is_up
 
 
 def breaks_up(connection: Any) -> None:
@@ -82,7 +82,7 @@ def serve(connection: Any, first: str = "") -> None:
             case "hang":
                 threading.Event().wait()
             case ("take", size):
-                kept = bytearray(os.urandom(1)) * size
-                connection.send(len(kept))
+                payload = bytearray(os.urandom(1)) * size
+                connection.send(len(payload))
             case asked:
                 connection.send((first, asked))

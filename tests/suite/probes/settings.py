@@ -20,13 +20,13 @@ else:
 
 def told() -> dict[str, Any]:
     """Return what torch computes with when nothing is said."""
-    made = torch.ones(1)
+    tensor = torch.ones(1)
     return {
         "grad": torch.is_grad_enabled(),
         "inference": torch.is_inference_mode_enabled(),
         "autocast": str(torch.get_autocast_dtype("cpu")) if torch.is_autocast_enabled("cpu") else None,
-        "dtype": str(made.dtype),
-        "device": made.device.type,
+        "dtype": str(tensor.dtype),
+        "device": tensor.device.type,
     }
 
 
@@ -80,17 +80,17 @@ class Changing(Role):
                 stack.enter_context(torch.inference_mode())
                 stack.enter_context(torch.autocast("cpu", torch.float16))
                 stack.enter_context(torch.device("meta"))
-            found = await self._across()
+            facts = await self._across()
             for one in await asyncio.gather(self._across(), self._across()):
-                found += one
-        return found
+                facts += one
+        return facts
 
     async def _across(self) -> list[dict[str, Any]]:
-        found = [told()]
+        facts = [told()]
         for _ in range(3):
             await asyncio.sleep(0)
-            found.append(told())
-        return found
+            facts.append(told())
+        return facts
 
     def save(self, directory: str) -> None:
         self.saved = told()

@@ -94,7 +94,7 @@ class Dozing(Role):
         """Digest the weights, by whatever refers to them, and all the rest."""
         rest = [self.net.weight.grad, *self.cache, self.net.get_buffer("scale")]
         rest += [state["momentum_buffer"] for state in self.optimizer.state.values()]
-        return self._weights(), digest_of(*(each for each in rest if each is not None))
+        return self._weights(), digest_of(*(tensor for tensor in rest if tensor is not None))
 
     @method
     def parts(self) -> dict[str, str]:
@@ -102,13 +102,13 @@ class Dozing(Role):
         momentum = [state["momentum_buffer"] for state in self.optimizer.state.values()]
         grads = [] if self.net.weight.grad is None else [self.net.weight.grad]
         parts = {"grads": grads, "optimizer": momentum, "cache": self.cache}
-        found = {tag: digest_of(*part) for tag, part in parts.items() if any(each.any() for each in part)}
-        return {"weights": self._weights(), **found}
+        digests = {tag: digest_of(*part) for tag, part in parts.items() if any(tensor.any() for tensor in part)}
+        return {"weights": self._weights(), **digests}
 
     @method
     def objects(self) -> list[int]:
         tensors = [self.net.weight, self.tied.weight, self.net.weight.grad, *self.cache]
-        return [id(each) for each in tensors if each is not None]
+        return [id(tensor) for tensor in tensors if tensor is not None]
 
     @method
     def look_by_array(self) -> float:
@@ -124,7 +124,7 @@ class Dozing(Role):
     @method
     def addresses(self) -> list[int]:
         """Where that lies which the constructor has made."""
-        return [each.data_ptr() for each in (self.net.weight, self.net.get_buffer("scale"), *self.cache)]
+        return [tensor.data_ptr() for tensor in (self.net.weight, self.net.get_buffer("scale"), *self.cache)]
 
     @method
     def weights(self) -> Tensor:
@@ -234,9 +234,9 @@ def _sleeper(ctx: colocate.Context) -> Any:
 
 def digest_of(*values: Any) -> str:
     """Digest the bytes of tensors and arrays."""
-    found = 0
+    checksum = 0
     for value in values:
         # Of a copy: a tensor of which there was an array isn't torch's alone any more.
         array = value.detach().cpu().clone().numpy() if isinstance(value, torch.Tensor) else value
-        found = zlib.crc32(array.tobytes(), found)
-    return f"{found:08x}"
+        checksum = zlib.crc32(array.tobytes(), checksum)
+    return f"{checksum:08x}"

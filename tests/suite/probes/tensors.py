@@ -119,9 +119,9 @@ class Mourned(Role):
 
     @method(collect=Concat())
     def make(self) -> torch.Tensor:
-        made = torch.arange(4.0)
-        self.made.append(weakref.ref(made))
-        return made
+        tensor = torch.arange(4.0)
+        self.made.append(weakref.ref(tensor))
+        return tensor
 
     @method
     def use(self, value: torch.Tensor) -> float:
@@ -147,7 +147,7 @@ class Mourned(Role):
     def left(self) -> int:
         """How many of those made are still there."""
         gc.collect()
-        return sum(made() is not None for made in self.made)
+        return sum(ref() is not None for ref in self.made)
 
 
 class Writer(Role):
@@ -167,8 +167,8 @@ class Writer(Role):
             "pair": (torch.arange(2, 4), numpy.arange(4).reshape(2, 2)),
             "deep": {"name": "as it was", "list": [1, (torch.ones(2),)]},
         }
-        made: dict[str, Any] = self.returned
-        return made
+        value: dict[str, Any] = self.returned
+        return value
 
     @method
     def hold(self, value: Any) -> None:

@@ -176,16 +176,16 @@ class Trainer(Role):
 
     @method
     def weights(self) -> dict[str, Any]:
-        found = {}
+        arrays = {}
         for name, value in self.net.named_parameters():
             whole = value.full_tensor() if hasattr(value, "full_tensor") else value
-            found[name.removeprefix("module.")] = whole.detach().cpu().numpy().copy()
-        return found
+            arrays[name.removeprefix("module.")] = whole.detach().cpu().numpy().copy()
+        return arrays
 
     @method
     def parts(self) -> dict[str, Any]:
-        found: dict[str, Any] = self.net.state_dict()
-        return found
+        state: dict[str, Any] = self.net.state_dict()
+        return state
 
     @method
     def groups(self) -> list[str]:

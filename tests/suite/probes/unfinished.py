@@ -59,8 +59,8 @@ class Hooked(Role):
             torch.nn.Linear(_FEATURES, _FEATURES, device=device),
         )
         generator = torch.Generator(device).manual_seed(0)
-        for each in self.net.parameters():
-            torch.nn.init.normal_(each, std=0.02, generator=generator)
+        for parameter in self.net.parameters():
+            torch.nn.init.normal_(parameter, std=0.02, generator=generator)
         first: Any = self.net[0]
         last: Any = self.net[2]
         self.heard: list[str] = []
@@ -89,7 +89,7 @@ class Hooked(Role):
         self.loss = None
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return [each.detach().clone() for each in self.net.parameters()], self.heard
+        return [parameter.detach().clone() for parameter in self.net.parameters()], self.heard
 
     def _hear(self, what: str) -> None:
         self.heard.append(what)

@@ -82,25 +82,25 @@ class ProcessGroups(collectives.ProcessGroups):
         """
         pytest.importorskip("torch")
         launched = spawn({"launched": colocate.role(Launched).on(env="torchrun")}).role("launched", Launched)
-        for rank, (found, by_torch, named) in enumerate(launched.facts()):
-            assert (found["RANK"], found["WORLD_SIZE"]) == by_torch == (rank, 2)
-            assert 0 <= found["LOCAL_RANK"] < found["LOCAL_WORLD_SIZE"] <= 2
+        for rank, (env, by_torch, named) in enumerate(launched.facts()):
+            assert (env["RANK"], env["WORLD_SIZE"]) == by_torch == (rank, 2)
+            assert 0 <= env["LOCAL_RANK"] < env["LOCAL_WORLD_SIZE"] <= 2
             assert named
-        for wanted, problem in (
+        for options, problem in (
             ({"rank": 5}, r"rank=5 \(there it is [01]\)"),
             ({"world_size": 3}, r"world_size=3 \(there it is 2\)"),
             ({"backend": "mpi"}, r"backend='mpi' \(there: gloo"),
         ):
             with pytest.raises(RoleStartError, match=f"that isn't what was asked for: {problem}"):
-                spawn({"launched": colocate.role(Launched, **wanted).on(env="torchrun")})
+                spawn({"launched": colocate.role(Launched, **options).on(env="torchrun")})
         with pytest.raises(ConfigError, match=r"of all 2 slots of the group \(WORLD_SIZE\), and the role is on 1 of"):
             spawn({"launched": colocate.role(Launched).on(slots=[1], env="torchrun")})
 
     @needs(OwnProcess)
     def test_device_mesh(self, ring: ColocatedGroup) -> None:
         """The role's mesh as torch has them: named axes over its slots, each with the group of that axis."""
-        found = ring.role("all", Collective).mesh()
-        assert found == [
+        meshes = ring.role("all", Collective).mesh()
+        assert meshes == [
             {"dp": (0, 2), "tp": (0, 1)},
             {"dp": (0, 4), "tp": (1, 1)},
             {"dp": (1, 2), "tp": (0, 5)},
@@ -151,13 +151,13 @@ class CutProcessGroups(collectives.CutProcessGroups):
         pair.sum(1.0)
         with Gate() as fails:
             failing = pair.fail_soon.submit([fails.address, None])  # type: ignore[arg-type]
-            ahead = pair.begin_sum.submit()
+            earlier = pair.begin_sum.submit()
             assert pair.facts.options(ranks=[1])() == [(1, 2)]  # which comes after it there
             fails.open()
             with pytest.raises(RoleError, match="rank 0 has failed"):
                 failing.result(PATIENCE_S)
             with pytest.raises(RoleError, match=r"pair\.begin_sum was withdrawn: rank 1 had done it, .* for rank 0"):
-                ahead.result(PATIENCE_S)
+                earlier.result(PATIENCE_S)
         assert pair.sum_each([1.0, 2.0]) == [3.0] * 2  # type: ignore[arg-type]
 
     @needs(OwnProcess)
@@ -181,17 +181,17 @@ class CutProcessGroups(collectives.CutProcessGroups):
         pair = ring.role("pair", Collective)
         with pytest.raises(RoleError):
             pair.sum_unless(1.0, 0)  # what there was is gone
-        with Gate() as fails, Gate() as late, pair.sum.keep(1.0) as kept:
-            kept.fetch()
+        with Gate() as fails, Gate() as late, pair.sum.keep(1.0) as resident:
+            resident.fetch()
             failing = pair.fail_soon.submit([fails.address, None])  # type: ignore[arg-type]
-            beside = pair.sum_soon.submit([late.address, None])  # type: ignore[arg-type]
+            beside_call = pair.sum_soon.submit([late.address, None])  # type: ignore[arg-type]
             fails.wait_for()
             late.wait_for()
             fails.open()
             root = failing.exception(PATIENCE_S)
-            kept.fetch()  # an answer of each rank to what was sent after the news of the failure
+            resident.fetch()  # an answer of each rank to what was sent after the news of the failure
             late.open()
-        error = beside.exception(PATIENCE_S)
+        error = beside_call.exception(PATIENCE_S)
         assert isinstance(error, ColocateError)
         assert error.__cause__ == root
         assert pair.sum(1.0) == [2.0] * 2

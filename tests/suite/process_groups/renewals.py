@@ -28,7 +28,7 @@ NOT_RENEWED: dict[Kind, str] = {
 
 def rarely(*values: Any) -> list[Any]:
     """Cases that are much like others: a run that is to be quick leaves them out (`-m "not long"`)."""
-    return [pytest.param(*(each if isinstance(each, tuple) else (each,)), marks=pytest.mark.long) for each in values]
+    return [pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.long) for case in values]
 
 
 Failures = Mapping[int, tuple[int, Where]]
@@ -67,9 +67,9 @@ class Renewals(ExecutorCase):
             losses.append(sum(trainer.step(number)) / 2)
         expected, weights = alone()
         assert losses == pytest.approx(expected, rel=1e-4)
-        for found in trainer.weights():
+        for arrays in trainer.weights():
             for name, value in weights.items():
-                np.testing.assert_allclose(found[name], value, rtol=1e-3, atol=1e-5)
+                np.testing.assert_allclose(arrays[name], value, rtol=1e-3, atol=1e-5)
         assert trainer.identities() == before
         assert trainer.updates() == [(len(failures), {STEPS})] * 2
 
@@ -155,9 +155,9 @@ class Renewals(ExecutorCase):
             losses.append(sum(trainer.step(number)) / 2)
         expected, weights = alone()
         assert losses == pytest.approx(expected, rel=1e-4)
-        for found in trainer.weights():
+        for arrays in trainer.weights():
             for name, value in weights.items():
-                np.testing.assert_allclose(found[name], value, rtol=1e-3, atol=1e-5)
+                np.testing.assert_allclose(arrays[name], value, rtol=1e-3, atol=1e-5)
         assert trainer.updates() == [(2, {STEPS})] * 2
         assert trainer.made_anew() == [2, 2]
 

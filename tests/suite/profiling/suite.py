@@ -45,14 +45,14 @@ def about(expected: float) -> Any:
 
 def events(profile: Profile) -> list[dict[str, Any]]:
     """The events of a profile's file."""
-    found: list[dict[str, Any]] = json.loads(profile.trace.read_text())
-    return found
+    entries: list[dict[str, Any]] = json.loads(profile.trace.read_text())
+    return entries
 
 
 def threads(profile: Profile, slot: int) -> set[int]:
     """The threads that a slot has there of its worker's, by the numbers that their events have."""
-    named = [each for each in events(profile) if each["name"] == "thread_name"]
-    return {each["tid"] for each in named if each["args"]["name"].startswith(f"slot {slot}: thread ")}
+    named = [entry for entry in events(profile) if entry["name"] == "thread_name"]
+    return {entry["tid"] for entry in named if entry["args"]["name"].startswith(f"slot {slot}: thread ")}
 
 
 @needs(OwnProcess)
@@ -137,24 +137,24 @@ class Profiling(ExecutorCase):
             timed.multiply()
             timed.step([0.0, 0.0])
         assert [path.name for path in tmp_path.iterdir()] == ["profile.json"] == [profile.trace.name]
-        found = events(profile)
-        spans = [each for each in found if each["ph"] == "X" and each["cat"] == "timed"]
-        assert {each["name"] for each in spans} == {"timed.multiply", "timed.step"}
-        ranks = [[each for each in found if each["tid"] in threads(profile, slot)] for slot in (0, 1)]
-        for slot, own in enumerate(ranks):
-            (call,) = [each for each in spans if each["name"] == "timed.multiply" and each["args"]["rank"] == slot]
-            (range_,) = [each for each in own if each["name"] == "timed.multiply"]
-            (product,) = [each for each in own if each["name"] == "aten::mm" and _inside(each, range_)]
+        entries = events(profile)
+        spans = [entry for entry in entries if entry["ph"] == "X" and entry["cat"] == "timed"]
+        assert {entry["name"] for entry in spans} == {"timed.multiply", "timed.step"}
+        ranks = [[entry for entry in entries if entry["tid"] in threads(profile, slot)] for slot in (0, 1)]
+        for slot, of_rank in enumerate(ranks):
+            (call,) = [entry for entry in spans if entry["name"] == "timed.multiply" and entry["args"]["rank"] == slot]
+            (range_,) = [entry for entry in of_rank if entry["name"] == "timed.multiply"]
+            (product,) = [entry for entry in of_rank if entry["name"] == "aten::mm" and _inside(entry, range_)]
             assert _inside(product, call, slack=1000)
             assert abs(range_["ts"] - call["ts"]) < SLACK_S * 1e6
             assert product["tid"] == range_["tid"] != call["tid"]
             assert product["pid"] == call["pid"]
-            assert sum(each["name"] == "aten::mm" and _inside(each, call, slack=1000) for each in own) == 1
+            assert sum(entry["name"] == "aten::mm" and _inside(entry, call, slack=1000) for entry in of_rank) == 1
         for key in ("id", "tid"):
-            mine, others = ({each.get(key) for each in own} - {None} for own in ranks)
+            mine, other_ids = ({entry.get(key) for entry in of_rank} - {None} for of_rank in ranks)
             assert mine
-            assert others
-            assert not mine & others
+            assert other_ids
+            assert not mine & other_ids
 
     @pytest.mark.long
     def test_only_some_ranks(self, two: ColocatedGroup) -> None:
@@ -191,9 +191,9 @@ class Profiling(ExecutorCase):
         assert seconds(profile, "timed.reduce", "compute") == about(0.4)
         assert seconds(profile, "timed.multiply", "for the driver") == about(2 * 0.2)
         assert profile.seconds == pytest.approx(took, abs=SLACK_S)
-        found = [each for each in events(profile) if each["ph"] == "X" and each["name"] == "timed.multiply"]
-        assert len(found) == 4  # a call and a range on each of two ranks
-        assert max(each["ts"] for each in found) - min(each["ts"] for each in found) < SLACK_S * 1e6
+        spans = [span for span in events(profile) if span["ph"] == "X" and span["name"] == "timed.multiply"]
+        assert len(spans) == 4  # a call and a range on each of two ranks
+        assert max(span["ts"] for span in spans) - min(span["ts"] for span in spans) < SLACK_S * 1e6
 
     def test_a_block_that_fails(self, two: ColocatedGroup, tmp_path: Path) -> None:
         """A block that fails leaves nothing, and the next profile can begin."""
@@ -329,14 +329,18 @@ class Profiling(ExecutorCase):
         with colocate.profile(two, ranks=1, sampler="py-spy") as profile:
             timed.multiply()
             timed.work([0.0, 0.8])
-        found = events(profile)
-        (call,) = [each for each in found if each["name"] == "timed.work" and each.get("args", {}).get("rank") == 1]
+        entries = events(profile)
+        (call,) = [
+            entry for entry in entries if entry["name"] == "timed.work" and entry.get("args", {}).get("rank") == 1
+        ]
         (stacks,) = {
-            each["tid"] for each in found if each["name"] == "thread_name" and each["args"]["name"] == "slot 1: stacks"
+            entry["tid"]
+            for entry in entries
+            if entry["name"] == "thread_name" and entry["args"]["name"] == "slot 1: stacks"
         }
-        seen = [each for each in found if each["tid"] == stacks and each["name"].endswith("work")]
-        assert {each["ph"] for each in seen} == {"B", "E"}
-        start, end = min(each["ts"] for each in seen), max(each["ts"] for each in seen)
+        samples = [entry for entry in entries if entry["tid"] == stacks and entry["name"].endswith("work")]
+        assert {entry["ph"] for entry in samples} == {"B", "E"}
+        start, end = min(entry["ts"] for entry in samples), max(entry["ts"] for entry in samples)
         assert start == pytest.approx(call["ts"], abs=SLACK_S * 1e6)
         assert end == pytest.approx(call["ts"] + call["dur"], abs=SLACK_S * 1e6)
         assert seconds(profile, "timed.work", "compute") == about(0.8)

@@ -177,9 +177,9 @@ class Critic(Role):
     @method(dispatch=Scatter("batch"), collect=Concat())
     def value(self, batch: dict[str, Any]) -> torch.Tensor:
         """Draw, from a generator of the role, and by the call's seed."""
-        own = torch.Generator().manual_seed(self.ctx.call_seed)
-        found: torch.Tensor = batch["ids"] + torch.rand(batch["ids"].shape, generator=self.ctx.generator)
-        return found + torch.rand(1, generator=own)
+        generator = torch.Generator().manual_seed(self.ctx.call_seed)
+        values: torch.Tensor = batch["ids"] + torch.rand(batch["ids"].shape, generator=self.ctx.generator)
+        return values + torch.rand(1, generator=generator)
 
 
 class Giver(Role):

@@ -47,8 +47,8 @@ class Recordings(ExecutorCase):
             role.buffer()
             role.buffer()
             answers = role.answer("yes")
-            kept = role.generate.keep(torch.arange(4.0))
-            gave_kept = kept.fetch()
+            resident = role.generate.keep(torch.arange(4.0))
+            gave_kept = resident.fetch()
             assert role.later(3) == [3, 3]
         role.buffer()
         recording = colocate.load_recording(tmp_path / "it")
@@ -64,7 +64,7 @@ class Recordings(ExecutorCase):
         assert _equal(torch.cat([value["ids"] for value in second.values()]), gave_kept["ids"])
         assert [call.values()[0].tolist() for call in recorded["buffer"]] == [[2.0, 2.0], [3.0, 3.0]]
         (answer,) = recorded["answer"]
-        assert [each.text for each in answer.values()] == ["yes", "yes"]
+        assert [answer_item.text for answer_item in answer.values()] == ["yes", "yes"]
         assert isinstance(answer.value(1), Answer)
         assert _equal(answer.value(1).numbers, answers[1].numbers)
         assert first.arguments(0)["temperature"] == [["", "2.0"]]
@@ -178,17 +178,17 @@ class Recordings(ExecutorCase):
         role, critic, runtime = player.role("player", Player), player.role("critic", Critic), player.owner.owner
         prompts = torch.arange(5.0)
         with runtime.record([role, critic], tmp_path / "it", inputs=role):
-            kept = role.generate.keep(prompts, temperature=2.0)
-            critic.value(kept.ref)
+            resident = role.generate.keep(prompts, temperature=2.0)
+            critic.value(resident.ref)
             role.answer("yes")
             with pytest.raises(RoleError):
                 role.lucky(0)
             prompts += 1
         recording = colocate.load_recording(tmp_path / "it")
         generate, answer, lucky = recording["player"].calls
-        given = [generate.inputs(rank) for rank in generate.ranks]
-        assert _equal(torch.cat([each["prompts"] for each in given]), torch.arange(5.0))
-        assert [each["temperature"] for each in given] == [2.0, 2.0]
+        inputs = [generate.inputs(rank) for rank in generate.ranks]
+        assert _equal(torch.cat([arguments["prompts"] for arguments in inputs]), torch.arange(5.0))
+        assert [arguments["temperature"] for arguments in inputs] == [2.0, 2.0]
         assert (answer.inputs(1), lucky.inputs(0)) == ({"text": "yes"}, {"rank": 0})
         with pytest.raises(ConfigError, match="what it was given isn't recorded: name the role in runtime"):
             recording["critic"]["value"][0].inputs()
@@ -219,9 +219,9 @@ class Recordings(ExecutorCase):
         role, runtime = player.role("player", Player), player.owner.owner
         with runtime.record(role, tmp_path / "it"):
             gave = role.generate(torch.arange(5.0))
-            kept = role.generate.keep(torch.arange(3.0))
+            resident = role.generate.keep(torch.arange(3.0))
             numbers = role.later(3)
-            gave_kept = kept.fetch()
+            gave_kept = resident.fetch()
             with pytest.raises(RoleError):
                 role.lucky(1)
             role.foreign.keep()
@@ -299,19 +299,23 @@ class Recordings(ExecutorCase):
 def _steps(group: ColocatedGroup, count: int = 3) -> list[Any]:
     """Call both roles in all ways, and return what came of it."""
     player, critic = group.role("player", Player), group.role("critic", Critic)
-    found: list[Any] = []
+    values: list[Any] = []
     for step in range(count):
-        kept = player.generate.keep(torch.full((4,), float(step)))
-        found += [critic.value(kept.ref).tolist(), kept.fetch()["text"], player.answer("yes")[1].numbers.tolist()]
+        resident = player.generate.keep(torch.full((4,), float(step)))
+        values += [
+            critic.value(resident.ref).tolist(),
+            resident.fetch()["text"],
+            player.answer("yes")[1].numbers.tolist(),
+        ]
         try:
-            found.append(player.lucky(step))
+            values.append(player.lucky(step))
         except RoleError as error:
             cause: Any = error.__cause__
-            found.append((type(cause), str(cause), cause.why, error.rank))
+            values.append((type(cause), str(cause), cause.why, error.rank))
         calls = [player.later.submit(number) for number in range(3)]
-        found += [call.result() for call in calls]
-        found.append(critic.value(player.generate(torch.full((3,), float(step)))).tolist())
-    return found
+        values += [call.result() for call in calls]
+        values.append(critic.value(player.generate(torch.full((3,), float(step)))).tolist())
+    return values
 
 
 class Replays(ExecutorCase):
@@ -321,9 +325,9 @@ class Replays(ExecutorCase):
         """Record what a group's player gives, and return what came of it; the group is closed."""
         group = spawn({"player": colocate.role(Player), "critic": colocate.role(Critic)}, name="group", **options)
         with group.owner.owner.record(group["player"], folder):
-            found = do(group)
+            result = do(group)
         group.owner.close()
-        return found
+        return result
 
     def _replayed(self, spawn: Spawn, replay: Any, marks: Path | None = None, **options: Any) -> ColocatedGroup:
         player = colocate.role(Player, None if marks is None else str(marks)).on(replay=replay)
@@ -362,13 +366,13 @@ class Replays(ExecutorCase):
                 gates = [stack.enter_context(Gate()) for _ in range(4)]
                 addresses = [gate.address for gate in gates]
                 rows = player.play.options(on_error="return").stream(["a", "b", "fails", "d"], gates=addresses)
-                found = []
+                values = []
                 for index in order or range(4):
                     if order is not None:
                         gates[index].open()
                     row, value = next(rows)
-                    found.append((row, str(value.__cause__) if isinstance(value, Exception) else value))
-                return found
+                    values.append((row, str(value.__cause__) if isinstance(value, Exception) else value))
+                return values
 
         before = self._recorded(spawn, tmp_path / "it", lambda group: read(group, (2, 0, 3, 1)))
         assert [row for row, _ in before] == [2, 0, 3, 1]
@@ -383,15 +387,15 @@ class Replays(ExecutorCase):
         def read(group: ColocatedGroup) -> Any:
             player = group.role("player", Player)
             with player.produce.stream([*range(40)]) as rows:
-                found: list[Any] = [*rows]
+                values: list[Any] = [*rows]
             with player.produce_async.stream([*range(6)]) as rows:
-                found += [*rows]
-            return found, player.produce.keep([1, 2, 3]).fetch(), player.produce([5, 6])
+                values += [*rows]
+            return values, player.produce.keep([1, 2, 3]).fetch(), player.produce([5, 6])
 
         before = self._recorded(spawn, tmp_path / "it", read)
         group = self._replayed(spawn, tmp_path / "it")
-        found, kept, whole = read(group)
-        assert (found, kept, whole) == before
+        values, resident, whole = read(group)
+        assert (values, resident, whole) == before
 
     def test_other_calls_are_refused(self, spawn: Spawn, tmp_path: Path) -> None:
         """The error names call, parameter, and the path of the first difference; or what was never recorded."""
@@ -453,10 +457,10 @@ class Replays(ExecutorCase):
 
         def do(group: ColocatedGroup) -> Any:
             player, critic = group.role("player", Player), group.role("critic", Critic)
-            found = [critic.value(player.generate(torch.arange(4.0))).tolist()]
+            values = [critic.value(player.generate(torch.arange(4.0))).tolist()]
             group.checkpoint(tmp_path / f"point-{group.owner.name}")
-            found.append(critic.value(player.generate(torch.arange(4.0))).tolist())
-            return found
+            values.append(critic.value(player.generate(torch.arange(4.0))).tolist())
+            return values
 
         before = self._recorded(spawn, tmp_path / "it", do)
         again = self._replayed(spawn, tmp_path / "it")
@@ -468,11 +472,11 @@ class Replays(ExecutorCase):
         for _ in range(2):
             synced = colocate.sync_weights(again["player"], other["taker"])
             assert (synced.nbytes, synced.version) == (0, 0)
-        kept = "role 'taker' keeps its weights, as role 'player' is replayed"
-        wait_until(lambda: kept in caplog.text, "it has been told")
+        warning = "role 'taker' keeps its weights, as role 'player' is replayed"
+        wait_until(lambda: warning in caplog.text, "it has been told")
         synced = colocate.sync_weights(other["taker"], again["player"])
         assert (synced.nbytes, synced.version) == (0, 1)
-        assert caplog.text.count(kept) == 1
+        assert caplog.text.count(warning) == 1
 
     @needs(OwnProcess)
     @needs_feature("memory")
@@ -511,7 +515,7 @@ class Replays(ExecutorCase):
         def do(group: ColocatedGroup) -> Any:
             player, critic = group.role("player", Player), group.role("critic", Critic)
             torch.manual_seed(7)
-            return [each for _ in range(3) for each in (player.default(), critic.default())]
+            return [number for _ in range(3) for number in (player.default(), critic.default())]
 
         before = self._recorded(spawn, tmp_path / "it", do, slots=1)
         assert do(self._replayed(spawn, tmp_path / "it", slots=1)) == before
@@ -542,9 +546,9 @@ class Comparisons(ExecutorCase):
         """Nothing is told of what is as it was."""
         group = spawn({"player": colocate.role(Player).on(compare=recorded)}, name="group")
         self._calls(group)
-        table = {each.method: each for each in colocate.comparison(group["player"])}
+        table = {row.method: row for row in colocate.comparison(group["player"])}
         assert (table["generate"].calls, table["generate"].numbers) == (6, 3 * (4 + 4))
-        assert all((each.differ, each.arguments, each.missing) == (0, 0, 0) for each in table.values())
+        assert all((row.differ, row.arguments, row.missing) == (0, 0, 0) for row in table.values())
         assert "differs from" not in caplog.text
 
     def test_what_differs(self, spawn: Spawn, recorded: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -557,7 +561,7 @@ class Comparisons(ExecutorCase):
         )
         wait_until(lambda: re.search(words, caplog.text), "the first difference has been told")
         assert "its arguments were the same" in caplog.text
-        table = {each.method: each for each in colocate.comparison(group["player"])}
+        table = {row.method: row for row in colocate.comparison(group["player"])}
         generate, later = table["generate"], table["later"]
         assert (generate.differ, generate.different, generate.arguments) == (6, 12, 0)
         assert generate.absolute == pytest.approx(2.0, abs=1e-5)
@@ -710,18 +714,18 @@ class Comparisons(ExecutorCase):
         (give,) = colocate.comparison(group["player"])
         assert (give.differ, give.arguments) == (5, 5)
         wait_until(lambda: "call 5: its value" in caplog.text, "the largest one is told")
-        told = re.findall(r"player\.give, call (\d): its value", caplog.text)
-        assert told == ["1", "3", "5"]
+        calls = re.findall(r"player\.give, call (\d): its value", caplog.text)
+        assert calls == ["1", "3", "5"]
         assert give.origin is not None
         assert give.origin.words == "player.give, call 1, parameter bias: it was given something else"
 
     def test_calls_that_havent_come(self, spawn: Spawn, recorded: Path) -> None:
         """A run that ends early, or doesn't call a role at all, isn't taken for one that is the same."""
         group = spawn({"player": colocate.role(Player).on(compare=recorded)}, name="group")
-        table = {each.method: each for each in colocate.comparison(group["player"])}
+        table = {row.method: row for row in colocate.comparison(group["player"])}
         assert [(table[name].calls, table[name].left) for name in ("generate", "later")] == [(0, 6), (0, 6)]
         group.role("player", Player).generate(torch.full((4,), 0.0))
-        table = {each.method: each for each in colocate.comparison(group["player"])}
+        table = {row.method: row for row in colocate.comparison(group["player"])}
         assert (table["generate"].calls, table["generate"].left, table["generate"].differ) == (2, 4, 0)
 
     def test_a_call_that_others_had_not_begun(self, spawn: Spawn, tmp_path: Path) -> None:
@@ -780,7 +784,7 @@ class OtherRanks(ExecutorCase):
         role = colocate.role(Steady, bias).on(compare=compare, **options)
         group = spawn({"steady": role}, slots=slots, name="group")
         _all_kinds(group)
-        return {each.method: each for each in colocate.comparison(group["steady"])}
+        return {row.method: row for row in colocate.comparison(group["steady"])}
 
     @needs_feature("balance")
     @pytest.mark.parametrize("slots", [1, 4])
@@ -789,8 +793,8 @@ class OtherRanks(ExecutorCase):
     ) -> None:
         """Whatever is joined, kept or yielded is the same; each call counts once."""
         table = self._compared(spawn, recorded_on_two, slots)
-        assert {each.first for each in table.values()} == {None}
-        assert {name: (each.calls, each.differ, each.missing, each.arguments) for name, each in table.items()} == {
+        assert {row.first for row in table.values()} == {None}
+        assert {name: (row.calls, row.differ, row.missing, row.arguments) for name, row in table.items()} == {
             **dict.fromkeys(table, (1, 0, 0, 0)),
             "double": (3, 0, 0, 0),
             "balanced": (2, 0, 0, 0),
@@ -849,9 +853,9 @@ class OtherRanks(ExecutorCase):
         steady = group.role("steady", Steady)
         assert steady.who() == [0]
         steady.learn(torch.arange(2.0))
-        who, learn = colocate.comparison(group["steady"])
-        assert (who.calls, who.missing, who.differ) == (1, 1, 0)
-        assert "steady.who, call 0: who is collected with Gather(): that has an item for each" in str(who.first)
+        who_row, learn = colocate.comparison(group["steady"])
+        assert (who_row.calls, who_row.missing, who_row.differ) == (1, 1, 0)
+        assert "steady.who, call 0: who is collected with Gather(): that has an item for each" in str(who_row.first)
         assert (learn.calls, learn.missing, learn.numbers) == (1, 0, 1)
         wait_until(lambda: "who is collected with Gather()" in caplog.text, "it has been told")
 
@@ -865,9 +869,9 @@ class OtherRanks(ExecutorCase):
         steady.whole(torch.arange(8.0))
         steady.mean(torch.arange(8.0))
         steady.play([float(row) for row in range(8)] + [7.0])
-        table = {each.method: each for each in colocate.comparison(group["steady"])}
+        table = {comparison_row.method: comparison_row for comparison_row in colocate.comparison(group["steady"])}
         double, whole, mean, play = (table[name] for name in ("double", "whole", "mean", "play"))
-        assert [each.arguments for each in (double, whole, mean, play)] == [1, 1, 0, 1]
+        assert [comparison_row.arguments for comparison_row in (double, whole, mean, play)] == [1, 1, 0, 1]
         assert "its arguments differ, too: scale is given, and was not" in str(double.first)
         assert "its arguments were the same, but for what is split, and isn't compared: batch" in str(mean.first)
         assert "row 8: its value was 8.0, and is 7.0" in str(play.first)

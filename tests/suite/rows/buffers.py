@@ -120,14 +120,14 @@ class Buffers(RowsCase):
         for begin in (add.stream, add.submit):
             rows, overwrite = _rows(kind, 3 * OUT)
             with Gate() as gate:
-                beside, expected = _rows("array", 2)[0], _expected(rows, kind)
-                call: Any = begin(rows, beside, gate.address, how)
+                other, expected = _rows("array", 2)[0], _expected(rows, kind)
+                call: Any = begin(rows, other, gate.address, how)
                 gate.wait_for(4)
                 overwrite()
-                beside[:] = -1
+                other[:] = -1
                 gate.open()
-                found = call.result(PATIENCE_S) if begin == add.submit else [value for _, value in sorted(call)]
-            assert found == expected
+                values = call.result(PATIENCE_S) if begin == add.submit else [value for _, value in sorted(call)]
+            assert values == expected
 
     @needs(OwnProcess)
     def test_rows_after_a_restart(self, spawn: Spawn) -> None:
@@ -136,11 +136,11 @@ class Buffers(RowsCase):
         buffering = spawn({"buffering": colocate.role(Buffering)}, on_failure="restart").role("buffering", Buffering)
         rows, overwrite = _rows("array", 3 * OUT)
         with Gate() as gate:
-            beside, expected = _rows("array", 2)[0], _expected(rows, "array")
-            stream = buffering.add.options(retry=1).stream(rows, beside, gate.address, "die")
+            other, expected = _rows("array", 2)[0], _expected(rows, "array")
+            stream = buffering.add.options(retry=1).stream(rows, other, gate.address, "die")
             gate.wait_for(4)
             overwrite()
-            beside[:] = -1
+            other[:] = -1
             gate.open()
             assert [value for _, value in sorted(stream)] == expected
 
@@ -154,13 +154,13 @@ class Buffers(RowsCase):
             assert [*map(total, fill(batch))] == expected
             assert [*map(total, fill.submit(batch).result(PATIENCE_S))] == expected
             assert [total(value) for _, value in sorted(fill.stream(batch), key=_index)] == expected
-        for kept in (buffering.fill.keep(batch), buffering.fill_later.keep(batch)):
-            assert buffering.totals(kept.ref) == expected
-            assert [*map(total, kept.fetch())] == expected
+        for resident in (buffering.fill.keep(batch), buffering.fill_later.keep(batch)):
+            assert buffering.totals(resident.ref) == expected
+            assert [*map(total, resident.fetch())] == expected
         calls = [buffering.step.submit() for _ in range(6)]
         calls[-1].result(PATIENCE_S)
-        found = [total(call.result(PATIENCE_S)) for call in calls]
-        assert [after - before for before, after in itertools.pairwise(found)] == [sizes] * 5
+        totals = [total(call.result(PATIENCE_S)) for call in calls]
+        assert [after - before for before, after in itertools.pairwise(totals)] == [sizes] * 5
 
 
 def _index(row: tuple[int, Any]) -> int:
@@ -185,5 +185,5 @@ def _rows(kind: str, count: int) -> tuple[Any, Callable[[], object]]:
 
 def _expected(rows: Any, kind: str) -> list[float]:
     arrays = rows.values() if kind == "mapping" else [rows]
-    beside = total(_rows("array", 2)[0])
-    return [sum(map(total, parts)) + beside for parts in zip(*arrays, strict=True)]
+    total_beside = total(_rows("array", 2)[0])
+    return [sum(map(total, parts)) + total_beside for parts in zip(*arrays, strict=True)]

@@ -120,10 +120,10 @@ class Playing(Role):
                 task.cancel()
                 await asyncio.sleep(0)
             case "next":
-                while not (found := [*filter(_is_row_to_begin, asyncio.all_tasks())]):
+                while not (tasks := [*filter(_is_row_to_begin, asyncio.all_tasks())]):
                     await asyncio.sleep(0)
-                for each in found:
-                    each.cancel()
+                for row_task in tasks:
+                    row_task.cancel()
         return row
 
     @method(rows="row", concurrency=8)
@@ -225,8 +225,8 @@ class Playing(Role):
     @method
     def logged(self) -> list[Any]:
         """Return what has happened since this was asked last."""
-        found, self.log = self.log, []
-        return found
+        entries, self.log = self.log, []
+        return entries
 
     @method
     def count(self) -> list[int]:

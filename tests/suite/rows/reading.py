@@ -80,23 +80,23 @@ def alarms() -> Iterator[None]:
 
 def by_threads(stream: Any, meanwhile: Callable[[], object] = lambda: None) -> list[tuple[list[int], type | None]]:
     """Return what each of some threads reads of a stream, and what they are told at its end."""
-    found: list[tuple[list[int], type | None]] = []
+    results: list[tuple[list[int], type | None]] = []
 
     def read() -> None:
         rows: list[int] = []
         try:
             rows.extend(index for index, _ in stream)
-            found.append((rows, None))
+            results.append((rows, None))
         except Exception as error:
-            found.append((rows, type(error)))
+            results.append((rows, type(error)))
 
     readers = [threading.Thread(target=read, daemon=True) for _ in range(READERS)]
-    for each in readers:
-        each.start()
+    for thread in readers:
+        thread.start()
     meanwhile()
-    for each in readers:
-        each.join(PATIENCE_S)
-    return found
+    for thread in readers:
+        thread.join(PATIENCE_S)
+    return results
 
 
 def by_tasks(stream: Any, meanwhile: Callable[[], object] = lambda: None) -> list[tuple[list[int], type | None]]:
@@ -125,9 +125,9 @@ class Reading(RowsCase):
     @pytest.mark.parametrize("by", [by_threads, by_tasks])
     def test_several_read_one_stream(self, playing: Playing, by: Callable[..., Any]) -> None:
         """Each row goes to one of them, and all are told of its end, of what has ended it, and when it is closed."""
-        found = by(playing.play.stream(list(range(10 * OUT))))
-        assert sorted(row for rows, _ in found for row in rows) == [*range(10 * OUT)]
-        assert [told for _, told in found] == [None] * READERS
+        results = by(playing.play.stream(list(range(10 * OUT))))
+        assert sorted(row for rows, _ in results for row in rows) == [*range(10 * OUT)]
+        assert [error_type for _, error_type in results] == [None] * READERS
         with Gate() as gate:
             stream = playing.wait.options(timeout=0.5).stream([True] * 4, gate.address)
             assert by(stream) == [([], CallTimeout)] * READERS
@@ -245,9 +245,9 @@ class Reading(RowsCase):
             group._node.grace = 0.01
             playing.play.stream([1]).close()
             wait_until(lambda: order.stacks.ran, "it was looked for")
-            asked, order.stacks.ran = order.stacks.ran, {}
+            order_before, order.stacks.ran = order.stacks.ran, {}
             wait_until(lambda: order.stacks.ran, "and again")
-            assert asked == order.stacks.ran
+            assert order_before == order.stacks.ran
             gate.open()
             assert earlier.result(PATIENCE_S) == [(0, 0)]
         assert playing.count() == [[0, 1]]

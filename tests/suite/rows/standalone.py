@@ -85,9 +85,9 @@ class StandaloneRows(ExecutorCase):
         playing = Playing()
         with pytest.raises(ValueError, match="-1"):
             playing.play([1, -1, 2])
-        found = playing.play.options(on_error="return", retry=1)([1, -1, 2])
-        assert [found[0], found[2]] == [1, 4]
-        assert isinstance(found[1], ValueError)
+        values = playing.play.options(on_error="return", retry=1)([1, -1, 2])
+        assert [values[0], values[2]] == [1, 4]
+        assert isinstance(values[1], ValueError)
         with pytest.raises(DispatchError, match="has yielded nothing for 2"):
             playing.later([1, 2, 3])
         with pytest.raises(ConfigError, match="on_error='never'"):
@@ -104,8 +104,8 @@ class StandaloneRows(ExecutorCase):
         batch, buffering = [*range(6)], Buffering()
         one = total(buffering.fill([1])[0])
         for fill in (buffering.fill, buffering.fill_later, buffering.fill_row):
-            for found in (fill(batch), fill.submit(batch).result(), dict(fill.stream(batch)).values()):
-                assert [*map(total, found)] == [one * number for number in batch]
+            for values in (fill(batch), fill.submit(batch).result(), dict(fill.stream(batch)).values()):
+                assert [*map(total, values)] == [one * number for number in batch]
         assert [*map(total, buffering.fill.keep(batch).fetch())] == [one * number for number in batch]
 
         class Odd(Role):

@@ -153,11 +153,11 @@ class Streams(RowsCase):
                 os.kill(os.getpid(), signal.SIGINT)
 
             threading.Thread(target=interrupt).start()
-            with pytest.raises(KeyboardInterrupt) as kept:
+            with pytest.raises(KeyboardInterrupt) as caught:
                 playing.wait([True] * 100, gate.address)
             logs = playing.logged.submit().result(PATIENCE_S)
             assert Counter(event for log in logs for event, _ in log) == {"begun": 4, "cancelled": 4}
-            del kept
+            del caught
 
     def test_dropped(self, playing: Playing) -> None:
         """A stream that is left half read, and that nobody has any more, is closed."""
@@ -193,12 +193,12 @@ class Streams(RowsCase):
         ):
             with pytest.raises(ColocateError, match=words):
                 waits()
-        found: list[Any] = []
-        other = threading.Thread(target=lambda: found.append(playing.logged()))
+        logs: list[Any] = []
+        other = threading.Thread(target=lambda: logs.append(playing.logged()))
         other.start()
         assert len(list(stream)) == 99
         other.join(PATIENCE_S)
-        assert len(found) == 1
+        assert len(logs) == 1
         assert playing.logged() == [[], []]  # of which `found` had the rows
 
         async def main() -> None:
@@ -250,8 +250,8 @@ class Streams(RowsCase):
             try:
                 raise KeyError
             except KeyError as error:
-                kept = error  # which has this frame
-                raise ValueError from kept
+                original = error  # which has this frame
+                raise ValueError from original
 
         gc.disable()
         try:
@@ -285,14 +285,14 @@ class Streams(RowsCase):
         """Of a call that nobody has asked for, with the row that has failed."""
         playing.fail.submit(["fail"])
         wait_until(lambda: "nobody has asked" in caplog.text, "the failure is logged")
-        (record,) = (each for each in caplog.records if "nobody has asked" in each.getMessage())
+        (record,) = (log_record for log_record in caplog.records if "nobody has asked" in log_record.getMessage())
         assert record.getMessage().startswith(f"playing.fail of group {streaming.name!r}, submitted at ")
         assert "row 0" in record.getMessage()
 
     def test_errors_in_the_place_of_values(self, playing: Playing) -> None:
         """With `on_error="return"` the other rows go on."""
         rows = ["a", "fail", "b", "fail"]
-        for found in (
+        for values in (
             playing.fail.options(on_error="return")(rows),
             playing.fail.options(on_error="return").submit(rows).result(PATIENCE_S),
             [
@@ -300,21 +300,21 @@ class Streams(RowsCase):
                 for _, value in sorted(playing.fail.options(on_error="return").stream(rows), key=lambda row: row[0])
             ],
         ):
-            assert [value[0] for value in found if isinstance(value, tuple)] == ["a", "b"]
-            assert [value.row for value in found if isinstance(value, RoleError)] == [1, 3]
+            assert [value[0] for value in values if isinstance(value, tuple)] == ["a", "b"]
+            assert [value.row for value in values if isinstance(value, RoleError)] == [1, 3]
 
     @needs(OwnProcess)  # on threads they are handed over as they are
     def test_values_that_cannot_be_rebuilt(self, playing: Playing, streaming: ColocatedGroup) -> None:
         """The row has that error, which is raised, or returned; what has come of it counts as read."""
         odd = [row for row in range(4 * OUT) if row % 2]
         returning = playing.give.options(on_error="return")
-        for found in (
+        for values in (
             returning(list(range(4 * OUT))),
             returning.submit(list(range(4 * OUT))).result(PATIENCE_S),
             [value for _, value in sorted(returning.stream(list(range(4 * OUT))), key=lambda row: row[0])],
         ):
-            assert [value.row for value in found if isinstance(value, SerializationError)] == odd
-            assert found[::2] == list(range(0, 4 * OUT, 2))
+            assert [value.row for value in values if isinstance(value, SerializationError)] == odd
+            assert values[::2] == list(range(0, 4 * OUT, 2))
         for waits in (
             playing.give,
             lambda rows: playing.give.submit(rows).result(PATIENCE_S),
@@ -339,9 +339,9 @@ class Streams(RowsCase):
         with pytest.raises(RoleError, match="in row 0,"):
             playing.fail.options(retry=2)(["fail"])
         assert sum(len(log) for log in playing.logged()) == 3
-        found = playing.fail.options(retry=3, on_error="return")(["fail", "a"])
-        assert isinstance(found[0], RoleError)
-        assert found[1][0] == "a"  # type: ignore[index]
+        values = playing.fail.options(retry=3, on_error="return")(["fail", "a"])
+        assert isinstance(values[0], RoleError)
+        assert values[1][0] == "a"  # type: ignore[index]
 
     @pytest.mark.parametrize("how", ["task group", "swallowed", "itself", "next"])
     def test_a_row_that_role_code_cancels(self, playing: Playing, how: str) -> None:
@@ -352,17 +352,17 @@ class Streams(RowsCase):
         assert isinstance(error, RoleError)
         kinds = {"task group": ExceptionGroup, "swallowed": KeyError}
         assert (error.row, type(error.__cause__)) == (failing, kinds.get(how, asyncio.CancelledError))
-        found = cancel.options(on_error="return").submit(rows).result(PATIENCE_S)
-        assert isinstance(found.pop(failing), RoleError)
-        assert found == [rows[1 - failing]]
+        values = cancel.options(on_error="return").submit(rows).result(PATIENCE_S)
+        assert isinstance(values.pop(failing), RoleError)
+        assert values == [rows[1 - failing]]
         error = cancel.options(retry=1).submit(rows).exception(PATIENCE_S)
         assert isinstance(error, RoleError) == (how != "next")
 
     def test_a_row_that_comes_back_to_its_rank(self, playing: Playing) -> None:
         """The row is known there while it runs, also when its former task isn't quite over."""
         for _ in range(10):
-            found = playing.flaky.options(ranks=[0], retry=5, on_error="return").submit(list(range(100)))
-            assert [isinstance(value, RoleError) for value in found.result(PATIENCE_S)] == [
+            call = playing.flaky.options(ranks=[0], retry=5, on_error="return").submit(list(range(100)))
+            assert [isinstance(value, RoleError) for value in call.result(PATIENCE_S)] == [
                 row % 3 == 0 for row in range(100)
             ]
         assert playing.logged() == [[], []]
@@ -378,8 +378,8 @@ class Streams(RowsCase):
 
     def test_what_a_row_has_begun_ends_with_it(self, playing: Playing) -> None:
         """Before its value is there, the last first, whatever becomes of it."""
-        found = playing.begins.options(ranks=[0], on_error="return")(["a", "fail", "b"])
-        assert [found[0], found[2]] == ["a", "b"]
+        values = playing.begins.options(ranks=[0], on_error="return")(["a", "fail", "b"])
+        assert [values[0], values[2]] == ["a", "b"]
         log = playing.logged()[0]
         assert [entry for entry in log if entry.startswith("fail")] == ["fail ending", "fail ended"]
         assert len(log) == 6
@@ -392,20 +392,20 @@ class Streams(RowsCase):
         yielding, rows = streaming.role("yielding", Yielding), list(range(7))
         expected = [2 * row for row in rows]
         costs = [1, 9, 1, 1, 1, 1, 4]
-        for found in (
+        for values in (
             yielding.all(rows),
             yielding.all.submit(rows).result(PATIENCE_S),
             yielding.later(rows),
             yielding.later(rows, costs),
             yielding.later.submit(rows, costs).result(PATIENCE_S),
         ):
-            assert found == expected
+            assert values == expected
         for stream in (yielding.all.stream(rows), yielding.later.stream(rows), yielding.later.stream(rows, costs)):
             assert sorted(stream) == list(enumerate(expected))
         with streaming.pipeline():  # those that are kept stay where they are
-            kept = yielding.all.keep(rows)
-            twice = yielding.later.keep(kept.ref, costs)
-        assert (kept.fetch(), twice.fetch()) == (expected, [4 * row for row in rows])
+            resident = yielding.all.keep(rows)
+            twice = yielding.later.keep(resident.ref, costs)
+        assert (resident.fetch(), twice.fetch()) == (expected, [4 * row for row in rows])
         with pytest.raises(DispatchError, match=r"yielding.wrong yields .* has yielded nothing for 1"):
             yielding.wrong.keep([1, 2, 3, 4], [(0, 0)]).wait(PATIENCE_S)
 
@@ -413,18 +413,18 @@ class Streams(RowsCase):
         """Each row once, by its index among those of the rank: anything else is an error, and so is what it raises."""
         yielding = streaming.role("yielding", Yielding)
         words = r"yielding.wrong yields \(index, value\) once for each of the 2 rows that it has got, and has yielded "
-        for items, told in (
+        for items, hint in (
             (["a"], r"'a'"),
             ([(2, 0)], "the index 2"),
             ([(0, 0), (0, 1)], "row 0 twice"),
             ([(1, 0)], "nothing for 0"),
         ):
-            with pytest.raises(DispatchError, match=words + told):
+            with pytest.raises(DispatchError, match=words + hint):
                 yielding.wrong([1, 2, 3, 4], items)
         stream = yielding.wrong.stream([1, 2, 3, 4], [(0, 5), ValueError("amid")])
-        found: list[Any] = []
+        values: list[Any] = []
         with pytest.raises(RoleError, match="raised ValueError"):
-            found += stream
+            values += stream
         with pytest.raises(RoleError, match="raised ValueError"):
             yielding.wrong([1, 2, 3, 4], [(0, 5), ValueError("amid")])
         assert yielding.one() == 1
@@ -448,9 +448,9 @@ class Streams(RowsCase):
         """The rows that had ended stay; the others have that error, or it is raised."""
         group = spawn({"playing": colocate.role(Playing)})
         playing = group.role("playing", Playing)
-        found = playing.die.options(on_error="return")([None, None, None, None, tmp_path / "a"])
-        assert isinstance(found[4], WorkerDied)
-        assert {type(value) for value in found[:3]} <= {tuple, WorkerDied}
+        values = playing.die.options(on_error="return")([None, None, None, None, tmp_path / "a"])
+        assert isinstance(values[4], WorkerDied)
+        assert {type(value) for value in values[:3]} <= {tuple, WorkerDied}
         with pytest.raises(WorkerDied):
             playing.die([None])
 
@@ -467,8 +467,8 @@ class Streams(RowsCase):
         rows[1] = tmp_path / "b"
         with pytest.raises(ConfigError, match=r"submit\(...\) with options\(retry=... in a group that restarts\)"):
             playing.die.options(retry=1).submit(rows)
-        found = playing.die.options(retry=1)(rows)
-        assert found[1][0] == 2
+        values = playing.die.options(retry=1)(rows)
+        assert values[1][0] == 2
         with pytest.raises(GroupRestarted):
             playing.die(rows)
         group.wait_ready(PATIENCE_S)
@@ -512,11 +512,11 @@ class Streams(RowsCase):
         with Gate() as gate:
             roles = {"playing": colocate.role(StartsAgain, gate.address, fails)}
             playing = spawn(roles, on_failure="restart", restarts=1).role("playing", Playing)
-            stream, found = playing.die.options(retry=1).stream(rows), list[int]()
+            stream, indices = playing.die.options(retry=1).stream(rows), list[int]()
 
             async def read() -> None:
                 async for index, _ in stream:
-                    found.append(index)
+                    indices.append(index)
 
             async def main() -> None:
                 reads = asyncio.create_task(read())
@@ -534,7 +534,7 @@ class Streams(RowsCase):
                     asyncio.run(main())
             else:
                 asyncio.run(main())
-                assert sorted(found) == [*range(len(rows))]
+                assert sorted(indices) == [*range(len(rows))]
 
     def test_behind_a_failed_call(self, playing: Playing, streaming: ColocatedGroup) -> None:
         """Rows that no rank has begun run after the hold; those of a call that some rank has begun end with it."""
@@ -564,8 +564,8 @@ class Streams(RowsCase):
                 next(stream)
             assert list(stream) == []
             assert ("cancelled", 1) in playing.logged()[1]
-            found = playing.wait.options(timeout=0.1, on_error="return")([None, True], gate.address)
-            assert isinstance(found[1], CallTimeout)
+            values = playing.wait.options(timeout=0.1, on_error="return")([None, True], gate.address)
+            assert isinstance(values[1], CallTimeout)
 
     @of_executor
     def test_the_group_is_closed(self, spawn: Spawn) -> None:
@@ -615,21 +615,21 @@ class Streams(RowsCase):
         group = spawn(roles, slots=2, name="drawing")
         drawn(group)
         group.checkpoint(tmp_path / "one")
-        wanted = drawn(group)
-        for others in range(3):
-            for _ in range(others):
+        expected = drawn(group)
+        for count in range(3):
+            for _ in range(count):
                 group.role("other", Playing).play([1, 2])
                 group.role("playing", Playing).logged()
             group.restore(tmp_path / "one")
-            for _ in range(others):
+            for _ in range(count):
                 group.role("other", Playing).play([1, 2])
                 group.role("playing", Playing).logged()
-            assert drawn(group) == wanted
+            assert drawn(group) == expected
         group.checkpoint(tmp_path / "two")
-        wanted = drawn(group)
+        expected = drawn(group)
         group.close()
         group = spawn(roles, slots=2, name="drawing", restore=tmp_path / "two")
-        assert drawn(group) == wanted
+        assert drawn(group) == expected
         group.close()
 
     @needs(OwnProcess)
@@ -643,13 +643,13 @@ class Streams(RowsCase):
         playing.draw([1])
         if saved:
             group.checkpoint(tmp_path / "saved")
-        wanted = [playing.draw([1, 2, 3]), playing.draw([1, 2, 3])]
+        expected = [playing.draw([1, 2, 3]), playing.draw([1, 2, 3])]
         with pytest.raises(GroupRestarted):
             playing.die([None, tmp_path / "mark"])
         group.wait_ready(PATIENCE_S)
         if not saved:
             playing.draw([1])
-        assert [playing.draw([1, 2, 3]), playing.draw([1, 2, 3])] == wanted
+        assert [playing.draw([1, 2, 3]), playing.draw([1, 2, 3])] == expected
 
     @needs(OwnProcess)
     def test_draws_of_a_stream_that_outlives_a_restart(self, spawn: Spawn, tmp_path: Path) -> None:
@@ -671,14 +671,14 @@ class Streams(RowsCase):
     def test_values_of_rows(self, streaming: ColocatedGroup) -> None:
         """Rows are items of lists, also of those in mappings; residents go to all rows, or are fetched."""
         torch, playing = pytest.importorskip("torch"), streaming["playing"]
-        kept = playing.count.options(ranks=[0]).keep()
+        resident = playing.count.options(ranks=[0]).keep()
         rows = {"number": [1, 2, 3], "other": torch.arange(6).reshape(3, 2)}
         assert playing.add(rows, [10]) == [12, 17, 22]
         assert [value for value, _ in playing.play(range(5, 8))] == [5, 6, 7]
         assert playing.add({**rows, "number": torch.tensor([1, 2, 3])}, [10]) == [12, 17, 22]
         counted = playing.count.keep()
         assert playing.play(counted.ref)[0] == ([0, 1], 0)
-        assert [value for value, _ in playing.play([1, 2], kept.ref)] == [[[0, 1]], [[0, 1]] * 2]
+        assert [value for value, _ in playing.play([1, 2], resident.ref)] == [[[0, 1]], [[0, 1]] * 2]
 
     @needs_feature("pipelines")
     def test_refused_of_rows(self, playing: Playing, streaming: ColocatedGroup) -> None:

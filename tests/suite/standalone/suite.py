@@ -53,11 +53,11 @@ class Standalone(ExecutorCase):
         """A kept value is there until it is freed."""
         double: Any = Waiting().double
         assert double.submit(3).result() == [6]
-        kept = double.keep(3)
-        assert kept.fetch() == [6]
-        kept.wait(1.0)
-        kept.free()
-        for use in (kept.wait, kept.fetch):
+        resident = double.keep(3)
+        assert resident.fetch() == [6]
+        resident.wait(1.0)
+        resident.free()
+        for use in (resident.wait, resident.fetch):
             with pytest.raises(colocate.ClosedError, match="was freed"):
                 use()
 

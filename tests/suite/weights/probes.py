@@ -94,11 +94,11 @@ class _HasNet(Role):
     @method
     def as_torch_gathers(self) -> list[tuple[str, bool]]:
         """Whether each weight, in order, is what torch makes of its shards."""
-        own, found = self.net.state_dict(), []
+        state, results = self.net.state_dict(), []
         for name, tensor in colocate.torch.named_weights(self.net):
-            whole = own[name].full_tensor() if hasattr(own[name], "full_tensor") else own[name]
-            found.append((name, torch.equal(tensor, whole)))
-        return found
+            whole = state[name].full_tensor() if hasattr(state[name], "full_tensor") else state[name]
+            results.append((name, torch.equal(tensor, whole)))
+        return results
 
     @method(awake=())
     def restart(self, rank: int) -> None:
@@ -206,10 +206,10 @@ class Taker(_HasNet):
                 pass
             raise Failure("amid the weights")
         if self.fault == "waits":
-            own = dict(self.net.named_parameters(remove_duplicate=False))
+            parameters = dict(self.net.named_parameters(remove_duplicate=False))
             for name, tensor in weights:
                 torch.distributed.barrier(self.ctx.process_group())
-                own.get(name, self.net[0].scale).data.copy_(tensor)
+                parameters.get(name, self.net[0].scale).data.copy_(tensor)
         elif self.fault == "takes nothing":
             pass
         elif self.fault == "leaves":
@@ -264,7 +264,7 @@ class Checked(Taker):
     def named_weights(self) -> Any:
         weights = colocate.torch.named_weights(self.net)
         if self.fault == "hides":
-            return (each for each in weights if each[0] != "0.bias")
+            return (item for item in weights if item[0] != "0.bias")
         if self.fault == "adds":
             return itertools.chain(weights, [("2.bias", self.net[0].bias[:4])])
         return weights
@@ -287,9 +287,9 @@ class Halves(_HasNet):
 
     def named_weights(self) -> Any:
         for name, part in self.parts.items():
-            found = [torch.empty_like(part) for _ in range(self.ctx.world_size)]
-            torch.distributed.all_gather(found, part, group=self.ctx.process_group())
-            yield name, torch.cat(found)
+            parts = [torch.empty_like(part) for _ in range(self.ctx.world_size)]
+            torch.distributed.all_gather(parts, part, group=self.ctx.process_group())
+            yield name, torch.cat(parts)
 
 
 class Swapper(Giver, Taker):

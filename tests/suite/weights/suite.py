@@ -117,7 +117,9 @@ class WeightSyncs(ExecutorCase):
                 assert "none to be had" not in caplog.text
                 del sync
                 wait_until(lambda: "none to be had" in caplog.text, "it is logged")
-                (record,) = (each for each in caplog.records if "nobody has asked" in each.getMessage())
+                (record,) = (
+                    log_record for log_record in caplog.records if "nobody has asked" in log_record.getMessage()
+                )
                 assert record.getMessage().startswith("the sync of giver to taker of group ")
                 caplog.clear()
 
@@ -132,8 +134,10 @@ class WeightSyncs(ExecutorCase):
             giver.step.submit()
         before = _sums(giver)
         assert sync.result(PATIENCE_S).version == 2
-        found = [sums for sums, _ in after.result(PATIENCE_S)]
-        assert all(sum(sums) == pytest.approx(sum(now) - 2 * 64 - 8) for sums, now in zip(found, before, strict=True))
+        weight_sums = [sums for sums, _ in after.result(PATIENCE_S)]
+        assert all(
+            sum(sums) == pytest.approx(sum(now) - 2 * 64 - 8) for sums, now in zip(weight_sums, before, strict=True)
+        )
 
     @needs_feature("memory")
     @needs_feature("looking")
@@ -254,13 +258,13 @@ class WeightSyncs(ExecutorCase):
         assert _sums(group.role("taker", Taker)) == before
         other = spawn(roles, slots=1, restore=tmp_path / "saved")
         taker = other.role("taker", Taker)
-        own = taker.look()
+        expected = taker.look()
         for name, why in (("hub", "has what its constructor has made"), ("late", "was declared to have none")):
             with pytest.raises(
                 StaleWeightsError, match=rf"the sync of {name} to taker can't run: .*restore\(\): it {why}"
             ):
                 colocate.sync_weights(other.role(name, Unsaved), taker)
-        assert taker.look() == own
+        assert taker.look() == expected
         assert colocate.sync_weights(other.role("giver", Giver), other.role("hub", Unsaved)).version == 2
 
     def test_weights_that_do_not_fit(self, spawn: Spawn) -> None:
@@ -444,9 +448,9 @@ class WeightSyncs(ExecutorCase):
         with both.pipeline(), pytest.raises(PipelineError):
             colocate.sync_weights(giver, taker)
         with self.connect() as other, other.reserve(slots=1) as pool:
-            there = pool.spawn({"taker": colocate.role(Taker)}).role("taker", Taker)
+            unsynced_taker = pool.spawn({"taker": colocate.role(Taker)}).role("taker", Taker)
             with pytest.raises(ColocateError, match="two runtimes"):
-                colocate.sync_weights(giver, there)
+                colocate.sync_weights(giver, unsynced_taker)
 
     @needs(OwnProcess)
     def test_a_sync_of_memory_that_sleeps(self, both: ColocatedGroup) -> None:
@@ -522,10 +526,10 @@ class WeightSyncs(ExecutorCase):
         group = spawn({"giver": colocate.role(Giver).on(slots=[1]), "taker": colocate.role(Taker, seed=1)})
         giver, taker = group.role("giver", Giver), group.role("taker", Taker)
         taker.fail(1, "skips")
-        own = _sums(taker)[1]
+        unsynced = _sums(taker)[1]
         done = colocate.sync_weights(giver, taker)
         assert (done.version, done.by) == (1, ("shared", "peers"))
-        assert taker.look() == [(_sums(giver)[0], 1), (own, 1)]
+        assert taker.look() == [(_sums(giver)[0], 1), (unsynced, 1)]
 
     def test_a_target_that_keeps_what_travelled(self, spawn: Spawn) -> None:
         """Keeping is refused from another slot, too: what the target was given may be others' as well."""
@@ -709,8 +713,8 @@ class WeightSyncsBetween(ExecutorCase):
         groups[role].role(role).fail(0, None)
         with pytest.raises(StaleWeightsError):
             taker.generate()
-        own = groups["taker"].role("own", Giver)
-        for version, source in ((2, own), (3, giver)):
+        own_giver = groups["taker"].role("own", Giver)
+        for version, source in ((2, own_giver), (3, giver)):
             assert colocate.sync_weights(source, taker).version == version
             assert taker.look() == [(source.look()[0][0], version)] * 2
 
@@ -818,8 +822,8 @@ class WeightChecks(ExecutorCase):
         }
         group = spawn(roles, slots=2)
         taker, half = group.role("taker", Checked), group.role("half", Checked)
-        for each in (taker, half, group.role("small", Checked)):
-            assert colocate.sync_weights(giver, each, check=True).checked == 4
+        for target in (taker, half, group.role("small", Checked)):
+            assert colocate.sync_weights(giver, target, check=True).checked == 4
         taker.fail(1, "bit")
         with pytest.raises(WeightsDifferError, match=f"taker on rank 1 .*{_BITS}"):
             colocate.sync_weights(giver, taker, check=True)
@@ -873,8 +877,8 @@ class WeightChecks(ExecutorCase):
         """The weights are compared as the second role would have got them, on all ranks of both; nothing changes."""
         giver, taker = checking.role("giver", Giver), checking.role("taker", Checked)
         half = spawn({"half": colocate.role(Checked, dtype="bfloat16")}, slots=1).role("half", Checked)
-        found = colocate.compare_weights(giver, taker)
-        assert [row["name"] for row in found.differing] == ["0.weight", "0.bias", "1.weight"]
+        comparison = colocate.compare_weights(giver, taker)
+        assert [row["name"] for row in comparison.differing] == ["0.weight", "0.bias", "1.weight"]
         with pytest.raises(AssertionError, match=r"(?s)3 of 4 weights of .*0\.bias +\[8\] float32"):
             assert_same_weights(giver, taker)
         for role in (taker, half):
@@ -882,21 +886,21 @@ class WeightChecks(ExecutorCase):
             assert_same_weights(giver, role)
         taker.fail(1, "bit")
         colocate.sync_weights(giver, taker)
-        found = colocate.compare_weights(giver, taker)
-        assert [(row["name"], row["differs"]) for row in found.differing] == [
+        comparison = colocate.compare_weights(giver, taker)
+        assert [(row["name"], row["differs"]) for row in comparison.differing] == [
             ("0.weight", "on rank 1 of b"),
             ("1.weight", "on rank 1 of b"),
         ]
         assert {row["differs"] for row in colocate.compare_weights(taker, taker).differing} == {"on rank 1 of a"}
         taker.fail(0, "hides")
         taker.fail(1, "hides")
-        found = colocate.compare_weights(giver, taker, names={"0.scale": None})
-        assert [(row["name"], row["differs"]) for row in found.differing if "bias" in row["name"]] == [
+        comparison = colocate.compare_weights(giver, taker, names={"0.scale": None})
+        assert [(row["name"], row["differs"]) for row in comparison.differing if "bias" in row["name"]] == [
             ("0.bias", "only in a")
         ]
-        assert ("0.scale", "only in b") in [(row["name"], row["differs"]) for row in found.rows]
+        assert ("0.scale", "only in b") in [(row["name"], row["differs"]) for row in comparison.rows]
         with pytest.raises(TypeError, match=r"neither true nor false"):
-            bool(found)
+            bool(comparison)
         with pytest.raises(ConfigError, match=r"giver has no weight '0\.scal'; did you mean '0\.scale'"):
             colocate.compare_weights(giver, taker, names={"0.scal": None})
 

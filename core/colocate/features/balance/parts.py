@@ -64,8 +64,8 @@ def balanced(costs: Sequence[int], count: int, of: int = 1) -> Partition | None:
     # The heap holds partial partitions: per part the cost and the sets, the largest part first. The least even
     # partition is popped first.
     heap: list[tuple[int, int, list[tuple[int, list[int]]]]] = []
-    for index, own in enumerate(sets):
-        cost = own * scale + 1
+    for index, set_cost in enumerate(sets):
+        cost = set_cost * scale + 1
         heap.append((-cost, index, [(cost, [index]), *[(0, [])] * (count - 1)]))
     heapq.heapify(heap)
     while len(heap) > 1:
@@ -76,10 +76,12 @@ def balanced(costs: Sequence[int], count: int, of: int = 1) -> Partition | None:
         heapq.heappush(heap, (joined[-1][0] - joined[0][0], first, joined))
     parts = sorted(sorted(part) for _, part in heap[0][2]) if heap else []
     ends = accumulate(even_sizes(len(sets), count), initial=0)
-    largest = max((sum(sets[each] for each in part) for part in parts), default=0)
+    largest = max((sum(sets[index_of_set] for index_of_set in part) for part in parts), default=0)
     if all(sum(sets[start:stop]) <= largest for start, stop in pairwise(ends)):
         return None
-    return [[row for each in part for row in range(each * of, each * of + of)] for part in parts]
+    return [
+        [row for index_of_set in part for row in range(index_of_set * of, index_of_set * of + of)] for part in parts
+    ]
 
 
 def pick(scatter: Scatter, values: Arguments, by: str, partition: Partition) -> list[dict[str, Any]]:
@@ -89,16 +91,16 @@ def pick(scatter: Scatter, values: Arguments, by: str, partition: Partition) -> 
         raise scatter.skipped(by, total, count)
     parts: list[dict[str, Any]] = [{} for _ in partition]
     for name, value in values.items():
-        if (known := count_rows(value, name)) is not None:
-            same_rows(by, total, name, known)
+        if (length := count_rows(value, name)) is not None:
+            same_rows(by, total, name, length)
         beside = Beside(by, total, name)
 
         def parts_of(leaf: Any, beside: Beside = beside) -> Sequence[Any]:
             if not is_deferred(type(leaf)):
                 leaf = whole(leaf) if isinstance(leaf, list) else leaf
                 return [take(leaf, rows, memo) for rows in partition]
-            own = leaf.own(scatter.axis, scatter.mesh, count, scatter.rows_of, partition)
-            return [leaf.pick(rows, beside) for rows in partition] if own is None else [own] * count
+            owned = leaf.own(scatter.axis, scatter.mesh, count, scatter.rows_of, partition)
+            return [leaf.pick(rows, beside) for rows in partition] if owned is None else [owned] * count
 
         for part, rows in zip(parts, take_apart(value, count, parts_of), strict=True):
             part[name] = rows

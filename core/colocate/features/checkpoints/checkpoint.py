@@ -67,14 +67,15 @@ class Checkpoint:
             )
         savable({name: role for name, role in roles.items() if name in saved or role.stands_in}, "be restored")
         for name, ranks in saved.items():  # each rank wrote one part
-            role, here = roles[name], len(roles[name].slots)
+            role, slot_count = roles[name], len(roles[name].slots)
             if (
-                ranks != here
+                ranks != slot_count
                 and not role.stands_in
                 and not (takes_other_ranks(role.cls, place / name) or does_nothing(role.cls))
             ):
                 raise ConfigError(
-                    f"the checkpoint in {folder} is of {ranks} ranks of role {name!r}, which has {here} here: restore "
+                    f"the checkpoint in {folder} is of {ranks} ranks of role {name!r}, which has "
+                    f"{slot_count} here: restore "
                     f"it with {ranks}. Other numbers of ranks can go on from what save() writes by "
                     "torch.distributed.checkpoint, or from anything with restore(directory, ranks), which is told how "
                     "many ranks have saved"
@@ -89,7 +90,7 @@ class Checkpoint:
 
 def found_in(folder: Path) -> dict[str, Path]:
     """Return the folders of the checkpoints under a folder, by group; of each group the newest."""
-    found: dict[str, tuple[int, Path]] = {}
+    places: dict[str, tuple[int, Path]] = {}
     for place, folders, files in os.walk(folder):
         if RECORD not in files:
             continue
@@ -101,9 +102,9 @@ def found_in(folder: Path) -> dict[str, Path]:
             continue
         folders.clear()  # the roles' files: no further checkpoint lies below
         written = path.stat().st_mtime_ns
-        if written >= found.get(group, (0, path))[0]:
-            found[group] = written, Path(place)
-    return {group: place for group, (_, place) in found.items()}
+        if written >= places.get(group, (0, path))[0]:
+            places[group] = written, Path(place)
+    return {group: place for group, (_, place) in places.items()}
 
 
 def takes_other_ranks(cls: type, folder: Path) -> bool:
@@ -127,7 +128,7 @@ def savable(roles: Mapping[str, RoleInfo], what: str = "be checkpointed") -> dic
     for name, info in roles.items():
         if info.stands_in:  # a replayed role has no state
             continue
-        has = {which: found for which in ("save", "restore") if (found := hook(info.cls, which)) is not None}
+        has = {which: function for which in ("save", "restore") if (function := hook(info.cls, which)) is not None}
         where, cls = f"roles.{name}", info.cls.__qualname__
         if len(has) == 2:
             saved[name] = info
@@ -135,7 +136,9 @@ def savable(roles: Mapping[str, RoleInfo], what: str = "be checkpointed") -> dic
             (one,) = has
             other = "restore" if one == "save" else "save"
             mistakes.append(Mistake(where, None, f"{cls} has {one}() but no {other}()"))
-        mistakes += [Mistake(where, None, f"{cls}.{each} {why}") for each in has if (why := _unfit(info, each))]
+        mistakes += [
+            Mistake(where, None, f"{cls}.{hook_name} {why}") for hook_name in has if (why := _unfit(info, hook_name))
+        ]
     if not saved and not mistakes and not any(info.stands_in for info in roles.values()):
         mistakes.append(Mistake("roles", None, "none has save(directory) and restore(directory)"))
     if mistakes:
@@ -164,10 +167,11 @@ def refuse_others(folder: Path, roles: Collection[str]) -> None:
     Raises:
         ConfigError: The folder is neither free, nor empty, nor an earlier checkpoint of these roles.
     """
-    found = _in_the_way(folder, roles)
-    if found is not None:
+    obstacle = _in_the_way(folder, roles)
+    if obstacle is not None:
         raise ConfigError(
-            f"the checkpoint can't be written to {folder}: {found}. It may replace an earlier checkpoint of the same "
+            f"the checkpoint can't be written to {folder}: {obstacle}. It may replace an earlier checkpoint "
+            f"of the same "
             "roles, or an empty folder, and nothing else; nothing was touched. Name a folder of its own"
         )
 

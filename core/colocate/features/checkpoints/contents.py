@@ -19,14 +19,14 @@ _TOLD = 8  # the number of files that an error names
 
 def sizes_of(folder: Path) -> dict[str, tuple[int, int]]:
     """Return the files of a folder, with size and time of the last change in nanoseconds."""
-    found = {}
+    sizes = {}
     for place, _, names in os.walk(folder):
         for path in (Path(place, name) for name in sorted(names)):
             with suppress(FileNotFoundError):  # removed meanwhile, or a broken link
                 if path.is_file():
-                    told = path.stat()
-                    found[path.relative_to(folder).as_posix()] = told.st_size, told.st_mtime_ns
-    return found
+                    status = path.stat()
+                    sizes[path.relative_to(folder).as_posix()] = status.st_size, status.st_mtime_ns
+    return sizes
 
 
 def digests_of(folder: Path, names: Iterable[str]) -> dict[str, str]:
@@ -35,40 +35,40 @@ def digests_of(folder: Path, names: Iterable[str]) -> dict[str, str]:
     Raises:
         OSError: A file can't be read.
     """
-    found = {}
+    digests = {}
     for name in names:
         with (folder / name).open("rb") as file:
-            found[name] = hashlib.file_digest(file, "sha256").hexdigest()
-    return found
+            digests[name] = hashlib.file_digest(file, "sha256").hexdigest()
+    return digests
 
 
 def being_written(folder: Path) -> list[str]:
     """Return the files of a folder that this process or a descendant has open for writing."""
     import psutil  # an import from disk, unlike our own modules: on failure only this call fails
 
-    found, inside = [], f"{folder.resolve()}{os.sep}"
+    open_files, inside = [], f"{folder.resolve()}{os.sep}"
     me = psutil.Process()
     for process in (me, *me.children(recursive=True)):
         with suppress(psutil.Error):  # the process has ended
-            found += [
+            open_files += [
                 file.path.removeprefix(inside)
                 for file in process.open_files()
                 if file.path.startswith(inside) and file.mode != "r"
             ]
-    return found
+    return open_files
 
 
 def changed_sizes(folder: Path, files: Mapping[str, Sequence[object]]) -> list[str]:
     """Return the files of a checkpoint that are missing or differ in size from the record, in words."""
-    found = []
+    changes = []
     for name, (size, _) in files.items():
         try:
             now = (folder / name).stat().st_size
         except OSError as error:
-            found.append(f"{name} isn't there ({error.strerror})")
+            changes.append(f"{name} isn't there ({error.strerror})")
         else:
-            found += [f"{name} has {now} bytes, and had {size}"] * (now != size)
-    return found
+            changes += [f"{name} has {now} bytes, and had {size}"] * (now != size)
+    return changes
 
 
 def refuse_changed(folder: Path, files: Mapping[str, Sequence[object]], cause: BaseException | None = None) -> None:
@@ -91,7 +91,7 @@ def refusal(folder: Path, wrong: Sequence[str]) -> str:
 
 
 def _changed(folder: Path, files: Mapping[str, Sequence[object]]) -> list[str]:
-    if found := changed_sizes(folder, files):
-        return found
+    if changes := changed_sizes(folder, files):
+        return changes
     now = digests_of(folder, files)
     return [f"{name} has other contents than it had" for name, (_, digest) in files.items() if now[name] != digest]

@@ -70,15 +70,17 @@ class CheckpointsOfGroup(OfGroup):
 
     def starts(self) -> tuple[str, str] | None:
         """Check the checkpoint that the roles restore from, and return folder and identity."""
-        group, found = self._worker_group, self.checkpoint
+        group, checkpoint = self._worker_group, self.checkpoint
         if self._first is not None:
-            found, self._first = Checkpoint.read(self._first, group.roles), None
-        elif found is not None and group.may_resize:
-            Checkpoint.read(found.folder, group.roles)  # raises if these roles can't be restored from the checkpoint
-        self.began_from(found)
-        for name, saved in () if found is None else found.parts.items():
+            checkpoint, self._first = Checkpoint.read(self._first, group.roles), None
+        elif checkpoint is not None and group.may_resize:
+            Checkpoint.read(
+                checkpoint.folder, group.roles
+            )  # raises if these roles can't be restored from the checkpoint
+        self.began_from(checkpoint)
+        for name, saved in () if checkpoint is None else checkpoint.parts.items():
             group.part(name).restored(saved)
-        return None if found is None else (str(found.folder), found.identity)
+        return None if checkpoint is None else (str(checkpoint.folder), checkpoint.identity)
 
     def source(self) -> str | None:
         """Return the last checkpoint, in words."""
@@ -280,7 +282,7 @@ def _begun(worker_group: WorkerGroup, folder: Path, tag: Tag, wait: bool) -> Ite
         raise ConfigError(f"checkpoint(tag) must be text, a number or None, not {shown(tag)}")
     saved = savable(worker_group.roles)
     folder = folder.resolve() if folder.name in ("", "..") else folder.absolute()  # the final rename needs a name
-    found = Checkpoint(folder, tag, uuid.uuid4().hex)
+    checkpoint = Checkpoint(folder, tag, uuid.uuid4().hex)
     with checkpoints_of(worker_group).writing:  # until the checkpoint is committed
         checkpoints_of(worker_group).raise_unasked()
         _refuse_forgotten(worker_group)
@@ -288,18 +290,18 @@ def _begun(worker_group: WorkerGroup, folder: Path, tag: Tag, wait: bool) -> Ite
             refuse_others(folder, saved)
         worker_group.residents.raise_untold()
         generation, saves = worker_group.generation, checkpoints_of(worker_group).saves
-        with atomic_folder(folder, _committing(worker_group, found, saved, saves, wait)) as part:
+        with atomic_folder(folder, _committing(worker_group, checkpoint, saved, saves, wait)) as part:
             began = time.time()
             for name in saved:
                 (part / name).mkdir()
 
             def save_parts() -> None:
                 for name, half in worker_group.parts.items():
-                    if (told := half.saved()) is not None:
-                        found.parts[name] = told
+                    if (checkpoint_record := half.saved()) is not None:
+                        checkpoint.parts[name] = checkpoint_record
 
             is_left = any(_submit(worker_group, part, then=save_parts, wait=wait).result())
-            taken = time.time()
+            taken_at = time.time()
             worker_group.residents.raise_untold()
 
             files: dict[str, tuple[int, str]] = {}
@@ -310,7 +312,7 @@ def _begun(worker_group: WorkerGroup, folder: Path, tag: Tag, wait: bool) -> Ite
                 _refuse_fixed(worker_group, part, saved)
                 files.update(_looked_at(worker_group.name, saves, part, saved))
                 record = {
-                    "id": found.identity,
+                    "id": checkpoint.identity,
                     "tag": tag,
                     "group": worker_group.name,
                     "generation": generation,
@@ -318,7 +320,7 @@ def _begun(worker_group: WorkerGroup, folder: Path, tag: Tag, wait: bool) -> Ite
                         name: {"class": info.cls.__qualname__, "ranks": len(info.slots)} for name, info in saved.items()
                     },
                     "stood in": [name for name, info in worker_group.roles.items() if info.stands_in],
-                    "parts": found.parts,
+                    "parts": checkpoint.parts,
                     "files": files,
                     "colocate": __version__,
                 }
@@ -326,8 +328,8 @@ def _begun(worker_group: WorkerGroup, folder: Path, tag: Tag, wait: bool) -> Ite
 
             yield complete
         nbytes = sum(size for size, _ in files.values())
-        told = CheckpointRecord(worker_group.name, tag, folder, nbytes, began, taken, time.time())
-        worker_group.services.tell("colocate_group_checkpointed", told)
+        checkpoint_record = CheckpointRecord(worker_group.name, tag, folder, nbytes, began, taken_at, time.time())
+        worker_group.services.tell("colocate_group_checkpointed", checkpoint_record)
 
 
 def _refuse_fixed(worker_group: WorkerGroup, part: Path, saved: Mapping[str, RoleInfo]) -> None:
@@ -368,7 +370,7 @@ def _looked_at(group: str, saves: Saves, part: Path, saved: Mapping[str, RoleInf
 
     before = sizes_of(part)
     for name, info in saved.items():
-        if not (does_nothing(info.cls) or any(each.startswith(f"{name}/") for each in before)):
+        if not (does_nothing(info.cls) or any(file_name.startswith(f"{name}/") for file_name in before)):
             refuse(name, "there is no file in its folder. (A role without a state has no save() and restore().)")
     for name in before:
         if name.endswith(".distcp") and f"{name.rpartition('/')[0]}/.metadata" not in before:
@@ -391,28 +393,28 @@ def restore(worker_group: WorkerGroup, folder: Path) -> Tag:
             then, others unchanged.
     """
     with checkpoints_of(worker_group).writing:
-        found, generation = Checkpoint.read(folder.absolute(), worker_group.roles), worker_group.generation
-        _submit(worker_group, found.folder, RESTORE, identity=found.identity).result()
+        checkpoint, generation = Checkpoint.read(folder.absolute(), worker_group.roles), worker_group.generation
+        _submit(worker_group, checkpoint.folder, RESTORE, identity=checkpoint.identity).result()
         with worker_group.order.lock:
             worker_group.check()
             if worker_group.generation != generation:
                 raise ColocateError(
-                    f"group {worker_group.name!r} was restarted while {found.tag!r} was restored: that is void"
+                    f"group {worker_group.name!r} was restarted while {checkpoint.tag!r} was restored: that is void"
                 )
-            checkpoints_of(worker_group).began_from(found)
-            for name in {*worker_group.parts, *found.parts}:
-                worker_group.part(name).restored(found.parts.get(name))
+            checkpoints_of(worker_group).began_from(checkpoint)
+            for name in {*worker_group.parts, *checkpoint.parts}:
+                worker_group.part(name).restored(checkpoint.parts.get(name))
     worker_group.home.changed()
-    return found.tag
+    return checkpoint.tag
 
 
 def _refuse_forgotten(worker_group: WorkerGroup) -> None:
     """Refuse a checkpoint if the run was resumed and this group's earlier checkpoint was never restored."""
-    left = worker_group.services.resumed.get(worker_group.name)
-    if left is not None and checkpoints_of(worker_group).checkpoint is None:
+    folder = worker_group.services.resumed.get(worker_group.name)
+    if folder is not None and checkpoints_of(worker_group).checkpoint is None:
         raise ConfigError(
             f"group {worker_group.name!r} has begun anew, though the run was resumed and has a checkpoint of it in "
-            f"{left}: call group.restore(folder) with that folder (it lies in run.resumed), or pass "
+            f"{folder}: call group.restore(folder) with that folder (it lies in run.resumed), or pass "
             "spawn(restore=folder). A group that is meant to begin anew needs another name"
         )
 

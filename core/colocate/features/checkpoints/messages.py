@@ -33,8 +33,8 @@ class Saved(Message):
 
     def head(self) -> Head:
         """Return the wire format."""
-        *others, failure = values(self)
-        return "Saved", *others, None if failure is None else values(failure)
+        *fields, failure = values(self)
+        return "Saved", *fields, None if failure is None else values(failure)
 
     @classmethod
     def of(cls, *values: Any) -> Saved:

@@ -46,16 +46,16 @@ class SecondHalf:
         """Run the first half of a `save`: up to the `yield`, if there is one."""
         token = second_halves.set(self._rests)
         try:
-            found = hook(*args)
-            if inspect.isgenerator(found):
+            result = hook(*args)
+            if inspect.isgenerator(result):
                 try:
-                    next(found)
+                    next(result)
                 except StopIteration as end:  # the generator ended without a `yield`
-                    found = end.value
+                    result = end.value
                 else:
-                    self._rests.append(found)
+                    self._rests.append(result)
                     return
-            self._going_on += going_on(name, found)
+            self._going_on += going_on(name, result)
         finally:
             second_halves.reset(token)
 
@@ -140,27 +140,27 @@ class Saver:
     def _do(self, asked: AskSaved) -> None:
         open_ones: Sequence[str] = ()
         digests: Mapping[str, str] = {}
-        left: list[SecondHalf] = []
+        halves: list[SecondHalf] = []
         later: list[SecondHalf] = []  # halves with another step, for when all ranks have finished this one
         try:
             if asked.names is not None:
                 folder = Path(asked.directory)
                 open_ones, digests = being_written(folder), digests_of(folder, asked.names)
             else:
-                left, self._left = self._left, []
+                halves, self._left = self._left, []
                 with self._device.aside():
-                    while left:
-                        if left[0].go_on():
-                            later.append(left[0])
-                        del left[0]
+                    while halves:
+                        if halves[0].go_on():
+                            later.append(halves[0])
+                        del halves[0]
         except BaseException as error:
-            self._refuse(asked, error, left[0].role.name if left else None)
-            for half in left + later:
+            self._refuse(asked, error, halves[0].role.name if halves else None)
+            for half in halves + later:
                 half.drop()
         else:
             self._left += later
             self._say(Saved(asked.token, bool(later), open_ones, digests, None), None)
 
     def _refuse(self, asked: AskSaved, error: BaseException, role: str | None) -> None:
-        told, body = failure.failed(error, self._codec, self._definitions, role, False)
-        self._say(Saved(asked.token, False, (), {}, told), body)
+        failed_call, body = failure.failed(error, self._codec, self._definitions, role, False)
+        self._say(Saved(asked.token, False, (), {}, failed_call), body)

@@ -37,7 +37,7 @@ class Saves:
             RoleError: The second half of a `save` has failed.
             ColocateError: The group has failed or is closed.
         """
-        while any(told.more for told in self._ask(dict.fromkeys(self._slots), folder)):
+        while any(report.more for report in self._ask(dict.fromkeys(self._slots), folder)):
             pass  # all ranks have finished this step
 
     def look(self, folder: Path, names: Sequence[str]) -> tuple[list[str], dict[str, str]]:
@@ -47,9 +47,9 @@ class Saves:
             RoleError: A file can't be read.
             ColocateError: The group has failed or is closed.
         """
-        found = self._ask({slot: names[slot :: len(self._slots)] for slot in self._slots}, folder)
-        digests = {name: digest for told in found for name, digest in told.digests.items()}
-        return [name for told in found for name in told.open], digests
+        reports = self._ask({slot: names[slot :: len(self._slots)] for slot in self._slots}, folder)
+        digests = {name: digest for report in reports for name, digest in report.digests.items()}
+        return [name for report in reports for name in report.open], digests
 
     def _ask(self, shares: Mapping[int, Sequence[str] | None], folder: Path) -> list[Saved]:
         def ask(slot: int, token: int) -> None:

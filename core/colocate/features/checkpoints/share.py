@@ -50,15 +50,15 @@ def save(
             f"the checkpoint's folder {folder} isn't there on this machine: it has to lie on a file system that the "
             "driver and all workers share"
         )
-    left = []
+    halves = []
     for role in roles:
         with awake(role):
             half = _save(role, folder)
             if half is not None and (role.run(half.go_on) if wait else half.is_left()):
-                left.append(half)
+                halves.append(half)
         for name, part in parts.items():
-            if (told := part.saved(role)) is not None:
-                _write_own(role, folder, name, told.encode())
+            if (state := part.saved(role)) is not None:
+                _write_own(role, folder, name, state.encode())
         if (call := running_call.get()) is not None:
             calls = json.dumps([role.ctx.calls_before + call.seq, role.ctx._calls])
             _write_own(role, folder, "calls", calls.encode())
@@ -66,7 +66,7 @@ def save(
             _write_own(role, folder, "generator", generator.get_state().numpy().tobytes())
         if role.own is not None and (wide := role.setting.process_wide) is not None:
             _write_own(role, folder, "defaults", json.dumps(wide.saved(role.own)).encode())
-    return left
+    return halves
 
 
 def restore(worker_context: WorkerContext, role: RoleInstance, directory: str, identity: str) -> None:
@@ -91,27 +91,27 @@ def restore(worker_context: WorkerContext, role: RoleInstance, directory: str, i
         refuse_changed(folder, dict([*files.items()][role.ctx.rank :: role.ctx.world_size]))  # this rank's share
         restored = _restore(role, folder)
         # A new rank, unknown to the checkpoint, takes the common state from rank 0, and a new random seed.
-        own, first = (_own_file(role, folder, "calls", rank) for rank in (role.ctx.rank, 0))
-        is_new = first.exists() and not own.exists()
-        own = first if is_new else own
-        if own.exists():
-            role.ctx.calls_before, role.ctx._calls = json_of(own)
+        file, first = (_own_file(role, folder, "calls", rank) for rank in (role.ctx.rank, 0))
+        is_new = first.exists() and not file.exists()
+        file = first if is_new else file
+        if file.exists():
+            role.ctx.calls_before, role.ctx._calls = json_of(file)
         own_files = {name: _own_file(role, folder, name, rank=0 if is_new else None) for name in FEATURES}
-        for name, own in own_files.items():
-            if own.exists() or name in worker_context.parts:
-                told = own.read_text(encoding="utf-8") if own.exists() else None
-                worker_context.part(name).restored(role, told, restored)
-        own = _own_file(role, folder, "generator")
+        for name, file in own_files.items():
+            if file.exists() or name in worker_context.parts:
+                text = file.read_text(encoding="utf-8") if file.exists() else None
+                worker_context.part(name).restored(role, text, restored)
+        file = _own_file(role, folder, "generator")
         if is_new and _own_file(role, folder, "generator", rank=0).exists():
             role.ctx.generator.manual_seed(derive_seed(role.ctx.seed, "resized", role.name, role.ctx.calls_before))
-        elif own.exists():
+        elif file.exists():
             import torch
 
-            state = torch.frombuffer(bytearray(own.read_bytes()), dtype=torch.uint8)
+            state = torch.frombuffer(bytearray(file.read_bytes()), dtype=torch.uint8)
             role.ctx.generator.set_state(state)
-        own = _own_file(role, folder, "defaults")
-        if role.own is not None and (wide := role.setting.process_wide) is not None and own.exists():
-            wide.restore(role.own, json_of(own))
+        file = _own_file(role, folder, "defaults")
+        if role.own is not None and (wide := role.setting.process_wide) is not None and file.exists():
+            wide.restore(role.own, json_of(file))
     except Exception as error:
         if not _is_there(folder, identity):
             raise _replaced(Path(directory)) from error
@@ -124,8 +124,8 @@ def restore(worker_context: WorkerContext, role: RoleInstance, directory: str, i
 
 def _files_of(role: RoleInstance, folder: Path) -> dict[str, Any]:
     """Return the record's entries of a role's files, and of colocate's files for this rank."""
-    own = f"{role.name}/", str(_own_file(role, Path(), ""))
-    return {name: told for name, told in _record(folder)["files"].items() if name.startswith(own)}
+    prefixes = f"{role.name}/", str(_own_file(role, Path(), ""))
+    return {name: entry for name, entry in _record(folder)["files"].items() if name.startswith(prefixes)}
 
 
 def read(folder: Path) -> tuple[Path, dict[str, Any]]:
@@ -171,8 +171,8 @@ def _replaced(folder: Path) -> ColocateError:
 
 def hook(cls: type, name: str) -> Callable[..., Any] | None:
     """Return the function of a class's `save` or `restore`, also if that is a `@method`; None for none."""
-    found = getattr(cls, name, None)
-    return found.spec.function if isinstance(found, RoleMethod) else found if callable(found) else None
+    attribute = getattr(cls, name, None)
+    return attribute.spec.function if isinstance(attribute, RoleMethod) else attribute if callable(attribute) else None
 
 
 def takes_ranks(cls: type) -> bool:
@@ -183,11 +183,11 @@ def takes_ranks(cls: type) -> bool:
 
 def _save(role: RoleInstance, folder: Path) -> SecondHalf | None:
     assert role.name is not None
-    own = folder / role.name
-    if not own.is_dir() or role.stands_in:
+    role_folder = folder / role.name
+    if not role_folder.is_dir() or role.stands_in:
         return None
     half, had = SecondHalf(role), {**getattr(role.instance, "__dict__", {})}
-    role.run_hook(_bound(role, "save"), str(own), name="save", by=half.take_state)
+    role.run_hook(_bound(role, "save"), str(role_folder), name="save", by=half.take_state)
     has = getattr(role.instance, "__dict__", {}).items()
     half.add([value for key, value in has if value is not had.get(key) and is_future(value)])  # as in torch's recipe
     return half
@@ -196,18 +196,18 @@ def _save(role: RoleInstance, folder: Path) -> SecondHalf | None:
 def _restore(role: RoleInstance, folder: Path) -> bool:
     """Call a role's `restore`, if the checkpoint has a state for this role; return whether it has."""
     assert role.name is not None
-    own = folder / role.name
-    if not own.is_dir() or role.stands_in:
+    role_folder = folder / role.name
+    if not role_folder.is_dir() or role.stands_in:
         return False
     ranks = _record(folder)["roles"][role.name]["ranks"]
     more = {"ranks": ranks} if takes_ranks(type(role.instance)) else {}
-    role.run_hook(partial(_bound(role, "restore"), **more), str(own), name="restore")
+    role.run_hook(partial(_bound(role, "restore"), **more), str(role_folder), name="restore")
     return True
 
 
 def _bound(role: RoleInstance, name: str) -> Callable[..., Any]:
-    found = getattr(type(role.instance), name)
-    bound = MethodType(found.spec.function, role.instance) if isinstance(found, RoleMethod) else None
+    attribute = getattr(type(role.instance), name)
+    bound = MethodType(attribute.spec.function, role.instance) if isinstance(attribute, RoleMethod) else None
     return bound or getattr(role.instance, name)
 
 
@@ -216,9 +216,9 @@ def _record(place: Path) -> Any:
 
 
 def _write_own(role: RoleInstance, folder: Path, what: str, data: bytes) -> None:
-    own = _own_file(role, folder, what)
-    own.parent.mkdir(exist_ok=True)
-    own.write_bytes(data)
+    path = _own_file(role, folder, what)
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(data)
 
 
 def _own_file(role: RoleInstance, folder: Path, what: str, rank: int | None = None) -> Path:

@@ -53,9 +53,9 @@ def save_state(state: Mapping[str, Any], directory: str, ctx: Context | None = N
         ranks: dict[str, Any] = {"no_dist": True} if ctx.world_size == 1 else {"process_group": ctx.process_group()}
         save(dict(state), checkpoint_id=directory, **ranks)
         return
-    found = _in_halves(dict(state), directory, ctx)
-    next(found)
-    halves.append(found)
+    halves_of_state = _in_halves(dict(state), directory, ctx)
+    next(halves_of_state)
+    halves.append(halves_of_state)
 
 
 def _in_halves(state: dict[str, Any], directory: str, ctx: Context) -> Generator[None, None, None]:
@@ -118,11 +118,11 @@ class _Copies:
     def _tensor(self, tensor: torch.Tensor) -> torch.Tensor:
         flatten: Any = getattr(tensor, "__tensor_flatten__", None)  # a wrapper of tensors, such as DTensor
         if flatten is not None:
-            names, kept = flatten()
+            names, metadata = flatten()
             inner = {name: getattr(tensor, name) for name in names}  # since torch 2.13 with the mesh
             inner = {name: self._tensor(it) if isinstance(it, torch.Tensor) else it for name, it in inner.items()}
-            made: torch.Tensor = type(tensor).__tensor_unflatten__(inner, kept, tensor.size(), tensor.stride())  # type: ignore[attr-defined]
-            return made
+            clone: torch.Tensor = type(tensor).__tensor_unflatten__(inner, metadata, tensor.size(), tensor.stride())  # type: ignore[attr-defined]
+            return clone
         tensor = tensor.detach()
         if tensor.layout is not torch.strided or tensor.is_quantized:
             return tensor.to("cpu", copy=True)

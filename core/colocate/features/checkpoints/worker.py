@@ -45,11 +45,11 @@ class CheckpointsOfWorker(OfWorker, calls={CHECKPOINT: "save", RESTORE: "restore
         context = self._worker_context
         self._saver.leave(())  # frees the memory of an abandoned checkpoint
         awake = partial(context.awake, why="to be saved")
-        left = share.save(self._roles(), directory, awake, wait, context.parts)
-        if left:
+        halves = share.save(self._roles(), directory, awake, wait, context.parts)
+        if halves:
             context.device.end("the checkpoint")  # another thread reads the device's copies afterwards
-        self._saver.leave(left)
-        return bool(left)
+        self._saver.leave(halves)
+        return bool(halves)
 
     @method
     def restore(self, directory: str, identity: str) -> None:

@@ -218,11 +218,11 @@ class Child:
         import subprocess  # few workers have children: imported on first use
 
         hear_of_ends()
-        told, tell = os.pipe()
+        read_end, tell = os.pipe()
         try:
             output, printed = os.pipe()
         except OSError:
-            os.close(told)
+            os.close(read_end)
             os.close(tell)
             raise
         outcome: list[BaseException | None] = []
@@ -248,7 +248,7 @@ class Child:
         done.wait()
         os.close(tell)
         os.close(printed)
-        with open(told, "rb") as file:
+        with open(read_end, "rb") as file:
             pid, _, trouble = file.read().decode().partition(" ")
         self._output = output
         if self._popen is None or trouble or not pid:
@@ -257,8 +257,8 @@ class Child:
             if self._popen is not None:
                 self._popen.wait()
             with open(output, "rb") as file:
-                found = file.read(_READ_BYTES)
-            why = error_text(outcome[0]) if outcome[0] is not None else trouble or found.decode(errors="replace")
+                bytes_read = file.read(_READ_BYTES)
+            why = error_text(outcome[0]) if outcome[0] is not None else trouble or bytes_read.decode(errors="replace")
             raise ColocateError(f"{self._label()} could not be started: {words[0]!r}: {why}")
         self.pid = int(pid)
         os.set_blocking(output, False)
@@ -284,8 +284,8 @@ class Child:
             ChildDied: The child has ended, or was ended since it wasn't ready in time.
         """
         until = time.monotonic() + within
-        asked = _Asked(self, ready) if callable(ready) else None
-        last = "it wasn't asked yet" if asked is None else asked.last
+        check = _Asked(self, ready) if callable(ready) else None
+        last = "it wasn't asked yet" if check is None else check.last
         while ready is not None and not self._expected:
             if not self.alive:
                 raise self._error()
@@ -298,9 +298,9 @@ class Child:
                 last = f"no line like {ready.pattern!r}"
                 if self._said.wait(_LOOKS_S):
                     break
-            elif asked is not None:
-                last = asked.last
-                if asked.answered(_LOOKS_S):
+            elif check is not None:
+                last = check.last
+                if check.answered(_LOOKS_S):
                     break
             elif isinstance(ready, str):
                 answer = answer_of(ready)
@@ -548,8 +548,8 @@ def answer_of(url: str) -> str:
     from urllib.parse import urlsplit
 
     parts = urlsplit(url)
-    made = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-    connection: Any = made(parts.hostname or "", parts.port, timeout=_ANSWERS_S)
+    connection_class = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+    connection: Any = connection_class(parts.hostname or "", parts.port, timeout=_ANSWERS_S)
     try:
         connection.request("GET", f"{parts.path or '/'}{f'?{parts.query}' if parts.query else ''}")
         return str(connection.getresponse().status)

@@ -61,14 +61,14 @@ def _hand_on(connection: Connection, message: Any) -> None:
 
 def _send(connection: Connection, weights: Iterable[tuple[str, torch.Tensor]], size: int) -> None:
     area: mmap.mmap | None = None
-    told: list[tuple[str, torch.dtype, tuple[int, ...], int]] = []
+    batch: list[tuple[str, torch.dtype, tuple[int, ...], int]] = []
     used = 0
 
     def pass_on() -> None:
         nonlocal used
-        if told:
-            _hand_on(connection, told)
-            told.clear()
+        if batch:
+            _hand_on(connection, batch)
+            batch.clear()
         used = 0
 
     for name, weight in weights:
@@ -83,10 +83,10 @@ def _send(connection: Connection, weights: Iterable[tuple[str, torch.Tensor]], s
             if area is None or nbytes > len(area):
                 area = _offer(connection, max(size, nbytes, 1))
         if nbytes:
-            there = torch.frombuffer(area, dtype=tensor.dtype, count=tensor.numel(), offset=used)
-            there.view(tensor.shape).copy_(tensor)
-            del there  # a view would keep the area mapped
-        told.append((name, tensor.dtype, tuple(tensor.shape), used))
+            target = torch.frombuffer(area, dtype=tensor.dtype, count=tensor.numel(), offset=used)
+            target.view(tensor.shape).copy_(tensor)
+            del target  # a view would keep the area mapped
+        batch.append((name, tensor.dtype, tuple(tensor.shape), used))
         used += -(-nbytes // _ALIGNED) * _ALIGNED
     pass_on()
     _hand_on(connection, None)
@@ -106,18 +106,18 @@ def receive_weights(connection: Connection) -> Generator[tuple[str, torch.Tensor
     """
     area: mmap.mmap | None = None
     try:
-        while (found := connection.recv()) is not None:
-            if isinstance(found, str):
-                raise ColocateError(f"not all weights have come: {found}")
-            if isinstance(found, int):
-                area = _taken(connection, found)
+        while (message := connection.recv()) is not None:
+            if isinstance(message, str):
+                raise ColocateError(f"not all weights have come: {message}")
+            if isinstance(message, int):
+                area = _taken(connection, message)
                 continue
-            if isinstance(found, tuple):
-                yield found
+            if isinstance(message, tuple):
+                yield message
             else:
-                for name, dtype, shape, offset in found:
+                for name, dtype, shape, offset in message:
                     yield name, _at(area, dtype, shape, offset)
-            del found  # the source's memory, with CUDA IPC
+            del message  # the source's memory, with CUDA IPC
             connection.send(None)
     except GeneratorExit:
         connection.send(_CLOSED)

@@ -93,45 +93,49 @@ class ChildrenOfWorker(OfWorker):
         )
 
         words, title = _words(program, python, port)
-        what = f"ctx.start({name or title!r})"
+        call = f"ctx.start({name or title!r})"
         if ctx.role is None:
-            raise ConfigError(f"{what}: children belong to a role, which a function isn't: have a method start it")
+            raise ConfigError(f"{call}: children belong to a role, which a function isn't: have a method start it")
         if fails not in ("call", "group", None):
-            raise ConfigError(f"{what}: fails={fails!r}; it is 'call', 'group' or None")
-        within = seconds(within, f"{what}: within")
-        hung_after = seconds(hung_after, f"{what}: hung_after", positive=True)
-        for word, asked, others in ("ready", ready, (str, re.Pattern)), ("health", health, ()):
-            if not (asked is None or callable(asked) or is_url(asked) or isinstance(asked, others)):
-                kinds = f"a URL{', a line that it prints' if others else ''}"
-                raise ConfigError(f"{what}: {word}={asked!r}; it is {kinds} or a function of the child")
+            raise ConfigError(f"{call}: fails={fails!r}; it is 'call', 'group' or None")
+        within = seconds(within, f"{call}: within")
+        hung_after = seconds(hung_after, f"{call}: hung_after", positive=True)
+        for word, option, kinds_besides in ("ready", ready, (str, re.Pattern)), ("health", health, ()):
+            if not (option is None or callable(option) or is_url(option) or isinstance(option, kinds_besides)):
+                kinds = f"a URL{', a line that it prints' if kinds_besides else ''}"
+                raise ConfigError(f"{call}: {word}={option!r}; it is {kinds} or a function of the child")
         loop, parent = self._have_loop(), Parent(ctx.group, ctx.role, ctx.rank, ctx.node)
-        for known in list(self._all.values()):
+        for other_child in list(self._all.values()):
             # A role that starts a child again may know of the former one's end before the notification.
-            known._settle(CHILD_TOLD_WITHIN_S)
+            other_child._settle(CHILD_TOLD_WITHIN_S)
         with self._lock:
             names = [name] if name else (f"{title}-{n}" if n > 1 else title for n in itertools.count(1))
-            free = (each for each in names if (found := self._all.get((ctx.role, each))) is None or not found.alive)
-            if (own := next(free, None)) is None:
+            free = (
+                item
+                for item in names
+                if (child_of_name := self._all.get((ctx.role, item))) is None or not child_of_name.alive
+            )
+            if (child_name := next(free, None)) is None:
                 raise ConfigError(
-                    f"{what}: role {ctx.role!r} has a child of this name that runs: give each a name of its own, as "
+                    f"{call}: role {ctx.role!r} has a child of this name that runs: give each a name of its own, as "
                     "those of rows that run beside each other, or leave name= out"
                 )
-            former = self._all.pop((ctx.role, own), None)
+            former = self._all.pop((ctx.role, child_name), None)
             row = state if isinstance(state := running_call.get(), RowState) else None
             asks = ASKS if callable(program) else signal.SIGTERM
-            child = Child(parent, own, fails, row, loop, asks, supervisor.ENDS, self._printed, self._changed)
-            self._all[ctx.role, own] = child
+            child = Child(parent, child_name, fails, row, loop, asks, supervisor.ENDS, self._printed, self._changed)
+            self._all[ctx.role, child_name] = child
         if row is not None:
             import asyncio  # imported already: rows run on asyncio
 
             row.at_end.append(partial(asyncio.to_thread, child.stop))
         try:
             if cwd is not None and not Path(cwd).is_dir():
-                raise ConfigError(f"{what}: cwd={str(cwd)!r} is no folder on node {ctx.node}")
-            if wrong := [each for each in (env or {}).items() if not all(isinstance(word, str) for word in each)]:
-                raise ConfigError(f"{what}: env={dict(wrong)!r}; names and values of variables are text")
+                raise ConfigError(f"{call}: cwd={str(cwd)!r} is no folder on node {ctx.node}")
+            if wrong := [item for item in (env or {}).items() if not all(isinstance(word, str) for word in item)]:
+                raise ConfigError(f"{call}: env={dict(wrong)!r}; names and values of variables are text")
             environ = self._environ(env or {})
-            _check_program(what, words[0] if words else python or sys.executable, environ, cwd, ctx)
+            _check_program(call, words[0] if words else python or sys.executable, environ, cwd, ctx)
             if callable(program):
                 ready = child._awaits(ready)
                 self._begin_function(child, program, python, environ, cwd)
@@ -140,7 +144,7 @@ class ChildrenOfWorker(OfWorker):
                 ready = child._awaits(_filled(ready, values))
                 health = _filled(health, values)
                 words = [_filled(word, values) for word in words]
-                environ = {each: _filled(value, values) for each, value in environ.items()}
+                environ = {item: _filled(value, values) for item, value in environ.items()}
                 child._begin(_LAUNCHER, words, environ, cwd, [int(values["{fd}"])] if "{fd}" in values else [])
                 if "{fd}" in values:
                     child._let_go_of_port()  # the child then holds the only copy: a closed port shows the child's end
@@ -149,9 +153,9 @@ class ChildrenOfWorker(OfWorker):
         except BaseException:
             child.stop(0)
             with self._lock:
-                del self._all[ctx.role, own]
+                del self._all[ctx.role, child_name]
                 if former is not None:
-                    self._all[ctx.role, own] = former
+                    self._all[ctx.role, child_name] = former
             self._tell()
             raise
         finally:
@@ -181,10 +185,10 @@ class ChildrenOfWorker(OfWorker):
 
         signal_handlers.waits_for_role_code(ChildConnection.recv)  # representative of all methods
         data = _packed(function, f"ctx.start({child.name!r})")
-        here, there = socket.socketpair()
-        with there:  # closed here, so that the child's end closes the connection
-            child.connection = ChildConnection(here.detach(), child)
-            fd = there.fileno()
+        parent_end, child_end = socket.socketpair()
+        with child_end:  # closed here, so that the child's end closes the connection
+            child.connection = ChildConnection(parent_end.detach(), child)
+            fd = child_end.fileno()
             words = [python or sys.executable, "-P", "-m", "colocate.features.children.process", str(fd), child.name]
             child._begin(_LAUNCHER, words, environ, cwd, [fd])
         self._tell()
@@ -198,13 +202,15 @@ class ChildrenOfWorker(OfWorker):
     def _environ(self, env: Mapping[str, str]) -> dict[str, str]:
         """Return a child's environment: this process's, `env`, and the folders beside the driver's script."""
         boot = self._worker_context.boot
-        found = {"PYTHONFAULTHANDLER": "1", **os.environ, **env}  # prints the stacks of a hung child
-        found.setdefault(supervisor.MARK, f"{os.getpid()} {boot.worker}")
-        beside = [
-            each for each in boot.path if not each.startswith((sys.prefix, sys.base_prefix)) and Path(each).is_dir()
+        environ = {"PYTHONFAULTHANDLER": "1", **os.environ, **env}  # prints the stacks of a hung child
+        environ.setdefault(supervisor.MARK, f"{os.getpid()} {boot.worker}")
+        script_paths = [
+            folder
+            for folder in boot.path
+            if not folder.startswith((sys.prefix, sys.base_prefix)) and Path(folder).is_dir()
         ]
-        found["PYTHONPATH"] = os.pathsep.join(filter(None, [found.get("PYTHONPATH"), *beside]))
-        return found
+        environ["PYTHONPATH"] = os.pathsep.join(filter(None, [environ.get("PYTHONPATH"), *script_paths]))
+        return environ
 
     def _given_up(self, ctx: Context) -> bool:
         """Return whether the running call, or the roles' construction, was cancelled."""
@@ -279,9 +285,9 @@ class ChildrenOfWorker(OfWorker):
             return error
         for child in self._used_by(role, row):
             if child in self.dead:
-                found = child._error()
-                found.__cause__ = error
-                return found.with_traceback(error.__traceback__)
+                child_error = child._error()
+                child_error.__cause__ = error
+                return child_error.with_traceback(error.__traceback__)
         return error
 
     def awaits_cause(
@@ -308,12 +314,12 @@ class ChildrenOfWorker(OfWorker):
 
     def nbytes(self) -> dict[str, dict[str, int]]:
         """Return the private memory of children in bytes, by role and name."""
-        found: dict[str, dict[str, int]] = {}
+        sizes: dict[str, dict[str, int]] = {}
         for (owner, name), child in list(self._all.items()):
             if child.alive and child.pid:
                 pids = supervisor.below(child._top)[1:]  # the first is the lower supervisor
-                found.setdefault(owner, {})[name] = max(0, sum(map(private_bytes, pids)) - child.managed)
-        return found
+                sizes.setdefault(owner, {})[name] = max(0, sum(map(private_bytes, pids)) - child.managed)
+        return sizes
 
     def _stop(self, role: str | None = None) -> None:
         for (owner, _), child in reversed([*self._all.items()]):
@@ -369,7 +375,10 @@ class ChildrenOfWorker(OfWorker):
         key = child._parent.role, child.name
         is_dead = child._failed and child._is_ready and child._fails is not None and self._all.get(key) is child
         was = child in self.dead
-        self.dead = (*(each for each in self.dead if each is not child), *([child] if is_dead else ()))
+        self.dead = (
+            *(dead_child for dead_child in self.dead if dead_child is not child),
+            *([child] if is_dead else ()),
+        )
         if child._is_ready and not child.alive and not is_dead and self._all.get(key) is child:
             del self._all[key]
         return is_dead and not was
@@ -425,11 +434,11 @@ def _used(ctx: Context) -> set[str | None]:
 
 
 def _causes(error: BaseException | None, *kinds: type[BaseException]) -> bool:
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
+    visited: set[int] = set()
+    while error is not None and id(error) not in visited:
         if isinstance(error, kinds):
             return True
-        seen.add(id(error))
+        visited.add(id(error))
         error = error.__cause__ or error.__context__
     return False
 
@@ -456,25 +465,25 @@ def _check_program(what: str, program: str, env: Mapping[str, str], cwd: str | N
 
     path = os.path.join(cwd or "", program) if os.sep in program else program
     if shutil.which(path, path=env.get("PATH", os.defpath)) is None:
-        there = "isn't an executable file" if os.sep in program else "is on no folder of PATH"
+        problem = "isn't an executable file" if os.sep in program else "is on no folder of PATH"
         hint = ": give python= the interpreter that is to run it" if program.startswith("-") else ""
-        raise ConfigError(f"{what}: the program {program!r} isn't found: it {there} on node {ctx.node}{hint}")
+        raise ConfigError(f"{what}: the program {program!r} isn't found: it {problem} on node {ctx.node}{hint}")
 
 
 def _bound(what: str, port: int) -> socket.socket:
     if not isinstance(port, int) or not 0 <= port < 1 << 16:
         raise ConfigError(f"{what}: port={port!r}; ports are whole numbers up to 65535, and 0 takes a free one")
-    made = socket.socket()
+    sock = socket.socket()
     # With this option, the child can bind the port while this socket still reserves the port.
-    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        made.bind((LOOPBACK, port))
+        sock.bind((LOOPBACK, port))
     except OSError as error:
-        made.close()
+        sock.close()
         raise ConfigError(
             f"{what}: port {port} of {LOOPBACK} is taken ({error.strerror}): port=0 takes a free one"
         ) from None
-    return made
+    return sock
 
 
 def _port_of(child: Child, words: Sequence[str], port: int | None) -> dict[str, str]:
@@ -494,8 +503,8 @@ def _port_of(child: Child, words: Sequence[str], port: int | None) -> dict[str, 
 
 def _filled(value: T, values: Mapping[str, str]) -> T:
     if isinstance(value, str):
-        for name, each in values.items():
-            value = value.replace(name, each)  # type: ignore[assignment]
+        for name, filler in values.items():
+            value = value.replace(name, filler)  # type: ignore[assignment]
     return value
 
 

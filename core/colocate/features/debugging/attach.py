@@ -29,8 +29,8 @@ class Attached(NamedTuple):
     @property
     def stops(self) -> Sequence[Mapping[str, Any]] | None:
         """Return the stopped ranks as plain data; None if this terminal is attached."""
-        found: Sequence[Mapping[str, Any]] | None = self.first.get("stops")
-        return found
+        stops_listed: Sequence[Mapping[str, Any]] | None = self.first.get("stops")
+        return stops_listed
 
     def serve(self) -> int:
         """Run the terminal on the main thread until the end; return the process's exit code."""
@@ -46,7 +46,7 @@ class Attached(NamedTuple):
 
 def stopped_drivers() -> list[int]:
     """Return the pids of drivers on this machine with stopped ranks, of any user."""
-    return sorted({int(each[1]) for each in listening(rf"{address('')[1:]}(\d+)")})
+    return sorted({int(match[1]) for match in listening(rf"{address('')[1:]}(\d+)")})
 
 
 def attach(pid: int, which: str | None) -> Attached:
@@ -78,8 +78,8 @@ def attach(pid: int, which: str | None) -> Attached:
     if not first:
         attached.close()
         raise ConfigError(f"process {pid} is another user's, or has just ended")
-    told = json.loads(first)
-    if told.get("stops") == []:
+    answer = json.loads(first)
+    if answer.get("stops") == []:
         attached.close()
         raise ConfigError(f"no rank of a run of process {pid} is stopped")
-    return attached._replace(first=told)
+    return attached._replace(first=answer)

@@ -90,10 +90,10 @@ class Stop:
 
     def row(self) -> dict[str, Any]:
         """Return the stop as plain data."""
-        found = {"group": self.group, "role": self.role, "rank": self.rank, "slot": self.slot, "node": self.node}
-        whose = None if self.terminal is None else self.terminal.name
-        more = {"call": self.label, "where": self.where, "error": self.error, "terminal": whose}
-        return {**found, **more, "since": self.since, "seconds": round(time.time() - self.since, 1)}
+        place = {"group": self.group, "role": self.role, "rank": self.rank, "slot": self.slot, "node": self.node}
+        terminal_name = None if self.terminal is None else self.terminal.name
+        more = {"call": self.label, "where": self.where, "error": self.error, "terminal": terminal_name}
+        return {**place, **more, "since": self.since, "seconds": round(time.time() - self.since, 1)}
 
 
 @attrs.define(eq=False)
@@ -204,9 +204,9 @@ class Desk:
 
     def _serve(self) -> None:
         """Attach terminals to waiting stops (a follower's, or the driver's own), and accept other terminals."""
-        for stop in [each for each in self._stops if each.waits]:
-            followers = (each for each in self._terminals if each.follows == (stop.group, stop.slot))
-            if (free := next((each for each in followers if each.stop is None and not each.is_gone), None)) is not None:
+        for stop in [item for item in self._stops if item.waits]:
+            followers = (item for item in self._terminals if item.follows == (stop.group, stop.slot))
+            if (free := next((item for item in followers if item.stop is None and not item.is_gone), None)) is not None:
                 self._attach(stop, free)
         try:
             self._serve_own()
@@ -233,9 +233,9 @@ class Desk:
         self._close_if_idle()
 
     def _leave(self, group: str, why: str) -> None:
-        for stop in [each for each in self._stops if each.group == group]:
+        for stop in [item for item in self._stops if item.group == group]:
             self._end(stop, why)
-        for terminal in [each for each in self._terminals if each.follows and each.follows[0] == group]:
+        for terminal in [item for item in self._terminals if item.follows and item.follows[0] == group]:
             self._end_terminal(terminal, f"[colocate] group {group!r}: {why}")
         self._close_if_idle()
 
@@ -250,8 +250,8 @@ class Desk:
 
     def _attach(self, stop: Stop, terminal: Terminal) -> None:
         stop.terminal, terminal.stop = terminal, stop
-        others = sum(each.waits for each in self._stops)
-        more = f" ({others} more wait for a terminal)" if others else ""
+        waiting = sum(other_stop.waits for other_stop in self._stops)
+        more = f" ({waiting} more wait for a terminal)" if waiting else ""
         head, stop.shown = f"[colocate] {stop}{more}\n{stop.shown}", ""
         terminal.say({"text": head, "asks": stop.asks})
 
@@ -289,14 +289,14 @@ class Desk:
     def _asked(self, terminal: Terminal, which: str | None) -> None:
         """Attach a terminal to the requested rank; without a unique match, send a list."""
         words = [] if which is None else which.split("/")
-        stops = [each for each in self._stops if not each.goes_on]
-        named = [each for each in stops if not words or each.name.split("/")[-len(words) :] == words]
-        free = [each for each in named if each.waits]
+        stops = [candidate for candidate in self._stops if not candidate.goes_on]
+        named = [candidate for candidate in stops if not words or candidate.name.split("/")[-len(words) :] == words]
+        free = [candidate for candidate in named if candidate.waits]
         if len(free) == 1 and (which is not None or len(named) == 1):
             terminal.follows = free[0].group, free[0].slot
             self._attach(free[0], terminal)
             return
-        terminal.say({"stops": [each.row() for each in stops], "named": len(named), "free": len(free)})
+        terminal.say({"stops": [candidate.row() for candidate in stops], "named": len(named), "free": len(free)})
         self._end_terminal(terminal)
         self._close_if_idle()
 
@@ -304,7 +304,7 @@ class Desk:
 
     def _serve_own(self) -> None:
         """Attach the driver's terminal, if there is one, to the next stop without a terminal."""
-        stop = next((each for each in self._stops if each.waits), None)
+        stop = next((waiting_stop for waiting_stop in self._stops if waiting_stop.waits), None)
         if self._own is not None and self._own.stop is not None:
             return
         if stop is None:
@@ -320,11 +320,11 @@ class Desk:
     def _start(self, screen: int) -> Terminal:
         for undrawn in list(drawing):
             self._undrawn.enter_context(undrawn())
-        here, there = socket.socketpair()
-        with there:
-            command = [sys.executable, "-I", "-S", client.__file__, str(there.fileno())]
-            process = subprocess.Popen(command, stdout=screen, stderr=screen, pass_fds=[there.fileno()])
-        return self._add(Terminal(here, "the driver's", process))
+        own_end, terminal_end = socket.socketpair()
+        with terminal_end:
+            command = [sys.executable, "-I", "-S", client.__file__, str(terminal_end.fileno())]
+            process = subprocess.Popen(command, stdout=screen, stderr=screen, pass_fds=[terminal_end.fileno()])
+        return self._add(Terminal(own_end, "the driver's", process))
 
     def _add(self, terminal: Terminal) -> Terminal:
         self._terminals.append(terminal)
@@ -386,7 +386,7 @@ def _own_screen() -> int | None:
             return None
     except OSError:
         return None
-    return next((each for each in (1, 2) if os.isatty(each)), None)
+    return next((fd for fd in (1, 2) if os.isatty(fd)), None)
 
 
 _lock = threading.Lock()

@@ -65,7 +65,7 @@ class DebuggingOfGroup(OfGroup):
         )
         self._stops[worker.slot, told.number] = stop
         stop.in_editor = told.in_editor
-        if any(each.services.is_ending for each in list(live.values())):
+        if any(other_group.services.is_ending for other_group in list(live.values())):
             stop.let_go(0)
         elif not stop.in_editor:
             desk_of(self).begin(stop)
@@ -84,7 +84,7 @@ class DebuggingOfGroup(OfGroup):
 
     def gone(self, worker: Worker) -> None:
         """End the stops of a lost worker."""
-        for key in [each for each in list(self._stops) if each[0] == worker.slot]:
+        for key in [stop_key for stop_key in list(self._stops) if stop_key[0] == worker.slot]:
             self._end(key, "has ended: its worker is gone")
 
     def failed(self, error: ColocateError) -> None:
@@ -96,7 +96,7 @@ class DebuggingOfGroup(OfGroup):
 
         A resumed rank counts no longer: it may still hang.
         """
-        spans = [*self._stood, *((each.since, each.until or time.time()) for each in list(self._stops.values()))]
+        spans = [*self._stood, *((stop.since, stop.until or time.time()) for stop in list(self._stops.values()))]
         return length((max(begin, since), end) for begin, end in spans if end > since)
 
     def stopped(self) -> Mapping[int, str]:

@@ -81,8 +81,8 @@ class Editor:
             import debugpy
         except ImportError as error:
             raise CapabilityError(f"PYTHONBREAKPOINT=debugpy.breakpoint needs debugpy: {pip_line('debug')}") from error
-        with wire.listening_within(wire.LOOPBACK, self._ports, "an editor that debugs a rank") as found:
-            port = found.getsockname()[1]
+        with wire.listening_within(wire.LOOPBACK, self._ports, "an editor that debugs a rank") as sock:
+            port = sock.getsockname()[1]
         for thread in threading.enumerate():
             if isinstance(thread, Thread) and thread not in self._lanes:
                 self._quiet(thread)

@@ -42,20 +42,20 @@ def talk(sock: socket.socket, lines: IO[str], first: Mapping[str, Any] | None, o
     threading.Thread(target=terminal.hear, name="hears", daemon=True).start()
     while True:
         try:
-            told = terminal.said.get()
+            message = terminal.said.get()
         except KeyboardInterrupt:
             if own:
                 continue
             return 130
-        if "over" in told:
-            if told["over"]:
-                print(told["over"], flush=True)
+        if "over" in message:
+            if message["over"]:
+                print(message["over"], flush=True)
             return 0
-        text = told["text"]
-        shown, newline, prompt = text.rpartition("\n") if told["asks"] else (text, "", "")
+        text = message["text"]
+        shown, newline, prompt = text.rpartition("\n") if message["asks"] else (text, "", "")
         sys.stdout.write(shown + newline)
         sys.stdout.flush()
-        if told["asks"] and not terminal.answers(prompt) and not own:
+        if message["asks"] and not terminal.answers(prompt) and not own:
             print("detached: the call goes on", flush=True)
             return 0
 
@@ -73,13 +73,13 @@ class _Terminal:
 
     def hear(self) -> None:
         """Queue messages until the end; then interrupt the main thread's input, which restores the terminal."""
-        told: Mapping[str, Any] = {}
+        message: Mapping[str, Any] = {}
         with contextlib.suppress(OSError, ValueError):
             for line in self._lines:
-                self.said.put(told := json.loads(line))
-                if "over" in told:
+                self.said.put(message := json.loads(line))
+                if "over" in message:
                     break
-        if "over" not in told:
+        if "over" not in message:
             self.said.put({"over": "the driver has ended"})
         self._is_over = True
         while self._asks:  # again, in case the main thread was about to wait

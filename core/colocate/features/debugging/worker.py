@@ -129,8 +129,8 @@ class DebuggingOfWorker(OfWorker):
         self._stops[terminal.number] = terminal
         self._context.lane.waits()
         role = None if ctx is None else ctx.role
-        told = terminal.number, role, terminal.label, terminal.rank, where, terminal.error, in_editor
-        self._context.say(Stopped(*told))
+        arguments = terminal.number, role, terminal.label, terminal.rank, where, terminal.error, in_editor
+        self._context.say(Stopped(*arguments))
         if self._goes_on():  # since the check before the stop
             terminal.lines.put(None)
 
@@ -188,13 +188,13 @@ class _Debugger(pdb.Pdb):
 
     def dispatch_return(self, frame: FrameType, arg: Any) -> Any:
         """Handle a return. Stepping ends with a step out of role code, though more role code may follow."""
-        found = super().dispatch_return(frame, arg)
+        result = super().dispatch_return(frame, arg)
         outer = frame.f_back
         # A coroutine continues later: `leaves` notes the end of the call.
         awaits = frame.f_code.co_flags & inspect.CO_COROUTINE
         if not awaits and (outer is None or not is_role_code(outer)) and is_role_code(frame):
             self.steps_no_further()
-        return found
+        return result
 
     def dispatch_exception(self, frame: FrameType, arg: Any) -> Any:
         """Handle an exception, unless raised in code of colocate's own."""

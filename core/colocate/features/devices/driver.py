@@ -120,8 +120,8 @@ class DeviceWatch:
                 elif uuid := part.own[worker]:
                     nodes[node].append((part, worker, uuid))
         self._asked = dict(nodes)
-        for found in nodes.values():
-            found[0][1].send(AskDevices(sorted({uuid for _, _, uuid in found})))
+        for entries in nodes.values():
+            entries[0][1].send(AskDevices(sorted({uuid for _, _, uuid in entries})))
         self._again()
 
     def told(self, worker: Worker, told: DevicesTold) -> None:
@@ -134,12 +134,12 @@ class DeviceWatch:
             return
         if told.own and group is not None:
             cast("DevicesOfGroup", group.part("devices")).own[worker] = told.own
-        now, asked, samples = time.time(), self._asked.get(node, ()), list[DeviceSample]()
+        now, requested, samples = time.time(), self._asked.get(node, ()), list[DeviceSample]()
         for uuid, name, *values in told.samples:
-            having = [(part, each) for part, each, own in asked if own == uuid]
-            slots = [(each.boot.group, each.slot) for _, each in having]
+            having = [(part, peer) for part, peer, device_uuid in requested if device_uuid == uuid]
+            slots = [(peer.boot.group, peer.slot) for _, peer in having]
             samples.append(sample := DeviceSample(now, node, slots, uuid, name, *cast("Any", values)))
-            for part, each in having:
-                part.latest[each.slot] = sample
+            for part, peer in having:
+                part.latest[peer.slot] = sample
         if samples and not self._is_over:
             self._connection.services.tell(HOOK, samples)

@@ -39,19 +39,19 @@ class DevicesOfWorker(OfWorker):
         self._jobs.close(_ENDS_WITHIN_S)
 
     def _answer(self, uuids: Sequence[str]) -> None:
-        own, samples, trouble = "", list[Sampled](), ""
+        own_uuid, samples, trouble = "", list[Sampled](), ""
         try:
             if self._nvml is None:
                 self._nvml = _Nvml()
             if uuids:
                 samples = self._nvml.sampled(uuids)
             else:
-                own = self._nvml.uuid_of(self._worker_context.boot.device)
+                own_uuid = self._nvml.uuid_of(self._worker_context.boot.device)
         except ModuleNotFoundError:
             trouble = f"nvidia-ml-py isn't installed: {pip_line('gpu')}"
         except Exception as error:  # any error of NVIDIA's driver, or of a machine without one
             trouble = error_text(error)
-        self._worker_context.say(DevicesTold(own, samples, trouble))
+        self._worker_context.say(DevicesTold(own_uuid, samples, trouble))
 
 
 class _Nvml:
@@ -64,12 +64,15 @@ class _Nvml:
         self._errors: Any = None
 
     def uuid_of(self, device: str) -> str:
-        index, visible, of = int(device.partition(":")[2] or 0), gpus.listed(), self._of
+        index, visible, library = int(device.partition(":")[2] or 0), gpus.listed(), self._of
         name = str(index) if visible is None else visible[index]
         if name.startswith("MIG-"):
             return name
-        there = [_text(of.nvmlDeviceGetUUID(of.nvmlDeviceGetHandleByIndex(each))) for each in range(_count(of))]
-        return there[int(name)] if name.isdigit() else next(each for each in there if each.startswith(name))
+        uuids = [
+            _text(library.nvmlDeviceGetUUID(library.nvmlDeviceGetHandleByIndex(item)))
+            for item in range(_count(library))
+        ]
+        return uuids[int(name)] if name.isdigit() else next(item for item in uuids if item.startswith(name))
 
     def sampled(self, uuids: Sequence[str]) -> list[Sampled]:
         for uuid in uuids:
@@ -80,21 +83,21 @@ class _Nvml:
         return [self._sampled(uuid, errors.get(uuid, [])) for uuid in uuids]
 
     def _sampled(self, uuid: str, errors: list[int]) -> Sampled:
-        of, handle = self._of, self._handles[uuid]
+        library, handle = self._of, self._handles[uuid]
 
         def asked(ask: Callable[[], Any]) -> Any:
             try:
                 return ask()
-            except of.NVMLError:  # this kind of GPU, or a part of one, doesn't report the value
+            except library.NVMLError:  # this kind of GPU, or a part of one, doesn't report the value
                 return None
 
-        memory = asked(lambda: of.nvmlDeviceGetMemoryInfo(handle))
-        use = asked(lambda: of.nvmlDeviceGetUtilizationRates(handle).gpu)
-        milliwatts = asked(lambda: of.nvmlDeviceGetPowerUsage(handle))
-        celsius = asked(lambda: of.nvmlDeviceGetTemperature(handle, of.NVML_TEMPERATURE_GPU))
+        memory = asked(lambda: library.nvmlDeviceGetMemoryInfo(handle))
+        use = asked(lambda: library.nvmlDeviceGetUtilizationRates(handle).gpu)
+        milliwatts = asked(lambda: library.nvmlDeviceGetPowerUsage(handle))
+        celsius = asked(lambda: library.nvmlDeviceGetTemperature(handle, library.NVML_TEMPERATURE_GPU))
         return (
             uuid,
-            _text(asked(lambda: of.nvmlDeviceGetName(handle)) or ""),
+            _text(asked(lambda: library.nvmlDeviceGetName(handle)) or ""),
             None if use is None else use / 100,
             None if memory is None else int(memory.used),
             None if memory is None else int(memory.total),
@@ -104,19 +107,19 @@ class _Nvml:
         )
 
     def _listen(self, handle: Any) -> None:
-        of = self._of
-        with suppress(of.NVMLError):  # a container may lack the permission
+        library = self._of
+        with suppress(library.NVMLError):  # a container may lack the permission
             if self._errors is None:
-                self._errors = of.nvmlEventSetCreate()
-            of.nvmlDeviceRegisterEvents(handle, of.nvmlEventTypeXidCriticalError, self._errors)
+                self._errors = library.nvmlEventSetCreate()
+            library.nvmlDeviceRegisterEvents(handle, library.nvmlEventTypeXidCriticalError, self._errors)
 
     def _new_errors(self) -> dict[str, list[int]]:
-        of, found = self._of, dict[str, list[int]]()
-        with suppress(of.NVMLError):  # NVMLError_Timeout: no further event
+        library, errors = self._of, dict[str, list[int]]()
+        with suppress(library.NVMLError):  # NVMLError_Timeout: no further event
             while self._errors is not None:
-                event = of.nvmlEventSetWait_v2(self._errors, 0)
-                found.setdefault(_text(of.nvmlDeviceGetUUID(event.device)), []).append(int(event.eventData))
-        return found
+                event = library.nvmlEventSetWait_v2(self._errors, 0)
+                errors.setdefault(_text(library.nvmlDeviceGetUUID(event.device)), []).append(int(event.eventData))
+        return errors
 
 
 def _count(of: Any) -> int:

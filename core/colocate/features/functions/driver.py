@@ -34,11 +34,11 @@ def run(
     role, spec = everyone(worker_group), FunctionsOfWorker.calls[FUNCTION]
     uses: list[Reference] = []
     consumer = Consumer(worker_group.name, role.slots, role.ranks.mesh)
-    given = {"args": args, "kwargs": dict(kwargs)}
+    parameters = {"args": args, "kwargs": dict(kwargs)}
     shipped = _ship(function, name, worker_group.services.executor.in_process)
     try:
-        given = with_references(given, worker_group, consumer, label, uses)
-        planned = plan(spec.dispatch, {"function": shipped, **given}, role.ranks)
+        parameters = with_references(parameters, worker_group, consumer, label, uses)
+        planned = plan(spec.dispatch, {"function": shipped, **parameters}, role.ranks)
     except RecursionError:
         raise no_end(label) from None
     call = PendingCall(label, "", name, role.slots)

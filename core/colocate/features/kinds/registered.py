@@ -34,10 +34,10 @@ class _Registered(Kind):
 
     def split(self, value: Any, sizes: Sequence[int], memo: Memo) -> list[Any]:
         parts = list(self.cut(value, list(sizes)))
-        made = [self.count(part) for part in parts]
-        if made != list(sizes):
+        lengths = [self.count(part) for part in parts]
+        if lengths != list(sizes):
             raise DispatchError(
-                f"{type(value).__qualname__}: the split given to register_batch made parts of {made} rows where "
+                f"{type(value).__qualname__}: the split given to register_batch made parts of {lengths} rows where "
                 f"{list(sizes)} were asked for"
             )
         return parts
@@ -77,18 +77,18 @@ def register_batch(
             given; or `leaves` is given for a type into which colocate looks by itself.
     """
     if (leaves is None) is not (rebuild is None):
-        there, gone = ("leaves", "rebuild") if rebuild is None else ("rebuild", "leaves")
-        raise ConfigError(f"register_batch({cls.__qualname__}): {there}= needs {gone}=, too: give both, or neither")
+        present, absent = ("leaves", "rebuild") if rebuild is None else ("rebuild", "leaves")
+        raise ConfigError(f"register_batch({cls.__qualname__}): {present}= needs {absent}=, too: give both, or neither")
     structure = None if leaves is None or rebuild is None else Structure(leaves, rebuild)
     kind = _Registered(length, split, concat, structure)
-    known = kinds.get(cls)
-    own = cls in (tuple, dict, type(None), object) or f"{cls.__module__}.{cls.__qualname__}" in _OWN
-    if own or (known is not None and not isinstance(known, _Registered)):
+    former = kinds.get(cls)
+    is_builtin = cls in (tuple, dict, type(None), object) or f"{cls.__module__}.{cls.__qualname__}" in _OWN
+    if is_builtin or (former is not None and not isinstance(former, _Registered)):
         raise ConfigError(
             f"register_batch({cls.__qualname__}): colocate itself says what the rows of this type are; "
             "register a subclass of it, or a type of your own"
         )
-    if known is not None and known != kind:
+    if former is not None and former != kind:
         raise ConfigError(
             f"register_batch({cls.__qualname__}): this type is registered already with other functions; "
             "register it once, in the module that defines it"

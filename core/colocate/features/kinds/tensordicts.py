@@ -35,13 +35,13 @@ def _each_way(parts: list[Any], usual: Callable[[Any], Any], jagged: Callable[[l
     ragged = _ragged_entries(parts[0])
     if not ragged:
         return usual(parts)
-    made = usual([part.exclude(*ragged) for part in parts])
+    result = usual([part.exclude(*ragged) for part in parts])
     for key in ragged:
-        made.set(key, jagged([part.get(key) for part in parts]))
+        result.set(key, jagged([part.get(key) for part in parts]))
     for place in {key[:-1] for key in ragged}:  # restores the order: `set` appended the keys
         like = parts[0].get(place) if place else parts[0]
-        (made.get(place) if place else made).select(*like.keys(), inplace=True)
-    return made
+        (result.get(place) if place else result).select(*like.keys(), inplace=True)
+    return result
 
 
 def _device_of(value: Any) -> Any:
@@ -57,13 +57,13 @@ def _ragged_entries(value: Any, prefix: tuple[str, ...] = ()) -> list[tuple[str,
     tensordict = sys.modules["tensordict"]
     if isinstance(value, tensordict.LazyStackedTensorDict):
         return []  # a list of rows: access to entries would stack all rows
-    found = []
+    entries = []
     for key, item in value.items():
         if tensordict.is_tensor_collection(item):
-            found += _ragged_entries(item, (*prefix, key))
+            entries += _ragged_entries(item, (*prefix, key))
         elif getattr(item, "is_nested", False):
-            found.append((*prefix, key))
-    return found
+            entries.append((*prefix, key))
+    return entries
 
 
 KIND = _TensorDict()

@@ -77,7 +77,9 @@ class Audit:
     def __str__(self) -> str:
         if not self:
             return "clean: nothing is leaked, nothing is missing"
-        return "\n".join([*(f"leaked: {each}" for each in self.leaked), *(f"missing: {each}" for each in self.missing)])
+        return "\n".join(
+            [*(f"leaked: {finding}" for finding in self.leaked), *(f"missing: {finding}" for finding in self.missing)]
+        )
 
     def data(self) -> dict[str, Any]:
         """Return the findings as plain data."""
@@ -105,77 +107,77 @@ def audit(connection: Connection) -> Audit:
 
 def audit_strays(strays: Callable[[], Iterable[Running]]) -> Audit:
     """Return processes and reservations of drivers that are gone; only finds of every call of `strays` count."""
-    return _settled(lambda: Audit(leaked=_unique(_stray(each) for each in strays())))
+    return _settled(lambda: Audit(leaked=_unique(_stray(process) for process in strays())))
 
 
 def _settled(look: Callable[[], Audit]) -> Audit:
     """Repeat `look` until nothing is found or the time is up; return the findings common to all looks."""
 
     def still(before: Iterable[Finding], after: Iterable[Finding]) -> tuple[Finding, ...]:
-        known = {(each.kind, each.id, each.pid) for each in before}
-        return tuple(each for each in after if (each.kind, each.id, each.pid) in known)
+        keys = {(finding.kind, finding.id, finding.pid) for finding in before}
+        return tuple(finding for finding in after if (finding.kind, finding.id, finding.pid) in keys)
 
     deadline = Deadline(AUDIT_SETTLES_S)
     pause = threading.Event()
-    found = look()
-    while found and not deadline.is_over:
+    result = look()
+    while result and not deadline.is_over:
         pause.wait(_STEP_S)
         again = look()
-        found = Audit(still(found.leaked, again.leaked), still(found.missing, again.missing))
-    return found
+        result = Audit(still(result.leaked, again.leaked), still(result.missing, again.missing))
+    return result
 
 
 def _look(connection: Connection) -> Audit:
     """Compare graph and cluster once. Changes during the comparison count as no difference."""
     executor = connection.services.executor
-    known, claimed = _graph(connection)
+    graph_keys, claimed = _graph(connection)
     engine = list(executor.running())
     more, after = _graph(connection)
-    known |= more
+    graph_keys |= more
     firm = {key: claim for key, claim in claimed.items() if key in after and after[key].node is claim.node}
-    doubts = {(each.kind, each.id): each.doubt for each in engine if each.doubt}
-    there = {(each.kind, each.id) for each in engine if not each.doubt}
+    doubts = {(entry.kind, entry.id): entry.doubt for entry in engine if entry.doubt}
+    present = {(entry.kind, entry.id) for entry in engine if not entry.doubt}
     leaked = []
-    for each in engine:
-        owners = {("reservation", each.owner), ("runtime", each.owner)}
-        if known.isdisjoint({(each.kind, each.id)} if each.kind in ("worker", "reservation") else owners):
-            todo = {"worker": _OF_WORKERS, OF_A_ROLE: _OF_ROLES}.get(each.kind, _OF_RESERVATIONS)
-            leaked.append(_finding(each, "the cluster has it, and nothing in the graph of this runtime owns it", todo))
-    leaked += [_stray(each) for each in executor.strays()]
+    for entry in engine:
+        owners = {("reservation", entry.owner), ("runtime", entry.owner)}
+        if graph_keys.isdisjoint({(entry.kind, entry.id)} if entry.kind in ("worker", "reservation") else owners):
+            todo = {"worker": _OF_WORKERS, OF_A_ROLE: _OF_ROLES}.get(entry.kind, _OF_RESERVATIONS)
+            leaked.append(_finding(entry, "the cluster has it, and nothing in the graph of this runtime owns it", todo))
+    leaked += [_stray(entry) for entry in executor.strays()]
     missing = []
     for key, claim in firm.items():
-        if key not in there:
+        if key not in present:
             doubt = doubts.get(key)
             why = f"the cluster doesn't confirm it: {doubt}" if doubt else "the cluster doesn't have it"
             todo = "Close the group and spawn it again" if key[0] == "worker" else "Close the pool and reserve again"
             if isinstance(claim.node, Slots) and claim.node.is_replacing:
                 todo = "Others are being reserved in the place of its lost slots: wait for them"
-            what = f"the graph claims it ({claim.label}), and {why}"
-            missing.append(Finding(*key, claim.place, claim.pid, None, what, todo))
+            problem = f"the graph claims it ({claim.label}), and {why}"
+            missing.append(Finding(*key, claim.place, claim.pid, None, problem, todo))
     return Audit(_unique(leaked), tuple(missing))
 
 
 def _graph(connection: Connection) -> tuple[set[_Key], dict[_Key, _Claim]]:
     """Return all keys of the graph, and the claims: nodes that are up, and neither starting nor ending."""
-    known, claims = {("runtime", connection.services.id)}, dict[_Key, _Claim]()
+    keys, claims = {("runtime", connection.services.id)}, dict[_Key, _Claim]()
     for pool in [child for child in list(connection.children.values()) if isinstance(child, Slots)]:
         key = "reservation", pool.request.id
-        known.add(key)
+        keys.add(key)
         if pool.reservation is not None and pool.closed_by is None:
             claims[key] = _Claim(pool, f"pool {pool.name!r} made at {at(pool.line)}")
         # Children of the pool, not users of slots: a closing group is still a child.
         for group in [child for child in list(pool.children.values()) if isinstance(child, WorkerGroup)]:
             for worker in list(group.workforce.workers):
                 key = "worker", worker.boot.worker
-                known.add(key)
+                keys.add(key)
                 if group.life.state is State.READY and worker.hello is not None and worker.exit is None:
                     label = f"worker {worker.slot} of group {group.name!r} made at {at(group.line)}"
                     claims[key] = _Claim(worker, label, worker.boot.node, worker.pid)
-    return known, claims
+    return keys, claims
 
 
 def _unique(findings: Iterable[Finding]) -> tuple[Finding, ...]:
-    return tuple({(each.kind, each.id, each.pid): each for each in findings}.values())
+    return tuple({(finding.kind, finding.id, finding.pid): finding for finding in findings}.values())
 
 
 _OF_WORKERS = "Nothing commands it any more: end its process, or close the runtime"
@@ -184,10 +186,10 @@ _OF_RESERVATIONS = "Nobody can use or close it from here: it goes when this driv
 
 
 def _stray(each: Running) -> Finding:
-    what = "it is still there although its driver is gone"
-    return _finding(each, what, "Nobody will take it back: end or remove it by hand")
+    problem = "it is still there although its driver is gone"
+    return _finding(each, problem, "Nobody will take it back: end or remove it by hand")
 
 
 def _finding(each: Running, what: str, todo: str) -> Finding:
-    told = f"{what} ({each.detail})" if each.detail else what
-    return Finding(each.kind, each.id, each.node, each.pid, each.since, told, todo)
+    text = f"{what} ({each.detail})" if each.detail else what
+    return Finding(each.kind, each.id, each.node, each.pid, each.since, text, todo)

@@ -42,8 +42,8 @@ class Recent(RecentSpans[tuple[str, str, int]]):
         with self._of_idling:
             self._idling.forget(since)
             calls, moves = self._idling.copy()
-        found = idle([*calls, *running], moves, dict.fromkeys(slots, (since, now)))
-        return {slot: {why: seconds / RECENT_S for why, seconds in each.items()} for slot, each in found.items()}
+        causes = idle([*calls, *running], moves, dict.fromkeys(slots, (since, now)))
+        return {slot: {why: seconds / RECENT_S for why, seconds in shares.items()} for slot, shares in causes.items()}
 
     def colocate_call_finished(self, record: CallRecord) -> None:
         """Record a finished call."""
@@ -75,7 +75,7 @@ def glance(connection: Connection, recent: Recent) -> list[dict[str, Any]]:
                 more.append(((worker_group.name, call.role, rank), start, end))
     shares = recent.shares(now, more)
     slots = [
-        (worker_group.name, each.slot) for worker_group in worker_groups for each in worker_group.workforce.workers
+        (worker_group.name, item.slot) for worker_group in worker_groups for item in worker_group.workforce.workers
     ]
     called = [
         Called(label_of(call.role, call.method), call.submitted, call.submitted, ran)
@@ -87,20 +87,20 @@ def glance(connection: Connection, recent: Recent) -> list[dict[str, Any]]:
 
 def stacks(connection: Connection) -> list[dict[str, Any]]:
     """Return stacks of a runtime's workers as plain data, from the workers or, for silent ones, from the keepers."""
-    found: list[dict[str, Any]] = []
+    results: list[dict[str, Any]] = []
     for worker_group in list(connection.worker_groups.values()):
         answers: queue.SimpleQueue[Stacks] = queue.SimpleQueue()
         slots = worker_group.live()
         worker_group.order.stacks.ask(slots, answers.put)
         with suppress(queue.Empty):  # the runtime has just been closed
-            told, stopped = answers.get(timeout=_STACKS_WITHIN_S), worker_group.stopped()
+            reports, stopped = answers.get(timeout=_STACKS_WITHIN_S), worker_group.stopped()
             for slot in slots:
                 words = [f"{stopped[slot]}\n"] if slot in stopped else []
-                stack = "".join([*words, told.of(slot)])
-                found.append(
+                stack = "".join([*words, reports.of(slot)])
+                results.append(
                     {"group": worker_group.name, "slot": slot, "node": worker_group.node(slot), "stack": stack}
                 )
-    return found
+    return results
 
 
 def _running(worker_group: WorkerGroup, recent: Recent) -> dict[int, tuple[PendingCall, float]]:
@@ -110,13 +110,13 @@ def _running(worker_group: WorkerGroup, recent: Recent) -> dict[int, tuple[Pendi
     for call in list(worker_group.order.pending.values()):
         for slot in call.missing():
             first.setdefault(slot, call)
-    found = {}
+    calls = {}
     for slot, call in first.items():
         ranks = {name: info.slots.index(slot) for name, info in worker_group.roles.items() if slot in info.slots}
         ranks[""] = slot  # functions run on all slots
         ended = (ends.get((worker_group.name, name, rank), 0.0) for name, rank in ranks.items())
-        found[slot] = call, max(call.submitted, done.get(slot, 0.0), *ended)
-    return found
+        calls[slot] = call, max(call.submitted, done.get(slot, 0.0), *ended)
+    return calls
 
 
 def _done(worker_group: WorkerGroup) -> list[tuple[PendingCall, int, float, float]]:
@@ -187,5 +187,7 @@ def _gpu(worker_group: WorkerGroup, slot: int) -> dict[str, Any] | None:
 
 
 def _held(slot: Any, role: str) -> dict[str, int | None]:
-    found = None if slot is None else next((each for each in slot.roles if each.role == role), None)
-    return {"bytes": None if found is None else found.total, "asleep": None if found is None else found.asleep}
+    memory = (
+        None if slot is None else next((role_memory for role_memory in slot.roles if role_memory.role == role), None)
+    )
+    return {"bytes": None if memory is None else memory.total, "asleep": None if memory is None else memory.asleep}

@@ -69,7 +69,7 @@ class Graph:
 def _measured(node: Owned, deadline: Deadline) -> Measured:
     if not isinstance(node, WorkerGroup):
         below = (_measured(child, deadline) for child in list(node.children.values()))
-        return {name: found for measured in below for name, found in measured.items()}
+        return {name: memory for measured in below for name, memory in measured.items()}
     if node.state != "ready":
         return {}
     try:
@@ -91,21 +91,21 @@ def _node(node: Owned, measured: Measured) -> dict[str, Any]:
     }
     if not isinstance(node, WorkerGroup):
         return data
-    found = measured.get(node.name)
-    if isinstance(found, BaseException):
-        data["unmeasured"], found = error_text(found), None
-    data["children"] += [_worker(node, worker, found) for worker in node.workforce.workers]
+    memory = measured.get(node.name)
+    if isinstance(memory, BaseException):
+        data["unmeasured"], memory = error_text(memory), None
+    data["children"] += [_worker(node, worker, memory) for worker in node.workforce.workers]
     data["children"] += [
         {
             "kind": "resident",
-            "name": kept.source.label,
-            "state": node.residents.state_of(kept)[0],
-            "bytes": sum(size[0] for size in kept.call.bodies if size is not None),
-            "line": at(kept.call.line),
+            "name": resident.source.label,
+            "state": node.residents.state_of(resident)[0],
+            "bytes": sum(size[0] for size in resident.call.bodies if size is not None),
+            "line": at(resident.call.line),
             "children": [],
         }
-        for kept in list(node.residents.kept.values())
-        if kept.freed_by is None
+        for resident in list(node.residents.kept.values())
+        if resident.freed_by is None
     ]
     for call in list(node.order.pending.values()):
         state = f"waits for rank {', '.join(str(call.rank_of(slot)) for slot in call.missing()[:8])}"
@@ -116,7 +116,7 @@ def _node(node: Owned, measured: Measured) -> dict[str, Any]:
 
 
 def _worker(worker_group: WorkerGroup, worker: Worker, measured: Any) -> dict[str, Any]:
-    found = None if measured is None else measured.slots[worker.slot]
+    memory = None if measured is None else measured.slots[worker.slot]
     roles = []
     for name, info in worker_group.roles.items():
         if worker.slot not in info.slots:
@@ -124,11 +124,11 @@ def _worker(worker_group: WorkerGroup, worker: Worker, measured: Any) -> dict[st
         rank = info.slots.index(worker.slot)
         title = f"{name} rank {rank}/{len(info.slots)}"
         role: dict[str, Any] = {"kind": "role", "name": title, "state": info.cls.__qualname__}
-        if found is not None:
-            held = next((each for each in found.roles if each.role == name), None)
+        if memory is not None:
+            held = next((role_memory for role_memory in memory.roles if role_memory.role == name), None)
             role |= {"bytes": 0 if held is None else held.total}
             role |= {"asleep": held.asleep} if held is not None and held.asleep else {}
-        sizes = {} if found is None else found.children.get(name, {})
+        sizes = {} if memory is None else memory.children.get(name, {})
         below: list[dict[str, Any]] = []
         for part in worker_group.parts.values():
             role |= part.shown(name)
@@ -144,7 +144,7 @@ def _worker(worker_group: WorkerGroup, worker: Worker, measured: Any) -> dict[st
         "pid": worker.pid,
         "node": worker.boot.node,
         "device": worker.boot.device,
-        **({} if found is None or found.process is None else {"bytes": found.process}),
+        **({} if memory is None or memory.process is None else {"bytes": memory.process}),
         "children": roles,
     }
 
@@ -154,24 +154,24 @@ def _label(data: dict[str, Any]) -> str:
 
 
 def _known(data: Mapping[str, Any]) -> list[str]:
-    found = [f"{key} {data[key]}" for key in ("pid", "port", "node", "device") if data.get(key) is not None]
+    notes = [f"{key} {data[key]}" for key in ("pid", "port", "node", "device") if data.get(key) is not None]
     if "where" in data:
-        found.append(data["where"])
+        notes.append(data["where"])
     if data.get("bytes"):
-        found.append(size_text(data["bytes"]))
+        notes.append(size_text(data["bytes"]))
     if data.get("asleep"):
-        found.append(f"{size_text(data['asleep'])} asleep")
+        notes.append(f"{size_text(data['asleep'])} asleep")
     if data.get("paused"):
-        found.append("paused")
+        notes.append("paused")
     if data.get("weights"):
-        found.append(data["weights"])
+        notes.append(data["weights"])
     if "unmeasured" in data:
-        found.append(f"its memory isn't known: {data['unmeasured'].partition(chr(10))[0]}")  # `data` has the whole text
+        notes.append(f"its memory isn't known: {data['unmeasured'].partition(chr(10))[0]}")  # `data` has the whole text
     if "age_s" in data:
-        found.append(f"{data['age_s']:.0f} s")
+        notes.append(f"{data['age_s']:.0f} s")
     if "line" in data:
-        found.append(data["line"].rpartition("/")[2])
-    return found
+        notes.append(data["line"].rpartition("/")[2])
+    return notes
 
 
 def shown(root: Owned, *more: str) -> str:

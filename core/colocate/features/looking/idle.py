@@ -64,15 +64,15 @@ def idle(
         moves: The slot and the interval of each move of memory.
         windows: The slots to report on, each with its interval.
     """
-    known = Known(calls, moves)
-    found: dict[Slot, dict[str, float]] = {}
+    history = Known(calls, moves)
+    waits: dict[Slot, dict[str, float]] = {}
     for slot, window in windows.items():
-        causes = found[slot] = {}
-        if moving := known.moving(slot, window):
+        causes = waits[slot] = {}
+        if moving := history.moving(slot, window):
             causes[MOVES] = length(moving)
-        for _, why, seconds in known.gaps(slot, window):
+        for _, why, seconds in history.gaps(slot, window):
             causes[why] = causes.get(why, 0.0) + seconds
-    return found
+    return waits
 
 
 class Known:
@@ -99,9 +99,9 @@ class Known:
         since, until = window
         moving, last = self.moving(slot, window), since
         gaps: list[tuple[float, float, Called | None]] = []
-        for (start, end), each in self.own(slot):
+        for (start, end), next_call in self.own(slot):
             if start > last:
-                gaps.append((last, min(start, until), each))
+                gaps.append((last, min(start, until), next_call))
             last = max(last, end)
         if until > last:
             gaps.append((last, until, None))
@@ -116,19 +116,19 @@ def _why(
 ) -> Iterator[tuple[str, float]]:
     """Yield the causes of a gap before the call `then` (None for no call yet), with their seconds."""
     start, end = gap
-    asked = end if then is None else min(end, max(start, then.submitted))
-    could = end if then is None else min(end, max(asked, then.ready))
-    left = [(start, could)]
-    for each in reversed(by_end[bisect_right(ends, start) : bisect_right(ends, could + _SLACK_S)]):
-        if each is then:
+    submitted = end if then is None else min(end, max(start, then.submitted))
+    could = end if then is None else min(end, max(submitted, then.ready))
+    uncovered = [(start, could)]
+    for other in reversed(by_end[bisect_right(ends, start) : bisect_right(ends, could + _SLACK_S)]):
+        if other is then:
             continue
-        here = each.ran.get(slot)
-        began, why = (each.start, each.label) if here is None else (here[1], f"the last ranks of {each.label}")
-        rest = [part for free in left for part in without([free], [(began, each.end)])]
-        if (seconds := length(left) - length(rest)) > 0:
+        span = other.ran.get(slot)
+        began, why = (other.start, other.label) if span is None else (span[1], f"the last ranks of {other.label}")
+        rest = [part for free in uncovered for part in without([free], [(began, other.end)])]
+        if (seconds := length(uncovered) - length(rest)) > 0:
             yield why, seconds
-        left = rest
-    if (seconds := length(left) + end - could) > 0:
+        uncovered = rest
+    if (seconds := length(uncovered) + end - could) > 0:
         yield DRIVER, seconds
 
 
@@ -178,7 +178,7 @@ class Idling:
 
     def slots(self) -> set[Slot]:
         """Return the slots of all recorded calls and moves."""
-        return {slot for each in self._calls for slot in each.ran} | {slot for slot, _ in self._moves}
+        return {slot for call in self._calls for slot in call.ran} | {slot for slot, _ in self._moves}
 
     def copy(self) -> tuple[list[Called], list[tuple[Slot, Interval]]]:
         """Return calls and moves in the order of the records, as arguments for `idle`."""

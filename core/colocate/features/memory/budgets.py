@@ -42,17 +42,19 @@ def budgets(
                 )
     limits = [*of_slots, *of_group]
     for name, spec in roles.items():
-        own = _limits(spec.budget, f"role {name!r}", name)
-        for limit in own:
+        role_limits = _limits(spec.budget, f"role {name!r}", name)
+        for limit in role_limits:
             for above in limits:
                 if above.role is None and above.device is limit.device and above.nbytes < limit.nbytes:
                     raise ConfigError(
                         f"role {name!r} can't fit: it may have {size_text(limit.nbytes)} ({limit.word}), and "
                         f"{above.owner} {size_text(above.nbytes)}"
                     )
-        limits += own
+        limits += role_limits
     for name, spec in roles.items():
-        if spec.activations and not any(each.device and each.role in (None, name) for each in limits):
+        if spec.activations and not any(
+            limit_of_pool.device and limit_of_pool.role in (None, name) for limit_of_pool in limits
+        ):
             raise ConfigError(
                 f"role {name!r}: reserve_activations keeps a part of device_memory free, and there is no budget of "
                 "that: say device_memory= of the role, the group or the pool"
@@ -88,10 +90,10 @@ def _turns(
             "in the background: leave one of both out"
         )
     if not any(limit.role is None and limit.device for limit in limits):
-        given = "; host_memory counts what sleeps, too" if any(not limit.device for limit in limits) else ""
+        note = "; host_memory counts what sleeps, too" if any(not limit.device for limit in limits) else ""
         raise ConfigError(
             'residency="swap" keeps the roles of a group within device_memory (of a CPU slot, the host\'s): say it, as '
-            f'in pool.spawn(..., residency="swap", device_memory="40GiB"){given}'
+            f'in pool.spawn(..., residency="swap", device_memory="40GiB"){note}'
         )
     if isinstance(step, str):
         raise ConfigError(f"step={step!r} is a string; write step=({step!r}, ...)")

@@ -61,8 +61,8 @@ def start_sleep(
     mark = partial(_sleepers(worker_group).mark, role, chosen, until_woken)
     mark()
     worker_group.home.changed()
-    given = {**_arguments(role, chosen), "discard": lost}
-    call = _start(worker_group, SLEEP, f"sleep of {role}", given, timeout)
+    parameters = {**_arguments(role, chosen), "discard": lost}
+    call = _start(worker_group, SLEEP, f"sleep of {role}", parameters, timeout)
     mark()  # again: wakes that came before this sleep don't count
     return call
 
@@ -127,13 +127,13 @@ def _result(worker_group: WorkerGroup, role: str, call: PendingCall, done: str) 
     Raises:
         ColocateError: A rank refused, so no rank has moved memory.
     """
-    told = _outcomes(call)
-    refusal = next((each for each in told if each.own), None)
+    outcomes = _outcomes(call)
+    refusal = next((outcome for outcome in outcomes if outcome.own), None)
     if refusal is None:
-        return sum(each.nbytes for each in told)
+        return sum(outcome.nbytes for outcome in outcomes)
     text = f"role {role!r} of group {worker_group.name!r} could not be {done}"
-    if left := [each.left for each in told if each.left is not None]:
-        text += f": {refusal.refusal}. It isn't as it was: {'; '.join(left)}"
+    if problems := [outcome.left for outcome in outcomes if outcome.left is not None]:
+        text += f": {refusal.refusal}. It isn't as it was: {'; '.join(problems)}"
     else:
         text += f", and is as it was: {refusal.refusal}"
     kind = RoleError if refusal.fits else MemoryBudgetError
@@ -145,18 +145,18 @@ def _result(worker_group: WorkerGroup, role: str, call: PendingCall, done: str) 
 
 def behind_wakes(worker_group: WorkerGroup, sleepers: Sleepers, drafts: Sequence[Draft]) -> Sequence[Draft]:
     """Insert a wake before each call that needs memory which may sleep; return all calls."""
-    found: list[Draft] = []
+    result: list[Draft] = []
     waking: dict[Mark, Draft] = {}
     for draft in drafts:
         for role, tags in _needs(draft).items():
-            seen = sleepers.for_call(role, tags)
-            if marks := {mark: slept for mark, slept in seen.items() if mark not in waking}:
-                found.append(_waking(worker_group, sleepers, role, marks, draft))
-                waking.update(dict.fromkeys(marks, found[-1]))
-            for mark in seen:  # a shared wake gets the longest timeout of the calls behind
+            role_marks = sleepers.for_call(role, tags)
+            if marks := {mark: slept for mark, slept in role_marks.items() if mark not in waking}:
+                result.append(_waking(worker_group, sleepers, role, marks, draft))
+                waking.update(dict.fromkeys(marks, result[-1]))
+            for mark in role_marks:  # a shared wake gets the longest timeout of the calls behind
                 waking[mark].timeout = max(waking[mark].timeout, draft.timeout)
-        found.append(draft)
-    return found if waking else drafts
+        result.append(draft)
+    return result if waking else drafts
 
 
 def note(sleepers: Sleepers, marks: Mapping[Mark, Slept], call: PendingCall) -> None:
@@ -180,8 +180,8 @@ def _arguments(role: str, tags: Sequence[str], why: str = "asked for") -> dict[s
 
 
 def _outcomes(call: PendingCall) -> Sequence[Outcome]:
-    found: Sequence[Outcome] = call.result()
-    return found
+    outcomes: Sequence[Outcome] = call.result()
+    return outcomes
 
 
 def _sleepers(worker_group: WorkerGroup) -> Sleepers:
@@ -192,8 +192,8 @@ def _waking(
     worker_group: WorkerGroup, sleepers: Sleepers, role: str, marks: Mapping[Mark, Slept], before: Draft
 ) -> Draft:
     info, spec, label = everyone(worker_group), MemoryOfWorker.calls[WAKE], f"wake of {role}"
-    given = _arguments(role, [tag for _, tag in marks], f"needed by {before.call.label}")
-    planned = plan(spec.dispatch, given, info.ranks)
+    parameters = _arguments(role, [tag for _, tag in marks], f"needed by {before.call.label}")
+    planned = plan(spec.dispatch, parameters, info.ranks)
     call = PendingCall(label, "", WAKE, info.slots)
     call.at, call.submitted = before.call.at, before.call.submitted
     call.link, call.info, call.spec = worker_group, info, spec

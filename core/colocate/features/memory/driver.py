@@ -88,9 +88,9 @@ class MemoryOfGroup(OfGroup):
             case Moved():
                 group = self._worker_group
                 rank, kind = group.roles[message.role].slots.index(worker.slot), "sleep" if message.asleep else "wake"
-                told = message.nbytes, message.start, message.end, message.whole, message.why
+                movement = message.nbytes, message.start, message.end, message.whole, message.why
                 how = message.in_call, message.kept_awake
-                record = MoveRecord(group.name, message.role, rank, kind, *told, *how)
+                record = MoveRecord(group.name, message.role, rank, kind, *movement, *how)
                 group.services.tell("colocate_memory_moved", record)
             case _:
                 raise AssertionError(message)
@@ -121,7 +121,7 @@ class MemoryOfGroup(OfGroup):
         ledgers = self._ledgers.get([worker.slot for worker in workers], deadline)
         return GroupMemory(
             group.name,
-            tuple(slot_memory(group, *each) for each in zip(workers, ledgers, strict=True)),
+            tuple(slot_memory(group, *pair) for pair in zip(workers, ledgers, strict=True)),
             **{name: value for part in group.parts.values() for name, value in part.memory().items()},
         )
 
@@ -129,13 +129,13 @@ class MemoryOfGroup(OfGroup):
         """Return the memory use of each slot that answers, and the first error of the others; see `asked`."""
         group = self._worker_group
         workers = {worker.slot: worker for worker in group.workforce.workers}
-        told = self._ledgers.each([*workers], deadline)
-        found = {
+        answers = self._ledgers.each([*workers], deadline)
+        memory = {
             slot: slot_memory(group, workers[slot], ledger)
-            for slot, ledger in told.items()
+            for slot, ledger in answers.items()
             if isinstance(ledger, Ledger)
         }
-        return found, next((error for error in told.values() if isinstance(error, Exception)), None)
+        return memory, next((error for error in answers.values() if isinstance(error, Exception)), None)
 
     def sleep(
         self,

@@ -118,7 +118,7 @@ class Accounts:
             shares.owned,
             shares.shared,
             shares.asleep,
-            {name: kept for name in leaves if (kept := asleep.kept_awake(name))},
+            {name: awake for name in leaves if (awake := asleep.kept_awake(name))},
             tuple(partly),
             self._process(),
             _gpu(worker_context.boot.device, worker_context.in_process, worker_context.parts.values()),
@@ -138,19 +138,19 @@ class Accounts:
 
     def _of_features(self) -> dict[str, dict[str, Any]]:
         roles = named(self._worker_context)
-        told = {
+        reports = {
             feature: {name: plain for name, role in roles.items() if (plain := part.told(role)) is not None}
             for feature, part in self._worker_context.parts.items()
         }
-        return {feature: of_roles for feature, of_roles in told.items() if of_roles}
+        return {feature: of_roles for feature, of_roles in reports.items() if of_roles}
 
     def _held_beside_lane(
         self, role: RoleInstance, declared: Sequence[Any]
     ) -> tuple[Holdings, list[weakref.ref[Any]], bool]:
         """Return a role's holdings, tensors that may have gradients, and whether the search was complete."""
-        found = search(role.instance, apart=beside(self._worker_context, role.name))
-        found.noted[Purpose.DECLARED] += declared
-        return found.holdings(), [weakref.ref(each) for each in found.leaves], found.complete
+        search_result = search(role.instance, apart=beside(self._worker_context, role.name))
+        search_result.noted[Purpose.DECLARED] += declared
+        return search_result.holdings(), [weakref.ref(leaf) for leaf in search_result.leaves], search_result.complete
 
     # -- on the lane
 
@@ -193,16 +193,16 @@ class Accounts:
                             role.instance, role.declared(), beside(self._worker_context, name)
                         )
                     self._changed.discard(name)
-            found = self._counted(self._held, more or {})
+            shares = self._counted(self._held, more or {})
         except LookError as error:
             raise RoleError(str(error)) from error
         if self.count_others:
-            roles = found.owned.keys() | found.asleep.keys()
-            own = {role: [self._parts(found, role, device) for device in (True, False)] for role in roles}
-            if (told := {role: parts for role, parts in own.items() if any(parts)}) != self._last_told:
-                self._last_told = told
-                self._worker_context.say(Holds(told))
-        return found
+            roles = shares.owned.keys() | shares.asleep.keys()
+            parts_of_roles = {role: [self._parts(shares, role, device) for device in (True, False)] for role in roles}
+            if (report := {role: parts for role, parts in parts_of_roles.items() if any(parts)}) != self._last_told:
+                self._last_told = report
+                self._worker_context.say(Holds(report))
+        return shares
 
     def judge(self, role: str | None, what: str, shares: Shares) -> None:
         """Raise a `MemoryBudgetError` if the roles exceed a limit."""
@@ -211,23 +211,27 @@ class Accounts:
                 continue
             activations = self.budgets.activations.get(role or "", 0) if limit.device else 0
             if self.used(shares, limit) + activations > limit.nbytes:
-                kept = f", with {size_text(activations)} to stay free for activations" if activations else ""
-                raise self.exceeded(shares, limit, f"after {what}{kept}", activations)
+                reserve = f", with {size_text(activations)} to stay free for activations" if activations else ""
+                raise self.exceeded(shares, limit, f"after {what}{reserve}", activations)
 
     def refuse_more(self, role: str, nbytes: int, device: bool, wakes: bool) -> None:
         """Raise a `MemoryBudgetError` if a budget has no room for `nbytes` more of a role that sleeps or wakes."""
         # A waking role's own limits are checked after calls: an earlier check would keep the role from freeing memory.
-        whose = (None,) if wakes else (None, role)
-        limits = [each for each in self.budgets.limits if each.device is device and each.role in whose]
+        owners = (None,) if wakes else (None, role)
+        limits = [
+            role_limit
+            for role_limit in self.budgets.limits
+            if role_limit.device is device and role_limit.role in owners
+        ]
         if not (limits and nbytes):
             return
-        what = f"waking role {role!r}" if wakes else f"putting role {role!r} to sleep"
+        action = f"waking role {role!r}" if wakes else f"putting role {role!r} to sleep"
         self.changed(role)
         shares = self.shares()
         for limit in limits:
             over = self.used(shares, limit) + nbytes > limit.nbytes
             if over and not (wakes and self.has_outgrown(shares, role, limit, nbytes)):
-                raise self.exceeded(shares, limit, f"{what} needs {size_text(nbytes)}", nbytes)
+                raise self.exceeded(shares, limit, f"{action} needs {size_text(nbytes)}", nbytes)
 
     def has_outgrown(self, shares: Shares, role: str, limit: Limit, nbytes: int) -> bool:
         """Whether a waking role exceeds a limit by itself, and no other role could make room.
@@ -247,8 +251,8 @@ class Accounts:
     def used(self, shares: Shares, limit: Limit) -> int:
         """Return the bytes that count towards a limit."""
         roles = shares.owned.keys() | shares.asleep.keys() if limit.role is None else {limit.role}
-        own = sum(sum(self._parts(shares, role, limit.device).values()) for role in roles)
-        return own + sum(sum(parts.values()) for _, _, parts in self._others(limit))
+        own_bytes = sum(sum(self._parts(shares, role, limit.device).values()) for role in roles)
+        return own_bytes + sum(sum(parts.values()) for _, _, parts in self._others(limit))
 
     def _others(self, limit: Limit) -> Iterator[tuple[str, str, Mapping[str, int]]]:
         for group, roles in sorted(self.beside.items()) if limit.is_shared else ():
@@ -262,7 +266,7 @@ class Accounts:
         roles = shares.owned.keys() | shares.asleep.keys()
         holders = [self._told(shares, role, limit.device) for role in sorted(roles)]
         holders += [f"of group {group!r}: {_words(role, parts)}" for group, role, parts in self._others(limit) if parts]
-        told = "; ".join(filter(None, holders))
+        holders_text = "; ".join(filter(None, holders))
         if not limit.device:
             cure = "What sleeps counts, too: let go of something, or allow more"
         elif limit.role is not None or self.budgets.swap or self._worker_context.in_process:  # no sleep possible
@@ -272,7 +276,8 @@ class Accounts:
             cure = f"Let go of something, {turns}, or allow more"
         return MemoryBudgetError(
             f"{what}, {size_text(used)} of {place} are in use, and {limit.owner} may have {size_text(limit.nbytes)} "
-            f"({limit.word}): {size_text(used + more - limit.nbytes)} too much. Who has it: {told or 'nobody'}. {cure}"
+            f"({limit.word}): {size_text(used + more - limit.nbytes)} too much. Who has it: "
+            f"{holders_text or 'nobody'}. {cure}"
         )
 
     def told(self) -> str:
@@ -280,8 +285,8 @@ class Accounts:
         self.changed(None)
         shares = self.shares()
         places = (False,) if self._worker_context.boot.device == "cpu" else (True, False)
-        told = [self._told(shares, each, device) for each in shares.owned for device in places]
-        return f"memory of this worker: {'; '.join(filter(None, told)) or 'nothing that its roles hold'}"
+        texts = [self._told(shares, role, device) for role in shares.owned for device in places]
+        return f"memory of this worker: {'; '.join(filter(None, texts)) or 'nothing that its roles hold'}"
 
     def _told(self, shares: Shares, role: str, device: bool) -> str:
         parts = self._parts(shares, role, device)
@@ -294,28 +299,30 @@ class Accounts:
 
     def _parts(self, shares: Shares, role: str, device: bool) -> dict[str, int]:
         """Return the bytes of a role, by kind. Sleeping memory counts as the host's."""
-        here = self._worker_context.boot.device if device else "cpu"
-        parts = {kind: size for (kind, where), size in shares.owned.get(role, {}).items() if where == here}
+        place = self._worker_context.boot.device if device else "cpu"
+        parts = {kind: size for (kind, where), size in shares.owned.get(role, {}).items() if where == place}
         if not device and (asleep := shares.asleep.get(role, 0) - shares.emptied.get(role, 0)):
             parts["asleep"] = asleep
-        if here == "cpu" and (of_children := sum(shares.children.get(role, {}).values())):
+        if place == "cpu" and (of_children := sum(shares.children.get(role, {}).values())):
             parts[_CHILDREN] = of_children
         return parts
 
     def _counted(self, held: Mapping[str, Holdings], more: Mapping[str, Any] | None = None) -> Shares:
         """Return the memory of roles with their residents, and with values that are about to be kept (`more`)."""
-        found: dict[str, Holdings] = {name: {**each, Purpose.RESIDENTS: Storages()} for name, each in held.items()}
+        combined: dict[str, Holdings] = {
+            name: {**role_holdings, Purpose.RESIDENTS: Storages()} for name, role_holdings in held.items()
+        }
         residents: dict[str, list[Any]] = {}  # "": of functions
         for maker, value in [*self._worker_context.store.values(), *(more or {}).items()]:
             owner, _, method = maker.partition(".")
             residents.setdefault(owner if method else "", []).append(value)
         for owner, values in residents.items():
-            kept = found.setdefault(owner, {}).setdefault(Purpose.RESIDENTS, Storages())
+            role_residents = combined.setdefault(owner, {}).setdefault(Purpose.RESIDENTS, Storages())
             with _looking_at(owner):
                 holdings, _ = lie_in(values, beside(self._worker_context))
             for pieces in holdings.values():
-                kept.include(pieces)
-        owned, shared = _shares(found, self._sleeper.asleep.kept_addresses())
+                role_residents.include(pieces)
+        owned, shared = _shares(combined, self._sleeper.asleep.kept_addresses())
         for name in held:
             with _looking_at(name):
                 managed = self._worker_context.roles[name].managed()
@@ -323,7 +330,7 @@ class Accounts:
                 kind = purpose.word, self._worker_context.boot.device
                 if size:
                     owned[name][kind] = owned[name].get(kind, 0) + size
-        asleep, emptied = dict.fromkeys(found, 0), dict.fromkeys(found, 0)
+        asleep, emptied = dict.fromkeys(combined, 0), dict.fromkeys(combined, 0)
         for name, (size, as_zeros) in self._sleeper.asleep.by_role().items():
             asleep[name], emptied[name] = size, as_zeros
         outside: dict[str, dict[str, int]] = {}
@@ -356,14 +363,16 @@ def _shares(
     shared: dict[str, dict[tuple[str, int], int]] = {role: {} for role in held}
     counted, without_memory = _once(held), frozenset(absent)
     for purpose in Purpose:
-        for role, found in held.items():
-            for device, pieces in found.get(purpose, {}).items():
+        for role, holdings in held.items():
+            for device, pieces in holdings.get(purpose, {}).items():
                 if counted and device == "cpu":
-                    pieces = {each: counted[each] for each in pieces}
+                    pieces = {piece: counted[piece] for piece in pieces}
                 its_owners, first = owners.setdefault(device, {}), pieces
-                if known := its_owners.keys() & pieces.keys():
-                    shared[role] |= {(device, each): pieces[each] for each in known if its_owners[each] != role}
-                    first = {each: nbytes for each, nbytes in pieces.items() if each not in known}
+                if known_pieces := its_owners.keys() & pieces.keys():
+                    shared[role] |= {
+                        (device, piece): pieces[piece] for piece in known_pieces if its_owners[piece] != role
+                    }
+                    first = {piece: nbytes for piece, nbytes in pieces.items() if piece not in known_pieces}
                 its_owners |= dict.fromkeys(first, role)
                 nbytes = sum(first.values()) - sum(map(first.__getitem__, first.keys() & without_memory))
                 if nbytes:
@@ -373,11 +382,11 @@ def _shares(
 
 def _once(held: Mapping[str, Holdings]) -> dict[int, int]:
     """Return the sizes of host storages without their overlaps, by address; empty if none can overlap."""
-    found = [pieces for holdings in held.values() for pieces in holdings.values()]
-    if not any(pieces.has_arrays for pieces in found):
+    storages = [pieces for holdings in held.values() for pieces in holdings.values()]
+    if not any(pieces.has_arrays for pieces in storages):
         return {}
     whole = Storages()
-    for pieces in found:
+    for pieces in storages:
         whole.include(pieces)
     counted: dict[int, int] = {}
     end = 0
@@ -394,16 +403,16 @@ def _gpu(device: str, in_process: bool = False, parts: Iterable[OfWorker] = ()) 
     with beside_captures(device):
         free, total = module.mem_get_info(device)
     without_memory, of_tensors = absent(device)
-    found = {"used": total - free, "total": total}
+    sizes = {"used": total - free, "total": total}
     with contextlib.suppress(RuntimeError):  # another allocator has replaced torch's and has no statistics
-        found["allocated"] = module.memory_allocated(device) - of_tensors
-        found["reserved"] = module.memory_reserved(device) - without_memory
+        sizes["allocated"] = module.memory_allocated(device) - of_tensors
+        sizes["reserved"] = module.memory_reserved(device) - without_memory
     if in_process:  # the figures would include other slots' groups
-        return found
+        return sizes
     with LOOKING:
         for part in parts:
-            found.update(part.of_device())
-    return found
+            sizes.update(part.of_device())
+    return sizes
 
 
 class Gradients:
@@ -425,12 +434,12 @@ class Gradients:
     def of(self, leaves: Mapping[str, list[weakref.ref[Any]]]) -> Mapping[str, Storages]:
         """Return the gradients by role: current ones if the lane answers soon, otherwise the last known."""
         with self._lock:
-            asked = self._asked
-            if asked.is_set():
-                asked = self._asked = threading.Event()
+            request = self._asked
+            if request.is_set():
+                request = self._asked = threading.Event()
                 self._leaves = leaves
-                self._worker_context.lane.do(partial(self._look, asked))
-        asked.wait(_WITHIN_S)
+                self._worker_context.lane.do(partial(self._look, request))
+        request.wait(_WITHIN_S)
         self._leaves = None  # drop the references: a long call may replace these tensors
         return self._known
 
@@ -442,7 +451,10 @@ class Gradients:
     def moved(self, role: str) -> None:
         """Look at a role's gradients again, after a sleep or wake. On the lane."""
         if role in self._known:
-            self._known = {**{name: each for name, each in self._known.items() if name != role}, **self._of([role])}
+            self._known = {
+                **{name: gradients for name, gradients in self._known.items() if name != role},
+                **self._of([role]),
+            }
 
     def _look(self, asked: threading.Event) -> None:
         self._known = self._of(list(named(self._worker_context)), self._leaves)
@@ -451,7 +463,7 @@ class Gradients:
     def _of(
         self, names: Iterable[str], leaves: Mapping[str, list[weakref.ref[Any]]] | None = None
     ) -> dict[str, Storages]:
-        known: dict[str, Storages] = {}
+        gradients_by_role: dict[str, Storages] = {}
         for name in names if leaves is None else leaves:
             with contextlib.suppress(Exception):  # the caller's own search reports such an error
                 if leaves is None:
@@ -459,8 +471,8 @@ class Gradients:
                         named(self._worker_context)[name].instance, apart=beside(self._worker_context, name)
                     ).leaves
                 else:
-                    tensors = [each for ref in leaves[name] if (each := ref()) is not None]
+                    tensors = [tensor for ref in leaves[name] if (tensor := ref()) is not None]
                 gradients = Storages()
                 gradients.add_all(gradients_of(tensors))
-                known[name] = gradients
-        return known
+                gradients_by_role[name] = gradients
+        return gradients_by_role

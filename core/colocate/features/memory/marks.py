@@ -47,11 +47,11 @@ class Sleepers:
     @property
     def until_woken(self) -> dict[str, list[str]]:
         """Return the tags that calls leave asleep, by role."""
-        found: dict[str, list[str]] = {}
+        tags: dict[str, list[str]] = {}
         for (role, tag), slept in list(self.marks.items()):
             if slept.until_woken:
-                found.setdefault(role, []).append(tag)
-        return found
+                tags.setdefault(role, []).append(tag)
+        return tags
 
     def woken(self, seen: dict[Mark, Slept]) -> None:
         """Remove the marks that a wake has seen, except marks renewed by a later sleep."""

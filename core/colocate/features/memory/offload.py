@@ -54,7 +54,7 @@ class Resized:
 
     def give(self, storages: Collection[tuple[Any, int]]) -> None:
         """Give memory of the given sizes to storages without memory: to all, or to none."""
-        there: list[Any] = []
+        filled: list[Any] = []
         try:
             for storage, nbytes in storages:
                 if storage.nbytes() != nbytes:
@@ -64,12 +64,12 @@ class Resized:
                             "its memory again; restart the group from its checkpoint"
                         )
                     storage.resize_(nbytes)
-                    there.append(storage)
+                    filled.append(storage)
                     if place_of(storage) == HOST:  # with small pages most of a wake's time goes to the kernel
                         start = storage.data_ptr()
                         advise_large(start, start + storage.nbytes(), mmap.MADV_HUGEPAGE)
         except RuntimeError:
-            self.take(there)
+            self.take(filled)
             raise
 
 
@@ -135,40 +135,40 @@ class Offload:
             OSError: The disk has no room.
             ValueError: There is no folder for the file.
         """
-        for key in [key for key, known in self._copies.items() if known.reference.expired()]:
+        for key in [key for key, former in self._copies.items() if former.reference.expired()]:
             del self._copies[key]
         by_place: dict[_Kept, list[Key]] = {}
         for key, storage in storages.items():
             by_place.setdefault(self.file() if place_of(storage) == HOST else self._pinned, []).append(key)
         copies: dict[Key, _Copy] = {}
         with self._copying():
-            for kept, keys in by_place.items():
-                taken = [(each.start, each.nbytes) for each in self._copies.values() if each.kept is kept]
-                starts = starts_beside(taken, [storages[key].nbytes() for key in keys])
+            for store, keys in by_place.items():
+                ranges = [(copy.start, copy.nbytes) for copy in self._copies.values() if copy.kept is store]
+                starts = starts_beside(ranges, [storages[key].nbytes() for key in keys])
                 for key, start in zip(keys, starts, strict=True):
-                    copies[key] = self._copy(storages[key], kept, start)
-                kept.grow(max(copies[key].start + copies[key].nbytes for key in keys))
+                    copies[key] = self._copy(storages[key], store, start)
+                store.grow(max(copies[key].start + copies[key].nbytes for key in keys))
                 for key in keys:
-                    kept.write(_view(storages[key]), copies[key].start)
+                    store.write(_view(storages[key]), copies[key].start)
         for key, storage in emptied.items():
-            if (known := self._copies.get(key)) is not None and self.away(key):
-                copies[key] = attrs.evolve(known, kept=None)
+            if (former := self._copies.get(key)) is not None and self.away(key):
+                copies[key] = attrs.evolve(former, kept=None)
             else:
                 copies[key] = self._copy(storage, None, 0)
         return copies
 
     def away(self, key: Key) -> bool:
         """Whether a storage sleeps."""
-        found = self._copies.get(key)
-        return found is not None and found.storage is not None
+        copy = self._copies.get(key)
+        return copy is not None and copy.storage is not None
 
     def can_take(self, storage: Any) -> bool:
         """Whether the memory of an awake storage can be freed."""
-        return any(each.has(storage) for each in self._backings)
+        return any(backing.has(storage) for backing in self._backings)
 
     def keeps_address(self, storage: Any) -> bool:
         """Whether an awake storage keeps the same address across a sleep."""
-        return any(isinstance(each, Mapped) and each.has(storage) for each in self._backings)
+        return any(isinstance(backing, Mapped) and backing.has(storage) for backing in self._backings)
 
     def put_away(self, copies: Mapping[Key, _Copy]) -> int:
         """Free the memory of copied storages; return the bytes that the device keeps nonetheless.
@@ -181,13 +181,13 @@ class Offload:
         new = {key: copy for key, copy in copies.items() if not self.away(key)}
         self._copies.update(copies)  # first: from here on the copies are the only ones
         try:
-            left = self._take(new.values())
+            retained = self._take(new.values())
         except RuntimeError:
             self.bring_back(new)
             self.let_go(new)
             raise
         self._give_back()
-        return left
+        return retained
 
     def bring_back(self, keys: Collection[Key]) -> None:
         """Give storages their memory and contents; the copies stay.
@@ -196,27 +196,27 @@ class Offload:
             MemoryError: There isn't enough memory: nothing has changed.
             OSError: The file can't be read: nothing has changed.
         """
-        given: list[_Copy] = []
+        restored: list[_Copy] = []
         try:
             for backing in self._backings:
                 some = [copy for copy in (self._copies[key] for key in keys) if copy.backing is backing]
                 backing.give([(copy.storage, copy.nbytes) for copy in some])
-                given += some
+                restored += some
             with self._copying():
-                for copy in given:
+                for copy in restored:
                     if copy.kept is None:
                         _view(copy.storage).zero_()
                     else:
                         copy.kept.read(_view(copy.storage), copy.start)
         except (OSError, RuntimeError) as error:  # RuntimeError includes torch.OutOfMemoryError
-            self._take(given)
+            self._take(restored)
             self._give_back()
             if isinstance(error, OSError):
                 raise
             size = sum(self._copies[key].nbytes for key in keys)
-            what = str(error).partition("\n")[0]
-            raise MemoryError(f"{size_text(size)} are needed on {self._device}: {what}") from error
-        for copy in given:
+            reason = str(error).partition("\n")[0]
+            raise MemoryError(f"{size_text(size)} are needed on {self._device}: {reason}") from error
+        for copy in restored:
             copy.storage = None
 
     def let_go(self, keys: Collection[Key]) -> None:
@@ -241,7 +241,7 @@ class Offload:
             self._file = None
 
     def _copy(self, storage: Any, kept: _Kept | None, start: int) -> _Copy:
-        backing = next(each for each in self._backings if each.has(storage))
+        backing = next(candidate for candidate in self._backings if candidate.has(storage))
         return _Copy(storage.nbytes(), kept, start, storage, WeakStorage(storage), backing)
 
     def _take(self, copies: Collection[_Copy]) -> int:
@@ -303,17 +303,17 @@ def starts_beside(taken: Iterable[tuple[int, int]], sizes: Iterable[int]) -> lis
         gaps.append((end, start - end))
         end = max(end, start + _rounded(nbytes))
     gaps = [gap for gap in gaps if gap[1] > 0]
-    found = []
+    starts = []
     for needed in map(_rounded, sizes):
         at = next((at for at, (_, room) in enumerate(gaps) if room >= needed), None)
         if at is None:
-            found.append(end)
+            starts.append(end)
             end += needed
             continue
         start, room = gaps[at]
-        found.append(start)
+        starts.append(start)
         gaps[at : at + 1] = [(start + needed, room - needed)] if room > needed else []
-    return found
+    return starts
 
 
 class Pinned:
@@ -336,19 +336,19 @@ class Pinned:
         Raises:
             MemoryError: The host has less.
         """
-        there = sum(region.numel() for region in self._regions)
-        more = -(-(nbytes - there) // LARGE_PAGE_BYTES) * LARGE_PAGE_BYTES
+        present = sum(region.numel() for region in self._regions)
+        more = -(-(nbytes - present) // LARGE_PAGE_BYTES) * LARGE_PAGE_BYTES
         if more <= 0:
             return
-        what = f"{size_text(more)} of the host's memory are needed, to be pinned"
-        if there:
-            what += f", beside the {size_text(there)} that are"
+        problem = f"{size_text(more)} of the host's memory are needed, to be pinned"
+        if present:
+            problem += f", beside the {size_text(present)} that are"
         if more > (free := self._free()):
-            raise MemoryError(f"{what}: {size_text(free)} are free")
+            raise MemoryError(f"{problem}: {size_text(free)} are free")
         try:
             self._regions += pinned(more, self._device)
         except (OSError, RuntimeError) as error:
-            raise MemoryError(f"{what}: {str(error).partition(chr(10))[0]}") from error
+            raise MemoryError(f"{problem}: {str(error).partition(chr(10))[0]}") from error
 
     def write(self, view: Any, start: int) -> None:
         """Copy a tensor of bytes to the offset `start`, asynchronously."""
@@ -392,13 +392,13 @@ def pinned(nbytes: int, device: str) -> list[Any]:
     """Return new pinned host memory, as tensors of bytes."""
     if in_use(device) is None:
         return [_memory(nbytes)[1]]
-    if (found := driver(device)) is not None:
+    if (cuda := driver(device)) is not None:
         pages, memory = _memory(nbytes)
         # Torch itself uses several threads for a tensor that is larger than a part.
         by_threads(lambda part: part[:: mmap.PAGESIZE].zero_(), memory.split(_TOUCHED_BYTES), _THREADS)
         with contextlib.suppress(DriverError):  # pinning fails in some virtual machines, and leaves nothing behind
-            found.pin(memory.data_ptr(), nbytes)
-            pages.pinned_by, pages.address = found, memory.data_ptr()
+            cuda.pin(memory.data_ptr(), nbytes)
+            pages.pinned_by, pages.address = cuda, memory.data_ptr()
             return [memory]
         del pages, memory
     torch, regions = imported("torch"), []

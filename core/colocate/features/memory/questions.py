@@ -43,22 +43,22 @@ class Ledgers:
     def each(self, slots: Sequence[int], deadline: Deadline) -> dict[int, Ledger | Exception]:
         """Return a ledger or an error for each slot; see `get`."""
         tell = self._link.teller()
-        asked = {slot: self._requests.open([slot]) for slot in slots}
-        found: dict[int, Ledger | Exception] = {}
+        requests = {slot: self._requests.open([slot]) for slot in slots}
+        answers: dict[int, Ledger | Exception] = {}
         try:
-            for slot, request in asked.items():
+            for slot, request in requests.items():
                 tell(slot, AskLedger(request.token))
-            for slot, request in asked.items():
+            for slot, request in requests.items():
                 try:
-                    (found[slot],) = request.result(deadline)
+                    (answers[slot],) = request.result(deadline)
                 except TimeoutError:
-                    found[slot] = TimeoutError(self._too_late(str(slot)))
+                    answers[slot] = TimeoutError(self._too_late(str(slot)))
                 except ColocateError as error:
-                    found[slot] = error
+                    answers[slot] = error
         finally:
-            for request in asked.values():
+            for request in requests.values():
                 self._requests.drop(request)
-        return found
+        return answers
 
     def answered(self, worker: Worker, told: LedgerTold) -> None:
         """Handle a worker's answer."""
@@ -66,9 +66,9 @@ class Ledgers:
             self._requests.answered(told.token, worker.slot, told.ledger)
             return
         group = self._link.name
-        what = f"what role {told.role!r} of group {group!r} holds" if told.role else f"the memory of group {group!r}"
+        subject = f"what role {told.role!r} of group {group!r} holds" if told.role else f"the memory of group {group!r}"
         error = RoleError(
-            f"{what} in worker {worker.slot} on {worker.boot.node} could not be looked at: "
+            f"{subject} in worker {worker.slot} on {worker.boot.node} could not be looked at: "
             f"{told.trace.strip().splitlines()[-1]}",
             group=group,
             role=told.role or None,

@@ -152,26 +152,26 @@ def plan(
         device: The slot's device, as named by torch.
         asleep: The tags with sleeping memory.
     """
-    kept: dict[str, dict[Key, tuple[int, str, WeakStorage | None]]] = {tag: {} for tag in by_tag}
+    retained: dict[str, dict[Key, tuple[int, str, WeakStorage | None]]] = {tag: {} for tag in by_tag}
     pieces: dict[Key, int] = {}
     storages: dict[Key, Any] = {}
     emptied: dict[Key, Any] = {}
     to_host = 0
-    for tag, found in by_tag.items():
-        for place, sizes in found.items():
+    for tag, objects in by_tag.items():
+        for place, sizes in objects.items():
             for key, size in sizes.items():
-                storage = found.storages.get(key)
+                storage = objects.storages.get(key)
                 if key in away:
                     if key in lost:
                         emptied[key] = storage
                     continue
                 if not size or (place == HOST != device and size < _SMALL):  # such as an optimizer's
                     continue  # step: not worth a file
-                using = [who for who, keys in users.items() if key in keys]
+                using = [user for user, keys in users.items() if key in keys]
                 if using or key in immovable or storage is None or place not in {HOST, device}:
                     why = f"on {place}" if place not in {HOST, device} else immovable.get(key, _FOREIGN)
                     why = f"used by {' and '.join(using)}" if using else why
-                    kept[tag][key] = size, why, None if storage is None else WeakStorage(storage)
+                    retained[tag][key] = size, why, None if storage is None else WeakStorage(storage)
                     continue
                 pieces[key] = size
                 if key in lost:
@@ -180,24 +180,24 @@ def plan(
                     storages[key] = storage
                     to_host += size if place != HOST else 0
     new = [tag for tag in by_tag if tag not in asleep]
-    return EvictionPlan(by_tag, new, pieces, storages, emptied, to_host, kept)
+    return EvictionPlan(by_tag, new, pieces, storages, emptied, to_host, retained)
 
 
 def by_tags(found: Mapping[Purpose, Storages]) -> dict[str, Objects]:
     """Return holdings by tag; a storage with several purposes counts for the first."""
     by_tag = {tag: Objects() for tag in TAGS}
-    seen: set[Key] = set()
+    assigned: set[Key] = set()
     for purpose in filter(_TAG_OF.__contains__, Purpose):
-        pieces, own = found.get(purpose), by_tag[_TAG_OF[purpose]]
+        pieces, objects = found.get(purpose), by_tag[_TAG_OF[purpose]]
         if not isinstance(pieces, Objects):
             continue
-        keys = {key for sizes in pieces.values() for key in sizes} - seen
+        keys = {key for sizes in pieces.values() for key in sizes} - assigned
         for place, sizes in pieces.items():
-            own.setdefault(place, {}).update({key: size for key, size in sizes.items() if key in keys})
-        own.storages.update({key: each for key, each in pieces.storages.items() if key in keys})
-        own.tensors.update({key: each for key, each in pieces.tensors.items() if key in keys})
-        own.pinned |= pieces.pinned & keys
-        seen |= keys
+            objects.setdefault(place, {}).update({key: size for key, size in sizes.items() if key in keys})
+        objects.storages.update({key: value for key, value in pieces.storages.items() if key in keys})
+        objects.tensors.update({key: value for key, value in pieces.tensors.items() if key in keys})
+        objects.pinned |= pieces.pinned & keys
+        assigned |= keys
     return by_tag
 
 
@@ -215,7 +215,7 @@ def unneeded(
         others: The holdings of all other holders, asleep or not.
     """
     purposes = {purpose for tag in discard for purpose in TAGS[tag]}
-    discarded = [each for purpose, each in found.items() if purpose in purposes and isinstance(each, Objects)]
+    discarded = [objects for purpose, objects in found.items() if purpose in purposes and isinstance(objects, Objects)]
     needed = _keys([*others, *(pieces for purpose, pieces in found.items() if purpose not in purposes)])
     needed = needed.union(*(pieces.trained | pieces.indices for pieces in discarded))
     return {key for pieces in discarded for key in pieces.storages} - needed
@@ -260,38 +260,38 @@ class Asleep:
 
         As of the role's last sleep, without storages that were collected or went to sleep with another role since.
         """
-        found: dict[str, int] = {}
+        sizes_by_reason: dict[str, int] = {}
         by_tag = self.roles.get(role, {})
         for tag, pieces in self._kept.get(role, {}).items():
             if tag not in by_tag or (tags is not None and tag not in tags):
                 continue
-            there = _keys([by_tag[tag]])
+            present = _keys([by_tag[tag]])
             for key, (size, why, reference) in pieces.items():
-                if key in there and key not in self.away and not (reference is not None and reference.expired()):
-                    found[why] = found.get(why, 0) + size
-        return dict(sorted(found.items(), key=lambda each: -each[1]))
+                if key in present and key not in self.away and not (reference is not None and reference.expired()):
+                    sizes_by_reason[why] = sizes_by_reason.get(why, 0) + size
+        return dict(sorted(sizes_by_reason.items(), key=lambda each: -each[1]))
 
     def by_role(self) -> dict[str, tuple[int, int]]:
         """Return the sleeping bytes by role, in all and without a copy (back as zeros). Each storage counts once."""
-        seen: set[Key] = set()
-        found: dict[str, tuple[int, int]] = {}
+        counted: set[Key] = set()
+        result: dict[str, tuple[int, int]] = {}
         for role, by_tag in list(self.roles.items()):
-            keys = {key for pieces in list(by_tag.values()) for key in pieces.storages if not _is_gone(key)} - seen
+            keys = {key for pieces in list(by_tag.values()) for key in pieces.storages if not _is_gone(key)} - counted
             sizes = {key: self.away.get(key, 0) for key in keys}
-            found[role] = sum(sizes.values()), sum(size for key, size in sizes.items() if key in self.emptied)
-            seen |= keys
-        return found
+            result[role] = sum(sizes.values()), sum(size for key, size in sizes.items() if key in self.emptied)
+            counted |= keys
+        return result
 
     def kept_addresses(self) -> set[int]:
         """Return the addresses of sleeping storages that keep their addresses."""
-        found = [pieces.storages for by_tag in list(self.roles.values()) for pieces in list(by_tag.values())]
-        return {storage.data_ptr() for storages in found for storage in storages.values()} - {0}
+        storages_by_role = [pieces.storages for by_tag in list(self.roles.values()) for pieces in list(by_tag.values())]
+        return {storage.data_ptr() for storages in storages_by_role for storage in storages.values()} - {0}
 
     def coming(self, name: str, tags: Iterable[str]) -> RestorePlan:
         """Return the memory of a role that a wake of these tags brings back. All tags must sleep."""
         self.forget_gone()
         by_tag = {tag: self.roles[name][tag] for tag in tags}
-        places = {key: place for found in by_tag.values() for place, sizes in found.items() for key in sizes}
+        places = {key: place for objects in by_tag.values() for place, sizes in objects.items() for key in sizes}
         pieces = {key: self.away[key] for key in places if key in self.away}
         emptied = pieces.keys() & self.emptied
         on_host = {key for key in pieces if places[key] == HOST}
@@ -303,7 +303,7 @@ class Asleep:
             sum(pieces[key] for key in on_host),
             sum(size for key, size in pieces.items() if places[key] == self._device),
             sum(pieces[key] for key in emptied & on_host),
-            {tag: kept for tag, kept in self._kept.get(name, {}).items() if tag in by_tag},
+            {tag: retained for tag, retained in self._kept.get(name, {}).items() if tag in by_tag},
         )
 
     def add(self, name: str, moved: EvictionPlan | RestorePlan) -> None:
@@ -313,11 +313,11 @@ class Asleep:
         asleep = self.roles.setdefault(name, {})
         for tag, pieces in moved.by_tag.items():
             joined = Objects()  # a new object: other threads read the present one
-            for each in (asleep.get(tag), pieces):
-                if each is not None:
-                    joined.include(each)
+            for objects in (asleep.get(tag), pieces):
+                if objects is not None:
+                    joined.include(objects)
                     # Only sleeping storages are stored: roles may free the others.
-                    joined.storages |= {key: storage for key, storage in each.storages.items() if key in self.away}
+                    joined.storages |= {key: storage for key, storage in objects.storages.items() if key in self.away}
             asleep[tag] = joined
         self._kept[name] = {**self._kept.get(name, {}), **moved.kept}  # a new object: other threads read this
 
@@ -341,15 +341,15 @@ class Asleep:
 
     def forget_gone(self) -> None:
         """Drop the records of sleeping storages that were collected."""
-        if not (gone := {key for key in self.away if _is_gone(key)}):
+        if not (collected := {key for key in self.away if _is_gone(key)}):
             return
         for by_tag in self.roles.values():
             for pieces in by_tag.values():
-                pieces.storages = {key: each for key, each in pieces.storages.items() if key not in gone}
-        for key in gone:
+                pieces.storages = {key: storage for key, storage in pieces.storages.items() if key not in collected}
+        for key in collected:
             del self.away[key]
-        self.emptied -= gone
-        self._offload.let_go(gone)
+        self.emptied -= collected
+        self._offload.let_go(collected)
 
 
 def _is_gone(key: Key) -> bool:
@@ -472,20 +472,20 @@ class Sleeper:
         role = self._worker_context.roles.get(name)
         if role is None:
             return Outcome(self._agree(members, None))
-        wanted = [tag for tag in TAGS if tag in tags]
-        new = [tag for tag in wanted if tag not in self.asleep.tags(name)]
-        seen: list[EvictionPlan] = []
+        ordered = [tag for tag in TAGS if tag in tags]
+        new = [tag for tag in ordered if tag not in self.asleep.tags(name)]
+        plans: list[EvictionPlan] = []
 
         def begin() -> Callable[[], int]:
             before = sum(role.managed().values())
-            going, copies = self._copied(name, role, wanted, discard)
-            seen.append(going)
-            own = before - sum(role.managed().values())
-            return lambda: self._put_away(going, copies) + own
+            going, copies = self._copied(name, role, ordered, discard)
+            plans.append(going)
+            managed_bytes = before - sum(role.managed().values())
+            return lambda: self._put_away(going, copies) + managed_bytes
 
         outcome = self._all_or_none(role, members, begin, lambda: self._undo(role, new))
         if outcome.refusal is None:
-            self.asleep.add(name, seen[0])
+            self.asleep.add(name, plans[0])
             trim()  # returns freed memory that `malloc` has kept, too
         elif not set(new).isdisjoint(self.asleep.tags(name)):
             raised = f"wake() on {_rank(role)} has raised {self.asleep.why[name]}"
@@ -571,33 +571,33 @@ class Sleeper:
         """
         self.asleep.forget_gone()
         worker_context, asleep = self._worker_context, self.asleep.tags(name)
-        found = _held(
+        holdings = _held(
             worker_context, name, partial(Objects, worker_context.boot.device), "cache" in tags or bool(discard)
         )
-        every = by_tags(found)
+        every = by_tags(holdings)
         by_tag = {tag: every[tag] for tag in tags}
         # Storages in use by others and awake, by user; and all holdings of others.
         users: dict[str, Collection[Key]] = {}
-        others: list[Mapping[str, Mapping[Key, int]]] = []
-        for other in [each for each in named(worker_context) if each != name]:
-            its = _held(worker_context, other)
-            others += its.values()
+        other_holdings: list[Mapping[str, Mapping[Key, int]]] = []
+        for other in [item for item in named(worker_context) if item != name]:
+            holdings_of_other = _held(worker_context, other)
+            other_holdings += holdings_of_other.values()
             users[f"role {other!r}"] = _keys(
-                pieces for tag, pieces in by_tags(its).items() if tag not in self.asleep.tags(other)
+                pieces for tag, pieces in by_tags(holdings_of_other).items() if tag not in self.asleep.tags(other)
             )
         lying, leaves = lie_in([value for _, value in worker_context.store.values()], beside(worker_context), Objects)
         lying[Purpose.GRADIENTS].add_all(gradients_of(leaves))
-        others += lying.values()
+        other_holdings += lying.values()
         users["residents"] = _keys(lying.values())
         for tag in TAGS:
             if tag not in tags and tag not in asleep:
                 users[f"its {tag}"] = _keys([every[tag]])
-        noted = [each for each in (*found.values(), *others) if isinstance(each, Objects)]
+        noted = [item for item in (*holdings.values(), *other_holdings) if isinstance(item, Objects)]
         why = self._immovable(by_tag.values(), noted)
         if only is not None:
             before = {key: because for pieces in only.kept.values() for key, (_, because, _) in pieces.items()}
             why = {key: before.get(key, _AWAKE) for key in _keys(by_tag.values()) - only.pieces.keys()} | why
-        lost = unneeded(found, discard, others) if discard else set[Key]()
+        lost = unneeded(holdings, discard, other_holdings) if discard else set[Key]()
         going = plan(by_tag, self.asleep.away, users, why, lost, worker_context.boot.device, asleep)
         self.refuse_more(name, going.to_host, False, False)
         return going
@@ -607,14 +607,14 @@ class Sleeper:
         worker_context, can_take = self._worker_context, self.offload.can_take
 
         def there(among: Iterable[Objects]) -> Iterable[tuple[Key, Any]]:
-            storages = {key: storage for each in among for key, storage in each.storages.items()}
+            storages = {key: storage for item in among for key, storage in item.storages.items()}
             return [(key, storage) for key, storage in storages.items() if key not in self.asleep.away]
 
-        graphs = any(each.parts.get("memory") for each in list(worker_context.roles.values()))
-        why = {key: _PINNED for each in found for key in each.pinned}
+        graphs = any(item.parts.get("memory") for item in list(worker_context.roles.values()))
+        why = {key: _PINNED for item in found for key in item.pinned}
         # Another library may share a part of torch's memory, and torch may have imported that part again.
-        arrays = [piece for each in noted for piece in each.arrays.items()]
-        fixed = [(each.data_ptr(), each.nbytes()) for _, each in there(noted) if not can_take(each)]
+        arrays = [piece for item in noted for piece in item.arrays.items()]
+        fixed = [(item.data_ptr(), item.nbytes()) for _, item in there(noted) if not can_take(item)]
         foreign = Ranges([*arrays, *fixed])
         for key, storage in there(found):
             on_host = place_of(storage) == HOST
@@ -699,13 +699,13 @@ class Sleeper:
 
     def _put_away(self, going: EvictionPlan, copies: Mapping[Key, Any]) -> int:
         """Free the memory of copied storages; return the bytes that have gone."""
-        left = self.offload.put_away(copies)
+        retained = self.offload.put_away(copies)
         for pieces in going.by_tag.values():  # a backward pass may have saved an emptied tensor: autograd must notice
-            for reference in (each for key in going.emptied for each in pieces.tensors.get(key, ())):
+            for reference in (tensor_ref for key in going.emptied for tensor_ref in pieces.tensors.get(key, ())):
                 tensor = reference()
                 if tensor is not None and not tensor.is_inference():
                     imported("torch").autograd.graph.increment_version(tensor)
-        return going.size - left
+        return going.size - retained
 
     def _undo(self, role: RoleInstance, tags: Sequence[str], error: BaseException | None = None) -> None:
         """Call the role's `wake` hook after an abandoned sleep. If the hook raises, `error` gets a note."""
@@ -746,12 +746,12 @@ def _held(
         declared = role.declared() if with_declared else ()
     except Exception as error:
         raise ColocateError(f"device_state() of role {name!r} has raised {error_text(error)}") from error
-    found, complete = held_by(role.instance, declared, beside(worker_context, name), storages)
+    holdings, complete = held_by(role.instance, declared, beside(worker_context, name), storages)
     if not complete:
         raise ColocateError(
             f"role {name!r} holds more objects than were looked at: what else uses the memory isn't known"
         )
-    return found
+    return holdings
 
 
 def _rank(role: RoleInstance) -> str:

@@ -99,23 +99,23 @@ class SlotMemory:
         """
         on_device = sum(sum(role.device.values()) for role in self.roles)
         on_host = sum(sum(role.host.values()) for role in self.roles)
-        found: dict[str, int] = {}
+        sizes: dict[str, int] = {}
         if self.gpu is not None:
             reserved = self.gpu.get("reserved", on_device)
             if "allocated" in self.gpu:
-                found["other, device"] = self.gpu["allocated"] - on_device
-                found["fragmentation"] = reserved - self.gpu["allocated"]
+                sizes["other, device"] = self.gpu["allocated"] - on_device
+                sizes["fragmentation"] = reserved - self.gpu["allocated"]
             of_groups = self.gpu.get("nccl")
             if of_groups is not None:
-                found["nccl"] = of_groups
-            found["context"] = self.gpu["used"] - reserved - (of_groups or 0)
+                sizes["nccl"] = of_groups
+            sizes["context"] = self.gpu["used"] - reserved - (of_groups or 0)
         if self.process is not None:
             parts = {"empty worker": self.empty or 0}
             if self.pinned:
                 parts["pinned"] = self.pinned
             owned = on_device if self.device == "cpu" else on_host
-            found |= {**parts, "other": self.process - sum(parts.values()) - owned}
-        return found
+            sizes |= {**parts, "other": self.process - sum(parts.values()) - owned}
+        return sizes
 
 
 @attrs.frozen
@@ -168,10 +168,10 @@ class GroupMemory:
         shown: list[dict[str, Any]] = []
         for slot in self.slots:
             shown += _rows(slot)
-            for what, size in slot.unowned.items():
-                nobody = {"slot": slot.slot, "role": f"({what})", "rank": ""}
+            for purpose, size in slot.unowned.items():
+                nobody = {"slot": slot.slot, "role": f"({purpose})", "rank": ""}
                 shown.append({**nobody, **dict.fromkeys(sizes, 0), "total": size})
-        unused = {each for each in (*KINDS, *_SOMETIMES) if not any(row[each] for row in shown)}
+        unused = {kind for kind in (*KINDS, *_SOMETIMES) if not any(row[kind] for row in shown)}
         return [
             {key: (size_text(value) if value else "") if key in sizes else str(value) for key, value in row.items()}
             for row in ({key: value for key, value in row.items() if key not in unused} for row in shown)
@@ -180,25 +180,25 @@ class GroupMemory:
     def notes(self) -> list[str]:
         """Return the lines below the printed table: each slot's total, and the awake memory of sleeping roles."""
         roles = {**self.weights, **self.stale}
-        found = [f"role {role!r} has {weights_age(self.weights.get(role), self.stale.get(role))}" for role in roles]
+        lines = [f"role {role!r} has {weights_age(self.weights.get(role), self.stale.get(role))}" for role in roles]
         for slot in self.slots:
-            known = []
+            totals = []
             if slot.process is not None:
-                known.append(f"{size_text(slot.process)} of the host for its process")
+                totals.append(f"{size_text(slot.process)} of the host for its process")
                 if slot.shared_with_forks:
                     forks = size_text(slot.shared_with_forks)
-                    known[0] += f" ({forks} of that shared with workers that are forks as it is)"
+                    totals[0] += f" ({forks} of that shared with workers that are forks as it is)"
             if slot.gpu is not None:
                 used, total = size_text(slot.gpu["used"]), size_text(slot.gpu["total"])
-                known.append(f"{used} of {total} of {slot.device} for all processes")
-            if known:
-                found.append(f"slot {slot.slot} in all: {', '.join(known)}")
+                totals.append(f"{used} of {total} of {slot.device} for all processes")
+            if totals:
+                lines.append(f"slot {slot.slot} in all: {', '.join(totals)}")
             for role in slot.roles:
                 if role.kept_awake:
                     parts = ", ".join(f"{size_text(size)} {why}" for why, size in role.kept_awake.items())
                     again = f"group.sleep({role.role!r}) again has that go which is free by now"
-                    found.append(f"slot {slot.slot}: role {role.role!r} sleeps but for {parts}; {again}")
-        return found
+                    lines.append(f"slot {slot.slot}: role {role.role!r} sleeps but for {parts}; {again}")
+        return lines
 
 
 def slot_memory(worker_group: WorkerGroup, worker: Worker, ledger: Ledger) -> SlotMemory:
@@ -220,8 +220,8 @@ def slot_memory(worker_group: WorkerGroup, worker: Worker, ledger: Ledger) -> Sl
         if ledger.peaks is not None:
             of_role = {label.rpartition("."): peak for label, peak in ledger.peaks.items()}
             activations = {method: peak for (role, _, method), peak in of_role.items() if role == name}
-        kept, whole = ledger.kept_awake.get(name, {}), name not in ledger.partial
-        roles.append(RoleMemory(name, rank, device, host, shared, asleep, activations, whole, kept))
+        awake, whole = ledger.kept_awake.get(name, {}), name not in ledger.partial
+        roles.append(RoleMemory(name, rank, device, host, shared, asleep, activations, whole, awake))
     parts = ledger.process or {}
     return SlotMemory(
         slot,

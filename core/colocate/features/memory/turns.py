@@ -42,8 +42,8 @@ class Order:
 
     def __init__(self, declared: Sequence[str] = ()) -> None:
         """Args: declared: The roles of a step."""
-        found = [role for before, role in zip((None, *declared), declared, strict=False) if role != before]
-        self._step = found[:-1] if len(found) > 1 and found[0] == found[-1] else found
+        order = [role for before, role in zip((None, *declared), declared, strict=False) if role != before]
+        self._step = order[:-1] if len(order) > 1 and order[0] == order[-1] else order
         self._place = -1  # the index of the current turn in the step
         self._past: dict[str, None] = {}  # the called roles, the latest last
 
@@ -57,9 +57,9 @@ class Order:
 
     def by_need(self, roles: Iterable[str]) -> list[str]:
         """Sort roles by need, the one needed last first."""
-        if ahead := self._ahead():
-            places = {role: place for place, role in reversed([*enumerate(ahead)])}
-            return sorted(roles, key=lambda role: (-places.get(role, len(ahead)), role))
+        if turns := self._ahead():
+            places = {role: place for place, role in reversed([*enumerate(turns)])}
+            return sorted(roles, key=lambda role: (-places.get(role, len(turns)), role))
         last = {role: place for place, role in enumerate(self._past)}
         return sorted(roles, key=lambda role: (last.get(role, -1), role))
 
@@ -107,8 +107,8 @@ class TurnScheduler:
         self.takes_turns, self._declared = budgets.swap, budgets.step
         if budgets.swap:
             limits = [each for each in budgets.limits if each.role is None and each.device]
-            own = sorted((each for each in limits if not each.is_shared), key=lambda each: each.nbytes)
-            self._limits = [*own[:1], *(each for each in limits if each.is_shared)]
+            private_limits = sorted((each for each in limits if not each.is_shared), key=lambda each: each.nbytes)
+            self._limits = [*private_limits[:1], *(each for each in limits if each.is_shared)]
 
     # -- around calls
 
@@ -132,15 +132,15 @@ class TurnScheduler:
             return
         tags = _ALL if spec.awake is None else spec.awake
         if self._declared:  # roles on other slots have no turn here
-            self._order = Order([each for each in self._declared if each in self._worker_context.roles])
+            self._order = Order([other for other in self._declared if other in self._worker_context.roles])
             self._declared = ()
         self._order.begins(name)
         use.awake, why = self._with_siblings(name), f"needed by {role.label(spec.name)}"
         if (name, spec.name) not in self._known:  # a first run may add gradients and an optimizer's state
             self._known.add((name, spec.name))
             self._clear(name)
-        for each in sorted(use.awake - {name}):
-            self._awaken(each, _ALL, why)
+        for other in sorted(use.awake - {name}):
+            self._awaken(other, _ALL, why)
         self._awaken(name, tags, why)
 
     def leave(self, seq: int) -> None:
@@ -225,14 +225,14 @@ class TurnScheduler:
 
     def _with_siblings(self, name: str) -> frozenset[str]:
         """Return a role and all siblings asked for by role code, also by siblings' code: a role may keep these."""
-        found: set[str] = set()
+        members: set[str] = set()
         todo = [name]
         while todo:
-            each = todo.pop()
-            if each not in found and each in self._worker_context.roles:
-                found.add(each)
-                todo.extend(self._worker_context.roles[each].ctx._asked)
-        return frozenset(found)
+            role = todo.pop()
+            if role not in members and role in self._worker_context.roles:
+                members.add(role)
+                todo.extend(self._worker_context.roles[role].ctx._asked)
+        return frozenset(members)
 
     def _awaken(self, name: str, tags: Sequence[str], why: str) -> None:
         self._make_room(name, self._sleeper.size(name, tags))
@@ -255,10 +255,10 @@ class TurnScheduler:
         needed = coming + self._accounts.budgets.activations.get(name, 0)
         limit = self._tightest(shares)
         if not self._accounts.has_outgrown(shares, name, limit, needed):
-            what = f"waking role {name!r} needs {size_text(coming)}"
+            action = f"waking role {name!r} needs {size_text(coming)}"
             if stay := sorted(self._in_use() - {name}):
-                what += f" beside {', '.join(stay)}, in use with it or asked for by ctx.sibling"
-            raise self._accounts.exceeded(shares, limit, what, needed)
+                action += f" beside {', '.join(stay)}, in use with it or asked for by ctx.sibling"
+            raise self._accounts.exceeded(shares, limit, action, needed)
 
     def _have_others_go(
         self,
@@ -292,21 +292,21 @@ class TurnScheduler:
         Memory that several roles hold counts with one of them and stays while another holder is awake: it goes with the
         last. If no other role helps, a sleeping role may hold something new, or a part of another role's array.
         """
-        others = [each for each in named(self._worker_context) if each not in stay]
-        partly = [each for each in others if len(self._sleeper.asleep.tags(each)) < len(TAGS)]
-        could_go = [each for each in partly if self._awake(each, shares) or shares.shared.get(each)]
-        holders = [each for each in others if self._awake(each, shares)]
-        victims = could_go or holders or [each for each in partly if not self._is_told(each)]
+        candidates = [role for role in named(self._worker_context) if role not in stay]
+        partly = [role for role in candidates if len(self._sleeper.asleep.tags(role)) < len(TAGS)]
+        could_go = [role for role in partly if self._awake(role, shares) or shares.shared.get(role)]
+        holders = [role for role in candidates if self._awake(role, shares)]
+        victims = could_go or holders or [role for role in partly if not self._is_told(role)]
         return next(iter(self._order.by_need(victims)), None)
 
     def _is_told(self, name: str) -> bool:
         """Whether a role has a `sleep` or `wake` hook, which is role code."""
-        return any(self._worker_context.roles[name].hook(each) is not None for each in ("sleep", "wake"))
+        return any(self._worker_context.roles[name].hook(hook) is not None for hook in ("sleep", "wake"))
 
     def _awake(self, name: str, shares: Shares) -> int:
-        here, residents = self._worker_context.boot.device, Purpose.RESIDENTS.word
+        device, residents = self._worker_context.boot.device, Purpose.RESIDENTS.word
         owned = shares.owned.get(name, {})
-        return sum(size for (kind, where), size in owned.items() if where == here and kind != residents)
+        return sum(size for (kind, where), size in owned.items() if where == device and kind != residents)
 
     def _size(self, name: str, shares: Shares) -> int:
         """Return the bytes of a role that a sleep could move or has moved."""
@@ -359,8 +359,8 @@ class TurnScheduler:
         finally:
             self._accounts.moved(name)
         if nbytes or self._sleeper.asleep.tags(name) != before:
-            whole, kept = len(tags) == len(TAGS), self._sleeper.asleep.kept_awake(name, tags)
-            self._tell(name, True, nbytes, start, whole, why, kept)
+            whole, awake = len(tags) == len(TAGS), self._sleeper.asleep.kept_awake(name, tags)
+            self._tell(name, True, nbytes, start, whole, why, awake)
 
     def _tell(
         self,
@@ -373,5 +373,5 @@ class TurnScheduler:
         kept: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
         in_call = any(use.is_call for use in self._uses.values())
-        told = name, asleep, nbytes, start, time.time(), whole, why, in_call, dict(kept)
-        self._worker_context.say(Moved(*told))
+        movement = name, asleep, nbytes, start, time.time(), whole, why, in_call, dict(kept)
+        self._worker_context.say(Moved(*movement))

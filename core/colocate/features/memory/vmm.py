@@ -81,9 +81,9 @@ class Vmm:
 
     def supported(self, device: int) -> bool:
         """Whether a device supports this."""
-        found = ctypes.c_int()
-        self._call("supported", device, ctypes.byref(found))
-        return bool(found.value)
+        flag = ctypes.c_int()
+        self._call("supported", device, ctypes.byref(flag))
+        return bool(flag.value)
 
     def segments(self, device: int) -> list[Segment]:
         """Return the segments of a device."""
@@ -112,7 +112,7 @@ class Vmm:
 
     def give(self, device: int, ranges: Sequence[tuple[int, int]]) -> None:
         """Give memory to all chunks of some ranges (address and size), or to none."""
-        flat = [number for each in ranges for number in each]
+        flat = [number for stretch in ranges for number in stretch]
         self._call("give", device, (ctypes.c_uint64 * len(flat))(*flat), ctypes.c_size_t(len(ranges)))
 
     def _call(self, name: str, device: int, *arguments: Any) -> None:
@@ -217,14 +217,14 @@ class Mapped:
         """Yield the chunks with sleeping storages and nothing awake."""
         # Segments first: if torch frees one before the snapshot and maps another there, the serial differs.
         segments = {segment.address: segment for segment in vmm.segments(number_of(self._device))}
-        for found in in_use(self._device).memory_snapshot():
-            if (segment := segments.get(found["address"])) is None:
+        for snapshot in in_use(self._device).memory_snapshot():
+            if (segment := segments.get(snapshot["address"])) is None:
                 continue
             used: dict[int, int] = {}
             stay: set[int] = set()
-            for begin, block in blocks(found):
+            for begin, block in blocks(snapshot):
                 end = begin + block["size"]
-                first, last = ((each - segment.address) // segment.chunk for each in (begin, end - 1))
+                first, last = ((address - segment.address) // segment.chunk for address in (begin, end - 1))
                 if begin in self._asleep:
                     for index in range(first, last + 1):
                         start = segment.address + index * segment.chunk
@@ -277,18 +277,18 @@ def kept_addresses(device: str) -> Iterator[Elsewhere | None]:
         raise CapabilityError(f'sleep="vmm": the driver says that {device} can\'t have memory taken from its addresses')
     with torch.cuda.device(number), contextlib.ExitStack() as stack:
         torch.cuda.empty_cache()  # with a pool in use, torch keeps unused memory even when more is needed
-        known = {segment.serial for segment in vmm.segments(number)}
+        serials = {segment.serial for segment in vmm.segments(number)}
         before, usual = torch.cuda.memory_allocated(number), _usual()
         pools = [torch.cuda.MemPool(allocator.allocator())]
         stack.callback(pools.clear)  # last: memory that was freed in the pool returns to the device
         stack.enter_context(torch.cuda.use_mem_pool(pools[0], number))
 
         def elsewhere(storages: Iterable[Any]) -> int:
-            made = _usual() - usual
-            return sum(storage.nbytes() for storage in storages if storage.data_ptr() in made)
+            addresses = _usual() - usual
+            return sum(storage.nbytes() for storage in storages if storage.data_ptr() in addresses)
 
         yield elsewhere
-        new = {segment.serial for segment in vmm.segments(number)} - known
+        new = {segment.serial for segment in vmm.segments(number)} - serials
         if torch.cuda.memory_allocated(number) > before and not new:
             raise CapabilityError(
                 f'sleep="vmm": torch has not asked for the memory on {device} in the way that keeps its addresses: is '
@@ -311,5 +311,7 @@ def _usual() -> frozenset[int]:
         segments = torch.cuda.memory_snapshot()
     except RuntimeError:  # another allocator has replaced torch's: no pool will be used
         return frozenset()
-    usual = [each for each in segments if tuple(each["segment_pool_id"]) == (0, 0)]
-    return frozenset(begin for each in usual for begin, block in blocks(each) if block["state"] == "active_allocated")
+    usual = [segment for segment in segments if tuple(segment["segment_pool_id"]) == (0, 0)]
+    return frozenset(
+        begin for segment in usual for begin, block in blocks(segment) if block["state"] == "active_allocated"
+    )

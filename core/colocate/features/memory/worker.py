@@ -59,8 +59,8 @@ class MemoryOfWorker(OfWorker, calls={SLEEP: "sleep", WAKE: "wake"}):
                     self._worker_context.say(LedgerTold(message.token, None, "", error_text(error)))
             case Beside():
                 # A new mapping: the lane may be reading the present one.
-                others = {name: roles for name, roles in self._accounts.beside.items() if name != message.group}
-                self._accounts.beside = {**others, message.group: message.roles} if message.roles else others
+                groups = {name: roles for name, roles in self._accounts.beside.items() if name != message.group}
+                self._accounts.beside = {**groups, message.group: message.roles} if message.roles else groups
             case _:
                 raise AssertionError(message)
 
@@ -149,13 +149,13 @@ class MemoryOfWorker(OfWorker, calls={SLEEP: "sleep", WAKE: "wake"}):
     def glimpse(self) -> tuple[Mapping[str, tuple[int, int]] | None, str | None]:
         """Return the bytes that each role has in memory, and asleep; or None, and the reason."""
         try:
-            found = self._accounts.ledger()
+            ledger = self._accounts.ledger()
         except LookError as error:
             return None, str(error)
         except Exception as error:  # such as a CUDA error
             return None, error_text(error)
-        names = found.roles.keys() | found.asleep.keys()
-        return {name: (sum(found.roles.get(name, {}).values()), found.asleep.get(name, 0)) for name in names}, None
+        names = ledger.roles.keys() | ledger.asleep.keys()
+        return {name: (sum(ledger.roles.get(name, {}).values()), ledger.asleep.get(name, 0)) for name in names}, None
 
     @property
     def is_looking(self) -> bool:
@@ -164,12 +164,12 @@ class MemoryOfWorker(OfWorker, calls={SLEEP: "sleep", WAKE: "wake"}):
 
     def _tell_ledger(self, token: int) -> None:
         try:
-            told = LedgerTold(token, self._accounts.ledger())
+            report = LedgerTold(token, self._accounts.ledger())
         except LookError as error:
-            told = LedgerTold(token, None, error.role, error.trace)
+            report = LedgerTold(token, None, error.role, error.trace)
         except Exception:  # such as a CUDA error
-            told = LedgerTold(token, None, "", traceback.format_exc())
-        self._worker_context.say(told)
+            report = LedgerTold(token, None, "", traceback.format_exc())
+        self._worker_context.say(report)
 
     # -- sleep and wake
 
@@ -220,10 +220,10 @@ def _check_addresses(instance: object, worker_context: WorkerContext, elsewhere:
         CapabilityError: Weights or buffers wouldn't keep their addresses.
     """
     device = worker_context.boot.device
-    others = [role.instance for role in worker_context.roles.values() if role.name is not None]
-    found, _ = held_by(instance, apart=others, storages=partial(Objects, device))
+    instances = [role.instance for role in worker_context.roles.values() if role.name is not None]
+    holdings, _ = held_by(instance, apart=instances, storages=partial(Objects, device))
     storages: dict[int, Any] = {}
-    for pieces in (found[Purpose.PARAMETERS], found[Purpose.BUFFERS]):
+    for pieces in (holdings[Purpose.PARAMETERS], holdings[Purpose.BUFFERS]):
         assert isinstance(pieces, Objects)
         storages |= {key: pieces.storages[key] for key in pieces.get(device, ())}
     if nbytes := elsewhere(storages.values()):

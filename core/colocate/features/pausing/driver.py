@@ -90,8 +90,8 @@ def _check(worker_group: WorkerGroup, role: str, what: str) -> None:
             f"group.{what}({role!r}): of group {worker_group.name!r} this is no background role, so that nothing of it "
             "goes on beside other calls: what can be paused was declared with .on(background=True)"
         )
-    known = ", ".join(worker_group.background) or "none"
+    names = ", ".join(worker_group.background) or "none"
     raise ConfigError(
-        f"group.{what}({role!r}): group {worker_group.name!r} has no such role; its background roles: {known}"
+        f"group.{what}({role!r}): group {worker_group.name!r} has no such role; its background roles: {names}"
         f"{did_you_mean(str(role), worker_group.background)}"
     )

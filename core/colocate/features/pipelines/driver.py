@@ -68,14 +68,14 @@ class Pipeline(Unsent):
         """Record a call. Its arguments are lent to the call from now on."""
         snapshots = {id(body): self._memory.snapshot(body) for body in draft.bodies}
         draft.bodies = [snapshots[id(body)] for body in draft.bodies]
-        draft.call.unsent, kept = self, draft.kept
-        if kept is not None:
+        draft.call.unsent, resident = self, draft.kept
+        if resident is not None:
             # The pin keeps the result alive on the workers until the call has been sent.
-            draft.pin = draft.worker_group.residents.pin(kept)
+            draft.pin = draft.worker_group.residents.pin(resident)
         draft.lend()
         self._drafts.append(draft)
-        if kept is not None:
-            draft.worker_group.residents.add(kept)  # so that a restart reports the loss
+        if resident is not None:
+            draft.worker_group.residents.add(resident)  # so that a restart reports the loss
 
     # -- the block
 
@@ -139,12 +139,12 @@ class Pipeline(Unsent):
 def _give_up(draft: Draft, error: BaseException) -> None:
     draft.call.handle = None
     draft.worker_group.order.drop(draft.call, never_sent(draft.call, error))
-    kept = draft.kept
-    if kept is not None:
+    resident = draft.kept
+    if resident is not None:
         draft.kept = draft.pin = None
-        kept.used = True  # the block has raised the error: no second report of an unused failure
+        resident.used = True  # the block has raised the error: no second report of an unused failure
         reason = error if isinstance(error, ColocateError) else PipelineError(f"{draft.call.label} was never sent")
-        draft.worker_group.residents.never_made(kept, reason)
+        draft.worker_group.residents.never_made(resident, reason)
 
 
 def _send(messages: Messages) -> None:
@@ -167,8 +167,8 @@ def _send(messages: Messages) -> None:
 
 def _is_lost(draft: Draft) -> bool:
     """Fail an unsent call that uses a poisoned or lost resident; return whether the call is done."""
-    gone = (use._kept.lost for use in draft.call.uses if use._kept.lost is not None)
-    poison = None if draft.call.done() else draft.call.poison() or next(gone, None)
+    losses = (use._kept.lost for use in draft.call.uses if use._kept.lost is not None)
+    poison = None if draft.call.done() else draft.call.poison() or next(losses, None)
     if poison is not None:
         draft.worker_group.order.drop(draft.call, poison)
     return draft.call.done()
@@ -182,18 +182,18 @@ def pipeline(worker_group: WorkerGroup) -> Iterator[None]:
         with _nested(outer, worker_group):
             yield
         return
-    found = Pipeline()
-    found.worker_groups.append(worker_group)
+    current = Pipeline()
+    current.worker_groups.append(worker_group)
     try:
-        OPEN.set(found)
+        OPEN.set(current)
         yield
         OPEN.set(None)
-        if not found.forked:
-            found.end()
+        if not current.forked:
+            current.end()
     except BaseException as error:
-        if found.open and not found.forked:  # no call of the block has been sent
-            found.open = False
-            found.forget(0, error)
+        if current.open and not current.forked:  # no call of the block has been sent
+            current.open = False
+            current.forget(0, error)
         raise
     finally:
         OPEN.set(None)
@@ -201,14 +201,14 @@ def pipeline(worker_group: WorkerGroup) -> Iterator[None]:
 
 @contextmanager
 def _nested(outer: Pipeline, worker_group: WorkerGroup) -> Iterator[None]:
-    known, start = list(outer.worker_groups), len(outer)
+    groups, start = list(outer.worker_groups), len(outer)
     outer.worker_groups.append(worker_group)
     try:
         yield
     except BaseException as error:
         if not outer.forked:
             outer.forget(start, error)
-            outer.worker_groups[:] = known
+            outer.worker_groups[:] = groups
         raise
 
 
@@ -226,9 +226,9 @@ class Memory:
 
     def _copy(self, buffer: memoryview) -> memoryview:
         key = buffer.nbytes, bytes(buffer[:_EDGE_BYTES]), bytes(buffer[-_EDGE_BYTES:])
-        known = self._copies.setdefault(key, [])
-        found = next((copy for copy in known if copy.obj == buffer), None)  # compared with the bytearray: one memcmp
-        if found is None:
-            found = memoryview(bytearray(buffer))
-            known.append(found)
-        return found
+        copies = self._copies.setdefault(key, [])
+        copied = next((copy for copy in copies if copy.obj == buffer), None)  # compared with the bytearray: one memcmp
+        if copied is None:
+            copied = memoryview(bytearray(buffer))
+            copies.append(copied)
+        return copied

@@ -45,11 +45,11 @@ def _to_the_end() -> Iterator[None]:
 
 
 def _descriptors() -> set[tuple[int, str]]:
-    found: set[tuple[int, str]] = set()
+    descriptors: set[tuple[int, str]] = set()
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(FileNotFoundError):  # the descriptor of the listing itself
-            found.add((int(name), os.readlink(f"/proc/self/fd/{name}")))
-    return found
+            descriptors.add((int(name), os.readlink(f"/proc/self/fd/{name}")))
+    return descriptors
 
 
 def mesh(ctx: Context, name: str | None) -> DeviceMesh:

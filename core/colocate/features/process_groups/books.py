@@ -54,11 +54,11 @@ def record() -> None:
     def counting(transfer: Callable[..., Any]) -> Callable[..., Any]:
         # Gloo counts transfers as operations of the group, but only two ranks take part in each.
         def counted(group: Any, tensors: list[Any], *args: Any) -> Any:
-            found = transfer(group, tensors, *args)
+            work = transfer(group, tensors, *args)
             name = _name_of(group)
             if name is not None:
                 _transfers[name] = _transfers.get(name, 0) + int(tensors[0].device.type == "cpu")
-            return found
+            return work
 
         return counted
 
@@ -74,8 +74,8 @@ def all_groups() -> dict[str, ProcessGroup]:
     world = getattr(c10d, "_world", None)  # None during torch's import
     if world is None:
         return {}
-    found = sorted(world.pg_names.items(), key=lambda item: item[0] is world.default_pg)
-    return {str(name): group for group, name in found}
+    entries = sorted(world.pg_names.items(), key=lambda item: item[0] is world.default_pg)
+    return {str(name): group for group, name in entries}
 
 
 def are_any() -> bool:
@@ -152,28 +152,28 @@ def nbytes() -> int | None:
 
     NCCL reports from 2.29.7 on, and torch passes the report on from 2.12 on.
     """
-    found = None
+    total = None
     for group in all_groups().values():
         for backend in _backends(group):
             try:
-                told = backend.memory_stats()
+                stats = backend.memory_stats()
             # Torch, NCCL or the backend has no statistics, or the communicator isn't made yet.
             except (AttributeError, RuntimeError):
                 continue
-            found = (found or 0) + int(told["persist" if told["suspended"] else "total"])
-    return found
+            total = (total or 0) + int(stats["persist" if stats["suspended"] else "total"])
+    return total
 
 
 def _backends(group: Any) -> list[Any]:
     """Return a group's backends. Callers must not keep one: the drop of a last reference waits for operations."""
-    found: dict[int, Any] = {}
+    backends: dict[int, Any] = {}
     for device in group._device_types:
         try:
             backend = group._get_backend(device)
         except RuntimeError:
             backend = group
-        found[id(backend)] = backend
-    return list(found.values()) or [group]  # without backends, a group written in Python serves as one
+        backends[id(backend)] = backend
+    return list(backends.values()) or [group]  # without backends, a group written in Python serves as one
 
 
 def cut(names: Collection[str]) -> threading.Thread | None:
@@ -239,12 +239,12 @@ def forget(name: str) -> list[Any]:
 
     world = c10d._world
     if group is world.default_pg:
-        left = [backend for each in list(world.pg_map) for backend in _backends(each) if _is_gloo(backend)]
+        backends = [backend for item in list(world.pg_map) for backend in _backends(item) if _is_gloo(backend)]
         _close_sockets({*_sockets, *_transfers})
         # Without the replacement for role code, which keeps the group (`take_up`).
         inspect.unwrap(dist.destroy_process_group)()
-        return left
-    left = [backend for backend in _backends(group) if _is_gloo(backend)]
+        return backends
+    backends = [backend for backend in _backends(group) if _is_gloo(backend)]
     name = name.partition("#")[0]
     _close_sockets([name])
     c10d._unregister_process_group(c10d.GroupName(name))  # type: ignore[attr-defined]
@@ -255,8 +255,8 @@ def forget(name: str) -> list[Any]:
     for table in tables:
         table.pop(group, None)  # type: ignore[attr-defined]
     for tag, tagged in list(world.tags_to_pg.items()):
-        world.tags_to_pg[tag] = [each for each in tagged if each is not group]
-    return left
+        world.tags_to_pg[tag] = [item for item in tagged if item is not group]
+    return backends
 
 
 def forget_all() -> list[Any]:
@@ -297,11 +297,11 @@ def tell_apart() -> None:
 
 def let_go(mesh: DeviceMesh) -> None:
     """Remove forgotten groups from a mesh: torch may keep the mesh for good (2.11 leaks references)."""
-    there = set(map(id, all_groups().values()))
+    live = set(map(id, all_groups().values()))
     root = getattr(mesh, "_get_root_mesh", lambda: mesh)()
-    for each in (root, mesh):
-        registry: dict[str, ProcessGroup] = getattr(each, "_pg_registry", {})
-        for name in [name for name, group in registry.items() if id(group) not in there]:
+    for item in (root, mesh):
+        registry: dict[str, ProcessGroup] = getattr(item, "_pg_registry", {})
+        for name in [name for name, group in registry.items() if id(group) not in live]:
             del registry[name]
 
 
@@ -327,23 +327,23 @@ def _is_gloo(backend: Any) -> bool:
 
 def connections(device: Device, before: Collection[int]) -> list[socket.socket]:
     """Return duplicates of a device's connected sockets, except those with inodes in `before`."""
-    found: list[socket.socket] = []
+    duplicates: list[socket.socket] = []
     for fd, inode in device.sockets():
         if inode in before:
             continue
         try:
-            own = os.dup(fd)
+            duplicate = os.dup(fd)
         except OSError:
             continue
-        status = os.fstat(own)
+        status = os.fstat(duplicate)
         if status.st_ino != inode or not stat.S_ISSOCK(status.st_mode):  # the descriptor was reused meanwhile
-            os.close(own)
+            os.close(duplicate)
             continue
-        connection = socket.socket(fileno=own)
+        connection = socket.socket(fileno=duplicate)
         try:
             connection.getpeername()
         except OSError:  # not connected
             connection.close()
             continue
-        found.append(connection)
-    return found
+        duplicates.append(connection)
+    return duplicates

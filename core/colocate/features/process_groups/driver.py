@@ -34,12 +34,12 @@ class HoldState:
 
         A broken group is cut, is missing on a rank, or waits for an operation that some ranks never begin.
         """
-        found = set(self.cut)
+        names = set(self.cut)
         for name, by_slot in self.begun.items():
-            told = [*by_slot.values()]
-            if len(set(told)) > 1 or len(told) != told[0][1]:
-                found.add(name)
-        return sorted(found)
+            counts = [*by_slot.values()]
+            if len(set(counts)) > 1 or len(counts) != counts[0][1]:
+                names.add(name)
+        return sorted(names)
 
 
 class GroupsOfGroup(OfGroup):
@@ -92,25 +92,25 @@ class GroupsOfGroup(OfGroup):
         """Notify the ranks that aren't back: a wait for this rank is futile, since no further operations begin here."""
         if hold.lane:
             return
-        told = Told(*plain or ())
+        report = Told(*plain or ())
         state: HoldState = hold.parts.setdefault(NAME, HoldState())
-        others = hold.waiting - {slot}
-        if others and (told.operations or state.begun):
-            self._worker_group.send(sorted(others), Left(hold.number, slot, told.operations))
-        state.in_step = state.in_step or told.in_step
+        waiting = hold.waiting - {slot}
+        if waiting and (report.operations or state.begun):
+            self._worker_group.send(sorted(waiting), Left(hold.number, slot, report.operations))
+        state.in_step = state.in_step or report.in_step
         if is_back:
-            for name, operations in told.operations.items():
+            for name, operations in report.operations.items():
                 state.begun.setdefault(name, {})[slot] = operations
-            state.cut.update(told.cuts)
+            state.cut.update(report.cuts)
 
     def all_back(self, hold: Hold) -> bool:
         """Start the renewal of broken groups, if any; fail the group if ranks have no common state any more."""
         worker_group = self._worker_group
         state: HoldState = hold.parts.get(NAME) or HoldState()
         broken = state.broken()
-        for call, done, left in stranded(worker_group.order.pending.copy().values(), hold, state, broken):
+        for call, done, late_slot in stranded(worker_group.order.pending.copy().values(), hold, state, broken):
             hold.withdrawn.add(call.seq)
-            hold.later.append((call, stranded_error(worker_group, call, done, left), True))
+            hold.later.append((call, stranded_error(worker_group, call, done, late_slot), True))
         if (diverged := diverged_update(hold)) is not None:
             worker_group.fail(diverged_error(worker_group, *diverged, hold.cause()))
             return True
@@ -132,7 +132,7 @@ def stranded(
     for call in calls:
         if call.lane != hold.lane or call.seq in hold.withdrawn:
             continue
-        done = [slot for slot, told in call.parts.get(NAME, {}).items() if told.begins]
+        done = [slot for slot, report in call.parts.get(NAME, {}).items() if report.begins]
         for by_slot in (state.begun.get(name, {}) for name in broken):
             ends = [next(filter(by_slot.__contains__, slots), None) for slots in (done, call.missing())]
             if ends[0] is not None and ends[1] is not None:
@@ -143,8 +143,8 @@ def stranded(
 def diverged_update(hold: Hold) -> tuple[PendingCall, Mapping[int, int]] | None:
     """Return a call after which ranks have different states, with the updates by slot; None if there is none."""
     for call in hold.ended():
-        told = call.parts.get(NAME, {})
-        updates = {slot: told[slot].updates if slot in told else 0 for slot in call.targets}
+        reports = call.parts.get(NAME, {})
+        updates = {slot: reports[slot].updates if slot in reports else 0 for slot in call.targets}
         if len(set(updates.values())) > 1 or any(step_events % 2 for step_events in updates.values()):
             return call, updates
     return None

@@ -32,13 +32,14 @@ def renew_error(link: WorkerGroup, slot: int, failure: Failure, body: Any, cause
 
 def holders_error(link: WorkerGroup, slot: int, names: Sequence[str], cause: ColocateError | None) -> RenewalError:
     """Return the error for a role that still holds a broken process group."""
-    own = f"{link.name}/"
-    name = names[0].removeprefix(own).partition("#")[0]
-    role = name.split("/")[0] if names[0].startswith(own) and "/" in name and name[0] != "/" else None
-    whose = "a role" if role is None else f"role {role!r}"
-    what = "torch's default group" if name == "default" else f"the process group {name!r}"
+    prefix = f"{link.name}/"
+    name = names[0].removeprefix(prefix).partition("#")[0]
+    role = name.split("/")[0] if names[0].startswith(prefix) and "/" in name and name[0] != "/" else None
+    holder = "a role" if role is None else f"role {role!r}"
+    group_text = "torch's default group" if name == "default" else f"the process group {name!r}"
     error = RenewalError(
-        f"group {link.name!r} failed: on slot {slot} {whose} still holds {what} of before the failed call, which had "
+        f"group {link.name!r} failed: on slot {slot} {holder} still holds {group_text} of before the failed "
+        f"call, which had "
         "to be cut and is of no use now. Ask ctx.process_group() in each call; a role that keeps a group, a mesh or a "
         f"wrapped model has a method renew(self) that does without: colocate.torch.renew(...){_after(cause)}",
         group=link.name,
@@ -67,13 +68,14 @@ def diverged_error(
     link: WorkerGroup, call: PendingCall, updates: Mapping[int, int], cause: ColocateError | None
 ) -> RenewalError:
     """Return the error for ranks that have made different numbers of updates of shared weights."""
-    each = ", ".join(
+    counts = ", ".join(
         f"rank {call.rank_of(slot)} {step_events // 2}{' and a part of one' if step_events % 2 else ''}"
         for slot, step_events in updates.items()
     )
     error = RenewalError(
         f"group {link.name!r} failed: its ranks have no common state any more. In {call.label}, which failed, their "
-        f"optimizers have made different numbers of updates: {each}. What they had in common last is in a checkpoint, "
+        f"optimizers have made different numbers of updates: {counts}. What they had in common last is in a "
+        f"checkpoint, "
         f'if there is one: spawn(on_failure="restart") goes back to it{_after(cause)}',
         group=link.name,
         role=call.role or None,

@@ -60,7 +60,7 @@ def on_a_device(c10d: Any) -> Iterator[Device]:
     """
     # Torch passes no options to gloo: another class replaces torch's meanwhile.
     with _lock:
-        device = next((each for each in _devices if not each.is_taken), None)
+        device = next((candidate for candidate in _devices if not candidate.is_taken), None)
         if device is None:
             _devices.append(device := Device())
         device.is_taken = True
@@ -75,7 +75,7 @@ def on_a_device(c10d: Any) -> Iterator[Device]:
         _own.device = outer
         with _lock:
             device.is_taken = False
-            if _torchs and not any(each.is_taken for each in _devices):
+            if _torchs and not any(candidate.is_taken for candidate in _devices):
                 c10d.ProcessGroupGloo = _torchs.pop()
 
 
@@ -92,15 +92,15 @@ def _sharing() -> Any:
             options = None
             # Same options as in torch's own constructor; if torch has changed, groups get devices of their own.
             with contextlib.suppress(AttributeError):
-                made = gloo._Options()
-                made._timeout = timeout
+                gloo_options = gloo._Options()
+                gloo_options._timeout = timeout
                 for name, value in more.items():  # one option from torch 2.14 on
-                    if value != getattr(made, name):
-                        setattr(made, name, value)
+                    if value != getattr(gloo_options, name):
+                        setattr(gloo_options, name, value)
                 if device is not None:  # last: after an earlier failure, the group gets a separate device
-                    made._devices = device.gloos(os.environ.get("GLOO_SOCKET_IFNAME", ""))
-                    made._threads = 2 * len(made._devices)
-                    options = made
+                    gloo_options._devices = device.gloos(os.environ.get("GLOO_SOCKET_IFNAME", ""))
+                    gloo_options._threads = 2 * len(gloo_options._devices)
+                    options = gloo_options
             if options is None:
                 super().__init__(store, rank, size, timeout, **more)
             else:
@@ -144,7 +144,7 @@ def _watched(poll: int) -> list[tuple[int, int, int]]:
 
 def _told(poll: int) -> str:
     try:
-        with open(f"/proc/self/fdinfo/{poll}") as told:
-            return told.read()
+        with open(f"/proc/self/fdinfo/{poll}") as file:
+            return file.read()
     except FileNotFoundError:  # closed meanwhile
         return ""

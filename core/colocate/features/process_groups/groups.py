@@ -80,8 +80,8 @@ class ProcessGroups:
         slots, index, name = _members(ctx, axis)
         if self._in_process and len(slots) > 1:
             raise _needs_processes(f"ctx.process_group() of {len(slots)} ranks", ctx)
-        found = self._made.get(name)
-        if found is None:
+        entry = self._made.get(name)
+        if entry is None:
             self._asked[ctx.role, axis] = None
             if not self._in_process:
                 self.default.have()
@@ -92,9 +92,9 @@ class ProcessGroups:
                 self._made[name] = Made(plan.make(torch_groups.hash_store()))
             else:
                 self._making.have(Together(name, plan, self.default.rendezvous(), self._made))
-            found = self._made[name]
-        found.asked = self._worker.asking()
-        return found.group
+            entry = self._made[name]
+        entry.asked = self._worker.asking()
+        return entry.group
 
     def mesh(self, ctx: Context, name: str | None) -> DeviceMesh:
         """Return a torch mesh of the role, with groups along the mesh's axes."""
@@ -106,13 +106,13 @@ class ProcessGroups:
         if name is None and len(ctx.meshes) == 1:
             (name,) = ctx.meshes
         if name is None or name not in ctx.meshes:
-            known = " or ".join(repr(each) for each in ctx.meshes if each) or "none that has a name"
-            asked = "" if name is None else repr(name)
+            names = " or ".join(repr(mesh_name) for mesh_name in ctx.meshes if mesh_name) or "none that has a name"
+            argument = "" if name is None else repr(name)
             meant = did_you_mean(name, ctx.meshes) if name else ""
-            raise ConfigError(f"ctx.device_mesh({asked}): role {ctx.role!r} has {known}; say which{meant}")
+            raise ConfigError(f"ctx.device_mesh({argument}): role {ctx.role!r} has {names}; say which{meant}")
         which, place = name, ctx.meshes[name]
-        found = self._meshes.get((ctx.role, which))
-        if found is None:
+        result = self._meshes.get((ctx.role, which))
+        if result is None:
             self.have_default()
             if not self._in_process:
                 books.tell_apart()
@@ -125,16 +125,16 @@ class ProcessGroups:
             reference = self._former_meshes.pop((ctx.role, which), None)
             former = None if reference is None else reference()
             if former is not None and books.point(former, groups):
-                found = former
+                result = former
             else:
-                found = DeviceMesh.from_group(
+                result = DeviceMesh.from_group(
                     groups,
                     self._device.partition(":")[0],
                     mesh=tensor(ranks).reshape([*place.shape.values()]),
                     mesh_dim_names=axes,
                 )
-            self._meshes[ctx.role, which] = found
-        return found
+            self._meshes[ctx.role, which] = result
+        return result
 
     def make_again(self, ctx: Context) -> None:
         """Make a role's former groups again, in the order of the first requests, on all ranks."""
@@ -150,16 +150,16 @@ class ProcessGroups:
     def torchrun_environment(self, nodes: Sequence[int]) -> dict[str, str]:
         """Return torchrun's environment variables; `nodes` has a number per slot, equal for slots on one node."""
         host, port = self.rendezvous()
-        here = [each for each, node in enumerate(nodes) if node == nodes[self._slot]]
+        local_slots = [slot for slot, node in enumerate(nodes) if node == nodes[self._slot]]
         # Libraries use this as the device's number, too, although a worker may see only one device.
-        local_rank = here.index(self._slot) if backend_for(self._device) is None else number_of(self._device)
+        local_rank = local_slots.index(self._slot) if backend_for(self._device) is None else number_of(self._device)
         return {
             "MASTER_ADDR": host,
             "MASTER_PORT": str(port),
             "RANK": str(self._slot),
             "WORLD_SIZE": str(len(nodes)),
             "LOCAL_RANK": str(local_rank),
-            "LOCAL_WORLD_SIZE": str(len(here)),
+            "LOCAL_WORLD_SIZE": str(len(local_slots)),
             "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is served already
             "TORCHELASTIC_RESTART_COUNT": str(self._worker.boot.generation),
         }
@@ -182,8 +182,8 @@ class ProcessGroups:
         if reason is None:
             return None
         # Another call, without relation to this one, may have cut a group that this call hasn't asked for.
-        seq, made = self._worker.asking(), dict(self._made)
-        names = [name for name, each in made.items() if each.asked == seq] or [*made]
+        seq, entries = self._worker.asking(), dict(self._made)
+        names = [name for name, entry in entries.items() if entry.asked == seq] or [*entries]
         return reason if books.lost_a_peer(f"{self._group}/{name}" for name in names) else None
 
     def lost_a_peer(self) -> bool:
@@ -199,8 +199,8 @@ class ProcessGroups:
         if self._in_process:  # the process's groups aren't this worker's alone
             return {}
         with LOOKING:
-            found, unfinished = books.operations(), self._making.unfinished()
-            return {name: told for name, told in found.items() if name not in unfinished}
+            counts, unfinished = books.operations(), self._making.unfinished()
+            return {name: count for name, count in counts.items() if name not in unfinished}
 
     def left(self, hold: int, slot: int, operations: Operations) -> None:
         """Record that another rank begins no operations until the hold is over, and free this rank's futile waits."""
@@ -261,8 +261,10 @@ class ProcessGroups:
 
     def concerns(self, names: Sequence[str], role: str) -> bool:
         """Return whether a role uses one of these groups: a group of the role, of role code, or the default one."""
-        whole, own = f"{self._group}/", f"{self._group}/{role}/"
-        return any(name.startswith(own) or not name.startswith(whole) or name == self.default.name for name in names)
+        whole, role_prefix = f"{self._group}/", f"{self._group}/{role}/"
+        return any(
+            name.startswith(role_prefix) or not name.startswith(whole) or name == self.default.name for name in names
+        )
 
     def about_to_drop(self, names: Sequence[str]) -> None:
         """Prepare for a drop on the lane; from any thread."""
@@ -282,8 +284,8 @@ class ProcessGroups:
         self._meshes.clear()
         for name in names:
             self._made.pop(name.removeprefix(f"{self._group}/"), None)
-            if (found := books.reference(name)) is not None:
-                self._dropped.append((found, name))
+            if (reference := books.reference(name)) is not None:
+                self._dropped.append((reference, name))
             self._left += books.forget(name)
         with self._lock:
             self._usable.cuts.update(names)  # until the roles are renewed: another driver asks again
@@ -317,8 +319,8 @@ class ProcessGroups:
         names = [f"{self._group}/{name}" for name in self._made]
         self._made.clear()
         if self._in_process:
-            left = [backend for name in names for backend in books.forget(name)]
-            left += self.default.unshare()
+            backends = [backend for name in names for backend in books.forget(name)]
+            backends += self.default.unshare()
         else:
             # Unused groups as well: dropping the last reference to an uncut NCCL group would block.
             with LOOKING:
@@ -327,8 +329,8 @@ class ProcessGroups:
                 rest.join(GROUPS_CLOSE_WITHIN_S)
                 if rest.is_alive():  # NCCL takes a second for each group, and forever if a kernel doesn't end
                     return  # the process's end cleans up
-            left = books.forget_all()
-        destroy_later(left, GROUPS_CLOSE_WITHIN_S)
+            backends = books.forget_all()
+        destroy_later(backends, GROUPS_CLOSE_WITHIN_S)
 
 
 def _needs_processes(what: str, ctx: Context) -> CapabilityError:
@@ -356,18 +358,18 @@ def _members(ctx: Context, axis: str | None) -> tuple[Sequence[int], int, str]:
         mesh, axis = named, rest
         place = ctx.meshes[named] if rest in ctx.meshes[named].shape else None
     else:
-        found = [(name, each) for name, each in ctx.meshes.items() if axis in each.shape]
-        if len(found) > 1:
-            known = " or ".join(repr(f"{name}.{axis}") for name, _ in found)
+        matches = [(name, mesh_shape) for name, mesh_shape in ctx.meshes.items() if axis in mesh_shape.shape]
+        if len(matches) > 1:
+            choices = " or ".join(repr(f"{name}.{axis}") for name, _ in matches)
             raise ConfigError(
                 f"ctx.process_group({axis!r}): several meshes of role {ctx.role!r} have such an axis; say which: "
-                f"{known}"
+                f"{choices}"
             )
-        mesh, place = found[0] if found else ("", None)
+        mesh, place = matches[0] if matches else ("", None)
     if place is None:
         return [ctx.slot], 0, f"{role}/{axis}/{ctx.rank}"
     if place.size(axis) == ctx.world_size:
         return ctx.slots, ctx.rank, f"{role}/*"
     ranks = place.mesh.line(ctx.rank, axis)
-    others = [f"{other}={place.rank(other)}" for other in place.shape if other != axis]
-    return [ctx.slots[rank] for rank in ranks], place.rank(axis), f"{role}/{mesh}.{axis}/{','.join(others)}"
+    coordinates = [f"{other}={place.rank(other)}" for other in place.shape if other != axis]
+    return [ctx.slots[rank] for rank in ranks], place.rank(axis), f"{role}/{mesh}.{axis}/{','.join(coordinates)}"

@@ -150,9 +150,9 @@ class Making:
             raise Consequence(reason)
 
     def _on_a_thread(self, group: Together, over: Future[None], leaves: bool) -> None:
-        what = self._withdraw if leaves else self._make
+        target = self._withdraw if leaves else self._make
         try:
-            Thread(target=what, args=(group, over), name="colocate-process-group").start()
+            Thread(target=target, args=(group, over), name="colocate-process-group").start()
         except RuntimeError as error:  # the process can't start more threads
             self._is_over(group, over, error)
 
@@ -176,11 +176,11 @@ class Making:
     def _withdraw(self, group: Together, over: Future[None]) -> None:
         try:
             store = torch_groups.connect_store(group.address, GROUPS_CONNECT_WITHIN_S)
-            made = withdraw(store, group.plan.rendezvous_key)
+            is_made = withdraw(store, group.plan.rendezvous_key)
         except RuntimeError as error:  # the store is gone, and all waits there with the store
             self._is_over(group, over, error)
         else:
-            if not made:
+            if not is_made:
                 self._is_over(group, over, Consequence("it was left"))
 
     def _is_over(self, group: Together, over: Future[None], error: Exception | None) -> None:
@@ -275,15 +275,15 @@ class DefaultGroup:
 
     def have(self) -> None:
         """Make the default group if missing, and wait for the result."""
-        asked = self._worker.asking()
-        default = self._join(asked)
+        seq = self._worker.asking()
+        default = self._join(seq)
         try:
             self._making.wait_for(default.made)
         except Unmade:
-            if default.asked == asked:
+            if default.asked == seq:
                 raise
             # The attempt belonged to an earlier call, or another slot's call, which gets the error.
-            self._making.wait_for(self._join(asked).made)
+            self._making.wait_for(self._join(seq).made)
 
     def share(self) -> None:
         """Share the default group of the process among workers on threads."""

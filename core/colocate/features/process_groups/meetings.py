@@ -25,7 +25,7 @@ def all_make(store: Any, rendezvous_key: str, index: int, members: int) -> bool:
     `store` must be a client of this thread alone; the ranks meet under `rendezvous_key`.
     """
     store.set(f"{rendezvous_key}/there/{index}", YES)
-    if store.check([f"{rendezvous_key}/there/{each}" for each in range(members)]):  # the last rank sees all others
+    if store.check([f"{rendezvous_key}/there/{member}" for member in range(members)]):  # the last rank sees all others
         _decide(store, f"{rendezvous_key}/begun", YES)
     store.wait([f"{rendezvous_key}/begun"], _NEVER)
     # A rank that retries after the rendezvous would block: all peers have moved on.
@@ -40,7 +40,7 @@ def all_have(store: Any, rendezvous_key: str, index: int, members: int, seconds:
     import torch.distributed as dist
 
     store.set(f"{rendezvous_key}/done/{index}", YES)
-    if store.check([f"{rendezvous_key}/done/{each}" for each in range(members)]):
+    if store.check([f"{rendezvous_key}/done/{member}" for member in range(members)]):
         _decide(store, f"{rendezvous_key}/made", YES)
     try:
         store.wait([f"{rendezvous_key}/made"], datetime.timedelta(seconds=seconds))

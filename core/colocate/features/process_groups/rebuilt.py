@@ -35,32 +35,32 @@ def rebuilt(former: M, optimizer: torch.optim.Optimizer | None, rebuild: Callabl
     names = _tensors(fresh)
     if before.keys() != names.keys():
         raise _other(f"other parameters or buffers: {', '.join(sorted(before.keys() ^ names.keys()))}")
-    taken: dict[int, torch.Tensor] = {}  # by the former tensor's id: tied ones stay tied
+    replaced: dict[int, torch.Tensor] = {}  # by the former tensor's id: tied ones stay tied
     for name, tensor in names.items():
         old = before[name]
         if _local(tensor).shape != _local(old).shape or tensor.shape != old.shape:
             shapes = [
-                f"shape {[*each.shape]}" + (f", {[*_local(each).shape]} here" if isinstance(each, DTensor) else "")
-                for each in (tensor, old)
+                f"shape {[*item.shape]}" + (f", {[*_local(item).shape]} here" if isinstance(item, DTensor) else "")
+                for item in (tensor, old)
             ]
             raise _other(f"{name} of {shapes[0]}, not {shapes[1]}")
-        if id(old) not in taken:
-            taken[id(old)] = _moved(old, tensor)
-        if taken[id(old)] is not tensor:
+        if id(old) not in replaced:
+            replaced[id(old)] = _moved(old, tensor)
+        if replaced[id(old)] is not tensor:
             owner, _, last = name.rpartition(".")
-            setattr(fresh.get_submodule(owner), last, taken[id(old)])
-    modes = {name: each.training for name, each in former.named_modules()}
-    for name, each in fresh.named_modules():
-        each.training = modes.get(name, each.training)
+            setattr(fresh.get_submodule(owner), last, replaced[id(old)])
+    modes = {name: item.training for name, item in former.named_modules()}
+    for name, item in fresh.named_modules():
+        item.training = modes.get(name, item.training)
     for mesh in {id(old.device_mesh): old.device_mesh for old in before.values() if isinstance(old, DTensor)}.values():
         books.let_go(mesh)
     if optimizer is None:
         return fresh
     for group in optimizer.param_groups:
-        group["params"] = [taken.get(id(each), each) for each in group["params"]]
+        group["params"] = [replaced.get(id(item), item) for item in group["params"]]
     for old in {id(old): old for old in before.values()}.values():
         if old in optimizer.state:
-            new, state = taken[id(old)], optimizer.state.pop(old)
+            new, state = replaced[id(old)], optimizer.state.pop(old)
             optimizer.state[new] = {
                 name: _laid_like(value, new) if isinstance(value, DTensor) else value for name, value in state.items()
             }
@@ -69,9 +69,9 @@ def rebuilt(former: M, optimizer: torch.optim.Optimizer | None, rebuild: Callabl
 
 def _forget_layouts() -> None:
     """Clear torch's caches of layouts on meshes: for these, a rebuilt mesh equals the former one."""
-    for each in gc.get_objects():
-        if type(each) is _LruCache and each.__module__.startswith("torch.distributed.tensor"):
-            each.cache_clear()
+    for cache in gc.get_objects():
+        if type(cache) is _LruCache and cache.__module__.startswith("torch.distributed.tensor"):
+            cache.cache_clear()
     for holder, name in (
         (sys.modules.get("torch.distributed.tensor._redistribute"), "clear_redistribute_planner_cache"),
         (torch._C, "_clear_DTensor_sharding_propagator_cache"),
@@ -108,7 +108,7 @@ def _laid_like(old: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """Return the former shard itself, on the mesh of another tensor."""
     if not (isinstance(old, DTensor) and isinstance(like, DTensor)):
         return old.detach()
-    found: DTensor = DTensor.from_local(
+    tensor: DTensor = DTensor.from_local(
         old.to_local().detach(),
         like.device_mesh,
         old.placements,
@@ -116,4 +116,4 @@ def _laid_like(old: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         shape=old.shape,
         stride=old.stride(),
     )
-    return found
+    return tensor

@@ -85,18 +85,18 @@ class _CannotGoOn(Exception):
 
 
 def _go_on(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-    known = f"it is known to work with torch {_KNOWN[0]} to {_KNOWN[-1]}, and with others by `rebuild`"
+    advice = f"it is known to work with torch {_KNOWN[0]} to {_KNOWN[-1]}, and with others by `rebuild`"
     if ".".join(torch.__version__.split(".")[:2]) not in _KNOWN:
         raise _CannotGoOn(
-            f"that needs private parts of torch, and nobody has tried it with {torch.__version__}; {known}"
+            f"that needs private parts of torch, and nobody has tried it with {torch.__version__}; {advice}"
         )
     try:
         for mesh in {id(tensor.device_mesh): tensor.device_mesh for tensor in _tensors(module, optimizer)}.values():
             _look_up_groups(mesh)
         _reset_sharded(of_fsdp(module, "FSDPModule"))
-        for each in module.modules():
-            if isinstance(each, DistributedDataParallel):
-                wrapped: Any = each
+        for submodule in module.modules():
+            if isinstance(submodule, DistributedDataParallel):
+                wrapped: Any = submodule
                 former = wrapped.process_group
                 wrapped._update_process_group(_resolve(str(former.group_name), "DistributedDataParallel"))
                 # `torch.compile` wraps models in functions with copies of the attributes: update these, too.
@@ -104,7 +104,7 @@ def _go_on(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
                     if isinstance(copy, dict) and copy.get("process_group") is former:
                         copy["process_group"] = wrapped.process_group
     except AttributeError as error:
-        raise _CannotGoOn(f"that needs parts of torch which {torch.__version__} hasn't ({error}); {known}") from error
+        raise _CannotGoOn(f"that needs parts of torch which {torch.__version__} hasn't ({error}); {advice}") from error
 
 
 def _resolve(name: str, what: str) -> Any:
@@ -133,9 +133,9 @@ def _tensors(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iter
 def _look_up_groups(mesh: DeviceMesh) -> None:
     """Update a mesh's table of groups, which compiled code uses, by the groups' names."""
     root = mesh._get_root_mesh()
-    for each in (root, mesh):
-        for name in each._dim_group_names:
-            root._pg_registry[name] = _resolve(str(name), f"mesh {each}")
+    for one_mesh in (root, mesh):
+        for name in one_mesh._dim_group_names:
+            root._pg_registry[name] = _resolve(str(name), f"mesh {one_mesh}")
 
 
 def _reset_sharded(modules: list[Any]) -> None:

@@ -55,14 +55,14 @@ class Plan:
         group = self._connect(store)
         # A rank that went on and cut the group would break the others' construction, without any end.
         try:
-            made = len(self.slots) == 1 or all_have(
+            is_complete = len(self.slots) == 1 or all_have(
                 store, self.rendezvous_key, self.index, len(self.slots), self.timeout_s
             )
         except BaseException:
             del group  # the traceback would keep the group
             forget(self.name)
             raise
-        if not made:
+        if not is_complete:
             del group
             forget(self.name)
             raise NotMade(f"another rank could not make the process group {self.name!r}, or was late")
@@ -78,9 +78,11 @@ class Plan:
         import torch.distributed.nn.functional
         from torch.distributed import distributed_c10d as c10d
 
-        own = backend_for(self.device)
-        backend = "gloo" if own is None else f"cpu:gloo,{own}"  # gloo serves tensors on the host in any case
-        bound = None if own is None else torch.device(self.device)
+        device_backend = backend_for(self.device)
+        backend = (
+            "gloo" if device_backend is None else f"cpu:gloo,{device_backend}"
+        )  # gloo serves tensors on the host in any case
+        bound = None if device_backend is None else torch.device(self.device)
         with _no_split(c10d) if self.lies_in_default else contextlib.nullcontext():
             group, _ = c10d._new_process_group_helper(
                 len(self.slots),
@@ -96,8 +98,8 @@ class Plan:
         c10d._world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(to_torch)}
         if self.is_default:
             c10d._update_default_pg(group)  # as in init_process_group
-        made: ProcessGroup = group
-        return made
+        process_group: ProcessGroup = group
+        return process_group
 
 
 @contextlib.contextmanager
@@ -146,11 +148,11 @@ def connect_store(address: tuple[str, int], timeout_s: float) -> Any:
     """Return a new client of a store: a waiting client blocks all others on the same connection."""
     import torch.distributed as dist
 
-    found = dist.TCPStore(  # type: ignore[attr-defined]
+    store = dist.TCPStore(  # type: ignore[attr-defined]
         address[0], address[1], is_master=False, wait_for_workers=False, timeout=_CONNECT_TIMEOUT
     )
-    found.set_timeout(datetime.timedelta(seconds=timeout_s))
-    return found
+    store.set_timeout(datetime.timedelta(seconds=timeout_s))
+    return store
 
 
 def hash_store() -> Any:
@@ -230,15 +232,15 @@ def _check_wanted(
     dist: Any, backend: Any = None, world_size: int = -1, rank: int = -1, pg_options: Any = None, **_: object
 ) -> None:
     """Raise a `ConfigError` unless colocate's default group fits the arguments of `init_process_group()`."""
-    there = {"rank": dist.get_rank(), "world_size": dist.get_world_size()}
+    current = {"rank": dist.get_rank(), "world_size": dist.get_world_size()}
     problems = [
-        f"{name}={wanted} (there it is {there[name]})"
-        for name, wanted in (("rank", rank), ("world_size", world_size))
-        if wanted not in (-1, None, there[name])
+        f"{name}={requested} (there it is {current[name]})"
+        for name, requested in (("rank", rank), ("world_size", world_size))
+        if requested not in (-1, None, current[name])
     ]
-    wanted = dist.BackendConfig(dist.Backend(backend)).get_device_backend_map() if backend else {}
+    requested = dist.BackendConfig(dist.Backend(backend)).get_device_backend_map() if backend else {}
     backends = {"gloo", *dist.BackendConfig(dist.Backend(dist.get_backend_config())).get_device_backend_map().values()}
-    if not backends.issuperset(wanted.values()):
+    if not backends.issuperset(requested.values()):
         problems.append(f"backend={str(backend)!r} (there: {' and '.join(sorted(backends))})")
     if pg_options is not None:
         problems.append("pg_options")

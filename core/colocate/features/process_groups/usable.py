@@ -38,13 +38,15 @@ class Usable:
             begun: The operations of this rank on each group.
             members: Returns the slots of a group.
         """
-        found = set()
+        names = set()
         for name, (count, _) in begun.items():
             slots = members(name)
-            can_end = [told.get(name, (0, 0))[0] for slot, told in self._gone.items() if name in told or slot in slots]
+            can_end = [
+                counts.get(name, (0, 0))[0] for slot, counts in self._gone.items() if name in counts or slot in slots
+            ]
             if can_end and count > min(can_end):
-                found.add(name)
-        return found
+                names.add(name)
+        return names
 
     def shares(self, slots: Collection[int]) -> bool:
         """Return whether one of the slots begins no more operations."""

@@ -78,7 +78,7 @@ class GroupsOfWorker(OfWorker):
         worker_context = self._worker_context
         if message.names:
             self.groups.drop(message.names)
-        told, body = None, None
+        failed_call, body = None, None
         name: str | None = None
         try:
             if self._has_default:
@@ -93,11 +93,11 @@ class GroupsOfWorker(OfWorker):
                         worker_context.device.end(f"{name}.renew")
         except BaseException as error:
             error = self.blamed(error, name)
-            told, body = failure.failed(error, worker_context.codec, worker_context.definitions, name, False)
+            failed_call, body = failure.failed(error, worker_context.codec, worker_context.definitions, name, False)
         holders = self.groups.holders()
-        if told is None and not holders:
+        if failed_call is None and not holders:
             self.groups.renewed()
-        worker_context.say(GroupsDropped(message.number, holders, told), body)
+        worker_context.say(GroupsDropped(message.number, holders, failed_call), body)
 
     def frees(self, waits: Callable[[], bool]) -> None:
         """Cut all groups in use, if this rank may wait for peers."""
@@ -130,8 +130,8 @@ class GroupsOfWorker(OfWorker):
 
     def of_device(self) -> Mapping[str, int]:
         """Return the device memory of the groups' communicators."""
-        found = books.nbytes()
-        return {} if found is None else {"nccl": found}
+        size = books.nbytes()
+        return {} if size is None else {"nccl": size}
 
     def close(self) -> None:
         """Drop all groups."""
@@ -193,9 +193,9 @@ class CountedGroups(GroupsOfWorker):
             return plain
         begun = books.count()
         work.role.parts[NAME] = max(work.role.parts.get(NAME, 0), counts.before + begun)
-        told = Told(*plain or ())
-        in_step = told.in_step or begun != counts.operations
-        return told._replace(updates=counts.updates(begun), in_step=in_step).plain()
+        report = Told(*plain or ())
+        in_step = report.in_step or begun != counts.operations
+        return report._replace(updates=counts.updates(begun), in_step=in_step).plain()
 
     def back(self, hold: int) -> tuple[Any, ...] | None:
         """Return the counts, and drop calls that were put back."""
@@ -209,12 +209,12 @@ def is_in_backward(error: BaseException) -> bool:
 
     DDP tracks the gradients of a pass: until all have come, it accepts no other step.
     """
-    each: BaseException | None = error
-    seen: set[int] = set()
-    while each is not None and id(each) not in seen:
-        seen.add(id(each))
-        frames = (frame for frame, _ in traceback.walk_tb(each.__traceback__))
+    cause: BaseException | None = error
+    visited: set[int] = set()
+    while cause is not None and id(cause) not in visited:
+        visited.add(id(cause))
+        frames = (frame for frame, _ in traceback.walk_tb(cause.__traceback__))
         if any(frame.f_globals.get("__name__") == "torch.autograd.graph" for frame in frames):
             return True
-        each = each.__cause__ or each.__context__
+        cause = cause.__cause__ or cause.__context__
     return False

@@ -56,14 +56,14 @@ def pending() -> list[Work]:
     Operations of a cut group are left out: they write nothing any more.
     """
     groups = {id(group) for group in books.all_groups().values()} if _begun else ()
-    found = []
+    works = []
     for begun in list(_begun.values()):
         work, group = begun.work(), begun.group()
         if work is None or group is None or id(group) not in groups or work.is_completed():
             continue
         if not begun.sends or is_collective(work):
-            found.append(work)
-    return found
+            works.append(work)
+    return works
 
 
 def is_collective(work: Any) -> bool:

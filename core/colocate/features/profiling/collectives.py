@@ -85,13 +85,13 @@ class Collectives:
 
     def _key(self, group: Any, name: str, args: tuple[Any, ...]) -> str:
         """Return the numbering key of an operation: the group; for point-to-point operations also both ranks."""
-        found = self._names.get(group)
-        if found is None:
-            found = self._names[group] = self._known_as(group)
+        group_name = self._names.get(group)
+        if group_name is None:
+            group_name = self._names[group] = self._known_as(group)
         if name not in ("send", "recv"):
-            return found
-        here, there = int(group.rank()), int(args[1])
-        return f"{found} {here}>{there}" if name == "send" else f"{found} {there}>{here}"
+            return group_name
+        rank, peer = int(group.rank()), int(args[1])
+        return f"{group_name} {rank}>{peer}" if name == "send" else f"{group_name} {peer}>{rank}"
 
     def _waited(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @waits_for_role_code

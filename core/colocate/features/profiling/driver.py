@@ -73,7 +73,7 @@ class ProfilingOfGroup(OfGroup):
             ColocateError: The group is gone.
             TimeoutError: A worker doesn't answer.
         """
-        deadline, found = Deadline(within_s), dict[int, tuple[float, float]]()
+        deadline, best = Deadline(within_s), dict[int, tuple[float, float]]()
         for _ in range(_LOOKS):
             tell, asked = self._worker_group.teller(), dict[int, float]()
 
@@ -83,11 +83,11 @@ class ProfilingOfGroup(OfGroup):
 
             slots = self._worker_group.live()
             answers = self._requests.ask(slots, ask, deadline, lambda who: f"worker {who} doesn't tell its time")
-            for slot, (told, came) in zip(slots, answers, strict=True):
-                error, ahead = (came - asked[slot]) / 2, told - (asked[slot] + came) / 2
-                if slot not in found or error < found[slot][0]:
-                    found[slot] = error, ahead
-        return {slot: 0.0 if abs(ahead) <= error else ahead for slot, (error, ahead) in found.items()}
+            for slot, (worker_time, received_at) in zip(slots, answers, strict=True):
+                error, offset = (received_at - asked[slot]) / 2, worker_time - (asked[slot] + received_at) / 2
+                if slot not in best or error < best[slot][0]:
+                    best[slot] = error, offset
+        return {slot: 0.0 if abs(offset) <= error else offset for slot, (error, offset) in best.items()}
 
 
 @attrs.define(eq=False)
@@ -179,30 +179,34 @@ def check_profile(groups: Sequence[Any], roles: Any, ranks: Any, memory: bool, s
 
 
 def _targets(groups: Sequence[Any], roles: Any, ranks: Any) -> dict[str, tuple[int, ...]]:
-    for each in groups:
-        if not isinstance(each, ColocatedGroup):
-            raise ConfigError(f"colocate.profile(group): it is a group, not {each!r}")
+    for item in groups:
+        if not isinstance(item, ColocatedGroup):
+            raise ConfigError(f"colocate.profile(group): it is a group, not {item!r}")
     named = None if roles is None else [roles] if isinstance(roles, str) else [*roles]
     numbers = None if ranks is None else [ranks] if isinstance(ranks, int) else [*ranks]
-    known = {name: info for each in groups for name, info in each._node.roles.items()}
+    role_infos = {name: info for item in groups for name, info in item._node.roles.items()}
     for name in named or ():
-        if name not in known:
-            there = ", ".join(known)
-            raise ConfigError(f"colocate.profile(roles): there is no role {name!r}: {there}{did_you_mean(name, known)}")
-        if missing := [each for each in numbers or () if each not in range(len(known[name].slots))]:
+        if name not in role_infos:
+            names = ", ".join(role_infos)
             raise ConfigError(
-                f"colocate.profile(ranks): role {name!r} has {len(known[name].slots)}, no rank {missing[0]}"
+                f"colocate.profile(roles): there is no role {name!r}: {names}{did_you_mean(name, role_infos)}"
             )
-    found: dict[str, tuple[int, ...]] = {}
-    for each in groups:
-        node: WorkerGroup = each._node
+        if missing := [item for item in numbers or () if item not in range(len(role_infos[name].slots))]:
+            raise ConfigError(
+                f"colocate.profile(ranks): role {name!r} has {len(role_infos[name].slots)}, no rank {missing[0]}"
+            )
+    targets: dict[str, tuple[int, ...]] = {}
+    for item in groups:
+        node: WorkerGroup = item._node
         infos = [info.slots for name, info in node.roles.items() if named is None or name in named]
-        slots = {slot for own in infos for rank, slot in enumerate(own) if numbers is None or rank in numbers}
+        slots = {
+            slot for role_slots in infos for rank, slot in enumerate(role_slots) if numbers is None or rank in numbers
+        }
         if slots:
-            found[node.name] = tuple(sorted(slots))
-    if not found:
+            targets[node.name] = tuple(sorted(slots))
+    if not targets:
         raise ConfigError("colocate.profile: this leaves no rank to profile")
-    return found
+    return targets
 
 
 class _Session:
@@ -215,7 +219,7 @@ class _Session:
             raise ConfigError(f"colocate.profile(sampler={sampler!r}): it is {' or '.join(map(repr, SAMPLERS))}")
         if memory and sampler != "torch":
             raise ConfigError("colocate.profile(memory=True): only torch's profiler has snapshots of memory")
-        self._groups = {each.name: each._node for each in groups if each.name in slots}
+        self._groups = {group.name: group._node for group in groups if group.name in slots}
         self._memory, self._sampler = memory, sampler
         first = next(iter(self._groups.values()))
         connection: Any = first
@@ -258,16 +262,16 @@ class _Session:
                 is_other = node.name not in self._groups  # another group may hang, or may just have died
                 within_s, errors = (1.0, (ColocateError, TimeoutError)) if is_other else (_CLOCKS_WITHIN_S, ())
                 with contextlib.suppress(*errors):
-                    ahead = partial(cast("ProfilingOfGroup", node.part("profiling")).ahead, within_s)
-                    self._ahead |= {(node.name, slot): seconds for slot, seconds in ahead().items()}
+                    measure_offsets = partial(cast("ProfilingOfGroup", node.part("profiling")).ahead, within_s)
+                    self._ahead |= {(node.name, slot): seconds for slot, seconds in measure_offsets().items()}
         self._make_folder()
         runtime: Runtime = Runtime._of(self._connection)
         runtime.observe(self._told)
         self._timeline = runtime._trace(self._folder / "timeline.part", self._ahead, self._zero, (BEGIN, END))
         for name, node in self._groups.items():
-            given = {"token": self._token, "slots": self.profile.slots[name], "memory": self._memory}
-            given["folder"] = "" if self._sampler == "torch" else str(self._folder.absolute())
-            self._begun[name] = _call(node, BEGIN, given)
+            parameters = {"token": self._token, "slots": self.profile.slots[name], "memory": self._memory}
+            parameters["folder"] = "" if self._sampler == "torch" else str(self._folder.absolute())
+            self._begun[name] = _call(node, BEGIN, parameters)
             _check(self._begun[name].result())
 
     def _make_folder(self) -> None:
@@ -302,23 +306,23 @@ class _Session:
 
     def end(self, title: str) -> None:
         profile, counter = self.profile, itertools.count()
-        found: dict[Slot, Profiled] = {}
+        results: dict[Slot, Profiled] = {}
         for name, node in self._groups.items():
             places = [(-1, 0, 0, 0, 0)] * node.size
             for slot in profile.slots[name]:
                 places[slot] = next(counter), *self._timeline.below(name, slot)
-            ahead = [self._ahead.get((name, slot), 0.0) for slot in range(node.size)]
-            given = {"places": places, "ahead": ahead, "zero": self._zero}
-            given |= {"token": self._token, "folder": str(self._folder.absolute())}
-            self._ended[name] = _call(node, END, given)
-            told: list[Profiled | None] = _check(self._ended[name].result())
-            found |= {(name, slot): each for slot, each in enumerate(told) if each is not None}
-            if sum(group == name for group, _ in found) < len(profile.slots[name]):
+            offsets = [self._ahead.get((name, slot), 0.0) for slot in range(node.size)]
+            parameters = {"places": places, "ahead": offsets, "zero": self._zero}
+            parameters |= {"token": self._token, "folder": str(self._folder.absolute())}
+            self._ended[name] = _call(node, END, parameters)
+            answers: list[Profiled | None] = _check(self._ended[name].result())
+            results |= {(name, slot): result for slot, result in enumerate(answers) if result is not None}
+            if sum(group == name for group, _ in results) < len(profile.slots[name]):
                 raise ColocateError(f"workers of group {name!r} are others than when its profile began: it is lost")
         self._connection.services.settle()
         self._stop()
-        profile.seconds, profile.parts = self._parts(found)
-        profile.untraced = tuple(slot for slot, each in found.items() if not each.traced)
+        profile.seconds, profile.parts = self._parts(results)
+        profile.untraced = tuple(slot for slot, result in results.items() if not result.traced)
         self._merge()
         if (run := self._connection.services.run) is not None:
             run.show(title, profile.rows())
@@ -329,52 +333,52 @@ class _Session:
             ran = {}
             for rank, begin, end in record.ran:
                 slot = record.group, self._connection.slot_of(record.group, record.role, rank)
-                ahead = self._ahead.get(slot, 0.0)
-                ran[slot] = begin - ahead, end - ahead
+                offset = self._ahead.get(slot, 0.0)
+                ran[slot] = begin - offset, end - offset
             if record.method in (BEGIN, END) and not record.role:
                 continue
             calls.append(Called(label_of(record.role, record.method), record.submitted, record.ready, ran))
             if not record.role and CALLS.get(record.method) == "weights":  # the call is a sync, without any other work
                 for slot, (begin, end) in ran.items():
                     transfers.setdefault(slot, []).append(Piece(begin, end, begin))
-            for each in record.transfers:
-                slot = record.group, self._connection.slot_of(record.group, record.role, each.rank)
+            for item in record.transfers:
+                slot = record.group, self._connection.slot_of(record.group, record.role, item.rank)
                 if slot in ran:
-                    ahead = self._ahead.get(slot, 0.0)
-                    piece = Piece(ran[slot][0], each.end - ahead, each.start - ahead)
+                    offset = self._ahead.get(slot, 0.0)
+                    piece = Piece(ran[slot][0], item.end - offset, item.start - offset)
                     transfers.setdefault(slot, []).append(piece)
         moves = []
         for move in list(self._told.moves):
             slot = move.group, self._connection.slot_of(move.group, move.role, move.rank)
-            ahead = self._ahead.get(slot, 0.0)
-            moves.append((slot, (move.start - ahead, move.end - ahead)))
+            offset = self._ahead.get(slot, 0.0)
+            moves.append((slot, (move.start - offset, move.end - offset)))
         since = max(end for slot, (_, end) in self._ran(self._begun).items() if slot in found)
         until = min(begin for slot, (begin, _) in self._ran(self._ended).items() if slot in found)
         met: dict[tuple[str, Meeting], list[float]] = {}
-        for (group, _), told in found.items():
-            for meeting, when in told.arrived.items():
+        for (group, _), result in found.items():
+            for meeting, when in result.arrived.items():
                 met.setdefault((group, meeting), []).append(when)
         last = {meeting: max(times) for meeting, times in met.items() if len(times) > 1}
         pieces = {
             slot: sorted(
                 [
-                    *(Piece(begin, end, last.get((slot[0], meeting), begin)) for meeting, begin, end in each.waits),
+                    *(Piece(begin, end, last.get((slot[0], meeting), begin)) for meeting, begin, end in item.waits),
                     *transfers.get(slot, ()),
                 ],
                 key=lambda piece: piece.start,
             )
-            for slot, each in found.items()
+            for slot, item in found.items()
         }
         return until - since, split(Known(calls, moves), pieces, (since, until))
 
     def _ran(self, calls: Mapping[str, PendingCall]) -> dict[Slot, Interval]:
         """Return the intervals in which slots ran a call of this profile, by the driver's clock."""
-        found = {}
+        spans = {}
         for name, call in calls.items():
             for index, begin, end in call.spans:
                 slot = name, call.targets[index]
-                found[slot] = begin - self._ahead.get(slot, 0.0), end - self._ahead.get(slot, 0.0)
-        return found
+                spans[slot] = begin - self._ahead.get(slot, 0.0), end - self._ahead.get(slot, 0.0)
+        return spans
 
     def _merge(self) -> None:
         """Join all parts into one trace: first the timeline, an unfinished JSON list, then the ranks' events."""
@@ -397,9 +401,9 @@ class _Session:
 
 
 def _check(told: list[Any]) -> list[Any]:
-    for each in told:
-        if isinstance(each, str):
-            raise ColocateError(each)
+    for answer in told:
+        if isinstance(answer, str):
+            raise ColocateError(answer)
     return told
 
 

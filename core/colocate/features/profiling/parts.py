@@ -61,22 +61,22 @@ def split(known: Known, pieces: Mapping[Slot, Sequence[Piece]], window: Interval
         pieces: The slots, each with its intervals of communication, in order.
         window: The interval to split.
     """
-    found: dict[str, Part] = {}
-    for slot, its in pieces.items():
-        own = known.own(slot)
-        for (start, end), call in own:
-            part = found.setdefault(call.label, Part())
+    parts: dict[str, Part] = {}
+    for slot, slot_pieces in pieces.items():
+        slot_calls = known.own(slot)
+        for (start, end), call in slot_calls:
+            part = parts.setdefault(call.label, Part())
             part.calls += int(end > window[0] and start < window[1])
-        for label, what, seconds in _in_calls(own, known.moving(slot, window), its, window):
-            found[label].add(what, seconds)
+        for label, kind, seconds in _in_calls(slot_calls, known.moving(slot, window), slot_pieces, window):
+            parts[label].add(kind, seconds)
         for then, why, seconds in known.gaps(slot, window):
-            part = found.setdefault(LAST if then is None else then.label, Part())
+            part = parts.setdefault(LAST if then is None else then.label, Part())
             part.add(DRIVERS if why == DRIVER else OTHERS, seconds)
-        for label, seconds in _moves_between(own, known.moving(slot, window), window):
-            found.setdefault(label, Part()).add(MEMORY, seconds)
-    if LAST in found:
-        found[LAST] = found.pop(LAST)
-    return {label: part for label, part in found.items() if part.seconds}
+        for label, seconds in _moves_between(slot_calls, known.moving(slot, window), window):
+            parts.setdefault(label, Part()).add(MEMORY, seconds)
+    if LAST in parts:
+        parts[LAST] = parts.pop(LAST)
+    return {label: part for label, part in parts.items() if part.seconds}
 
 
 def _in_calls(
@@ -85,18 +85,18 @@ def _in_calls(
     """Yield the activities of a slot within calls: label of the call, kind, and seconds."""
     moments = sorted(
         {
-            *(min(max(each, window[0]), window[1]) for interval, _ in own for each in interval),
-            *(each for interval in moving for each in interval),
-            *(moment for each in pieces for moment in (each.start, each.met, each.end)),
+            *(min(max(item, window[0]), window[1]) for interval, _ in own for item in interval),
+            *(item for interval in moving for item in interval),
+            *(moment for item in pieces for moment in (item.start, item.met, item.end)),
         }
     )
     calls = _Running((start, end, call.label) for (start, end), call in own)
-    moves, exchanges = _Running((*each, True) for each in moving), _Running((p.start, p.end, p.met) for p in pieces)
+    moves, exchanges = _Running((*item, True) for item in moving), _Running((p.start, p.end, p.met) for p in pieces)
     for start, end in pairwise(moments):
         label, moves_now, met = calls.at(start), moves.at(start), exchanges.at(start)
         if label is not None and window[0] <= start and end <= window[1]:
-            what = COMPUTE if met is None else COMMUNICATION if start >= met else OTHERS
-            yield label, MEMORY if moves_now else what, end - start
+            kind = COMPUTE if met is None else COMMUNICATION if start >= met else OTHERS
+            yield label, MEMORY if moves_now else kind, end - start
 
 
 def _moves_between(
@@ -122,9 +122,9 @@ class _Running:
     def at(self, moment: float) -> Any:
         """Return the value of the span at a moment, or None. Moments must not decrease."""
         while self._coming and self._coming[-1][0] <= moment:
-            start, end, what = self._coming.pop()
+            start, end, value = self._coming.pop()
             self._count += 1
-            heapq.heappush(self._now, (-start, -self._count, end, what))
+            heapq.heappush(self._now, (-start, -self._count, end, value))
         while self._now and self._now[0][2] <= moment:
             heapq.heappop(self._now)
         return self._now[0][3] if self._now else None
@@ -140,18 +140,18 @@ def rows(found: Mapping[str, Part], slots: int) -> list[dict[str, str | float]]:
         (MEMORY, "memory moves (s)"),
     ]
     used = [
-        (what, title) for what, title in columns if what != MEMORY or any(MEMORY in e.seconds for e in found.values())
+        (kind, title) for kind, title in columns if kind != MEMORY or any(MEMORY in e.seconds for e in found.values())
     ]
-    whole = Part(sum(each.calls for each in found.values()))
-    for each in found.values():
-        for what, seconds in each.seconds.items():
-            whole.add(what, seconds)
+    whole = Part(sum(counted_part.calls for counted_part in found.values()))
+    for counted_part in found.values():
+        for kind, seconds in counted_part.seconds.items():
+            whole.add(kind, seconds)
     return [
         {
             "call": label,
             "calls": part.calls,
             "time (s)": round(sum(part.seconds.values()) / slots, 6),
-            **{title: round(part.seconds.get(what, 0.0) / slots, 6) for what, title in used},
+            **{title: round(part.seconds.get(kind, 0.0) / slots, 6) for kind, title in used},
         }
         for label, part in [*found.items(), ("all", whole)]
     ]

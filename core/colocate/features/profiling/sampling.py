@@ -51,16 +51,16 @@ class Sampler:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
         )
-        said, deadline = b"", Deadline(_BEGINS_WITHIN_S)
+        output, deadline = b"", Deadline(_BEGINS_WITHIN_S)
         assert process.stdout is not None
-        while b"Sampling process" not in said:
+        while b"Sampling process" not in output:
             if not select.select([process.stdout], [], [], deadline.left)[0] or not (
                 more := os.read(process.stdout.fileno(), 4096)
             ):
                 self.end()
-                words = said.decode(errors="replace").strip() or "it says nothing"
+                words = output.decode(errors="replace").strip() or "it says nothing"
                 raise CapabilityError(f"py-spy can't sample process {pid}: {words}")
-            said += more
+            output += more
         for _ in range(_SPINS):
             self.clocks += colocate_clock()
             time.sleep(_SPIN_S)
@@ -82,20 +82,24 @@ class Sampler:
         Raises:
             ValueError: The samples lack the clock's marks.
         """
-        found: list[Any] = json.loads(self._file.read_text(encoding="utf-8", errors="replace"))
-        seen = [each["ts"] / 1e6 for each in found if each["name"] == colocate_clock.__name__ and each["ph"] in "BE"]
-        if not seen:
+        samples: list[Any] = json.loads(self._file.read_text(encoding="utf-8", errors="replace"))
+        marks = [
+            sample["ts"] / 1e6
+            for sample in samples
+            if sample["name"] == colocate_clock.__name__ and sample["ph"] in "BE"
+        ]
+        if not marks:
             raise ValueError("py-spy has not seen the function by which its time is known: the machine is too busy")
         clocks = self.clocks
-        if len(seen) != len(clocks):
-            seen, clocks = [seen[0], seen[-1]], [clocks[0], clocks[-1]]
+        if len(marks) != len(clocks):
+            marks, clocks = [marks[0], marks[-1]], [clocks[0], clocks[-1]]
         # A sample shows the start or end of a function late, by up to one period: the smallest delay is the best
         # estimate.
-        late = min(its - mine for its, mine in zip(seen, clocks, strict=True))
+        late = min(sampled_at - mine for sampled_at, mine in zip(marks, clocks, strict=True))
         rank.thread = threading.get_ident()
         shift = -round((late + rank.ahead + rank.zero) * 1e6)
         names: dict[int, int] = {}
-        for event in found:
+        for event in samples:
             if event["ph"] not in "BE":
                 continue
             tid = rank.tid_of(rank.pid, event["tid"])
@@ -103,12 +107,12 @@ class Sampler:
             event |= {"pid": rank.process, "tid": tid, "ts": max(0, event["ts"] + shift)}
             target.write(",\n" + json.dumps(event))
         for tid, thread in names.items():
-            what = "stacks" if thread == rank.thread else f"stacks of thread {thread}"
-            given: dict[str, Any] = {"ts": 0, "ph": "M", "pid": rank.process, "tid": tid}
-            for name, args in (("thread_name", f"{rank.name}: {what}"), ("thread_sort_index", rank.place)):
+            title = "stacks" if thread == rank.thread else f"stacks of thread {thread}"
+            fields: dict[str, Any] = {"ts": 0, "ph": "M", "pid": rank.process, "tid": tid}
+            for name, args in (("thread_name", f"{rank.name}: {title}"), ("thread_sort_index", rank.place)):
                 key = "name" if name == "thread_name" else "sort_index"
-                target.write(",\n" + json.dumps({**given, "name": name, "args": {key: args}}))
-        return len(found)
+                target.write(",\n" + json.dumps({**fields, "name": name, "args": {key: args}}))
+        return len(samples)
 
 
 def colocate_clock() -> tuple[float, float]:

@@ -39,12 +39,12 @@ def events(file: IO[str]) -> Iterator[Any]:
         ValueError: The file is no trace of torch's, or is cut off.
     """
     text = ""
-    while (found := _EVENTS.search(text)) is None:
+    while (match := _EVENTS.search(text)) is None:
         more = file.read(_CHUNK)
         if not more:
             raise ValueError("it has no traceEvents")
         text += more
-    decoder, place = json.JSONDecoder(), found.end()
+    decoder, place = json.JSONDecoder(), match.end()
     while True:
         place = _SPACE.match(text, place).end()  # type: ignore[union-attr]  # the pattern always matches
         if text[place : place + 1] == "]":
@@ -124,7 +124,7 @@ def convert(source: Path, target: IO[str], rank: Rank, noted: Collectives) -> Re
     Raises:
         ValueError: The file is no trace of torch's, or lacks the clock's ranges.
     """
-    found = Read()
+    result = Read()
     shift = _shift(source, rank)
     # Whole nanoseconds: rounded differently from torch, an inner operator could begin before the outer one.
     shift_ns = round((shift - rank.zero) * 1e9)
@@ -135,24 +135,24 @@ def convert(source: Path, target: IO[str], rank: Rank, noted: Collectives) -> Re
                 continue  # events of the profiler itself, or of a process: the merged file has one per group
             start = event["ts"] / 1e6 + shift
             if event["ph"] == "X":
-                _look(event, start, rank, found, inside)
+                _look(event, start, rank, result, inside)
             _rename(event, rank)
             event["ts"] = 0 if event["ph"] == "M" else (round(event["ts"] * 1e3) + shift_ns) / 1e3
             target.write(",\n" + json.dumps(event))
-            found.events += 1
-    return found
+            result.events += 1
+    return result
 
 
 def _shift(source: Path, rank: Rank) -> float:
     """Return the seconds to add to a trace's times for the driver's clock."""
     with source.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        found = sorted((float(each[1]), float(each[2])) for each in _CLOCKS.finditer(data))
-    if len(found) != len(rank.clocks):
+        ranges = sorted((float(match[1]), float(match[2])) for match in _CLOCKS.finditer(data))
+    if len(ranges) != len(rank.clocks):
         raise ValueError(
-            f"torch's profiler has {len(found)} ranges {CLOCK!r}, not {len(rank.clocks)}: it has lost some"
+            f"torch's profiler has {len(ranges)} ranges {CLOCK!r}, not {len(rank.clocks)}: it has lost some"
         )
     looks = [
-        (length, mine - (start + length / 2) / 1e6) for mine, (start, length) in zip(rank.clocks, found, strict=True)
+        (length, mine - (start + length / 2) / 1e6) for mine, (start, length) in zip(rank.clocks, ranges, strict=True)
     ]
     half = len(looks) // 2
     # The shortest range gives the best reading: a preempted thread may read at any moment of a range. Torch's clock may
@@ -243,11 +243,11 @@ def waits(
     pieces += [(_UNKNOWN, start, end) for start, end in found.waited]
     computing = merged(zip(found.operations[::2], found.operations[1::2], strict=True))
     asynchronous = _Inside(sorted(found.functional))
-    for kind, its in found.begun.items():
+    for kind, starts in found.begun.items():
         under_way = sorted(found.under_way.get(kind, ()))
-        if len(under_way) != len(its):  # operations of a device, or one that ran before the profile
+        if len(under_way) != len(starts):  # operations of a device, or one that ran before the profile
             continue
-        for (start, by_c), (_, end) in zip(sorted(its), under_way, strict=True):
+        for (start, by_c), (_, end) in zip(sorted(starts), under_way, strict=True):
             if by_c and not asynchronous.has(start):
                 meeting = met(f"C++ {kind}", start)
                 pieces += [(meeting, first, last) for first, last in without([(start, end)], computing)]

@@ -101,9 +101,9 @@ class ProfilingOfWorker(OfWorker, calls={BEGIN: "begin", END: "end"}):
             if not session.clocks:  # no torch in this process
                 return Profiled({}, (), False, 0, 0)
             index, process, first, most, place = places[boot.slot]
-            its = ahead[boot.slot], zero, os.getpid(), threading.get_native_id()
+            clock_and_ids = ahead[boot.slot], zero, os.getpid(), threading.get_native_id()
             return session.written(
-                stem, Rank(index, f"slot {boot.slot}", process, (first, most), place, session.clocks, *its)
+                stem, Rank(index, f"slot {boot.slot}", process, (first, most), place, session.clocks, *clock_and_ids)
             )
         except Exception as error:  # the folder may be gone, since nobody waits for the result any more
             return self._trouble("end", error)
@@ -195,10 +195,10 @@ class Session:
         raw, part = stem.with_name(f"{stem.name}.raw.json"), stem.with_name(f"{stem.name}.part")
         self._profile.export_chrome_trace(str(raw))
         with part.open("w", encoding="utf-8") as target:
-            found: Read = convert(raw, target, rank, self._noted)
+            trace: Read = convert(raw, target, rank, self._noted)
         raw.unlink()
-        arrived, pieces = waits(found, self._noted, rank)
-        return Profiled(arrived, pieces, True, found.events, part.stat().st_size)
+        arrived, pieces = waits(trace, self._noted, rank)
+        return Profiled(arrived, pieces, True, trace.events, part.stat().st_size)
 
     def _look_at_clock(self) -> None:
         for _ in range(_LOOKS):
@@ -211,15 +211,15 @@ class Session:
         if self._torch is None or spec.is_async:
             return
         label = role.label(spec.name) if spec.name in role.routes else spec.name
-        found = self._torch.profiler.record_function(label)
-        found.__enter__()
+        call_range = self._torch.profiler.record_function(label)
+        call_range.__enter__()
         if self._nvtx:
             self._torch.cuda.nvtx.range_push(label)
-        self._open[seq] = found
+        self._open[seq] = call_range
 
     def leaves(self, seq: int) -> None:
         """Close the range of a call."""
-        if (found := self._open.pop(seq, None)) is not None:
+        if (call_range := self._open.pop(seq, None)) is not None:
             if self._nvtx:
                 self._torch.cuda.nvtx.range_pop()
-            found.__exit__(None, None, None)
+            call_range.__exit__(None, None, None)

@@ -61,7 +61,7 @@ class Difference:
         elif (parts := named_parts(was)) is not None:
             self._parts(parts, named_parts(now) or {}, path)
         elif isinstance(was, dict):
-            before, after = ({f"[{key!r}]": each for key, each in value.items()} for value in (was, now))
+            before, after = ({f"[{key!r}]": part for key, part in value.items()} for value in (was, now))
             self._parts(before, after, path)
         elif isinstance(was, list | tuple | deque):
             if len(was) != len(now):
@@ -100,14 +100,14 @@ class Difference:
             relative = away / abs(was) if was else math.inf
         except OverflowError:  # an int too large for a float
             away = relative = math.inf
-        away, relative = (math.inf if each != each else each for each in (away, relative))
+        away, relative = (math.inf if number != number else number for number in (away, relative))
         self.absolute, self.relative = max(self.absolute, away), max(self.relative, relative)
         is_near = away <= self.tolerance or relative <= self.tolerance
         self._part(is_near, path, f"{was!r}, and is {now!r}", min(away, relative))
 
     def _tensors(self, torch: Any, was: Any, now: Any, path: str) -> None:
         if was.is_nested and now.is_nested:
-            if any(each.lengths() is not None or each._ragged_idx != 1 for each in (was, now)):
+            if any(jagged.lengths() is not None or jagged._ragged_idx != 1 for jagged in (was, now)):
                 self.add([*was.unbind()], [*now.unbind()], path)  # the gaps between rows aren't compared
                 return
             self._tensors(torch, was.values(), now.values(), f"{path}.values()")
@@ -157,7 +157,7 @@ class Difference:
         self.size = max(self.size, _largest(sizes[far]))
         if self.first is None:
             at = int(far.argmax())
-            index = [int(each[at]) for each in other.nonzero()] if other.ndim else []
+            index = [int(indices[at]) for indices in other.nonzero()] if other.ndim else []
             self.first = f"its value{path}{index or ''} was {_item(before[at])}, and is {_item(after[at])}"
 
 
@@ -308,5 +308,5 @@ def with_left(methods: dict[str, Compared], calls: Iterable[tuple[str, int]]) ->
 
 def _largest(numbers: Any) -> float:
     """Return the largest number; infinity if there is a NaN."""
-    found = float(numbers.max())
-    return math.inf if math.isnan(found) else found
+    largest = float(numbers.max())
+    return math.inf if math.isnan(largest) else largest

@@ -24,7 +24,7 @@ _SAMPLE = 1024  # numbers of a larger tensor that are hashed
 
 def digest_of(arguments: Mapping[str, Any]) -> Digest:
     """Return digests of arguments by parameter: of a large tensor the type, shape and a fixed sample."""
-    found = {}
+    digest = {}
     for name, value in arguments.items():
         try:
             leaves = [*_leaves(value, "")]
@@ -34,8 +34,8 @@ def digest_of(arguments: Mapping[str, Any]) -> Digest:
             leaves = [("", f"a {type(value).__qualname__} that can't be looked into")]
         if rest := leaves[_SINGLY:]:
             leaves = [*leaves[:_SINGLY], (rest[0][0], f"{_REST}#{digest_of_bytes(repr(rest).encode())}")]
-        found[name] = leaves
-    return found
+        digest[name] = leaves
+    return digest
 
 
 def first_difference(recorded: Digest, now: Digest) -> str | None:
@@ -43,16 +43,16 @@ def first_difference(recorded: Digest, now: Digest) -> str | None:
     for name in dict.fromkeys([*recorded, *now]):
         if name not in recorded or name not in now:
             return f"{name} {_gone if name in recorded else _new}"
-        before, after = ({each[0]: each[1] for each in digest[name]} for digest in (recorded, now))
+        before, after = ({leaf[0]: leaf[1] for leaf in digest[name]} for digest in (recorded, now))
         for path in dict.fromkeys([*before, *after]):
             if path not in before or path not in after:
                 return f"{name}{path} {_gone if path in before else _new}"
-            (was, _, contents), (has, _, others) = before[path].partition("#"), after[path].partition("#")
-            if was == has == _REST and contents != others:
+            (was, _, contents), (has, _, new_contents) = before[path].partition("#"), after[path].partition("#")
+            if was == has == _REST and contents != new_contents:
                 return f"{name}{path}, or what comes after it, is another one"
             if was != has:
                 return f"{name}{path} is {has}, and was {was}"
-            if contents != others:
+            if contents != new_contents:
                 return f"{name}{path} is {has} with other contents"
     return None
 
@@ -74,26 +74,26 @@ def _leaves(value: Any, path: str) -> Iterator[tuple[str, str]]:
     if torch is not None and isinstance(value, torch.Tensor):
         yield path, _of_tensor(torch, value)
     elif numpy is not None and isinstance(value, numpy.ndarray):
-        what = f"{value.dtype}{[*value.shape]}"
-        yield path, what if value.dtype.hasobject else f"{what}#{digest_of_bytes(_sample(numpy, value).tobytes())}"
+        layout = f"{value.dtype}{[*value.shape]}"
+        yield path, layout if value.dtype.hasobject else f"{layout}#{digest_of_bytes(_sample(numpy, value).tobytes())}"
     elif (parts := named_parts(value)) is not None:
         yield path, f"a {kind.__qualname__}"
-        for inner, each in parts.items():
-            yield from _leaves(each, path + inner)
+        for inner, item in parts.items():
+            yield from _leaves(item, path + inner)
     elif isinstance(value, dict):
         yield path, f"a {kind.__qualname__}"
-        for key, each in value.items():
-            yield from _leaves(each, f"{path}[{key!r}]")
+        for key, item in value.items():
+            yield from _leaves(item, f"{path}[{key!r}]")
     elif is_sequence:
         yield path, f"{kind.__name__} of {len(value)}"
-        for index, each in enumerate(value):
-            yield from _leaves(each, f"{path}[{index}]")
+        for index, item in enumerate(value):
+            yield from _leaves(item, f"{path}[{index}]")
     elif isinstance(value, set | frozenset):
         yield path, f"{kind.__name__} of {len(value)}#{digest_of_bytes(repr(sorted(map(repr, value))).encode())}"
     elif numpy is not None and isinstance(value, numpy.generic):
         yield path, _short(repr(value.item()), value)
     elif isinstance(value, str | bytes | int | float):  # an instance of a subclass
-        base: Any = next(each for each in kind.__mro__ if each in PLAIN)
+        base: Any = next(item for item in kind.__mro__ if item in PLAIN)
         yield path, _short(base.__repr__(value), value)
     elif callable(value) and hasattr(value, "__qualname__"):  # a class, or a function
         yield path, _short(f"{value.__module__}.{value.__qualname__}", value)
@@ -110,17 +110,17 @@ def _short(text: str, value: Any) -> str:
 
 
 def _of_tensor(torch: Any, tensor: Any) -> str:
-    what = f"{str(tensor.dtype).removeprefix('torch.')}{[*tensor.shape]}"
+    layout = f"{str(tensor.dtype).removeprefix('torch.')}{[*tensor.shape]}"
     tensor = tensor.detach()
     if tensor.is_nested and str(tensor.layout) == "torch.jagged":
-        return f"{what}#{_of_tensor(torch, tensor.values())}{_of_tensor(torch, tensor.offsets())}"
+        return f"{layout}#{_of_tensor(torch, tensor.values())}{_of_tensor(torch, tensor.offsets())}"
     if tensor.layout != torch.strided or tensor.is_meta or tensor.is_quantized:
-        return what
+        return layout
     if tensor.numel() * tensor.element_size() > _WHOLE:
         at = _at(tensor.numel(), str(tensor.device))
         tensor = tensor.view(-1)[at] if tensor.is_contiguous() else tensor[torch.unravel_index(at, tensor.shape)]
     data = tensor.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).cpu().numpy()
-    return f"{what}#{digest_of_bytes(data)}"
+    return f"{layout}#{digest_of_bytes(data)}"
 
 
 def _sample(numpy: Any, array: Any) -> Any:

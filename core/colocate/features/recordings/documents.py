@@ -74,19 +74,19 @@ class RankFiles:
     def more(self) -> list[Document]:
         """Return the next documents, at most a fixed number; empty if no more are complete now."""
         path = self._folder / f"rank-{self._rank}.{self._number:04}.calls"
-        found: list[Document] = []
+        documents: list[Document] = []
         # Checked first: once the next file exists, this one is complete.
         follows = (self._folder / f"rank-{self._rank}.{self._number + 1:04}.calls").exists()
         try:
             with opened(path) as file:
                 size = file.seek(0, 2)
-                while len(found) < _AT_ONCE and (document := self._read(file, path, size)) is not None:
+                while len(documents) < _AT_ONCE and (document := self._read(file, path, size)) is not None:
                     self._at += document.nbytes
-                    found.append(document)
+                    documents.append(document)
         except FileNotFoundError:
             return []
-        if found:
-            return found
+        if documents:
+            return documents
         self.is_torn = self._at < size
         if not follows:
             return []
@@ -142,7 +142,7 @@ def _check(about: Mapping[str, Any]) -> None:
             raise ValueError(f"its error is {error!r:.60}")
     for leaves in about["digest"].values():
         pairs = leaves if isinstance(leaves, list) else [leaves]
-        if not all(isinstance(each, list) and [*map(type, each)] == [str, str] for each in pairs):
+        if not all(isinstance(pair, list) and [*map(type, pair)] == [str, str] for pair in pairs):
             raise ValueError(f"its digest of arguments is {leaves!r:.60}")
 
 
@@ -193,7 +193,9 @@ class RankCall:
     @property
     def nbytes(self) -> int:
         """Return the call's bytes in files."""
-        return sum(each.nbytes for each in (*self.inputs, *self.rows, *([] if self.end is None else [self.end])))
+        return sum(
+            document.nbytes for document in (*self.inputs, *self.rows, *([] if self.end is None else [self.end]))
+        )
 
 
 class RankCalls:
@@ -211,10 +213,10 @@ class RankCalls:
 
     def get(self, method: str, number: int) -> RankCall | None:
         """Return a call that has ended, or None; reads as far as needed."""
-        while (found := self.found.get((method, number))) is None or found.end is None:
+        while (call := self.found.get((method, number))) is None or call.end is None:
             if self.read() is None:
                 return None
-        return found
+        return call
 
     def all(self) -> Mapping[tuple[str, int], RankCall]:
         """Read all files, and return all calls."""
@@ -260,7 +262,7 @@ def in_order(
     for place, key in reversed([*enumerate(came or ())]):
         places.setdefault(key, []).append(place)
     last = len(came or ())
-    turns = [(places.get((rank, each.about["row"])) or [last]).pop() for rank, each in by_time]
+    turns = [(places.get((rank, document.about["row"])) or [last]).pop() for rank, document in by_time]
     return [row for _, row in sorted(zip(turns, by_time, strict=True), key=lambda pair: pair[0])]
 
 

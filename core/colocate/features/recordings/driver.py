@@ -59,16 +59,16 @@ class RecordingsOfGroup(OfGroup):
             ConfigError: A role has no recording, or one with another seed, or one to replay with another number of
                 ranks.
         """
-        found = {}
+        recordings = {}
         for name, spec in self._worker_group.declared.specs.items():
-            given = [each for each in (spec.replay, spec.compare) if each is not None]
-            if given:
+            options = [option for option in (spec.replay, spec.compare) if option is not None]
+            if options:
                 role = self._worker_group.roles[name]
-                found[name] = [_played(self._worker_group, role, each, self._life) for each in given]
-                if name not in self.joining and found[name][-1].joins:
-                    self.joining[name] = Joining(role, found[name][-1], self._tell)
-        self.played = {name: given[0].folder for name, given in found.items()}
-        return found
+                recordings[name] = [_played(self._worker_group, role, option, self._life) for option in options]
+                if name not in self.joining and recordings[name][-1].joins:
+                    self.joining[name] = Joining(role, recordings[name][-1], self._tell)
+        self.played = {name: options[0].folder for name, options in recordings.items()}
+        return recordings
 
     def begun(self, recorded: Mapping[str, Path]) -> None:
         """Record that roles are recorded, with their folders; from now on the order of rows is written, too."""
@@ -86,7 +86,7 @@ class RecordingsOfGroup(OfGroup):
     def mark(self, step: int) -> None:
         """Mark the end of a step: `Replay(step=...)` starts after the mark of the previous step."""
         line = to_line({"step": step, "calls": {self._worker_group.name: self._worker_group.order.next_seq - 1}})
-        for folder in {each.parent for each in self.recorded.values()}:
+        for folder in {path.parent for path in self.recorded.values()}:
             with contextlib.closing(GrowingFile(folder / STEPS)) as file:
                 file.add(line)
 
@@ -213,25 +213,29 @@ def record(views: Any, folder: str | os.PathLike[str], limit: str | int | None, 
         groups.setdefault(worker_group.name, (worker_group, []))[1].append(role)
     if not groups:
         raise ConfigError("runtime.record: name at least one view")
-    if others := with_inputs - {(name, role.name) for name, (_, roles) in groups.items() for role in roles}:
-        raise ConfigError(f"runtime.record(inputs): role {min(others)[1]!r} isn't among the roles that are recorded")
+    if unrecorded := with_inputs - {(name, role.name) for name, (_, roles) in groups.items() for role in roles}:
+        raise ConfigError(
+            f"runtime.record(inputs): role {min(unrecorded)[1]!r} isn't among the roles that are recorded"
+        )
     for worker_group, _ in groups.values():
         refuse_here(worker_group, "runtime.record")
     whole = Recorder(place, groups)
-    made: list[Path] = []
+    paths: list[Path] = []
     try:
         recorded = {
-            name: [_begin(place, worker_group, role, made, most, (name, role.name) in with_inputs) for role in roles]
+            name: [_begin(place, worker_group, role, paths, most, (name, role.name) in with_inputs) for role in roles]
             for name, (worker_group, roles) in groups.items()
         }
         for name, (worker_group, _) in groups.items():
-            of_group(worker_group).begun({each.role: Path(str(each.folder)) for each in recorded[name]})
+            of_group(worker_group).begun(
+                {recorded_role.role: Path(str(recorded_role.folder)) for recorded_role in recorded[name]}
+            )
             # First without `begins`: a call that arrives at a rank before the taps are ready would bypass these.
-            _tell(worker_group, [attrs.evolve(each, begins=False) for each in recorded[name]])
+            _tell(worker_group, [attrs.evolve(recorded_role, begins=False) for recorded_role in recorded[name]])
             _tell(worker_group, recorded[name])
     except Exception:  # all roles are recorded, or none
         whole.close()
-        for path in made:
+        for path in paths:
             shutil.rmtree(path, ignore_errors=True)
         raise
     except BaseException:  # interrupted: no wait for the workers
@@ -291,18 +295,22 @@ def _played(worker_group: WorkerGroup, role: RoleInfo, given: Replay | Compare, 
     Raises:
         ConfigError: The recording is missing, or has another seed, or is to be replayed with another number of ranks.
     """
-    found = RoleFolder.find(given.folder, worker_group.name, role.name)
-    what = f"role {role.name!r}: the recording in {given.folder} is of"
-    if found.ranks != len(role.slots) and isinstance(given, Replay):
-        raise ConfigError(f"{what} {found.ranks} ranks, and the role has {len(role.slots)}: give it as many slots")
+    role_folder = RoleFolder.find(given.folder, worker_group.name, role.name)
+    problem = f"role {role.name!r}: the recording in {given.folder} is of"
+    if role_folder.ranks != len(role.slots) and isinstance(given, Replay):
+        raise ConfigError(
+            f"{problem} {role_folder.ranks} ranks, and the role has {len(role.slots)}: give it as many slots"
+        )
     seed = worker_group.services.seed
-    if found.seed != seed and not (isinstance(given, Replay) and given.loose):
-        raise ConfigError(f"{what} the seed {found.seed}, and the runtime has {seed}: other roles would draw otherwise")
-    after = 0 if given.step is None else _before(found, given.step)
+    if role_folder.seed != seed and not (isinstance(given, Replay) and given.loose):
+        raise ConfigError(
+            f"{problem} the seed {role_folder.seed}, and the runtime has {seed}: other roles would draw otherwise"
+        )
+    after = 0 if given.step is None else _before(role_folder, given.step)
     if isinstance(given, Replay):
-        return Played(str(found.path), True, loose=given.loose, after=after, life=life)
-    joins = found.ranks != len(role.slots) or json.dumps(found.meshes) != json.dumps(_meshes(role))
-    return Played(str(found.path), False, tolerance=given.tolerance, after=after, joins=joins, life=life)
+        return Played(str(role_folder.path), True, loose=given.loose, after=after, life=life)
+    joins = role_folder.ranks != len(role.slots) or json.dumps(role_folder.meshes) != json.dumps(_meshes(role))
+    return Played(str(role_folder.path), False, tolerance=given.tolerance, after=after, joins=joins, life=life)
 
 
 def _meshes(role: RoleInfo) -> dict[str, dict[str, int]]:
@@ -310,11 +318,11 @@ def _meshes(role: RoleInfo) -> dict[str, dict[str, int]]:
 
 
 def _before(found: RoleFolder, step: int) -> int:
-    told = lines_of(found.path.parent / STEPS, _check_step)
-    if not any(each["step"] == step for each in told):
-        has = f"{told[0]['step']} to {told[-1]['step']}" if told else "none"
+    steps = lines_of(found.path.parent / STEPS, _check_step)
+    if not any(entry["step"] == step for entry in steps):
+        has = f"{steps[0]['step']} to {steps[-1]['step']}" if steps else "none"
         raise ConfigError(f"the recording in {found.path.parent} has no step {step}: it has {has}")
-    earlier = [each["calls"].get(found.group, 0) for each in told if each["step"] < step]
+    earlier = [entry["calls"].get(found.group, 0) for entry in steps if entry["step"] < step]
     return max(earlier, default=0)
 
 
@@ -370,11 +378,11 @@ def comparison(view: Any) -> list[ComparedMethod]:
     refuse_to_wait("comparison")
     worker_group.check()
     by_method: dict[str, list[Compared]] = {}
-    told = _call(worker_group, COMPARISON, role=role.name)
+    results = _call(worker_group, COMPARISON, role=role.name)
     if (joining := of_group(worker_group).joining.get(role.name)) is not None:
         worker_group.services.timers.run(lambda: None)  # waits for the reports of ended calls
-        told = [joining.table()]
-    for methods in told:
+        results = [joining.table()]
+    for methods in results:
         for name, compared in (methods or {}).items():
             by_method.setdefault(name, []).append(compared)
     return [_joined(name, ranks) for name, ranks in by_method.items()]

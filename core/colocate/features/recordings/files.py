@@ -79,12 +79,12 @@ def lines_of(file: Path, check: Callable[[dict[str, Any]], object]) -> list[dict
     """
     try:
         with opened(file) as lines:
-            found, at = list[dict[str, Any]](), 0
+            entries, at = list[dict[str, Any]](), 0
             for line in lines:
                 if line.endswith(b"\n") or (b'"digest"' in line and line[-2:-1] == b"}"):  # else the line is torn
-                    found.append(_from_line(line, file, at, check))
+                    entries.append(_from_line(line, file, at, check))
                 at += len(line)
-            return found
+            return entries
     except FileNotFoundError:
         return []
 
@@ -97,11 +97,11 @@ def _whole(file: Path, check: Callable[[dict[str, Any]], object]) -> dict[str, A
 
 def _from_line(line: bytes, file: Path, at: int, check: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
     try:
-        told: dict[str, Any] = json.loads(line)
-        digest = told.pop("digest", None)
-        if digest not in (None, digest_of_bytes(json.dumps(told).encode())):
+        entry: dict[str, Any] = json.loads(line)
+        digest = entry.pop("digest", None)
+        if digest not in (None, digest_of_bytes(json.dumps(entry).encode())):
             raise ValueError("these aren't the words that were written")
-        check(told)
+        check(entry)
         if digest is None:
             raise ValueError("it has no digest")
     except ConfigError as error:
@@ -110,7 +110,7 @@ def _from_line(line: bytes, file: Path, at: int, check: Callable[[dict[str, Any]
         raise damaged(file, at + error.pos, error) from error
     except Exception as error:  # the contents may be anything
         raise damaged(file, at, error) from error
-    return told
+    return entry
 
 
 def folder_of(given: str | os.PathLike[str]) -> Path:
@@ -120,12 +120,12 @@ def folder_of(given: str | os.PathLike[str]) -> Path:
         ConfigError: The folder is missing, or has no recording.
     """
     folder = Path(os.path.abspath(given))
-    found = folder / IN_RUN if (folder / IN_RUN).is_dir() else folder
-    if not found.is_dir():
+    recording = folder / IN_RUN if (folder / IN_RUN).is_dir() else folder
+    if not recording.is_dir():
         raise ConfigError(f"there is no recording in {folder}: there is no such folder")
-    if not any(found.glob(f"*/{ROLE}")):
+    if not any(recording.glob(f"*/{ROLE}")):
         raise ConfigError(f"there is no recording in {folder}: it was to have a folder for each role, with {ROLE}")
-    return found
+    return recording
 
 
 @attrs.frozen
@@ -158,10 +158,10 @@ class RoleFolder:
         Raises:
             ConfigError: The folder exists already, or can't be made.
         """
-        told = {key: value for key, value in attrs.asdict(self).items() if key != "path"}
+        entry = {key: value for key, value in attrs.asdict(self).items() if key != "path"}
         try:
             self.path.mkdir(parents=True)
-            write_whole(self.path / ROLE, to_line({"format": FORMAT, **told}))
+            write_whole(self.path / ROLE, to_line({"format": FORMAT, **entry}))
         except FileExistsError:
             raise ConfigError(f"{self.path} is there already: give the recording a folder of its own") from None
         except OSError as error:
@@ -175,9 +175,9 @@ class RoleFolder:
             ConfigError: Another version made the recording.
             SerializationError: The file is damaged.
         """
-        told = _whole(path / ROLE, _check_role)
-        del told["format"]
-        return cls(path, **told)
+        stored = _whole(path / ROLE, _check_role)
+        del stored["format"]
+        return cls(path, **stored)
 
     @classmethod
     def find(cls, given: str | os.PathLike[str], group: str, role: str) -> RoleFolder:
@@ -186,16 +186,16 @@ class RoleFolder:
         Raises:
             ConfigError: There is no such role, or several.
         """
-        found = {each.parent.name: each.parent for each in folder_of(given).glob(f"*/{ROLE}")}
-        named = [name for name in found if name == f"{group}.{role}"] or [
-            name for name in found if name.rpartition(".")[2] == role
+        role_folders = {path.parent.name: path.parent for path in folder_of(given).glob(f"*/{ROLE}")}
+        named = [name for name in role_folders if name == f"{group}.{role}"] or [
+            name for name in role_folders if name.rpartition(".")[2] == role
         ]
         if len(named) != 1:
-            hint = did_you_mean(role, [name.rpartition(".")[2] for name in found])
-            what = "several" if named else "no"
-            has = ", ".join(sorted(found))
-            raise ConfigError(f"the recording in {given} has {what} role {role!r}: it has {has}{hint}")
-        return cls.read(found[named[0]])
+            hint = did_you_mean(role, [name.rpartition(".")[2] for name in role_folders])
+            quantity = "several" if named else "no"
+            has = ", ".join(sorted(role_folders))
+            raise ConfigError(f"the recording in {given} has {quantity} role {role!r}: it has {has}{hint}")
+        return cls.read(role_folders[named[0]])
 
 
 _TOLD = {"collect", "rows", "ends_in_rows"}  # the keys of a method's metadata
@@ -212,7 +212,9 @@ def _check_role(told: Mapping[str, Any]) -> None:
     wrong = next((name for name, kind in kinds.items() if not isinstance(told[name], kind)), None)
     if wrong is None and not all(type(size) is int for shape in told["meshes"].values() for size in shape.values()):
         wrong = "meshes"
-    if wrong is None and not all(len(each["collect"]) == 2 and {*each} == _TOLD for each in told["methods"].values()):
+    if wrong is None and not all(
+        len(method["collect"]) == 2 and {*method} == _TOLD for method in told["methods"].values()
+    ):
         wrong = "methods"
     if wrong is not None or not 0 < told["ranks"] <= _MOST_RANKS or told.keys() != {"format", *kinds}:
         raise ValueError(f"{wrong or 'ranks'} is {told.get(wrong or 'ranks')!r:.60}")
@@ -260,9 +262,9 @@ class Writer:
                 begin = file.tell()
                 try:
                     for piece in seal(pieces):
-                        left = memoryview(piece).cast("B")
-                        while left:
-                            left = left[file.write(left) :]
+                        rest = memoryview(piece).cast("B")
+                        while rest:
+                            rest = rest[file.write(rest) :]
                 except OSError:
                     file.truncate(begin)
                     raise
@@ -355,17 +357,17 @@ class RowOrder:
     @classmethod
     def read(cls, folder: Path, what: str = "rows") -> Mapping[int, Sequence[Any]]:
         """Return the written rows or partitions, by call. Errors: see `lines_of`."""
-        told = lines_of(folder / _ROWS, _check_rows)
-        return {each["seq"]: [*map(tuple, each[what])] for each in told if what in each}
+        stored = lines_of(folder / _ROWS, _check_rows)
+        return {entry["seq"]: [*map(tuple, entry[what])] for entry in stored if what in entry}
 
 
 def _check_rows(told: Mapping[str, Any]) -> None:
     rows = [*told.get("rows", ())]
-    numbers = [told["seq"], *(number for each in (*rows, *told.get("partition", ())) for number in each)]
-    if not all(type(number) is int for number in numbers) or any(len(each) != 2 for each in rows):
+    numbers = [told["seq"], *(number for pair in (*rows, *told.get("partition", ())) for number in pair)]
+    if not all(type(number) is int for number in numbers) or any(len(pair) != 2 for pair in rows):
         raise ValueError("its numbers of rows aren't such")
 
 
 def size_of(folder: Path) -> int:
     """Return the bytes of a recording's calls."""
-    return sum(each.stat().st_size for each in folder.glob("*/*.calls"))
+    return sum(path.stat().st_size for path in folder.glob("*/*.calls"))

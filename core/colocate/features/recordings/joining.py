@@ -153,17 +153,17 @@ class Joining:
         self._teller.add(compared.add(difference, label, cause, *now.began), difference.size)
 
     def _compare_items(self, difference: Difference, before: Whole, now: Whole) -> None:
-        was, has = ([*each.results(sorted(each.parts)).values()] for each in (before, now))
+        was, has = ([*item.results(sorted(item.parts)).values()] for item in (before, now))
         among = Difference(self._played.tolerance)
-        for each in was[1:]:
-            among.add(was[0], each)
+        for item in was[1:]:
+            among.add(was[0], item)
         if among.first is not None:
             raise CannotJoin(
                 f"{now.spec.name} is collected with {now.spec.collect!r}: that has an item for each rank, which differ "
                 f"in the recording, of {len(was)} ranks, and here are {len(has)}"
             )
-        for index, each in enumerate(has):
-            difference.add(was[0], each, f"[{index}]")
+        for index, item in enumerate(has):
+            difference.add(was[0], item, f"[{index}]")
 
     def _compare_rows(
         self,

@@ -108,8 +108,8 @@ class Found:
             value, states = value
             if self.context.in_process:  # otherwise each role has separate generators
                 have_defaults(states)
-        if (told := about.get("error")) is not None:
-            raise self._rebuilt(told, *value)
+        if (error_entry := about.get("error")) is not None:
+            raise self._rebuilt(error_entry, *value)
         return value
 
     def _rebuilt(self, told: Mapping[str, str], args: tuple[Any, ...], attributes: dict[str, Any]) -> BaseException:
@@ -176,7 +176,7 @@ class Replaying(Player):
         role, work = self._found.role, running_call.get()
         ranks = sources_of(role.methods[seen.method], role.ctx)
         documents = self._in_order(call, ranks) if role.ctx.rank in ranks else []
-        turns = {(each.path, each.begin): turn for turn, each in enumerate(documents)}
+        turns = {(entry.path, entry.begin): turn for turn, entry in enumerate(documents)}
         for document in call.rows:
             if hasattr(work, "turn"):  # otherwise the rows are kept
                 work.turn = turns.get((document.path, document.begin))  # type: ignore[union-attr]
@@ -196,7 +196,7 @@ class Replaying(Player):
     def _in_order(self, call: RankCall, ranks: Sequence[int]) -> list[Document]:
         """Return the rows of a call on some ranks, in the order of arrival at the driver."""
         calls = {rank: self._found.others[rank].get(call.method, call.number) for rank in ranks}
-        rows = [(rank, row) for rank, each in calls.items() if each is not None for row in each.rows]
+        rows = [(rank, row) for rank, rank_call in calls.items() if rank_call is not None for row in rank_call.rows]
         return [row for _, row in in_order(rows, self._found.came.get(call.about["seq"]))]
 
     def _differs(self, seen: Seen, what: str, words: str) -> None:
@@ -212,17 +212,17 @@ class Replaying(Player):
 
         A call that was withdrawn here, because another one failed elsewhere, counts among the calls of its method.
         """
-        found = self._found
-        if call.place < found.places:
+        role_calls = self._found
+        if call.place < role_calls.places:
             return call
         between = sorted(
-            (each for each in found.own.found.values() if found.places <= each.place < call.place),
+            (each for each in role_calls.own.found.values() if role_calls.places <= each.place < call.place),
             key=lambda each: each.place,
         )
         for each in between:
-            if each.number >= found.counted(each.method):
+            if each.number >= role_calls.counted(each.method):
                 return each
-            del found.own.found[each.method, each.number]
+            del role_calls.own.found[each.method, each.number]
         return None
 
     def _is_over(self) -> bool:
@@ -262,10 +262,10 @@ class Comparing(Tap):
 
     def table(self) -> dict[str, Compared]:
         """Return the results by method, with the number of calls that haven't come."""
-        found = self._found
-        ended = [key for key, call in found.own.all().items() if call.end is not None]
+        role_calls = self._found
+        ended = [key for key, call in role_calls.own.all().items() if call.end is not None]
         # Calls from before the restored checkpoint count as come.
-        return with_left(self.methods, [key for key in ended if key[1] >= found.counted(key[0])])
+        return with_left(self.methods, [key for key in ended if key[1] >= role_calls.counted(key[0])])
 
     def gave(self, seen: Seen, value: Any) -> None:
         """Compare a call's value."""
@@ -330,5 +330,5 @@ class Comparing(Tap):
         rows = call.rows
         if not rows or rows[0].about["digest"]:  # rows from the driver may have ended on another rank
             calls = [calls.get(call.method, call.number) for calls in self._found.others.values()]
-            rows = [each for other in calls if other is not None for each in other.rows]
-        return next((each for each in rows if each.about["row"] == row), None)
+            rows = [document for other in calls if other is not None for document in other.rows]
+        return next((document for document in rows if document.about["row"] == row), None)

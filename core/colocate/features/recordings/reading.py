@@ -53,8 +53,8 @@ class RecordedError:
     @classmethod
     def of(cls, about: Mapping[str, Any]) -> RecordedError | None:
         """Return the error in a document's metadata; None for none."""
-        told = about.get("error")
-        return None if told is None else cls(told["class"], told["text"], told["trace"])
+        error_entry = about.get("error")
+        return None if error_entry is None else cls(error_entry["class"], error_entry["text"], error_entry["trace"])
 
 
 @attrs.frozen
@@ -122,9 +122,9 @@ class RecordedCall:
     def of(cls, by_rank: Mapping[int, RankCall], role: RecordedRole) -> RecordedCall:
         """Return a call, given the recorded parts of ranks."""
         first = next(iter(by_rank.values()))
-        abouts = [each.about for each in by_rank.values()]
+        abouts = [rank_call.about for rank_call in by_rank.values()]
         begun = min(about["begun"] for about in abouts)
-        errors = (RecordedError.of(each.end.about) for each in by_rank.values() if each.end is not None)
+        errors = (RecordedError.of(rank_call.end.about) for rank_call in by_rank.values() if rank_call.end is not None)
         return cls(
             first.method,
             first.number,
@@ -133,7 +133,7 @@ class RecordedCall:
             tuple(by_rank),
             begun,
             max(about["ended"] for about in abouts) - begun,
-            sum(each.nbytes for each in by_rank.values()),
+            sum(rank_call.nbytes for rank_call in by_rank.values()),
             next(filter(None, errors), None),
             by_rank,
             role,
@@ -190,8 +190,8 @@ class RecordedCall:
                 `--record role:inputs`.
             SerializationError: See `value`.
         """
-        given = (each for each in self._of(rank).inputs if "row" not in each.about)
-        return _inputs(next(given, None), self._role._find)
+        documents = (document for document in self._of(rank).inputs if "row" not in document.about)
+        return _inputs(next(documents, None), self._role._find)
 
     def values(self) -> list[Any]:
         """Return the values of all ranks that took part. Errors: see `value`."""
@@ -200,18 +200,20 @@ class RecordedCall:
     @property
     def missing(self) -> str | None:
         """Return the reason why a value or row of the first such rank wasn't recorded; None if all were."""
-        documents = [each for call in self._by_rank.values() for each in (*call.rows, call.end) if each is not None]
-        return next((each.about["missing"] for each in documents if "missing" in each.about), None)
+        documents = [
+            document for call in self._by_rank.values() for document in (*call.rows, call.end) if document is not None
+        ]
+        return next((document.about["missing"] for document in documents if "missing" in document.about), None)
 
     def arguments(self, rank: int = 0) -> Digest:
         """Return the digests of a rank's arguments: by parameter, each part's path with a description."""
-        found: Digest = self._of(rank).about["digest"]
-        return found
+        digest: Digest = self._of(rank).about["digest"]
+        return digest
 
     @property
     def rows(self) -> list[RecordedRow]:
         """Return the rows, if the call's rows end one by one, in the order of arrival at the driver."""
-        rows = [(rank, each) for rank, call in self._by_rank.items() for each in call.rows]
+        rows = [(rank, document) for rank, call in self._by_rank.items() for document in call.rows]
         if not rows:
             return []
         try:
@@ -222,15 +224,15 @@ class RecordedCall:
         find = self._role._find
         return [
             RecordedRow(
-                row := each.about["row"] if places is None else _index(places.get(rank, ()), each.about["row"]),
+                row := document.about["row"] if places is None else _index(places.get(rank, ()), document.about["row"]),
                 rank,
-                each.about["ended"],
-                RecordedError.of(each.about),
-                each,
-                next((given for given in self._by_rank[rank].inputs if given.about.get("row", -1) == row), None),
+                document.about["ended"],
+                RecordedError.of(document.about),
+                document,
+                next((inputs for inputs in self._by_rank[rank].inputs if inputs.about.get("row", -1) == row), None),
                 find,
             )
-            for rank, each in in_order(rows, self._role._came.get(self.seq))
+            for rank, document in in_order(rows, self._role._came.get(self.seq))
         ]
 
     def _of(self, rank: int) -> RankCall:
@@ -290,19 +292,19 @@ class RecordedRole:
     @cached_property
     def calls(self) -> list[RecordedCall]:
         """Return the role's calls, in order."""
-        found: dict[int, dict[int, RankCall]] = {}
+        by_seq: dict[int, dict[int, RankCall]] = {}
         for rank, part in enumerate(self._parts):
             for call in part.found.values():
-                found.setdefault(call.about["seq"], {})[rank] = call
-        return [RecordedCall.of(found[seq], self) for seq in sorted(found)]
+                by_seq.setdefault(call.about["seq"], {})[rank] = call
+        return [RecordedCall.of(by_seq[seq], self) for seq in sorted(by_seq)]
 
     def __getitem__(self, method: str) -> list[RecordedCall]:
         """Return the calls of a method, in order."""
-        found = [call for call in self.calls if call.method == method]
-        if not found:
+        calls = [call for call in self.calls if call.method == method]
+        if not calls:
             has = dict.fromkeys(call.method for call in self.calls)
             raise ConfigError(f"no call of {self.name}.{method} was recorded: {', '.join(has) or 'none'} were")
-        return found
+        return calls
 
 
 class Recording(Mapping[str, RecordedRole]):
@@ -315,10 +317,10 @@ class Recording(Mapping[str, RecordedRole]):
     def __init__(self, folder: Path, find: Find) -> None:
         """Use `load_recording`."""
         self.folder = folder
-        folders = [RoleFolder.read(each.parent) for each in sorted(folder.glob(f"*/{ROLE}"))]
-        names = [each.role for each in folders]
+        folders = [RoleFolder.read(item.parent) for item in sorted(folder.glob(f"*/{ROLE}"))]
+        names = [item.role for item in folders]
         self._folders = {
-            each.role if names.count(each.role) == 1 else f"{each.group}.{each.role}": each for each in folders
+            item.role if names.count(item.role) == 1 else f"{item.group}.{item.role}": item for item in folders
         }
         self._find = find
 
@@ -358,8 +360,8 @@ def _inputs(document: Document | None, find: Find) -> dict[str, Any]:
         raise ConfigError(
             "what it was given isn't recorded: name the role in runtime.record(inputs=...), or `--record role:inputs`"
         )
-    found: dict[str, Any] = _value(document, find, None)
-    return found
+    arguments: dict[str, Any] = _value(document, find, None)
+    return arguments
 
 
 def _index(own: Sequence[int], row: int) -> int | None:

@@ -166,24 +166,24 @@ class Tapped:
         ends_in_rows = spec.feature is not None
 
         def run(instance: object, arguments: dict[str, Any]) -> Any:
-            seen = self._begin(work, spec, arguments)
+            tapped_call = self._begin(work, spec, arguments)
             run_it = code
             if self.player is not None:
                 try:
-                    self.player.begins(seen)
+                    self.player.begins(tapped_call)
                 except BaseException:
-                    del self._under_way[seen.seq]
+                    del self._under_way[tapped_call.seq]
                     raise
                 if not ends_in_rows:
                     run_it = self._played_async if spec.is_async else self._played
             if spec.is_async:
-                return self._awaited(seen, run_it, instance, arguments, ends_in_rows)
+                return self._awaited(tapped_call, run_it, instance, arguments, ends_in_rows)
             try:
                 result = run_it(instance, arguments)
             except BaseException as error:
-                self._failed(seen, error)
+                self._failed(tapped_call, error)
                 raise
-            self._ended(seen, result, ends_in_rows)
+            self._ended(tapped_call, result, ends_in_rows)
             return result
 
         return calls_role_code(run)
@@ -191,23 +191,23 @@ class Tapped:
     def _begin(self, work: Work, spec: MethodSpec, arguments: Mapping[str, Any]) -> Seen:
         assert work.place is not None
         method, count = work.place
-        known = self._under_way.get(work.seq)  # the call was put back
-        place = self._places if known is None else known.place
-        self._places += known is None
+        former = self._under_way.get(work.seq)  # the call was put back
+        place = self._places if former is None else former.place
+        self._places += former is None
         digest = digest_of(arguments)
         if spec.rows is not None:  # rows come one by one, to any rank, and each has a digest
             digest = {**digest, spec.rows: [["", f"{work.valid_rows} rows"]]}
-        seen = Seen(method, count - self.before.get(method, 0), place, work.seq, digest, time.time())
+        tapped_call = Seen(method, count - self.before.get(method, 0), place, work.seq, digest, time.time())
         had = {"valid": work.valid_rows, "padded": work.rows}
-        seen.weights = self.weights
-        seen.had = {name: count for name, count in had.items() if count is not None}
+        tapped_call.weights = self.weights
+        tapped_call.had = {name: count for name, count in had.items() if count is not None}
         if self._context.in_process and not spec.is_async:
-            seen.defaults = _defaults()
-        self._under_way[work.seq] = seen
-        given = {name: value for name, value in arguments.items() if name != spec.rows}
-        for tap in self.taps if known is None else ():
-            tap.got(seen, given)
-        return seen
+            tapped_call.defaults = _defaults()
+        self._under_way[work.seq] = tapped_call
+        whole_arguments = {name: value for name, value in arguments.items() if name != spec.rows}
+        for tap in self.taps if former is None else ():
+            tap.got(tapped_call, whole_arguments)
+        return tapped_call
 
     @calls_role_code
     async def _awaited(self, seen: Seen, code: Any, instance: object, arguments: Any, ends_in_rows: bool) -> Any:
@@ -263,34 +263,34 @@ class Tapped:
         @calls_role_code
         async def row(instance: object, *args: Any, **kwargs: Any) -> Any:
             state = running_call.get()
-            if not isinstance(state, RowState) or (seen := self._under_way.get(state.seq)) is None:
+            if not isinstance(state, RowState) or (tapped_call := self._under_way.get(state.seq)) is None:
                 return await spec.function(instance, *args, **kwargs)
-            given = {parameter: spec.bind((instance, *args)[1:], kwargs).get(parameter)}
-            digest = digest_of(given)
+            row_arguments = {parameter: spec.bind((instance, *args)[1:], kwargs).get(parameter)}
+            digest = digest_of(row_arguments)
             for tap in self.taps:
-                tap.got(seen, given, state.row)
+                tap.got(tapped_call, row_arguments, state.row)
             try:
                 if self.player is not None:
-                    value = self.player.row(seen, state.row, digest)
+                    value = self.player.row(tapped_call, state.row, digest)
                 else:
                     value = await spec.function(instance, *args, **kwargs)
             except BaseException as error:
                 for tap in self.taps:
-                    tap.raised(seen, error, state.row, digest)
+                    tap.raised(tapped_call, error, state.row, digest)
                 raise
             for tap in self.taps:
-                tap.gave_row(seen, state.row, value, digest)
-            seen.rows += 1
+                tap.gave_row(tapped_call, state.row, value, digest)
+            tapped_call.rows += 1
             return value
 
         return row
 
     def _items(self, spec: MethodSpec, instance: object, args: Any, kwargs: Any) -> tuple[Seen | None, Any]:
         call = running_call.get()
-        seen = None if call is None else self._under_way.get(call.seq)
-        if seen is not None and self.player is not None:
-            return seen, self.player.rows(seen)
-        return seen, spec.function(instance, *args, **kwargs)
+        tapped_call = None if call is None else self._under_way.get(call.seq)
+        if tapped_call is not None and self.player is not None:
+            return tapped_call, self.player.rows(tapped_call)
+        return tapped_call, spec.function(instance, *args, **kwargs)
 
     def _saw(self, seen: Seen | None, item: Any) -> None:
         if seen is not None:
@@ -302,37 +302,37 @@ class Tapped:
     def _yielded(self, spec: MethodSpec) -> Callable[..., Any]:
         @calls_role_code
         def items(instance: object, *args: Any, **kwargs: Any) -> Iterator[Any]:
-            seen, found = self._items(spec, instance, args, kwargs)
+            tapped_call, results = self._items(spec, instance, args, kwargs)
             try:
-                for item in found:
-                    self._saw(seen, item)
+                for item in results:
+                    self._saw(tapped_call, item)
                     yield item
             except GeneratorExit:
-                _cut(seen)
+                _cut(tapped_call)
                 raise
             finally:
-                found.close()
+                results.close()
 
         return items
 
     def _yielded_async(self, spec: MethodSpec) -> Callable[..., Any]:
         @calls_role_code
         async def items(instance: object, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
-            seen, found = self._items(spec, instance, args, kwargs)
-            if seen is not None and self.player is not None:
-                for item in found:
-                    self._saw(seen, item)
+            tapped_call, results = self._items(spec, instance, args, kwargs)
+            if tapped_call is not None and self.player is not None:
+                for item in results:
+                    self._saw(tapped_call, item)
                     yield item
                 return
             try:
-                async for item in found:
-                    self._saw(seen, item)
+                async for item in results:
+                    self._saw(tapped_call, item)
                     yield item
             except GeneratorExit:
-                _cut(seen)
+                _cut(tapped_call)
                 raise
             finally:
-                await found.aclose()
+                await results.aclose()
 
         return items
 

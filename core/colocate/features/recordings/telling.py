@@ -44,11 +44,11 @@ class DocumentTap(Tap):
         """Write an error: class, text, and the traceback as text."""
         kind = type(error)
         failed = {"class": f"{kind.__module__}:{kind.__qualname__}", "text": message_of(error), "trace": told(error)}
-        what: dict[str, Any] = {"error": failed} if row is None else {"error": failed, "row": row, "digest": digest}
+        fields: dict[str, Any] = {"error": failed} if row is None else {"error": failed, "row": row, "digest": digest}
         try:
-            self._add(seen, (error.args, getattr(error, "__dict__", {})), strict=True, **what)
+            self._add(seen, (error.args, getattr(error, "__dict__", {})), strict=True, **fields)
         except NotRecorded:
-            self._add(seen, ((failed["text"],), {}), **what)
+            self._add(seen, ((failed["text"],), {}), **fields)
 
     def over(self, seen: Seen) -> None:
         """Write the number of rows."""
@@ -72,10 +72,10 @@ class DocumentTap(Tap):
         except NotRecorded as error:
             if strict:
                 raise
-            what = f"what {seen.method} {'is given' if 'inputs' in more else 'gives'} isn't recorded"
-            if what not in self._told:
-                self._told.add(what)
-                self._tell(f"{what}: {error}")
+            problem = f"what {seen.method} {'is given' if 'inputs' in more else 'gives'} isn't recorded"
+            if problem not in self._told:
+                self._told.add(problem)
+                self._tell(f"{problem}: {error}")
             pieces, length = packed(None, {**about, "missing": str(error)})
         self._take(seen, pieces, length)
 

@@ -74,10 +74,10 @@ class NotRecorded(ColocateError):
 
 def _from_pairs(kind: Callable[[], Any]) -> Callable[[Sequence[Any]], Any]:
     def make(parts: Sequence[Any]) -> Any:
-        made, keys = kind(), _checked(parts[::2])
+        mapping, keys = kind(), _checked(parts[::2])
         for key, value in zip(keys, parts[1::2], strict=True):
-            made[key] = value
-        return made
+            mapping[key] = value
+        return mapping
 
     return make
 
@@ -137,19 +137,19 @@ def _plain(kind: str, parts: Sequence[Any]) -> Sequence[Any]:
 @by_type
 def record_kind(kind: type) -> str | None:
     """Return the kind of record that a class is; None for classes of other values."""
-    found = None
+    record_type = None
     if structure_of(kind) is not None:
-        found = "leaves"
+        record_type = "leaves"
     elif issubclass(kind, enum.Enum):
-        found = "member"
+        record_type = "member"
     elif issubclass(kind, tuple) and hasattr(kind, "_fields"):
-        found = "named"
+        record_type = "named"
     elif issubclass(kind, BaseException):
-        found = "error"
+        record_type = "error"
     elif dataclasses.is_dataclass(kind) or attrs.has(kind) or issubclass(kind, UserDict):
-        found = "record"
+        record_type = "record"
     # A recording may set any attributes: a `__del__` would run on attributes of an attacker.
-    return None if hasattr(kind, "__del__") else found
+    return None if hasattr(kind, "__del__") else record_type
 
 
 def named_parts(value: Any) -> dict[str, Any] | None:
@@ -159,9 +159,9 @@ def named_parts(value: Any) -> dict[str, Any] | None:
         return dict(named(structure.open(value)))
     tensordict = imported("tensordict")
     if tensordict is not None and kind is tensordict.TensorDict:
-        return {f"[{key!r}]": each for key, each in value.items()}
+        return {f"[{key!r}]": part for key, part in value.items()}
     if issubclass(kind, BaseException):
-        return {".args": value.args, **{f".{name}": each for name, each in _attributes(value).items()}}
+        return {".args": value.args, **{f".{name}": part for name, part in _attributes(value).items()}}
     if record_kind(kind) == "record":
         return {f".{name}": getattr(value, name, None) for name in fields(kind)}
     return None
@@ -206,12 +206,12 @@ class _Encoder:
             return ["again", node[2]]
         node = []
         self._known[id(value)] = value, node
-        found = self._node(kind, value)
-        node += found
+        node_fields = self._node(kind, value)
+        node += node_fields
         return node
 
     def _all(self, parts: Sequence[Any]) -> Sequence[Any]:
-        return parts if SCALARS.issuperset(map(type, parts)) else [self.encode(each) for each in parts]
+        return parts if SCALARS.issuperset(map(type, parts)) else [self.encode(part) for part in parts]
 
     def _node(self, kind: type, value: Any) -> list[Any]:
         if kind in _PARTS:
@@ -268,8 +268,8 @@ class _Encoder:
         dtype = str(tensor.dtype).removeprefix("torch.")
         plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout == torch.strided
         if not plain or dtype not in NAMES or tensor.is_meta:
-            what = f"{type(tensor).__qualname__}, {tensor.dtype}, {tensor.layout}, on {tensor.device}"
-            raise NotRecorded(f"a tensor of {what}, isn't recorded")
+            description = f"{type(tensor).__qualname__}, {tensor.dtype}, {tensor.layout}, on {tensor.device}"
+            raise NotRecorded(f"a tensor of {description}, isn't recorded")
         data = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
         # The role may write to host memory as soon as the call has ended.
         copied = data.clone() if tensor.device.type == "cpu" else data.cpu()
@@ -285,7 +285,7 @@ _recorded = (
 
 def _base_of(kind: type) -> Any:
     """Return the builtin base type for creating a record without user code."""
-    base: Any = next(each for each in (OrderedDict, dict, object) if issubclass(kind, each))
+    base: Any = next(base_class for base_class in (OrderedDict, dict, object) if issubclass(kind, base_class))
     try:
         base.__new__(kind)
     except TypeError as error:
@@ -296,7 +296,7 @@ def _base_of(kind: type) -> Any:
 def _attributes(value: Any) -> dict[str, Any]:
     """Return all attributes of an object, also those in slots."""
     kind = type(value)
-    found = dict(_dict_of(value)) if kind.__dictoffset__ else {}
+    attributes = dict(_dict_of(value)) if kind.__dictoffset__ else {}
     for name in _slots(kind):
         member = _slot(kind, name)
         try:
@@ -304,8 +304,8 @@ def _attributes(value: Any) -> dict[str, Any]:
         except AttributeError:  # an empty slot
             continue
         if part is not None or member.__objclass__.__flags__ & _HEAP_TYPE:
-            found[name] = part
-    return found
+            attributes[name] = part
+    return attributes
 
 
 def _dict_of(value: Any) -> dict[str, Any]:
@@ -314,8 +314,8 @@ def _dict_of(value: Any) -> dict[str, Any]:
     names = next(names for base in kind.__mro__ if "__dict__" in (names := _names_of_class(base)))
     if type(names["__dict__"]) is not types.GetSetDescriptorType:
         raise NotRecorded(f"{kind.__module__}.{kind.__qualname__} isn't recorded: it has a __dict__ of its own")
-    found: dict[str, Any] = names["__dict__"].__get__(value)
-    return found
+    attributes: dict[str, Any] = names["__dict__"].__get__(value)
+    return attributes
 
 
 @by_type
@@ -349,8 +349,8 @@ def _checked(keys: Collection[Any]) -> Collection[Any]:
         elif kind not in _PARTS:
             is_own = kind.__hash__ is enum.Enum.__hash__ or isinstance(kind.__hash__, types.WrapperDescriptorType)
             if not is_own or not isinstance(kind.__eq__, types.WrapperDescriptorType):
-                what = f"a {kind.__qualname__} as a key, or in a set, isn't recorded"
-                raise NotRecorded(f"{what}: its class says itself how it is hashed")
+                problem = f"a {kind.__qualname__} as a key, or in a set, isn't recorded"
+                raise NotRecorded(f"{problem}: its class says itself how it is hashed")
     return keys
 
 
@@ -460,7 +460,7 @@ def head_of(data: bytes) -> tuple[dict[str, Any], dict[str, Any], int]:
     try:
         header = json.loads(data)
         about = json.loads(header.pop("__metadata__")["colocate"])
-        ends = [each["data_offsets"][1] for each in header.values()]
+        ends = [entry["data_offsets"][1] for entry in header.values()]
         if not isinstance(about, dict) or not all(type(end) is int for end in ends):
             raise ValueError("it isn't what a document begins with")
         return about, header, max(ends, default=0)
@@ -501,41 +501,41 @@ class _Decoder:
         if kind == "again":
             return self._known[content]
         make = _MAKERS.get(kind)
-        made = self._special[kind](content) if make is None else make(_plain(kind, self._all(content)))
+        result = self._special[kind](content) if make is None else make(_plain(kind, self._all(content)))
         if number:
-            self._known[number[0]] = made
-        return made
+            self._known[number[0]] = result
+        return result
 
     def _all(self, content: Sequence[Any]) -> Sequence[Any]:
-        return content if SCALARS.issuperset(map(type, content)) else [self.value(each) for each in content]
+        return content if SCALARS.issuperset(map(type, content)) else [self.value(part) for part in content]
 
     def _class(self, name: str, how: str) -> Any:
         module, _, qualname = name.partition(":")
-        found = self._find(module, qualname)
-        if found is None or record_kind(found) != how:
-            what = (
-                "isn't known here: import its module before" if found is None else "isn't a class that is recorded so"
+        cls = self._find(module, qualname)
+        if cls is None or record_kind(cls) != how:
+            problem = (
+                "isn't known here: import its module before" if cls is None else "isn't a class that is recorded so"
             )
-            raise SerializationError(f"{module}.{qualname}, of which a recorded value is made, {what}")
-        return found
+            raise SerializationError(f"{module}.{qualname}, of which a recorded value is made, {problem}")
+        return cls
 
     def _record(self, name: str, items: Any, attributes: Any) -> Any:
         kind = self._class(name, "record")
         base = _base_of(kind)
-        made = base.__new__(kind)
+        record = base.__new__(kind)
         if items is not None:
             parts = self._all(items)
             for key, value in zip(_checked(parts[::2]), parts[1::2], strict=True):
-                base.__setitem__(made, key, value)
-        _set_attributes(made, self.value(attributes))
-        return made
+                base.__setitem__(record, key, value)
+        _set_attributes(record, self.value(attributes))
+        return record
 
     def _tensor(self, number: int, dtype: str, shape: Sequence[int], on_device: bool) -> Any:
         torch = _torch()
         kind, lies_in = vars(torch)[next(name for name in NAMES if name == dtype)], self.part(number)
-        found = torch.frombuffer(lies_in, dtype=kind) if len(lies_in) else torch.empty(0, dtype=kind)
-        found = found.reshape(shape)
-        return found.to(self._device) if on_device and self._device is not None else found
+        tensor = torch.frombuffer(lies_in, dtype=kind) if len(lies_in) else torch.empty(0, dtype=kind)
+        tensor = tensor.reshape(shape)
+        return tensor.to(self._device) if on_device and self._device is not None else tensor
 
     def _array(self, number: int, code: str, shape: Sequence[int]) -> Any:
         import numpy
@@ -561,7 +561,7 @@ def _dtype_of(code: str) -> Any:
 
 def _jagged(values: Any, offsets: Any, lengths: Any) -> Any:
     torch = _torch()
-    if any(type(each) is not torch.Tensor for each in (values, offsets, lengths) if each is not None):
+    if any(type(tensor) is not torch.Tensor for tensor in (values, offsets, lengths) if tensor is not None):
         raise ValueError("the parts of a jagged tensor are no tensors")
     return torch.nested.nested_tensor_from_jagged(values, offsets=offsets, lengths=lengths)
 
@@ -572,7 +572,7 @@ def _tensordict(batch_size: Sequence[int], items: Any) -> Any:
     import tensordict
 
     kinds = (_torch().Tensor, tensordict.TensorDict, tensordict.NonTensorData)
-    if not all(issubclass(type(each), kinds) for each in items.values()):
+    if not all(issubclass(type(item), kinds) for item in items.values()):
         raise ValueError("the parts of a TensorDict are no tensors")
 
     return tensordict.TensorDict(items, batch_size=batch_size)
@@ -581,30 +581,30 @@ def _tensordict(batch_size: Sequence[int], items: Any) -> Any:
 def _member(kind: Any, name: str | int) -> Any:
     if not issubclass(kind, enum.Flag):
         return kind._member_map_[name]
-    known, missing = kind._value2member_map_.get(name), cast("Any", enum.Flag._missing_)
-    return missing.__func__(kind, int(name)) if known is None else known
+    member, missing = kind._value2member_map_.get(name), cast("Any", enum.Flag._missing_)
+    return missing.__func__(kind, int(name)) if member is None else member
 
 
 def made_error(kind: type[BaseException], args: Any, attributes: Any) -> BaseException:
     """Create an exception by the builtin base class, without user code."""
     if type(args) is not tuple:
         raise ValueError("the arguments of an exception are no tuple")
-    base: Any = next(each for each in cast("Any", kind).__mro__ if not each.__flags__ & _HEAP_TYPE)
+    base: Any = next(base_class for base_class in cast("Any", kind).__mro__ if not base_class.__flags__ & _HEAP_TYPE)
     is_group = base.__name__ == "BaseExceptionGroup" and [*map(type, args)] in ([str, list], [str, tuple])
     # Some constructors call methods of their arguments, which may be user code.
-    given = args if is_group or _is_plain(args) else ()
-    made: BaseException = base.__new__(kind, *given)
-    base.__init__(made, *given)
-    _set_args(made, args)
-    _set_attributes(made, attributes)
-    return made
+    plain_args = args if is_group or _is_plain(args) else ()
+    error: BaseException = base.__new__(kind, *plain_args)
+    base.__init__(error, *plain_args)
+    _set_args(error, args)
+    _set_attributes(error, attributes)
+    return error
 
 
 _set_args: Any = vars(BaseException)["args"].__set__
 
 
 def _is_plain(args: Any) -> bool:
-    return all(_is_plain(each) if type(each) is tuple else type(each) in {*SCALARS, bytes} for each in args)
+    return all(_is_plain(arg) if type(arg) is tuple else type(arg) in {*SCALARS, bytes} for arg in args)
 
 
 def _set_attributes(made: Any, attributes: Any) -> None:
@@ -652,13 +652,13 @@ def finder(packages: Collection[str] = (), names: Sequence[Mapping[str, Any]] = 
         if module not in sys.modules and module.partition(".")[0] in packages:
             import_module(module)
         home = sys.modules.get(module)
-        places = [each for each in names if each.get("__name__") == module or first in each]
+        places = [namespace for namespace in names if namespace.get("__name__") == module or first in namespace]
         for place in (*([] if home is None else [_names_of_module(home)]), *places):
-            found = place.get(first)
-            for each in inner:
-                found = _names_of_class(found).get(each)
-            if issubclass(type(found), type) and _module_of(found) == module:
-                return found
+            candidate = place.get(first)
+            for namespace in inner:
+                candidate = _names_of_class(candidate).get(namespace)
+            if issubclass(type(candidate), type) and _module_of(candidate) == module:
+                return candidate
         return None
 
     return find
@@ -670,10 +670,10 @@ _module_of = type.__dict__["__module__"].__get__  # a builtin class has no own `
 def _names_of_module(module: Any) -> Mapping[str, Any]:
     """Return the `__dict__` of a module without triggering a lazy import."""
     try:
-        found: Mapping[str, Any] = object.__getattribute__(module, "__dict__")
+        names: Mapping[str, Any] = object.__getattribute__(module, "__dict__")
     except AttributeError:
         return {}
-    return found
+    return names
 
 
 def _names_of_class(found: Any) -> Mapping[str, Any]:

@@ -79,7 +79,7 @@ class Whole:
 
     def _counts(self, name: str) -> Sequence[int | None] | None:
         counts = [self.parts[rank].about.get(name) for rank in sorted(self.parts)]
-        return counts if any(each is not None for each in counts) else None
+        return counts if any(row_count is not None for row_count in counts) else None
 
     def arguments(self) -> tuple[Digest, Sequence[str]]:
         """Return the digests of the arguments that all ranks share, and the names of the split arguments."""
@@ -88,7 +88,7 @@ class Whole:
         split: Sequence[str] = () if isinstance(dispatch, Broadcast | OnRank) else [*digest]
         if isinstance(dispatch, Scatter | PerRank):
             split = [name for name in digest if name in dispatch.parameters]
-        return {name: each for name, each in digest.items() if name not in split}, split
+        return {name: leaves for name, leaves in digest.items() if name not in split}, split
 
     def results(self, sources: Sequence[int]) -> Mapping[int, Any]:
         """Return the results of ranks.
@@ -96,15 +96,15 @@ class Whole:
         Raises:
             CannotJoin: A result wasn't recorded.
         """
-        found = {}
+        values = {}
         for rank in sources:
             end = self.parts[rank].end if rank in self.parts else None
             if end is None:
                 raise CannotJoin(f"what rank {rank} gave isn't there")
             if "missing" in end.about:
                 raise CannotJoin(f"what rank {rank} gave wasn't recorded: {end.about['missing']}")
-            found[rank] = recorded_value(end, self.find)
-        return found
+            values[rank] = recorded_value(end, self.find)
+        return values
 
     def value(self) -> Any:
         """Return the joined value of the caller."""
@@ -114,16 +114,16 @@ class Whole:
 
     def places(self) -> dict[int, Sequence[int]]:
         """Return the row indices of each rank in the batch of the caller; ranks with copies are left out."""
-        found: dict[int, Sequence[int]] = {}
+        rows_by_rank: dict[int, Sequence[int]] = {}
         begin = 0
         for rank in self.spec.collect.sources(Ranks(self.world_size, self.meshes)):
             if self.partition is not None:
-                found[rank] = self.partition[rank]
+                rows_by_rank[rank] = self.partition[rank]
             elif rank in self.parts and (count := self.parts[rank].about.get("valid")) is not None:
-                found[rank] = range(begin, begin := begin + count)
+                rows_by_rank[rank] = range(begin, begin := begin + count)
             else:  # the offset of the next rank is unknown
                 break
-        return found
+        return rows_by_rank
 
     def rows(self) -> dict[int, Document]:
         """Return the documents of rows by index in the batch of the caller."""

@@ -38,7 +38,7 @@ class RecordingsOfWorker(OfWorker, calls={RECORDING: "record", COMPARISON: "comp
 
     def stands_in(self, role: str, cls: type, plain: Sequence[Played]) -> ReplayedRole | None:
         """Return a placeholder for a role that is replayed; None for other roles."""
-        replays = next((each for each in plain if each.replays), None)
+        replays = next((recording for recording in plain if recording.replays), None)
         if replays is None:
             return None
         return ReplayedRole(role, replays.folder)
@@ -56,25 +56,25 @@ class RecordingsOfWorker(OfWorker, calls={RECORDING: "record", COMPARISON: "comp
             if played.joins:
                 tapped.taps = (*tapped.taps, TellingTap(self._worker_context, tell))
                 continue
-            found = Found(played, self._worker_context, role, find_for(role.methods), tell)
-            found.counts = tapped.counted
+            role_calls = Found(played, self._worker_context, role, find_for(role.methods), tell)
+            role_calls.counts = tapped.counted
             if played.replays:
-                tapped.player = Replaying(found)
+                tapped.player = Replaying(role_calls)
             else:
-                tapped.taps = (*tapped.taps, Comparing(found))
+                tapped.taps = (*tapped.taps, Comparing(role_calls))
 
     def saved(self, role: RoleInstance) -> str | None:
         """Return the position and results of a role's comparisons, for a checkpoint within this life of the group."""
         name = str(role.name)
         if name not in self._played:
             return None
-        found = self._comparing(name)
-        compared = {} if found is None else found.methods
+        comparing = self._comparing(name)
+        compared = {} if comparing is None else comparing.methods
         return json.dumps(
             {
                 "life": self._played[name][0].life,
                 "before": self._tapped[name].before,
-                "compared": {called: attrs.asdict(each) for called, each in compared.items()},
+                "compared": {called: attrs.asdict(comparison) for called, comparison in compared.items()},
             }
         )
 
@@ -94,8 +94,10 @@ class RecordingsOfWorker(OfWorker, calls={RECORDING: "record", COMPARISON: "comp
         if name not in self._played or saved.get("life") != self._played[name][0].life:
             return
         tapped.before = saved["before"]
-        if (found := self._comparing(name)) is not None:
-            found.methods |= {called: Compared.saved(each) for called, each in saved["compared"].items()}
+        if (comparing := self._comparing(name)) is not None:
+            comparing.methods |= {
+                called: Compared.saved(comparison) for called, comparison in saved["compared"].items()
+            }
 
     def arriving(self, role: RoleInstance, weights: Iterator[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
         """Digest arriving weights of a recorded or compared role."""
@@ -109,8 +111,8 @@ class RecordingsOfWorker(OfWorker, calls={RECORDING: "record", COMPARISON: "comp
         call, spec = arguments[3], arguments[6]
         assert isinstance(call, Call)
         feature = self._tapped[call.role].methods[spec.name].feature
-        made = Work if feature is None else self._worker_context.part(feature).work
-        return made(*arguments)
+        work_class = Work if feature is None else self._worker_context.part(feature).work
+        return work_class(*arguments)
 
     def runs(self, work: Work, role: RoleInstance) -> Callable[[object, dict[str, Any]], Any]:
         """Return a function that runs a call and reports to the taps."""
@@ -124,16 +126,16 @@ class RecordingsOfWorker(OfWorker, calls={RECORDING: "record", COMPARISON: "comp
     @method
     def record(self, recorded: tuple[Recorded, ...]) -> None:
         """Start, prepare or stop the recording of roles. While all lanes stand still."""
-        for each in recorded:
-            role = self._worker_context.roles.get(each.role)
+        for order in recorded:
+            role = self._worker_context.roles.get(order.role)
             if role is None:  # on other slots
                 continue
             tapped = self._of(role)
-            if each.folder is None:
+            if order.folder is None:
                 self._end(tapped, FOREVER_S)
-            elif each.begins:
+            elif order.begins:
                 tell = partial(self.tell, role)
-                tap = RecordingTap(each.folder, role.ctx.rank, each.limit, each.inputs, tell)
+                tap = RecordingTap(order.folder, role.ctx.rank, order.limit, order.inputs, tell)
                 tapped.taps = (*tapped.taps, tap)
                 tapped.counts_from_here()
                 self.finished = self._finished  # type: ignore[method-assign]
@@ -142,8 +144,8 @@ class RecordingsOfWorker(OfWorker, calls={RECORDING: "record", COMPARISON: "comp
     @method(collect=Gather())
     def compared(self, role: str) -> dict[str, Compared] | None:
         """Return the comparison of a role, by method; None if the role isn't compared, or lives on other slots."""
-        found = self._comparing(role)
-        return None if found is None else found.table()
+        comparing = self._comparing(role)
+        return None if comparing is None else comparing.table()
 
     def _comparing(self, role: str) -> Comparing | None:
         taps = self._tapped[role].taps if role in self._tapped else ()
@@ -168,7 +170,7 @@ class RecordingsOfWorker(OfWorker, calls={RECORDING: "record", COMPARISON: "comp
             if isinstance(tap, RecordingTap):
                 tap.close(within_s)
         tapped.taps = tuple(tap for tap in tapped.taps if not isinstance(tap, RecordingTap))
-        taps = [tap for each in self._tapped.values() for tap in each.taps]
+        taps = [tap for tapped_role in self._tapped.values() for tap in tapped_role.taps]
         is_last = not any(isinstance(tap, RecordingTap) for tap in taps)
         if is_last and "finished" in vars(self):
             del self.finished

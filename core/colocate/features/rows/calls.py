@@ -87,21 +87,21 @@ class Flow:
 
     def give(self) -> list[tuple[int, int]]:
         """Assign the rows that can begin now; return slot and row of each."""
-        found: list[tuple[int, int]] = []
-        while (self._ahead is None or self._out < self._ahead) and (given := self._next()) is not None:
-            slot, row = given
+        assignments: list[tuple[int, int]] = []
+        while (self._ahead is None or self._out < self._ahead) and (assignment := self._next()) is not None:
+            slot, row = assignment
             self._free[slot] -= 1
             self._out += 1
             self.running[row] = slot
             self.tries[row] = self.tries.get(row, 1) - 1
-            found.append(given)
-        return found
+            assignments.append(assignment)
+        return assignments
 
     def _next(self) -> tuple[int, int] | None:
         open_slots = sorted((slot for slot in self._able() if self._free[slot]), key=lambda slot: -self._free[slot])
         for slot in open_slots:
-            if own := self._own[slot]:
-                return slot, own.popleft()
+            if row_queue := self._own[slot]:
+                return slot, row_queue.popleft()
         while open_slots and self._waiting:
             row = self._waiting.popleft()
             if self._keys is None:
@@ -129,11 +129,11 @@ class Flow:
         (self._bereft.add if is_bereft else self._bereft.discard)(slot)
         if again:
             self._out -= 1
-            others = [other for other in self._able() if other != slot] or [slot]
-            self._own[max(others, key=lambda other: self._free[other] - len(self._own[other]))].append(row)
-        for each in self._bereft:
-            self._waiting.extendleft(reversed(self._own[each]))
-            self._own[each].clear()
+            other_slots = [other for other in self._able() if other != slot] or [slot]
+            self._own[max(other_slots, key=lambda other: self._free[other] - len(self._own[other]))].append(row)
+        for bereft_slot in self._bereft:
+            self._waiting.extendleft(reversed(self._own[bereft_slot]))
+            self._own[bereft_slot].clear()
         if self._bereft:
             self._homes = {key: home for key, home in self._homes.items() if home not in self._bereft}
 
@@ -144,8 +144,8 @@ class Flow:
     def stop(self) -> None:
         """Drop all waiting rows."""
         self._waiting.clear()
-        for own in self._own.values():
-            own.clear()
+        for row_queue in self._own.values():
+            row_queue.clear()
 
 
 class RowsCall(PendingCall, abc.ABC):
@@ -206,15 +206,15 @@ class RowsCall(PendingCall, abc.ABC):
         if told.turn is None:
             self.row_ended(slot, told, body)
             return [(slot, told)]
-        taken = []
+        row_messages = []
         self._early[told.turn] = slot, told, body
         while self._early and (self._turn in self._early or self._none_besides(len(self._early))):
             turn = min(self._early)
             self._turn = turn + 1
             slot, told, body = self._early.pop(turn)
             self.row_ended(slot, told, body)
-            taken.append((slot, told))
-        return taken
+            row_messages.append((slot, told))
+        return row_messages
 
     def _none_besides(self, early: int) -> bool:
         """Return whether no other row can end while this many early rows wait."""
@@ -399,8 +399,8 @@ class GivenRows(RowsCall):
         while self._read:
             self._read.popleft()
             self._flow.read()
-        while given := self._flow.give():
-            for slot, row in given:
+        while assignments := self._flow.give():
+            for slot, row in assignments:
                 try:
                     self.group.send([slot], Row(self.seq, row, self._number), self._packed[row])
                 except Exception as error:  # for example, no descriptor is left
@@ -458,12 +458,12 @@ class YieldedRows(RowsCall):
 
 def left_out(call: RowsCall, count: int) -> ColocateError:
     """Return the error for rows without a result, after a cancellation or the close of the group."""
-    left, closed_by = plural(count, "row"), call.group.closed_by
+    rows, closed_by = plural(count, "row"), call.group.closed_by
     if closed_by is not None:
-        words = f"group {call.group.name!r} was closed by {closed_by} before {call.label} had ended {left}"
+        words = f"group {call.group.name!r} was closed by {closed_by} before {call.label} had ended {rows}"
         return ClosedError(words, closed_by=closed_by)
     return CallCancelled(
-        f"{call.label} was cancelled while it ran (ctx.cancelled), and has ended without {left}", method=call.method
+        f"{call.label} was cancelled while it ran (ctx.cancelled), and has ended without {rows}", method=call.method
     )
 
 
@@ -576,8 +576,8 @@ class Asked:
         where = self.label, role.name, spec.name, targets, planned.targets, order, self.options.on_error
         call: RowsCall
         if spec.rows is not None:
-            ahead = _OUT * spec.concurrency * len(targets) if is_ahead else None
-            flow = Flow(rows, targets, spec.concurrency, ahead, self.keys, self.tries)
+            most_ahead = _OUT * spec.concurrency * len(targets) if is_ahead else None
+            flow = Flow(rows, targets, spec.concurrency, most_ahead, self.keys, self.tries)
             call = GivenRows(*where, self.count, flow=flow, bodies=self.bodies, take_number=self._take_number)
             planned = attrs.evolve(planned, valid=[len(rows)] * len(targets))  # each rank may get any of the rows
         else:
@@ -585,8 +585,10 @@ class Asked:
             self.count = 0
             for rank in spec.collect.sources(role.ranks):
                 size = planned.valid[rank] or 0
-                own = range(self.count, self.count + size) if planned.partition is None else planned.partition[rank]
-                places[role.slots[rank]] = own
+                rank_rows = (
+                    range(self.count, self.count + size) if planned.partition is None else planned.partition[rank]
+                )
+                places[role.slots[rank]] = rank_rows
                 self.count += size
             # A rank must not leave steps shared with other ranks.
             is_cancelled = spec.is_async and len(places) == len(role.slots)

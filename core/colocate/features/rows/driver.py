@@ -71,9 +71,9 @@ class RowsOfGroup(OfGroup):
         with order.lock:
             call = order.pending.get(message.seq)
             if isinstance(call, RowsCall):  # None if the call has failed
-                for slot, told in call.take(worker.slot, message, body):
+                for slot, row_message in call.take(worker.slot, message, body):
                     for listener in self.listeners:
-                        listener(call, slot, told.row)
+                        listener(call, slot, row_message.row)
 
 
 class RowsViewCall(OnDriver):
@@ -108,8 +108,8 @@ class RowsViewCall(OnDriver):
                 f"{self._label}.submit(...) with options({refused[0]}): a row that has not ended {refused[1]} only "
                 "where rows are read as they end: call it, on a thread of your own perhaps, or read its .stream(...)"
             )
-        asked = self._asked(args, kwargs)
-        return Call(asked.begin(range(asked.count), is_ahead=False))
+        request = self._asked(args, kwargs)
+        return Call(request.begin(range(request.count), is_ahead=False))
 
     def stream(self, /, *args: Any, **kwargs: Any) -> RowStream[Any]:
         """Send the call and return at once: the stream gives rows in the order of their ends."""
@@ -130,14 +130,14 @@ class RowsViewCall(OnDriver):
     ) -> RowsViewCall:
         """Return the method with other options; see `RowCall.options`."""
         check_row_options(self._spec, self._label, on_error, retry, sticky)
-        given: dict[str, Any] = {
+        arguments: dict[str, Any] = {
             "timeout": limit(timeout, "options(timeout)", positive=True),
             "ranks": None if ranks is None else chosen_ranks(ranks),
             "on_error": on_error,
             "retry": retry,
             "sticky": sticky,
         }
-        changed = {name: value for name, value in given.items() if value is not None}
+        changed = {name: value for name, value in arguments.items() if value is not None}
         return type(self)(self._worker_group, self._role, self._spec, attrs.evolve(self._options, **changed))
 
     def __repr__(self) -> str:
@@ -170,9 +170,9 @@ class RowsViewCall(OnDriver):
         bodies = {
             index: codec.pack_arguments({spec.rows: row}, f"{label}, row {index}") for index, row in enumerate(rows)
         }
-        asked = Asked(worker_group, role, spec, label, self._options, consumer, arguments, len(rows), bodies, keys)
-        asked.tries.update(dict.fromkeys(bodies, self._options.retry + 1))
-        return asked
+        request = Asked(worker_group, role, spec, label, self._options, consumer, arguments, len(rows), bodies, keys)
+        request.tries.update(dict.fromkeys(bodies, self._options.retry + 1))
+        return request
 
 
 class _YieldsViewCall(RowsViewCall):
@@ -192,5 +192,5 @@ def _key(key: Any, label: str) -> Hashable:
         hash(key)
     except TypeError:
         raise TypeError(f"{label}: options(sticky=...) has made the key {key!r}, which has no hash") from None
-    found: Hashable = key
-    return found
+    hashable: Hashable = key
+    return hashable

@@ -175,8 +175,8 @@ class RowsWork(Work):
         from colocate.worker.serving.tasks import frames_of  # imports asyncio, which other calls don't need
 
         rows = [] if self.row_queue is None else list(self.row_queue.running.items())[:_ROWS_TOLD]
-        found = [(f"{self.label}, row {state.row}", frames_of(task.get_coro())) for state, task in rows]
-        return [each for each in found if each[1]] or super().awaiting(frames)
+        entries = [(f"{self.label}, row {state.row}", frames_of(task.get_coro())) for state, task in rows]
+        return [entry for entry in entries if entry[1]] or super().awaiting(frames)
 
     def interrupt(self, tasks: Tasks, error: Callable[[], BaseException], row: RowState | None) -> None:
         """See `Work.interrupt`."""

@@ -61,9 +61,9 @@ class StandaloneRows(StandaloneCall):
             ctx.count(ctx._call, spec.name)
             if spec.rows is None:
                 items, yielded = spec.call(self._instance, arguments), Yielded(spec.name, planned.valid[0] or 0)
-                taken = awaited(_taken(items, yielded)) if spec.is_async else [*map(yielded.take_copy, items)]
+                results = awaited(_taken(items, yielded)) if spec.is_async else [*map(yielded.take_copy, items)]
                 yielded.check_end()
-                return [(index, ordinary(value)) for index, value in taken]
+                return [(index, ordinary(value)) for index, value in results]
             rows = each_row(arguments.pop(spec.rows), spec.rows)
             ended: list[tuple[int, Any]] = awaited(self._played(rows, spec.rows, arguments))
             return ended
@@ -71,15 +71,15 @@ class StandaloneRows(StandaloneCall):
     async def _played(self, rows: Sequence[Any], name: str, arguments: dict[str, Any]) -> list[tuple[int, Any]]:
         import asyncio
 
-        waiting, found = deque(enumerate(rows)), []
+        waiting, results = deque(enumerate(rows)), []
 
         async def place() -> None:
             while waiting:
                 index, row = waiting.popleft()
-                found.append((index, await self._row(index, {name: row, **arguments})))
+                results.append((index, await self._row(index, {name: row, **arguments})))
 
         await asyncio.gather(*[place() for _ in range(min(self._spec.concurrency, len(rows)))])
-        return found
+        return results
 
     async def _row(self, index: int, arguments: dict[str, Any]) -> Any:
         call = running_call.get()

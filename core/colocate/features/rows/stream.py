@@ -60,11 +60,11 @@ class _Reader:
             gc.collect()
             if stream not in held_open or stream.done():
                 return
-            who = "task" if awaits else "thread"
-            what = waiting.label if call is waiting else f"{waiting.label} waits for {call.label}, which"
+            reader = "task" if awaits else "thread"
+            subject = waiting.label if call is waiting else f"{waiting.label} waits for {call.label}, which"
             raise ColocateError(
-                f"{what} comes after the stream of {stream.label} that was opened at {stream.called_at}, whose "
-                f"rows haven't all been read, and are read by this {who}: it would wait for itself. Read all of "
+                f"{subject} comes after the stream of {stream.label} that was opened at {stream.called_at}, whose "
+                f"rows haven't all been read, and are read by this {reader}: it would wait for itself. Read all of "
                 "them first, or close the stream (`with view.method.stream(...) as rows:`)",
                 group=None if waiting.link is None else waiting.link.name,
                 role=waiting.role,
@@ -74,16 +74,16 @@ class _Reader:
 
 def _awaited(waiting: PendingCall) -> list[PendingCall]:
     """Return a call and all unfinished calls that must end before. Earlier calls count only if they wait for others."""
-    found = [waiting]
-    for call in found:
+    calls = [waiting]
+    for call in calls:
         sent = list(call.link.order.pending.values()) if isinstance(call.link, WorkerGroup) else []
         awaited = [use._kept.call for use in call.uses]
-        before = (each for each in sent if _is_behind(call, each))
-        awaited += [each for each in before if each.uses or each.is_for_all or each.partner is not None]
+        before = (other for other in sent if _is_behind(call, other))
+        awaited += [other for other in before if other.uses or other.is_for_all or other.partner is not None]
         if call.partner is not None:
             awaited.append(call.partner)
-        found += [each for each in awaited if not (each.done() or each in found)]
-    return found
+        calls += [other for other in awaited if not (other.done() or other in calls)]
+    return calls
 
 
 def _is_behind(call: PendingCall, other: PendingCall) -> bool:
@@ -161,8 +161,8 @@ class Stream(RowStream[Any]):
                     self._before_waiting(awaits=False)
                     waits = True
                     self._arrivals.wait()
-                elif (found := self._taken(mine)) is not None:
-                    return found
+                elif (result := self._taken(mine)) is not None:
+                    return result
                 elif mine:
                     self._see_to_end(mine[0][0])
                     mine.clear()
@@ -184,8 +184,8 @@ class Stream(RowStream[Any]):
                     self._before_waiting(awaits=True)
                     waits = True
                     await self._arrivals.wait_async()
-                elif (found := self._taken(mine)) is not None:
-                    return found
+                elif (result := self._taken(mine)) is not None:
+                    return result
                 elif mine:
                     import asyncio
 
@@ -242,15 +242,15 @@ class Stream(RowStream[Any]):
 
     def _taken(self, mine: deque[_Ended]) -> tuple[int, Any] | None:
         """Return the taken row; None for the end of a call, or an error to raise at the end."""
-        call, row, found = mine[0]
+        call, row, result = mine[0]
         if row is None:
             return None
-        if found is None:
+        if result is None:
             if not self._is_usable(call, row):
                 mine.clear()
                 return None
             try:
-                mine[0] = call, row, (found := (row, call.value_of(row)))
+                mine[0] = call, row, (result := (row, call.value_of(row)))
             except ColocateError as error:
                 if is_of_handler(error):
                     raise
@@ -264,7 +264,7 @@ class Stream(RowStream[Any]):
         call.note_read(row)
         if len(self._done) == self._asked.count:
             held_open.pop(call, None)
-        return found
+        return result
 
     def _is_usable(self, call: RowsCall, row: int) -> bool:
         end = call.ends.get(row)
@@ -277,11 +277,11 @@ class Stream(RowStream[Any]):
         if self._is_closed or not self._claims(call):
             return
         held_open.pop(call, None)
-        asked, error, missing = self._asked, call._failure() or call.failure, self._missing()
+        request, error, missing = self._asked, call._failure() or call.failure, self._missing()
         if error is None and missing:
             error = left_out(call, len(missing))
-        again = [row for row in missing if asked.tries.get(row)] if isinstance(error, GroupRestarted) else []
-        if again and (again == missing or asked.options.on_error == "return"):
+        again = [row for row in missing if request.tries.get(row)] if isinstance(error, GroupRestarted) else []
+        if again and (again == missing or request.options.on_error == "return"):
             self._give_up([row for row in missing if row not in again], call, error)
             self._begin_anew(again, call)
         else:

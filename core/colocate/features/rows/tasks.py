@@ -103,11 +103,11 @@ class RowTasks:
                     for begins in worker_context.begins:
                         begins(role, (), work.label, state)
                 with rebuilding("a row"):
-                    given = worker_context.codec.unpack(body, worker_context.boot.device)
+                    row_arguments = worker_context.codec.unpack(body, worker_context.boot.device)
                 if worker_context.moves_tensors:
-                    given = placed(given, worker_context.boot.device, spec.host)
+                    row_arguments = placed(row_arguments, worker_context.boot.device, spec.host)
                 with self._role_code:
-                    result = await spec.call(role.instance, {**arguments, **given})
+                    result = await spec.call(role.instance, {**arguments, **row_arguments})
                 for ends in worker_context.ends:
                     ends(role, work.began, state)
             finally:
@@ -125,9 +125,11 @@ class RowTasks:
         worker_context = self._worker_context
         error = worker_context.blamed(error, role.name, state)
         secondary = isinstance(error, Consequence)
-        told, body = failure.failed(error, worker_context.codec, worker_context.definitions, role.name, secondary)
+        failed_call, body = failure.failed(
+            error, worker_context.codec, worker_context.definitions, role.name, secondary
+        )
         bereft = any(part.is_bereft(role) for part in worker_context.parts.values())
-        worker_context.say(RowEnded(work.seq, state.row, told, bereft, state.turn), body)
+        worker_context.say(RowEnded(work.seq, state.row, failed_call, bereft, state.turn), body)
         if (lost := self._device.why_lost()) is not None:
             self._worker_context.broken(f"{work.label}, row {state.row}: {lost}")
 
@@ -242,14 +244,14 @@ def _queue_of(work: RowsWork) -> RowQueue:
 @calls_role_code
 def _all(work: RowsWork, spec: MethodSpec, instance: object, arguments: dict[str, Any]) -> list[Any]:
     yielded = Yielded(work.label, work.valid_rows or 0)
-    found = dict(map(yielded.take_copy, spec.call(instance, arguments)))
+    values = dict(map(yielded.take_copy, spec.call(instance, arguments)))
     yielded.check_end()
-    return [found[row] for row in sorted(found)]
+    return [values[row] for row in sorted(values)]
 
 
 @calls_role_code
 async def _all_async(work: RowsWork, spec: MethodSpec, instance: object, arguments: dict[str, Any]) -> list[Any]:
     yielded = Yielded(work.label, work.valid_rows or 0)
-    found = dict([yielded.take_copy(item) async for item in spec.call(instance, arguments)])
+    values = dict([yielded.take_copy(item) async for item in spec.call(instance, arguments)])
     yielded.check_end()
-    return [found[row] for row in sorted(found)]
+    return [values[row] for row in sorted(values)]

@@ -48,8 +48,8 @@ class StandaloneCall:
 
     def _planned(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Plan:
         arguments = {
-            name: given.fetch() if isinstance(given, LocalResident) else given
-            for name, given in self._spec.bind(args, dict(kwargs)).items()
+            name: argument.fetch() if isinstance(argument, LocalResident) else argument
+            for name, argument in self._spec.bind(args, dict(kwargs)).items()
         }
         return plan(self._spec.dispatch, arguments, _ONE, None)
 

@@ -59,24 +59,24 @@ def merged(module: nn.Module) -> dict[str, torch.Tensor | Part] | None:
     layers = {path: AdaptedLayer(path, layer) for path, layer in _outermost(module)}
     if not wraps and not layers:
         return None
-    found: dict[str, torch.Tensor | Part] = {}
-    seen: set[str] = set()
-    given = module.state_dict(keep_vars=True)
-    for name, tensor in given.items():
+    weights: dict[str, torch.Tensor | Part] = {}
+    paths: set[str] = set()
+    state = module.state_dict(keep_vars=True)
+    for name, tensor in state.items():
         name = unwrapped(name)
-        path = next((each for each in _above(name) if each in layers), None)
+        path = next((outer_path for outer_path in _above(name) if outer_path in layers), None)
         if path is None:
             if (called := _named(name, wraps)) is not None:
-                found[called] = tensor
-        elif path not in seen:
-            seen.add(path)
+                weights[called] = tensor
+        elif path not in paths:
+            paths.add(path)
             for part in layers[path].parts():
                 called = _named(f"{path}.{part.name}", wraps)
                 if called is not None:
-                    found[called] = part
-    if len({id(tensor) for tensor in given.values()}) < len(given):
-        _refuse_parted(found)
-    return found
+                    weights[called] = part
+    if len({id(tensor) for tensor in state.values()}) < len(state):
+        _refuse_parted(weights)
+    return weights
 
 
 def _peft() -> tuple[Any, Any]:
@@ -89,7 +89,7 @@ def _layer_kinds() -> tuple[type[nn.Module], ...]:
 
 
 def _modules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    return ((unwrapped(f"{path}.")[:-1], each) for path, each in module.named_modules(remove_duplicate=False))
+    return ((unwrapped(f"{path}.")[:-1], submodule) for path, submodule in module.named_modules(remove_duplicate=False))
 
 
 def _above(name: str) -> Iterator[str]:
@@ -102,11 +102,11 @@ def _above(name: str) -> Iterator[str]:
 
 def _outermost(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield the layers with adapters, without layers inside of others."""
-    kinds, found = _layer_kinds(), set[str]()
-    for path, each in _modules(module):
-        if isinstance(each, kinds) and not any(above in found for above in _above(path)):
-            found.add(path)
-            yield path, each
+    kinds, layer_paths = _layer_kinds(), set[str]()
+    for path, submodule in _modules(module):
+        if isinstance(submodule, kinds) and not any(above in layer_paths for above in _above(path)):
+            layer_paths.add(path)
+            yield path, submodule
 
 
 def _wraps(module: nn.Module) -> Iterator[tuple[str, str]]:
@@ -116,15 +116,15 @@ def _wraps(module: nn.Module) -> Iterator[tuple[str, str]]:
         ConfigError: The adapters can't be merged into weights.
     """
     peft, (tuners, _) = cast("Any", sys.modules["peft"]), _peft()
-    for path, each in _modules(module):
+    for path, wrapper in _modules(module):
         before = f"{path}." if path else ""
-        if isinstance(each, tuners.BaseTuner):
-            if type(each).__name__ == "XLoraModel":
+        if isinstance(wrapper, tuners.BaseTuner):
+            if type(wrapper).__name__ == "XLoraModel":
                 raise ConfigError(f"adapters of {path or 'the model'}: X-LoRA mixes them anew for each token{_ADVICE}")
             yield before, "model."
-        elif isinstance(each, peft.PeftModel | peft.PeftMixedModel):
-            if not isinstance(each.base_model, tuners.BaseTuner):
-                configs = cast("Any", each.peft_config).values()
+        elif isinstance(wrapper, peft.PeftModel | peft.PeftMixedModel):
+            if not isinstance(wrapper.base_model, tuners.BaseTuner):
+                configs = cast("Any", wrapper.peft_config).values()
                 kind = " and ".join(sorted({str(config.peft_type.value) for config in configs}))
                 raise ConfigError(
                     f"adapters of {path or 'the model'}: {kind} is nothing that weights can have{_ADVICE}"
@@ -159,10 +159,10 @@ class AdaptedLayer:
             ConfigError: PEFT can't merge the adapters.
         """
         try:
-            found = self._weights(_without_memory)
+            tensors = self._weights(_without_memory)
         except ConfigError:  # some kinds need numbers to merge, or PEFT gives the reason only here
-            found = self._weights(_own)
-        return [Part(self, name, WeightSpec(tuple(each.shape), each.dtype)) for name, each in found.items()]
+            tensors = self._weights(_own)
+        return [Part(self, name, WeightSpec(tuple(tensor.shape), tensor.dtype)) for name, tensor in tensors.items()]
 
     def whole(self) -> Tensors:
         """Return the layer's weights with the adapters merged; the model's own tensors without any active adapters.
@@ -181,12 +181,12 @@ class AdaptedLayer:
 
     def trained(self) -> set[int]:
         """Return the addresses of the trained parameters besides the layer's own tensors."""
-        own = {id(each) for each in self.before().values()}
-        return {_address(each) for each in self._layer.parameters() if id(each) not in own}
+        own_ids = {id(tensor) for tensor in self.before().values()}
+        return {_address(tensor) for tensor in self._layer.parameters() if id(tensor) not in own_ids}
 
     def _weights(self, place: Callable[[torch.Tensor], torch.Tensor]) -> Tensors:
         self._check()
-        merges = any(self._missing(each) for each in self._tuned())
+        merges = any(self._missing(tuned_layer) for tuned_layer in self._tuned())
         layer = _twin(self._layer, place if merges or place is _without_memory else _as_is)
         try:
             with torch.no_grad():
@@ -197,7 +197,7 @@ class AdaptedLayer:
 
     def _tuned(self) -> Iterator[Any]:
         tuners, _ = _peft()
-        return (each for each in self._layer.modules() if isinstance(each, tuners.BaseTunerLayer))
+        return (submodule for submodule in self._layer.modules() if isinstance(submodule, tuners.BaseTunerLayer))
 
     def _missing(self, layer: Any) -> bool:
         """Return whether a layer has active adapters that aren't merged yet."""
@@ -210,14 +210,14 @@ class AdaptedLayer:
             ConfigError: Adapters are disabled, merged and active adapters differ, or weights are quantized.
         """
         tuners, _ = _peft()
-        for each in self._layer.modules():
-            if isinstance(each, _layer_kinds()) and getattr(each, "disable_adapters", False):
+        for submodule in self._layer.modules():
+            if isinstance(submodule, _layer_kinds()) and getattr(submodule, "disable_adapters", False):
                 raise self._refusal(
                     "they are disabled, and the model computes without them: enable them before the sync"
                 )
         for layer in self._tuned():
-            there = layer._get_available_adapters()
-            done, active = there & {*layer.merged_adapters}, there & {*layer.active_adapters}
+            available = layer._get_available_adapters()
+            done, active = available & {*layer.merged_adapters}, available & {*layer.active_adapters}
             if done and done != active:
                 raise self._refusal(
                     f"merged are {', '.join(sorted(done))}, and active are {', '.join(sorted(active)) or 'none'}: call "
@@ -238,7 +238,9 @@ class AdaptedLayer:
 
 def _kind(layer: nn.Module) -> str:
     """Return a class name familiar to PEFT's users: `lora.Linear`."""
-    cls = next((each for each in type(layer).__mro__ if each.__module__.startswith("peft.")), type(layer))
+    cls = next(
+        (base_class for base_class in type(layer).__mro__ if base_class.__module__.startswith("peft.")), type(layer)
+    )
     words = cls.__module__.split(".")
     return f"{words[2]}.{cls.__name__}" if words[1:2] == ["tuners"] else cls.__name__
 
@@ -253,20 +255,20 @@ def _refuse_parted(found: Mapping[str, torch.Tensor | Part]) -> None:
     """
     before: dict[int, list[tuple[str, torch.Tensor | Part]]] = {}
     origins: dict[AdaptedLayer, Tensors] = {}
-    for name, each in found.items():
-        if isinstance(each, Part):
-            if each.layer not in origins:
-                origins[each.layer] = each.layer.before()
-            origin = origins[each.layer].get(each.name)
+    for name, weight in found.items():
+        if isinstance(weight, Part):
+            if weight.layer not in origins:
+                origins[weight.layer] = weight.layer.before()
+            origin = origins[weight.layer].get(weight.name)
         else:
-            origin = each
+            origin = weight
         if isinstance(origin, torch.Tensor):
-            before.setdefault(id(origin), []).append((name, each))
+            before.setdefault(id(origin), []).append((name, weight))
     for alike in before.values():
-        layers = [each.layer for _, each in alike if isinstance(each, Part)]
+        layers = [weight.layer for _, weight in alike if isinstance(weight, Part)]
         if len(alike) < 2 or not layers:
             continue
-        if len(layers) < len(alike) or any(each.trained() != layers[0].trained() for each in layers):
+        if len(layers) < len(alike) or any(weight.trained() != layers[0].trained() for weight in layers):
             names = " and ".join(name for name, _ in alike)
             raise ConfigError(
                 f"adapters of {names}: these are one weight in the model that PEFT wraps, and with adapters they "
@@ -305,28 +307,28 @@ def _without_memory(tensor: torch.Tensor) -> torch.Tensor:
 
 def _twin(module: nn.Module, place: Callable[[torch.Tensor], torch.Tensor]) -> nn.Module:
     """Return a module of the same class and settings with other tensors; tied tensors stay tied."""
-    known: dict[int, Any] = {}
+    copies: dict[int, Any] = {}
 
     def placed(value: Any) -> Any:
-        if id(value) not in known:
+        if id(value) not in copies:
             new = place(value)
             if isinstance(value, nn.Parameter) and not isinstance(new, nn.Parameter):
                 new = nn.Parameter(new, requires_grad=False)
-            known[id(value)] = new
-        return known[id(value)]
+            copies[id(value)] = new
+        return copies[id(value)]
 
     def made(module: nn.Module) -> nn.Module:
-        if id(module) in known:
-            return cast("nn.Module", known[id(module)])
+        if id(module) in copies:
+            return cast("nn.Module", copies[id(module)])
         twin: nn.Module = object.__new__(type(module))  # FSDP2's classes override __new__
-        known[id(module)] = twin
+        copies[id(module)] = twin
         for name, value in vars(module).items():
             if name.endswith("_hooks"):
                 value = OrderedDict()
             elif name == "_modules":
-                value = {key: each and made(each) for key, each in value.items()}
+                value = {key: item and made(item) for key, item in value.items()}
             elif name in ("_parameters", "_buffers"):
-                value = {key: each if each is None else placed(each) for key, each in value.items()}
+                value = {key: item if item is None else placed(item) for key, item in value.items()}
             elif isinstance(value, torch.Tensor):
                 value = placed(value)
             elif type(value) in (dict, list, set):
@@ -339,16 +341,18 @@ def _twin(module: nn.Module, place: Callable[[torch.Tensor], torch.Tensor]) -> n
 
 def _bare(layer: nn.Module, merge: bool) -> nn.Module:
     """Return a layer without PEFT, as `merge_and_unload` and `unload` do."""
-    its: Any = layer
-    if hasattr(its, "unload_and_optionally_merge_module"):
-        found: nn.Module = its.unload_and_optionally_merge_module(merge=merge, safe_merge=False, adapter_names=None)
-        return found
+    any_layer: Any = layer
+    if hasattr(any_layer, "unload_and_optionally_merge_module"):
+        unloaded: nn.Module = any_layer.unload_and_optionally_merge_module(
+            merge=merge, safe_merge=False, adapter_names=None
+        )
+        return unloaded
     if merge:
-        its.merge()
-    bare: nn.Module = its.get_base_layer()
+        any_layer.merge()
+    bare: nn.Module = any_layer.get_base_layer()
     return bare
 
 
 def _tensors(module: nn.Module) -> Tensors:
-    found = module.state_dict(keep_vars=True).items()
-    return {name: each for name, each in found if isinstance(each, torch.Tensor)}
+    items = module.state_dict(keep_vars=True).items()
+    return {name: value for name, value in items if isinstance(value, torch.Tensor)}

@@ -67,16 +67,16 @@ class WeightsTable:
         raise TypeError("a table of weights is neither true nor false: ask for .same, or .differing")
 
     def __str__(self) -> str:
-        found = self.differing
-        if not found:
+        differing = self.differing
+        if not differing:
             return self._said()
-        lines = [list(found[0]), *([*row.values()] for row in found[:_SHOWN])]
-        more = [f"... and {len(found) - _SHOWN} more"] if len(found) > _SHOWN else []
+        lines = [list(differing[0]), *([*row.values()] for row in differing[:_SHOWN])]
+        more = [f"... and {len(differing) - _SHOWN} more"] if len(differing) > _SHOWN else []
         return "\n".join([self._said(), *columns(lines, [False] * len(lines[0])), *more])
 
     def _repr_html_(self) -> str:
-        found = self.differing
-        return page(reason(self._said(), "bad" if found else ""), table(found))
+        differing = self.differing
+        return page(reason(self._said(), "bad" if differing else ""), table(differing))
 
     def _said(self) -> str:
         of = f"of {len(self.rows)} weights of {self.a} and {self.b}"
@@ -112,49 +112,54 @@ def compare_weights(
     alone = one is other and first.name == second.name
     have = _digests(other, second, {}, limited)
     called = dict(names or {})
-    wanted = {_origin(name, called): digest.dtype for ranks in have for name, digest in ranks.items()}
-    given = have if alone else _digests(one, first, wanted, limited)
-    if unknown := [name for name in called if name not in given[0]]:
-        near = did_you_mean(unknown[0], given[0])
+    dtypes = {_origin(name, called): digest.dtype for ranks in have for name, digest in ranks.items()}
+    source_ranks = have if alone else _digests(one, first, dtypes, limited)
+    if unknown := [name for name in called if name not in source_ranks[0]]:
+        near = did_you_mean(unknown[0], source_ranks[0])
         raise ConfigError(f"compare_weights(names=...): {first.name} has no weight {unknown[0]!r}{near}")
-    left = [
-        {to: digest for name, digest in rank.items() if (to := called.get(name, name)) is not None} for rank in given
+    source_digests = [
+        {to: digest for name, digest in rank.items() if (to := called.get(name, name)) is not None}
+        for rank in source_ranks
     ]
     a_name, b_name = (f"{group.name}.{role.name}" for group, role in ((one, first), (other, second)))
-    return WeightsTable(a_name, b_name, [attrs.asdict(each) for each in _rows(left, left[:1] if alone else have)])
+    return WeightsTable(
+        a_name,
+        b_name,
+        [attrs.asdict(weight) for weight in _rows(source_digests, source_digests[:1] if alone else have)],
+    )
 
 
 def _origin(name: str, names: Mapping[str, str | None]) -> str:
-    return next((own for own, called in names.items() if called == name), name)
+    return next((source_name for source_name, called in names.items() if called == name), name)
 
 
 def _digests(worker_group: WorkerGroup, role: RoleInfo, dtypes: Mapping[str, str], timeout: float | None) -> Found:
     label = f"the comparing of {role.name}'s weights"
     refuse_here(worker_group, label)
-    wanted = Wanted(role.name, f"{worker_group.name}.{role.name}", dtypes)
-    draft = for_all(worker_group, label, DIGESTS, WeightsOfWorker.calls[DIGESTS], {"wanted": wanted}, timeout)
+    request = Wanted(role.name, f"{worker_group.name}.{role.name}", dtypes)
+    draft = for_all(worker_group, label, DIGESTS, WeightsOfWorker.calls[DIGESTS], {"wanted": request}, timeout)
     draft.wakes = {role.name: awake_for(role.cls, "named_weights")}
-    found = start(draft).result()
-    return [found[slot] for slot in role.slots]
+    results = start(draft).result()
+    return [results[slot] for slot in role.slots]
 
 
 def _rows(a: Found, b: Found) -> Iterator[_Weight]:
     first = a[0]
     for name in dict.fromkeys(name for rank in (*a, *b) for name in rank):
         ours, theirs = [rank.get(name) for rank in a], [rank.get(name) for rank in b]
-        own, other = next(filter(None, ours), None), next(filter(None, theirs), None)
+        first_digest, other = next(filter(None, ours), None), next(filter(None, theirs), None)
         if other is None:
             how = "only in a"
-        elif own is None:
+        elif first_digest is None:
             if other.tied in first:  # one tensor with two names, and role a has one of the names
                 continue
             how = "only in b"
         else:
-            wanted = _content(first.get(name))
+            content = _content(first.get(name))
             apart = [(ours, "a"), (theirs, "b")]
-            said = [_ranks([_content(each) != wanted for each in ranks], whose) for ranks, whose in apart]
-            how = " and ".join(filter(None, said))
-        yield _Weight(name, str(own or ""), str(other or ""), how)
+            texts = [_ranks([_content(digest) != content for digest in ranks], role_name) for ranks, role_name in apart]
+            how = " and ".join(filter(None, texts))
+        yield _Weight(name, str(first_digest or ""), str(other or ""), how)
 
 
 def _content(digest: Digest | None) -> object:
@@ -162,7 +167,7 @@ def _content(digest: Digest | None) -> object:
 
 
 def _ranks(differ: Sequence[bool], whose: str) -> str:
-    ranks = [rank for rank, found in enumerate(differ) if found]
+    ranks = [rank for rank, is_different in enumerate(differ) if is_different]
     if not ranks:
         return ""
     if len(ranks) == len(differ):

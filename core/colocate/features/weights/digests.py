@@ -39,16 +39,16 @@ class Digests:
         """
         _refuse(name, tensor, self._whose)
         memory = tensor.device, tensor.data_ptr(), tensor.stride()
-        found = tensor.detach()
-        if dtype is not None and dtype.is_floating_point and found.is_floating_point():
-            found = found.to(dtype)
-        self._found[name] = self._digest(found), tuple(found.shape), dtype_name(found.dtype), memory
+        values = tensor.detach()
+        if dtype is not None and dtype.is_floating_point and values.is_floating_point():
+            values = values.to(dtype)
+        self._found[name] = self._digest(values), tuple(values.shape), dtype_name(values.dtype), memory
 
     def told(self) -> dict[str, Digest]:
         """Return the digests by name, in order, with one transfer per device."""
         values: dict[str, int] = {}
-        for device in {each.device for each, *_ in self._found.values()}:
-            names = [name for name, (each, *_) in self._found.items() if each.device == device]
+        for device in {digest.device for digest, *_ in self._found.values()}:
+            names = [name for name, (digest, *_) in self._found.items() if digest.device == device]
             stacked = torch.stack([self._found[name][0] for name in names])
             values |= zip(names, stacked.tolist(), strict=True)
         first: dict[tuple[object, ...], str] = {}

@@ -80,29 +80,30 @@ class WeightsOfGroup(OfGroup):
 
     def ended(self, call: PendingCall, slot: int, plain: Any) -> None:
         """Record a sync, an update of a source, or rows of a target."""
-        what, at = plain
-        if what == "sync":
+        kind, at = plain
+        if kind == "sync":
             sync: StartedSync | None = call.parts.get("weights")
             if sync is None:
                 return
             if sync.source is not None and slot == self._worker_group.roles[sync.source].slots[0]:
-                own = [ref for ref in self._given.get(sync.source, ()) if ref() is not None]
-                self._given[sync.source] = [*own, weakref.ref(sync.updates)]
+                refs = [ref for ref in self._given.get(sync.source, ()) if ref() is not None]
+                self._given[sync.source] = [*refs, weakref.ref(sync.updates)]
             if sync.target is not None:
                 self.updates[sync.target] = sync.updates
-        elif what == "update" and slot == self._worker_group.roles[call.role].slots[0]:
+        elif kind == "update" and slot == self._worker_group.roles[call.role].slots[0]:
             for ref in self._given.get(call.role, ()):
                 if (updates := ref()) is not None:
                     updates.times.append(at)
-        elif what == "rows" and (known := self.updates.get(call.role)) is not None:
-            count = known.count(at)
+        elif kind == "rows" and (source_updates := self.updates.get(call.role)) is not None:
+            count = source_updates.count(at)
             self.last_behind[call.role] = count
             self.behind[call.role] = max(count, self.behind.get(call.role, 0))
-            if count > known.staleness and call.role not in self._warned:
+            if count > source_updates.staleness and call.role not in self._warned:
                 self._warned.add(call.role)
                 words = (
                     f"rows of {call.label} (group {self._worker_group.name!r}) come of weights that are "
-                    f"{plural(count, 'update')} of {known.source} behind, and {known.staleness} may be: call "
+                    f"{plural(count, 'update')} of {source_updates.source} behind, and "
+                    f"{source_updates.staleness} may be: call "
                     "colocate.sync_weights after each update, or say sync_weights(staleness=...). The metric "
                     "weights_behind has it for all steps"
                 )
@@ -115,14 +116,14 @@ class WeightsOfGroup(OfGroup):
 
     def builds(self) -> Mapping[str, tuple[int, str]]:
         """Return the roles that need a sync, with the number of syncs so far, and the reason."""
-        found = {
+        versions = {
             name: (0, "it was declared to have none before the first sync (weights='from sync')")
             for name, spec in self._worker_group.declared.specs.items()
             if spec.weights is not None
         }
-        found |= {name: (version, "the group was restarted since") for name, (version, _) in self.synced.items()}
-        self.stale = {name: why for name, (_, why) in found.items()}
-        return found
+        versions |= {name: (version, "the group was restarted since") for name, (version, _) in self.synced.items()}
+        self.stale = {name: why for name, (_, why) in versions.items()}
+        return versions
 
     def keeps(self, taker: str, giver: str) -> None:
         """Log once that a target keeps the current weights, since the source is replayed."""
@@ -144,11 +145,11 @@ class WeightsOfGroup(OfGroup):
     def told(self, told: Mapping[str, tuple[int, str | None]]) -> None:
         """Record versions and reasons that only a worker knew, as after a restore."""
         for name, (version, stale) in told.items():
-            known, _ = self.synced.get(name, (0, 0.0))
-            if version > known:  # from a sync that is about to be recorded, or from a checkpoint
+            synced_version, _ = self.synced.get(name, (0, 0.0))
+            if version > synced_version:  # from a sync that is about to be recorded, or from a checkpoint
                 self.synced[name] = version, time.time() if stale is None else 0.0
                 self.stale.pop(name, None)
-            if stale is not None and version >= known:  # otherwise newer weights have come since
+            if stale is not None and version >= synced_version:  # otherwise newer weights have come since
                 self.stale.setdefault(name, stale)
 
     def shown(self, role: str) -> Mapping[str, str]:
@@ -265,26 +266,26 @@ def sync_weights(
     other, taker = viewed(target, "sync_weights(target")
     _check(worker_group, giver, other, taker, check)
     label = f"the sync of {giver.name} to {taker.name}"
-    for each in {id(worker_group): worker_group, id(other): other}.values():
-        refuse_here(each, label)
-    given = _planned(worker_group, giver, other, taker, names, dtype, bucket, finite, check)
+    for group in {id(worker_group): worker_group, id(other): other}.values():
+        refuse_here(group, label)
+    sync_plan = _planned(worker_group, giver, other, taker, names, dtype, bucket, finite, check)
     updates = SourceUpdates(f"{worker_group.name}.{giver.name}", staleness)
-    found = _draft(other, label, given if worker_group is other else attrs.evolve(given, serves={}), limited)
+    draft = _draft(other, label, sync_plan if worker_group is other else attrs.evolve(sync_plan, serves={}), limited)
     if _waits.get():
-        found.call.refuse_in_vain()
-    if not given.idle:
-        found.call._then(partial(_note, worker_group, giver.name, other, taker.name))
+        draft.call.refuse_in_vain()
+    if not sync_plan.idle:
+        draft.call._then(partial(_note, worker_group, giver.name, other, taker.name))
     if worker_group is other:
-        found.call.parts = {"weights": StartedSync(updates, giver.name, taker.name)}
-        submit(found)
+        draft.call.parts = {"weights": StartedSync(updates, giver.name, taker.name)}
+        submit(draft)
     else:
-        found.call.parts = {"weights": StartedSync(updates, None, taker.name)}
-        gives = _draft(worker_group, label, attrs.evolve(given, source=giver.name, target=None, takes={}), limited)
+        draft.call.parts = {"weights": StartedSync(updates, None, taker.name)}
+        gives = _draft(worker_group, label, attrs.evolve(sync_plan, source=giver.name, target=None, takes={}), limited)
         gives.call.parts = {"weights": StartedSync(updates, giver.name, None)}
         if _waits.get():
             gives.call.refuse_in_vain()
-        _send_both(gives, found)
-    return cast("WeightSync", found.call)
+        _send_both(gives, draft)
+    return cast("WeightSync", draft.call)
 
 
 def _check(worker_group: WorkerGroup, giver: RoleInfo, other: WorkerGroup, taker: RoleInfo, check: bool) -> None:
@@ -323,11 +324,11 @@ def has_method(asks: str, role: RoleInfo, name: str, more: str = "") -> None:
         ConfigError: The method is missing, or has another signature.
     """
     count, example = _METHODS[name]
-    found = getattr(role.cls, name, None)
-    if not callable(found) and not isinstance(found, RoleMethod):
-        near = did_you_mean(name, [each for each in dir(role.cls) if not each.startswith("_")])
+    method = getattr(role.cls, name, None)
+    if not callable(method) and not isinstance(method, RoleMethod):
+        near = did_you_mean(name, [attribute for attribute in dir(role.cls) if not attribute.startswith("_")])
         raise ConfigError(f"{asks}: {role.cls.__qualname__} (role {role.name!r}) has no method {example}{near}{more}")
-    function = found.spec.function if isinstance(found, RoleMethod) else found
+    function = method.spec.function if isinstance(method, RoleMethod) else method
     try:
         inspect.signature(function).bind(*("self", "weights", "version")[:count])
     except TypeError as error:
@@ -373,8 +374,8 @@ def _planned(
         node, on_host = other.node(slot), boots[giver.slots[0]].boot.device == "cpu"
 
         def dear(rank: int, node: str = node, on_host: bool = on_host) -> tuple[int, ...]:
-            there = giver.slots[rank]
-            is_far, serving = worker_group.node(there) != node, serves[there]
+            giver_slot = giver.slots[rank]
+            is_far, serving = worker_group.node(giver_slot) != node, serves[giver_slot]
             return (serving, is_far) if is_far or not on_host else (-1, -serving)
 
         takes[slot] = rank = min(range(len(giver.slots)), key=dear)
@@ -475,9 +476,9 @@ def _note(worker_group: WorkerGroup, source: str, other: WorkerGroup, target: st
     """Record the outcome of a sync: the target's number of syncs, staleness, and the source's description."""
     error = call.peek_error()
     if error is None:
-        found: WeightSync = call.result()
+        sync: WeightSync = call.result()
         weights_of(worker_group).described.add(source)
-        weights_of(other).synced[target] = found.version, time.time()
+        weights_of(other).synced[target] = sync.version, time.time()
         weights_of(other).stale.pop(target, None)
     elif not isinstance(error, ConfigError | CallCancelled | SleepingError):
         weights_of(other).stale[target] = "a sync has failed since"

@@ -48,11 +48,11 @@ class NamedWeights:
                 f"{type(module).__name__} is sharded by FullyShardedDataParallel (FSDP1), which hides its parameters; "
                 "shard it by torch.distributed.fsdp.fully_shard (FSDP2)"
             )
-        found: Mapping[str, Any] | None = _adapters(module) if adapters == "alone" else merged(module)
-        if found is None:
-            found = module.state_dict(keep_vars=True)
+        weights: Mapping[str, Any] | None = _adapters(module) if adapters == "alone" else merged(module)
+        if weights is None:
+            weights = module.state_dict(keep_vars=True)
         self._tensors: dict[str, torch.Tensor | Part] = {}
-        for name, tensor in found.items():
+        for name, tensor in weights.items():
             name = unwrapped(name)
             called = name if names is None else names(name)
             if called is not None:
@@ -71,8 +71,8 @@ class NamedWeights:
     def specs(self) -> dict[str, WeightSpec]:
         """Shape and dtype of each weight, in order."""
         return {
-            name: each.spec if isinstance(each, Part) else WeightSpec(tuple(each.shape), each.dtype)
-            for name, each in self._tensors.items()
+            name: weight.spec if isinstance(weight, Part) else WeightSpec(tuple(weight.shape), weight.dtype)
+            for name, weight in self._tensors.items()
         }
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -91,14 +91,14 @@ class NamedWeights:
 
     def _merged(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the weights; layers with adapters are merged on demand."""
-        layer, made = None, dict[str, torch.Tensor]()
-        for name, each in self._tensors.items():
-            if not isinstance(each, Part):
-                yield name, each.detach()
+        layer, layer_weights = None, dict[str, torch.Tensor]()
+        for name, weight in self._tensors.items():
+            if not isinstance(weight, Part):
+                yield name, weight.detach()
                 continue
-            if each.layer is not layer:
-                layer, made = each.layer, each.layer.whole()
-            yield name, made.pop(each.name).detach()
+            if weight.layer is not layer:
+                layer, layer_weights = weight.layer, weight.layer.whole()
+            yield name, layer_weights.pop(weight.name).detach()
 
 
 def _is_extra(name: str) -> bool:
@@ -124,10 +124,12 @@ def _gathered(shards: list[tuple[str, DTensor]]) -> Iterator[tuple[str, torch.Te
         return
     mesh = shards[0][1].device_mesh
     ranks, parts = mesh.size(), []
-    for _, each in shards:
-        own = each.to_local()
-        part = own.new_zeros(-(-each.shape[0] // ranks), *each.shape[1:])  # the last ranks may have fewer rows, or none
-        part[: len(own)] = own
+    for _, shard in shards:
+        local_part = shard.to_local()
+        part = local_part.new_zeros(
+            -(-shard.shape[0] // ranks), *shard.shape[1:]
+        )  # the last ranks may have fewer rows, or none
+        part[: len(local_part)] = local_part
         parts.append(part)
     mine = torch.cat([part.flatten() for part in parts])
     whole = mine.new_empty(ranks * len(mine))
@@ -136,15 +138,15 @@ def _gathered(shards: list[tuple[str, DTensor]]) -> Iterator[tuple[str, torch.Te
     # As bytes: some backends support fewer dtypes.
     gather(whole.view(torch.uint8), mine.view(torch.uint8), group=mesh.get_group())
     columns = torch.split(whole.view(ranks, -1), [part.numel() for part in parts], 1)
-    for (name, each), part, column in zip(shards, parts, columns, strict=True):
-        yield name, column.reshape(ranks * len(part), *each.shape[1:])[: each.shape[0]]
+    for (name, shard), part, column in zip(shards, parts, columns, strict=True):
+        yield name, column.reshape(ranks * len(part), *shard.shape[1:])[: shard.shape[0]]
 
 
 def _adapters(module: Any) -> dict[str, Any]:
     if not hasattr(module, "peft_config"):
         raise ConfigError(f"named_weights(adapters='alone'): {type(module).__name__} is no model of PEFT's")
-    found: dict[str, Any] = importlib.import_module("peft").get_peft_model_state_dict(module)
-    return found
+    state: dict[str, Any] = importlib.import_module("peft").get_peft_model_state_dict(module)
+    return state
 
 
 def named_weights(
@@ -190,17 +192,17 @@ def load_weights(module: nn.Module, weights: Weights) -> None:
         ConfigError: The weights don't fit; nothing was written.
     """
     state = module.state_dict(keep_vars=True)
-    own = {name: each for name, each in state.items() if isinstance(each, torch.Tensor) and not _is_extra(name)}
-    if sharded := [name for name, tensor in own.items() if is_on_mesh(tensor)]:
+    targets = {name: value for name, value in state.items() if isinstance(value, torch.Tensor) and not _is_extra(name)}
+    if sharded := [name for name, tensor in targets.items() if is_on_mesh(tensor)]:
         weights.mismatch = ConfigError(
             f"{type(module).__name__} is sharded ({sharded[0]} and {len(sharded) - 1} more) and takes no whole "
             "weights; nothing was written. Give load_weights a module that isn't, or share the source's model"
         )
         raise weights.mismatch
-    weights.check(own, type(module).__name__)
+    weights.check(targets, type(module).__name__)
     with torch.no_grad():
         for name, tensor in weights:
             if weights.shared:
-                own[name].data = tensor
+                targets[name].data = tensor
             else:
-                own[name].copy_(tensor)
+                targets[name].copy_(tensor)

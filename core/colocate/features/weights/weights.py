@@ -77,9 +77,9 @@ class Weights(Iterator[tuple[str, "torch.Tensor"]]):
         return cls(source, iter(given), specs, shared=False)
 
     def __next__(self) -> tuple[str, torch.Tensor]:
-        found = next(self._given)
+        pair = next(self._given)
         self.loaded += 1
-        return found
+        return pair
 
     def skip(self) -> None:
         """Take no weights, on all ranks, as for a target that computes by the source's own module.
@@ -98,33 +98,34 @@ class Weights(Iterator[tuple[str, "torch.Tensor"]]):
         Raises:
             ConfigError: All names, shapes and dtypes that don't match, with the nearest names.
         """
-        given = self.specs
-        unknown = [name for name in given if name not in wanted]
-        comes = {id(wanted[name]) for name in given if name in wanted}
+        incoming = self.specs
+        unknown = [name for name in incoming if name not in wanted]
+        comes = {id(wanted[name]) for name in incoming if name in wanted}
         missing = [name for name, tensor in wanted.items() if id(tensor) not in comes]
         odd = [
             f"{name} is {spec} in {self.source} and {_spec(wanted[name])} in {whose}"
-            for name, spec in given.items()
+            for name, spec in incoming.items()
             if name in wanted and not _fits(spec, wanted[name], self.shared)
         ]
         near = {name: did_you_mean(name, missing or wanted) for name in unknown}
-        said = [
+        mistakes = [
             *few(f"{whose} has no {name}{hint}" for name, hint in near.items()),
             *few(f"{name} doesn't come" for name in missing),
             *few(odd),
         ]
-        if said:
+        if mistakes:
             advice = ". Map names by sync_weights(names={'of the source': 'of the target'})" if unknown else ""
             self.mismatch = ConfigError(
-                f"the weights of {self.source} don't fit {whose}, and nothing was written: {'; '.join(said)}{advice}"
+                f"the weights of {self.source} don't fit {whose}, and nothing was written: "
+                f"{'; '.join(mistakes)}{advice}"
             )
             raise self.mismatch
 
 
 def few(said: Iterable[str]) -> list[str]:
     """Return the first mistakes of a kind, and the number of others."""
-    found = [*said]
-    return found if len(found) <= _TOLD else [*found[:_TOLD], f"... and {len(found) - _TOLD} more"]
+    texts = [*said]
+    return texts if len(texts) <= _TOLD else [*texts[:_TOLD], f"... and {len(texts) - _TOLD} more"]
 
 
 def _spec(tensor: torch.Tensor) -> WeightSpec:
@@ -143,18 +144,20 @@ def differences(arrived: Mapping[str, Digest], has: Mapping[str, Digest]) -> dic
 
     A tensor that the target has under several names is right if one of the names has come.
     """
-    found: dict[str, str] = {}
+    problems: dict[str, str] = {}
     for name, digest in arrived.items():
-        own = has.get(name)
-        if own is None:
-            found[name] = "isn't among those that it gives back"
-        elif own.content != digest.content:
-            found[name] = "has other bits" if own[:2] == digest[:2] else f"is {own}, and {digest} was to arrive"
+        digest_here = has.get(name)
+        if digest_here is None:
+            problems[name] = "isn't among those that it gives back"
+        elif digest_here.content != digest.content:
+            problems[name] = (
+                "has other bits" if digest_here[:2] == digest[:2] else f"is {digest_here}, and {digest} was to arrive"
+            )
     comes = {has[name].tied for name in arrived if name in has}
-    for name, own in has.items():
-        if name not in arrived and own.tied not in comes:
-            found[name] = "hasn't come"
-    return found
+    for name, digest_here in has.items():
+        if name not in arrived and digest_here.tied not in comes:
+            problems[name] = "hasn't come"
+    return problems
 
 
 def awake_for(cls: type, name: str) -> Sequence[str]:
@@ -174,19 +177,19 @@ def pairs(weights: Iterable[Any], source: str) -> Iterator[tuple[str, torch.Tens
     """
     import torch
 
-    came = set[str]()
+    names = set[str]()
     for pair in weights:
         if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str)):
             raise ConfigError(f"named_weights of {source} yields {type(pair).__name__}: it yields (name, tensor)")
         name, tensor = pair
         if not isinstance(tensor, torch.Tensor):
             raise ConfigError(f"named_weights of {source}: {name!r} is {type(tensor).__name__}, and no tensor")
-        if name in came:
+        if name in names:
             raise ConfigError(f"named_weights of {source} yields {name!r} twice")
-        came.add(name)
+        names.add(name)
         yield name, tensor
         del pair, tensor
-    if not came:
+    if not names:
         raise ConfigError(f"named_weights of {source} yields nothing")
 
 

@@ -70,13 +70,13 @@ class _JoinSynced(Collect):
     """Combines the target ranks' results into the result of a sync."""
 
     def join(self, results: Sequence[Synced | None], ranks: Ranks) -> WeightSync | None:
-        found = [each for each in results if each is not None]
-        if not found:
+        syncs = [sync for sync in results if sync is not None]
+        if not syncs:
             return None
-        ways = {each.by for each in found}
+        ways = {sync.by for sync in syncs}
         by = tuple(way for way in ("shared", "reference", "peers") if way in ways)
-        checked = min([each.checked for each in found if each.checked is not None], default=None)
-        return WeightSync(found[0].version, found[0].nbytes, max(each.seconds for each in found), by, checked)
+        checked = min([sync.checked for sync in syncs if sync.checked is not None], default=None)
+        return WeightSync(syncs[0].version, syncs[0].nbytes, max(sync.seconds for sync in syncs), by, checked)
 
 
 class WeightsOfWorker(OfWorker, calls={SYNC: "sync", DIGESTS: "digests"}):
@@ -196,29 +196,31 @@ class WeightsOfWorker(OfWorker, calls={SYNC: "sync", DIGESTS: "digests"}):
             had.check(str(plan.source), f"the sync of {plan.giver} to {plan.taker}")
         if source is not None and slot not in plan.takes:
             by = "shared" if plan.shares else "reference"
-            specs, given = self._source(source, plan)
+            specs, pairs_iterator = self._source(source, plan)
             if takers := plan.serves.get(slot, 0):
                 sent = _digests(plan.giver) if plan.check else None
-                given = self._offered(given, specs, takers, plan, sent)
+                pairs_iterator = self._offered(pairs_iterator, specs, takers, plan, sent)
                 # Offer the first bucket now: the target's ranks may wait for each other before any takes one.
-                next(given)
+                next(pairs_iterator)
         elif target is not None:
-            given, by, source = self._taken(plan), "peers", None
+            pairs_iterator, by, source = self._taken(plan), "peers", None
             specs = self._take(plan, next(_keys(plan)))
         else:
             return None
-        with closing(given):  # closed here and now, to report the end to takers
+        with closing(pairs_iterator):  # closed here and now, to report the end to takers
             if target is None:  # other ranks may wait for collectives in there
-                deque(given, maxlen=0)
+                deque(pairs_iterator, maxlen=0)
                 return None
             received = target.parts["weights"] = received_by(target) or Received()
-            arriving: Iterator[tuple[str, torch.Tensor]] = given if check is None else check.arriving(given)
+            arriving: Iterator[tuple[str, torch.Tensor]] = (
+                pairs_iterator if check is None else check.arriving(pairs_iterator)
+            )
             for part in self._worker_context.parts.values():
                 arriving = part.arriving(target, arriving)
             weights = Weights(plan.giver, arriving, specs, plan.shares)
             try:
                 shared = self._load(source, target, weights, received, plan)
-                if arriving is not given:  # a digest needs all weights, also after `Weights.skip`
+                if arriving is not pairs_iterator:  # a digest needs all weights, also after `Weights.skip`
                     deque(arriving, maxlen=0)
                 self._tell_over(plan)
                 self._worker_context.ran(target.name, f"the sync of {plan.giver} to {plan.taker}")
@@ -229,9 +231,9 @@ class WeightsOfWorker(OfWorker, calls={SYNC: "sync", DIGESTS: "digests"}):
                 self._meet(plan.members)
             except BaseException as error:
                 if weights.loaded:
-                    came = f"{weights.loaded} of {len(specs)} had come to rank {target.ctx.rank}"
+                    progress = f"{weights.loaded} of {len(specs)} had come to rank {target.ctx.rank}"
                     why = "elsewhere" if isinstance(error, Consequence) else error_text(error)
-                    received.fail(f"a sync of {plan.giver} to it has failed when {came} ({why})")
+                    received.fail(f"a sync of {plan.giver} to it has failed when {progress} ({why})")
                 raise
         nbytes = sum(map(_nbytes, specs.values()))
         watch = Watch([*shared.values()], contents=self._worker_context.store.strict) if shared else None
@@ -256,12 +258,12 @@ class WeightsOfWorker(OfWorker, calls={SYNC: "sync", DIGESTS: "digests"}):
         if role is None:
             return None
         self._worker_context.have_awake(wanted.role, awake_for(type(role.instance), "named_weights"))
-        found = _digests(wanted.whose)
+        digests = _digests(wanted.whose)
         for name, tensor in self.weights_of(role, wanted.whose):
             dtype = wanted.dtypes.get(name)
-            found.add(name, tensor, None if dtype is None else getattr(torch, dtype))
+            digests.add(name, tensor, None if dtype is None else getattr(torch, dtype))
             del tensor
-        return found.told()
+        return digests.told()
 
     def weights_of(self, role: RoleInstance, whose: str) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield a role's weights from `named_weights`, with `whose` as the role's name in error texts.
@@ -293,20 +295,20 @@ class WeightsOfWorker(OfWorker, calls={SYNC: "sync", DIGESTS: "digests"}):
                 self._specs[name] = described(_each(source, weights), plan.giver)
                 weights = _in_its_place(source, function)
             specs = self._specs[name]
-        if unknown := [each for each in plan.names if each not in specs]:
+        if unknown := [source_name for source_name in plan.names if source_name not in specs]:
             hint = did_you_mean(unknown[0], specs)
             raise ConfigError(f"sync_weights(names=...): {plan.giver} has no weight {unknown[0]!r}{hint}")
-        found: dict[str, WeightSpec] = {}
+        target_specs: dict[str, WeightSpec] = {}
         dtype = _dtype(plan)
-        for each, (shape, has) in specs.items():
-            called = plan.names.get(each, each)
-            if called in found:
+        for source_name, (shape, has) in specs.items():
+            called = plan.names.get(source_name, source_name)
+            if called in target_specs:
                 raise ConfigError(f"sync_weights(names=...): two weights of {plan.giver} are called {called!r}")
             if called is not None:
-                found[called] = WeightSpec(shape, dtype if dtype is not None and has.is_floating_point else has)
-        if not found:
+                target_specs[called] = WeightSpec(shape, dtype if dtype is not None and has.is_floating_point else has)
+        if not target_specs:
             raise ConfigError(f"sync_weights(names=...): no weight of {plan.giver} is left")
-        return found, self._given(source, weights, specs, plan)
+        return target_specs, self._given(source, weights, specs, plan)
 
     def _given(
         self, source: RoleInstance, weights: Any, specs: Mapping[str, WeightSpec], plan: SyncPlan
@@ -314,19 +316,20 @@ class WeightsOfWorker(OfWorker, calls={SYNC: "sync", DIGESTS: "digests"}):
         """Yield the weights under the target's names, checked against the description."""
         import torch
 
-        dtype, left, came = _dtype(plan), iter(specs.items()), set[str]()
+        dtype, remaining, names = _dtype(plan), iter(specs.items()), set[str]()
         aways = [part.away() for part in self._worker_context.parts.values()]
         for name, tensor in _each(source, weights):
-            wanted, spec = next(left, ("nothing", None))
+            expected_name, spec = next(remaining, ("nothing", None))
             if not isinstance(tensor, torch.Tensor):
                 raise self._ours(f"named_weights of {plan.giver}: {name!r} is {type(tensor).__name__}, and no tensor")
-            if name in came:
+            if name in names:
                 raise self._ours(f"named_weights of {plan.giver} yields {name!r} twice")
-            came.add(name)
-            if name != wanted or spec != (tuple(tensor.shape), tensor.dtype):
+            names.add(name)
+            if name != expected_name or spec != (tuple(tensor.shape), tensor.dtype):
                 raise self._ours(
                     f"named_weights of {plan.giver} yields {name} {WeightSpec(tuple(tensor.shape), tensor.dtype)} "
-                    f"where {wanted} {'' if spec is None else spec} came before: all ranks yield the same weights in "
+                    f"where {expected_name} {'' if spec is None else spec} came before: all ranks yield the "
+                    f"same weights in "
                     "the same order, each time"
                 )
             if (called := plan.names.get(name, name)) is None:
@@ -339,11 +342,11 @@ class WeightsOfWorker(OfWorker, calls={SYNC: "sync", DIGESTS: "digests"}):
                 raise self._told
             if plan.finite and not bool(torch.isfinite(tensor).all()):
                 raise self._ours(f"weight {name} of {plan.giver} isn't finite: it has inf or nan")
-            found = tensor.detach()
-            if dtype is not None and found.is_floating_point():
-                found = found.to(dtype)
-            yield called, found
-        if (missing := next(left, None)) is not None:
+            converted = tensor.detach()
+            if dtype is not None and converted.is_floating_point():
+                converted = converted.to(dtype)
+            yield called, converted
+        if (missing := next(remaining, None)) is not None:
             raise self._ours(f"named_weights of {plan.giver} ends before {missing[0]}, which came before")
 
     def _ours(self, text: str) -> RoleError:
@@ -377,8 +380,8 @@ class WeightsOfWorker(OfWorker, calls={SYNC: "sync", DIGESTS: "digests"}):
                 value = areas[key % len(areas)].write(worker_context.packed(value, plan.giver))
             store.offer(key, value, f"{plan.source}.named_weights", takers)  # the label names the owner of the memory
             while len(offered) > _AT_ONCE:
-                if store.wait_taken(taken := offered.popleft(), why_not):  # a taker has kept memory of the bucket
-                    areas[taken % len(areas)].close()
+                if store.wait_taken(taken_key := offered.popleft(), why_not):  # a taker has kept memory of the bucket
+                    areas[taken_key % len(areas)].close()
 
         try:
             offer(dict(specs))
@@ -408,8 +411,8 @@ class WeightsOfWorker(OfWorker, calls={SYNC: "sync", DIGESTS: "digests"}):
             del bucket
             offer(() if sent is None else tuple(sent.told().items()))
             while offered:
-                if store.wait_taken(taken := offered.popleft(), why_not):
-                    areas[taken % len(areas)].close()
+                if store.wait_taken(taken_key := offered.popleft(), why_not):
+                    areas[taken_key % len(areas)].close()
         except BaseException:
             store.free(offered)
             for area in areas:  # a taker may still read
@@ -452,7 +455,7 @@ class WeightsOfWorker(OfWorker, calls={SYNC: "sync", DIGESTS: "digests"}):
                 over.append((key, []))
                 self._sent = dict(bucket)
                 return
-            over.append((key, [WeakStorage(each.untyped_storage()) for each in bucket.values()]))
+            over.append((key, [WeakStorage(tensor.untyped_storage()) for tensor in bucket.values()]))
             yield from bucket.items()
             del bucket
 
@@ -462,9 +465,9 @@ class WeightsOfWorker(OfWorker, calls={SYNC: "sync", DIGESTS: "digests"}):
         Raises:
             RoleError: The target holds one, although others may share the memory.
         """
-        taken = [*self._buffered, *(each for _, storages in self._over for each in storages)]
+        taken_storages = [*self._buffered, *(storage for _, storages in self._over for storage in storages)]
         # Otherwise `_load` has checked.
-        if self._worker_context.codec.name != "reference" and self._has_kept(lambda: _is_kept(taken)):
+        if self._worker_context.codec.name != "reference" and self._has_kept(lambda: _is_kept(taken_storages)):
             raise self._keeps(plan)
         while self._over:
             assert plan.offers is not None
@@ -509,17 +512,19 @@ class WeightsOfWorker(OfWorker, calls={SYNC: "sync", DIGESTS: "digests"}):
         if weights.skipped:
             if plan.check or plan.serves or plan.takes or source is None or source.ctx.world_size > plan.members:
                 deque(weights._given, maxlen=0)  # other workers take the weights, or wait in collectives
-        elif (left := next(weights._given, None)) is not None:
+        elif (rest := next(weights._given, None)) is not None:
             raise RoleError(
                 f"load_weights of {plan.taker} returned before it had taken all weights of {plan.giver}: "
-                f"{weights.loaded} of {len(weights.specs)} had come, and {left[0]} is next"
+                f"{weights.loaded} of {len(weights.specs)} had come, and {rest[0]} is next"
             )
         if by_reference:
             # Other takers may keep the same tensors alive.
             is_alone = not (plan.serves or plan.takes)
             keeps = is_alone and self._has_kept(lambda: any(ref() is not None for ref in alive))
             new = self._storages(target) - before if looks else set()
-            if keeps or any(not each.expired() and each.storage()._cdata in new for each in handed):
+            if keeps or any(
+                not handed_tensor.expired() and handed_tensor.storage()._cdata in new for handed_tensor in handed
+            ):
                 raise self._keeps(plan)
             self._copies.add(names)
         return shared
@@ -542,26 +547,26 @@ class WeightsOfWorker(OfWorker, calls={SYNC: "sync", DIGESTS: "digests"}):
         )
 
     def _storages(self, role: RoleInstance) -> set[int]:
-        found, _ = held_by(role.instance, (), beside(self._worker_context, role.name), Objects)
-        return {key for pieces in found.values() if isinstance(pieces, Objects) for key in pieces.storages}
+        holdings, _ = held_by(role.instance, (), beside(self._worker_context, role.name), Objects)
+        return {key for pieces in holdings.values() if isinstance(pieces, Objects) for key in pieces.storages}
 
     def _lasting(
         self, source: RoleInstance, weights: Weights, received: Received, plan: SyncPlan
     ) -> dict[str, torch.Tensor]:
         """Return the source's tensors for sharing, all held by the source itself."""
-        found: dict[str, torch.Tensor] = {}
-        own: set[int] | None = None
+        tensors: dict[str, torch.Tensor] = {}
+        own_storages: set[int] | None = None
         for name, tensor in weights._given:
             before = received.shared.get(name)
             if before is None or not _is_same(tensor, before):
-                own = self._storages(source) if own is None else own
-                if tensor.untyped_storage()._cdata not in own:
+                own_storages = self._storages(source) if own_storages is None else own_storages
+                if tensor.untyped_storage()._cdata not in own_storages:
                     raise ConfigError(
                         f"load_weights of {plan.taker} shares tensors, and {name} of {plan.giver} is made for the "
                         "sync only (gathered, merged or converted): leave shares=True out, so that it is copied"
                     )
-            found[name] = tensor
-        return found
+            tensors[name] = tensor
+        return tensors
 
     def _meet(self, members: int, what: str = "", value: Any = None) -> Any:
         """Wait for all ranks of the target, and return the value brought by one rank."""
@@ -589,8 +594,8 @@ class _Check:
     def __init__(self, worker: WeightsOfWorker, target: RoleInstance, plan: SyncPlan) -> None:
         """Raises: ConfigError, SleepingError: As `WeightsOfWorker.weights_of`; nothing was written."""
         self._worker, self._target, self._plan = worker, target, plan
-        found = _in_its_place(target, _function(target, "named_weights", plan.taker))
-        specs = getattr(found, "specs", None) or described(_each(target, found), plan.taker)
+        weights = _in_its_place(target, _function(target, "named_weights", plan.taker))
+        specs = getattr(weights, "specs", None) or described(_each(target, weights), plan.taker)
         self._dtypes = {name: spec.dtype for name, spec in specs.items()}
         self._came, self._wanted = _digests(plan.giver), _digests(plan.giver)
 
@@ -610,31 +615,31 @@ class _Check:
             WeightsDifferError: Some are wrong.
         """
         taker, rank = self._plan.taker, self._target.ctx.rank
-        self._arrived = wanted = self._wanted.told()
-        came = self._came.told()
-        found = {
+        self._arrived = expected = self._wanted.told()
+        received = self._came.told()
+        problems = {
             name: "has come with other bits than were sent"
             for name, digest in (sent or {}).items()
-            if came.get(name, wanted.get(name, digest)).content != digest.content
+            if received.get(name, expected.get(name, digest)).content != digest.content
         }
         owns = _digests(taker)
         for name, tensor in self._worker.weights_of(self._target, taker):
             owns.add(name, tensor)
             del tensor
         has = owns.told()
-        found |= differences(wanted, has)
-        if not found:
+        problems |= differences(expected, has)
+        if not problems:
             return len(has)
-        said = "; ".join(few(f"{name} {how}" for name, how in found.items()))
+        text = "; ".join(few(f"{name} {how}" for name, how in problems.items()))
         raise WeightsDifferError(
-            f"{len(found)} of {len({*wanted, *has})} weights of {taker} on rank {rank} aren't those of "
-            f"{self._plan.giver} after the sync: {said}",
-            names=tuple(found),
+            f"{len(problems)} of {len({*expected, *has})} weights of {taker} on rank {rank} aren't those of "
+            f"{self._plan.giver} after the sync: {text}",
+            names=tuple(problems),
         )
 
     def first(self) -> dict[str, int] | None:
         """Return the digests for the other ranks, on the target's first rank; None elsewhere."""
-        return None if self._target.ctx.rank else {name: each.value for name, each in self._arrived.items()}
+        return None if self._target.ctx.rank else {name: digest.value for name, digest in self._arrived.items()}
 
     def agree(self, first: Mapping[str, int]) -> None:
         """Compare the arrived weights with the first rank's.
@@ -642,14 +647,14 @@ class _Check:
         Raises:
             WeightsDifferError: This rank has other weights, from another rank of the source.
         """
-        found = [name for name, each in self._arrived.items() if first.get(name) != each.value]
-        if found:
+        names = [name for name, digest in self._arrived.items() if first.get(name) != digest.value]
+        if names:
             giver, taker = self._plan.giver, self._plan.taker
             raise WeightsDifferError(
-                f"{len(found)} of {len(self._arrived)} weights that rank {self._target.ctx.rank} of {taker} has from "
+                f"{len(names)} of {len(self._arrived)} weights that rank {self._target.ctx.rank} of {taker} has from "
                 f"{giver} aren't those that rank 0 has: the ranks of {giver} have different ones "
-                f"(colocate.compare_weights shows them): {'; '.join(few(found))}",
-                names=tuple(found),
+                f"(colocate.compare_weights shows them): {'; '.join(few(names))}",
+                names=tuple(names),
             )
 
 
@@ -687,7 +692,7 @@ def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _is_kept(storages: Sequence[WeakStorage]) -> bool:
-    return not all(each.expired() for each in storages)
+    return not all(storage.expired() for storage in storages)
 
 
 def _noted(
@@ -718,9 +723,9 @@ def _noted(
 
 def _function(role: RoleInstance, name: str, whose: str) -> Callable[..., Any]:
     """Return a role's method for a sync, with or without `@method`."""
-    found = getattr(type(role.instance), name, None)
-    if isinstance(found, RoleMethod):
-        return MethodType(found.spec.function, role.instance)
+    attribute = getattr(type(role.instance), name, None)
+    if isinstance(attribute, RoleMethod):
+        return MethodType(attribute.spec.function, role.instance)
     bound = getattr(role.instance, name, None)
     if not callable(bound):
         raise ConfigError(f"{whose} has no method {name}")
@@ -756,9 +761,9 @@ def _each(source: RoleInstance, weights: Any) -> Iterator[Any]:
         raise ConfigError(f"named_weights of {source.name} gives {type(weights).__name__}: it yields (name, tensor)")
     items = _in_its_place(source, iter, weights)
     try:
-        while (found := _in_its_place(source, next, items, _END)) is not _END:
-            yield found
-            del found
+        while (item := _in_its_place(source, next, items, _END)) is not _END:
+            yield item
+            del item
     finally:
         with suppress(AttributeError):  # only generators need a close
             items.close()

@@ -39,9 +39,9 @@ def needs(capability: type) -> Callable[[F], F]:
     """
 
     def mark(test: F) -> F:
-        of_area = [each for name, each in vars(test).items() if name.startswith("test_")]
-        for each in of_area or [test]:
-            each.__dict__["capability"] = capability
+        of_area = [test_function for name, test_function in vars(test).items() if name.startswith("test_")]
+        for test_function in of_area or [test]:
+            test_function.__dict__["capability"] = capability
         return test
 
     return mark
@@ -183,7 +183,7 @@ class ExecutorCase:
     def _machines(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Gates are where workers reach them, and pools lie as the case says, unless a test says otherwise itself."""
         monkeypatch.setattr(Gate, "host", self.address)
-        defaults = tuple(self.strategy if each == "pack" else each for each in Runtime.reserve.__defaults__ or ())
+        defaults = tuple(self.strategy if value == "pack" else value for value in Runtime.reserve.__defaults__ or ())
         monkeypatch.setattr(Runtime.reserve, "__defaults__", defaults)  # no wrapper: messages name who has called
 
     @pytest.fixture(autouse=True)

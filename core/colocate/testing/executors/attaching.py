@@ -41,20 +41,20 @@ class Attaching(DetachedCase):
             with pytest.raises(BorrowedError, match=rf"driver {os.getpid()} on .*since .*own=True") as caught:
                 runtime.attach(name)
             assert str(os.getpid()) in caught.value.borrowers[0]
-            found = published(runtime, name)
-            assert found is not None
-            assert (found["left_s"], found["epoch"], found["slots"]) == (None, 2, 2)
-            assert f"driver {os.getpid()}" in found["driver"]
+            status = published(runtime, name)
+            assert status is not None
+            assert (status["left_s"], status["epoch"], status["slots"]) == (None, 2, 2)
+            assert f"driver {os.getpid()}" in status["driver"]
             assert counting(first).add() == [1, 1]
             with pytest.raises(ConfigError, match="is borrowed"):
                 first.detach(name, ttl=TTL_S)
         with runtime.attach(name) as second:
             assert counting(second).add() == [2, 2]
             assert second._node.epoch == 3
-        found = published(runtime, name)
-        assert found is not None
-        assert found["driver"] is None
-        assert 0 < found["left_s"] <= TTL_S
+        status = published(runtime, name)
+        assert status is not None
+        assert status["driver"] is None
+        assert 0 < status["left_s"] <= TTL_S
 
     @needs(Detachable)
     def test_owner_changes_groups(self, runtime: Runtime, name: str) -> None:
@@ -103,22 +103,22 @@ class Attaching(DetachedCase):
         pool.detach(name, ttl=TTL_S)
         borrowed = runtime.attach(name)
         view = counting(borrowed)
-        kept = view.made.keep()
-        kept.fetch()
+        resident = view.made.keep()
+        resident.fetch()
         with Gate() as gate, self.connect() as other:
             call = view.wait_and_add.submit(gate.address)
             queued = view.add.submit(100)
             gate.wait_for(2)
             mine = other.attach(name, own=True)
-            taken = counting(mine).add.submit()
-            for each in (call, queued):
-                assert isinstance(each.exception(PATIENCE_S), ClosedError)
-            for use in (view.add, kept.fetch, lambda: borrowed.spawn({"echo": colocate.role(Echo)})):
+            submitted = counting(mine).add.submit()
+            for pending in (call, queued):
+                assert isinstance(pending.exception(PATIENCE_S), ClosedError)
+            for use in (view.add, resident.fetch, lambda: borrowed.spawn({"echo": colocate.role(Echo)})):
                 with pytest.raises(ClosedError, match=rf"driver {os.getpid()} on .*\(epoch 3\), who has taken it"):
                     use()
             borrowed.close()
             gate.open()
-            assert taken.result(PATIENCE_S) == [2, 2]
+            assert submitted.result(PATIENCE_S) == [2, 2]
             workers = Processes(counting(mine).pid())
             mine.close()
             workers.wait()
@@ -136,8 +136,8 @@ class Attaching(DetachedCase):
             waits = view.wait_and_add.submit(gate.address, ranks=(1,))
             some = view.add.submit(100)
             nobody = view.wait_and_add.submit(first.address, ranks=(0,))
-            for each in (gate, first):
-                each.wait_for()
+            for waiting_gate in (gate, first):
+                waiting_gate.wait_for()
             mine = other.attach(name, own=True)
             view = counting(mine)
             first.open()
@@ -145,9 +145,9 @@ class Attaching(DetachedCase):
             assert view.add(0) == [102, 1]
             for call in (waits, some, nobody):
                 assert isinstance(call.exception(PATIENCE_S), ClosedError)
-            told = [record.getMessage() for record in caplog.records if "left by its driver" in record.getMessage()]
-            assert [text.partition(": ")[2].partition(",")[0] for text in told] == ["rank 1 had not"] * 2
-            assert ["counting.add" in text for text in told] == [True, False]
+            messages = [record.getMessage() for record in caplog.records if "left by its driver" in record.getMessage()]
+            assert [text.partition(": ")[2].partition(",")[0] for text in messages] == ["rank 1 had not"] * 2
+            assert ["counting.add" in text for text in messages] == [True, False]
             caplog.clear()
             mine.detach(name, ttl=TTL_S)
             with runtime.attach(name, own=True) as again:
@@ -313,9 +313,9 @@ class Successors(DetachedCase):
 
     def _said(self, scripts: Scripts, name: str, text: str, who: str = "first") -> Any:
         driver = self._run(scripts, name, text, who)
-        said = driver.hear()
+        answer = driver.hear()
         assert driver.end() == (0, "")
-        return said
+        return answer
 
     @needs(Detachable)
     @needs_feature("functions")
@@ -337,9 +337,9 @@ class Successors(DetachedCase):
                 say(tell(each))
         """
         driver = self._run(scripts, name, used + textwrap.dedent(sends))
-        for what in ("Item", "<lambda>, which names the global 'LIMIT',", "tell"):
+        for item in ("Item", "<lambda>, which names the global 'LIMIT',", "tell"):
             assert (
-                f"{what} is of this driver's script, and can't go to workers that another driver has" in driver.hear()
+                f"{item} is of this driver's script, and can't go to workers that another driver has" in driver.hear()
             )
         assert [driver.hear(), driver.hear()] == [[3], [1]]
         assert driver.end() == (0, "")
@@ -393,7 +393,7 @@ class Watching(DetachedCase):
         (group,) = look_at(window, watchable(runtime))["groups"]
         assert (group["group"], group["state"], len(group["slots"])) == ("policy", "ready", 2)
         first, second = group["slots"]
-        assert [(each["call"], each["queue"]) for each in (first, second)] == [
+        assert [(slot["call"], slot["queue"]) for slot in (first, second)] == [
             ("counting.wait_and_add", 1),
             ("counting.wait_and_add", 0),
         ]
@@ -413,9 +413,9 @@ class Watching(DetachedCase):
         assert f"{job} (process {driver.process.pid} on " in shown
         assert "counting.wait_and_add" in shown
         assert show_top(f"{job}x", cluster, once=True, every=1.0, json=False) == 1
-        said = capsys.readouterr().err
-        assert f"no job is called '{job}x'" in said
-        assert f"did you mean '{job}'?" in said
+        message = capsys.readouterr().err
+        assert f"no job is called '{job}x'" in message
+        assert f"did you mean '{job}'?" in message
 
         gate.open()
         assert driver.hear() == [1, 1]
@@ -440,10 +440,10 @@ class Watching(DetachedCase):
         pool.detach(name, ttl=TTL_S)
 
         before = executor.look(name)
-        seen = executor.look(name)
-        assert (seen["driver"], seen["epoch"], seen["silent"], seen["lost"]) == (None, before["epoch"], [], 0)
-        assert before["left_s"] >= seen["left_s"]  # nothing was renewed
-        workers = sorted(seen["workers"], key=lambda each: int(each["slot"]))
+        status = executor.look(name)
+        assert (status["driver"], status["epoch"], status["silent"], status["lost"]) == (None, before["epoch"], [], 0)
+        assert before["left_s"] >= status["left_s"]  # nothing was renewed
+        workers = sorted(status["workers"], key=lambda each: int(each["slot"]))
         assert [(each["group"], each["slot"], each["call"], each["queue"]) for each in workers] == [
             ("counting", 0, None, 0),
             ("counting", 1, None, 0),
@@ -469,12 +469,12 @@ class Watching(DetachedCase):
             assert all(each["age"] > 0 for each in held["workers"])
 
             def all_busy() -> bool:
-                return all(each["roles"][0]["busy"] > 0 for each in executor.look(name)["workers"])
+                return all(worker["roles"][0]["busy"] > 0 for worker in executor.look(name)["workers"])
 
             wait_until(all_busy, "who runs its first call is busy")
             assert show_top(f"pool/{name}", Cluster(config), once=True, every=1.0, json=True) == 0
-            told = json.loads(capsys.readouterr().out)
-            assert [group["state"] for group in told["groups"]] == ["attached"]
+            report = json.loads(capsys.readouterr().out)
+            assert [group["state"] for group in report["groups"]] == ["attached"]
             gate.open()
             assert first.result() == [2, 2]
             assert counting(borrowed).add() == [4, 4]
@@ -497,4 +497,4 @@ def watchable(runtime: Runtime) -> Watchable:
 
 def found(runtime: Runtime, name: str) -> Window | None:
     """Return what the cluster has of a job."""
-    return next((each for each in watchable(runtime).windows() if each.name == name), None)
+    return next((window for window in watchable(runtime).windows() if window.name == name), None)

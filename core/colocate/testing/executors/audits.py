@@ -44,7 +44,7 @@ def ids(group: ColocatedGroup) -> set[str]:
 
 def found(differences: Any, kind: str) -> set[str]:
     """The ids of what an audit has found of one kind."""
-    return {each.id for each in differences if each.kind == kind}
+    return {difference.id for difference in differences if difference.kind == kind}
 
 
 class Auditing(ExecutorCase):
@@ -83,8 +83,8 @@ class Auditing(ExecutorCase):
         assert audit
         assert audit.missing == ()
         assert found(audit.leaked, "worker") == ids(group)
-        assert {each.kind for each in audit.leaked} == {"worker"}
-        assert {(each.id, each.pid) for each in audit.leaked} == {
+        assert {difference.kind for difference in audit.leaked} == {"worker"}
+        assert {(difference.id, difference.pid) for difference in audit.leaked} == {
             (worker.boot.worker, worker.pid) for worker in group._node.workforce.workers
         }
         lines = str(audit).splitlines()

@@ -101,8 +101,8 @@ class Deaths(ExecutorCase):
         group = spawn({"faulty": colocate.role(Faulty), "rows": colocate.role(Rows)}, slots=1)
         other = spawn({"rows": colocate.role(Rows), "echo": colocate.role(Echo)}, slots=1)
         with Gate() as gate:
-            kept = group.role("faulty", Faulty).wait.keep(gate.address)
-            use = other.role("echo", Echo).echo.submit(kept.ref)
+            resident = group.role("faulty", Faulty).wait.keep(gate.address)
+            use = other.role("echo", Echo).echo.submit(resident.ref)
             gate.wait_for()
             os.kill(_pid(group), signal.SIGKILL)
             error = use.exception(PATIENCE_S)
@@ -166,10 +166,10 @@ class Vanishing(ExecutorCase):
     @smoke
     def test_others_take_the_place_of_a_slot_that_has_vanished(self, runtime: Runtime) -> None:
         """The executor says that it is lost, so a restart reserves others; with the old slots none could succeed."""
-        with self.connect() as own, own.reserve(2, cpus=0) as pool, Gate() as gate:
+        with self.connect() as other_runtime, other_runtime.reserve(2, cpus=0) as pool, Gate() as gate:
             group = pool.spawn(ROLES, on_failure="restart", restarts=2)
             before = self.places_of(group)
-            executor = own._node.services.executor
+            executor = other_runtime._node.services.executor
             assert not any(map(executor.lost, before))
             call = group.role("faulty", Faulty).wait.submit(gate.address)
             gate.wait_for(2)
@@ -185,9 +185,9 @@ class Vanishing(ExecutorCase):
     @needs_feature("looking")
     def test_a_spare_takes_the_place_of_a_slot_that_has_vanished(self, runtime: Runtime) -> None:
         """Unless it has gone with it; the other slots stay, and there is a spare again where the executor replaces."""
-        with self.connect() as own, own.reserve(2, cpus=0, spares=1) as pool:
+        with self.connect() as other_runtime, other_runtime.reserve(2, cpus=0, spares=1) as pool:
             group = pool.spawn(ROLES, on_failure="restart", restarts=2)
-            executor, slots = own._node.services.executor, pool._node
+            executor, slots = other_runtime._node.services.executor, pool._node
             for generation in (1, 2):
                 (first, second), (spare,) = self.places_of(group), slots.spares
                 self.vanish(second)
@@ -199,31 +199,31 @@ class Vanishing(ExecutorCase):
                 if stays:
                     assert slots.places[0] is first
                     assert slots.places[1] is spare
-            wait_until(lambda: not own.audit(), "what is held is there")
+            wait_until(lambda: not other_runtime.audit(), "what is held is there")
 
     @needs(OwnProcess)
     @needs_feature("looking")
     def test_the_slots_of_what_has_vanished_are_given_back(self, runtime: Runtime) -> None:
         """Without a restart: the group fails, closing goes as ever, and the next pool has slots that work."""
-        with self.connect() as own:
-            with own.reserve(2, cpus=0) as pool:
+        with self.connect() as other_runtime:
+            with other_runtime.reserve(2, cpus=0) as pool:
                 group = pool.spawn(ROLES)
                 (_, place) = self.places_of(group)
                 self.vanish(place)
                 wait_until(lambda: group.state == "failed", "the group has failed")
-                wait_until(lambda: own._node.services.executor.lost(place), "the slot is lost")
+                wait_until(lambda: other_runtime._node.services.executor.lost(place), "the slot is lost")
                 with contextlib.suppress(BaseExceptionGroup):  # that it has failed is told once more
                     group.close()
-            with own.reserve(2, cpus=0) as pool:
+            with other_runtime.reserve(2, cpus=0) as pool:
                 assert pool.spawn(ROLES).role("echo", Echo).noop() == [None, None]
-            assert not own.audit()
+            assert not other_runtime.audit()
 
     @needs(OwnProcess)
     def test_the_engine_tells_why_a_slot_has_vanished(self, runtime: Runtime) -> None:
         """The error that the user reads has the cluster's words, not only that a connection has ended."""
         if not self.last_words:
             pytest.skip(f"what executor {self.executor!r} says of a slot that vanishes isn't given: set last_words")
-        with self.connect() as own, own.reserve(1, cpus=0) as pool, Gate() as gate:
+        with self.connect() as other_runtime, other_runtime.reserve(1, cpus=0) as pool, Gate() as gate:
             group = pool.spawn(ROLES)
             (place,) = self.places_of(group)
             call = group.role("faulty", Faulty).wait.submit(gate.address)
@@ -236,8 +236,8 @@ class Vanishing(ExecutorCase):
     @needs(OwnProcess)
     def test_what_answers_nothing_is_ended(self, runtime: Runtime) -> None:
         """A keeper that can't confirm a kill is ended by the cluster (`on_stuck`), and with it what it has started."""
-        with self.connect() as own:
-            pool = own.reserve(1, cpus=0)
+        with self.connect() as other_runtime:
+            pool = other_runtime.reserve(1, cpus=0)
             group = pool.spawn(ROLES)
             pids = [pid for pid, *_ in group.role("echo", Echo).place()]
             (place,) = self.places_of(group)
@@ -250,7 +250,7 @@ class Vanishing(ExecutorCase):
                     pool.close(grace=0)
             workers.wait()
             workers.close()
-            with own.reserve(1, cpus=0) as pool:
+            with other_runtime.reserve(1, cpus=0) as pool:
                 assert pool.spawn(ROLES).role("echo", Echo).noop() == [None]
 
 

@@ -151,11 +151,11 @@ class Definitions(ExecutorCase):
             first, second = (pool[i : i + 1].spawn(roles, name=f"definitions-{i}")["worker"] for i in range(2))
             assert first.look(script.Batch(2), script.Colour.RED) == [(True, True, True, True)]
             before = dict(vars(script.Batch))
-            (made,) = first.make(3)
-            assert type(made) is script.Batch
+            (batch,) = first.make(3)
+            assert type(batch) is script.Batch
             assert dict(vars(script.Batch)) == before
-            kept = first.make.keep(4)
-            assert second.took(kept.ref) == [[True]]
+            resident = first.make.keep(4)
+            assert second.took(resident.ref) == [[True]]
             (one,), (other,) = first.make_class(), second.make_class()
             assert type(one) is not type(other)  # each is one of its own
             assert [*first.made_it(one), *first.made_it(other), *second.made_it(other)] == [True, False, True]

@@ -55,7 +55,7 @@ def new(runtime: Runtime, slots: int = 2, name: str = "counting") -> tuple[Pool,
 
 def published(runtime: Runtime, name: str) -> dict[str, Any] | None:
     """Return what the cluster says of a detached pool."""
-    return next((each for each in runtime.detached() if each["name"] == name), None)
+    return next((pool for pool in runtime.detached() if pool["name"] == name), None)
 
 
 class DetachedCase(Scripted):
@@ -129,13 +129,13 @@ class Detaching(DetachedCase):
     def test_closed_for_its_driver(self, runtime: Runtime, name: str) -> None:
         """After detach the driver's pool, group and residents are closed, and say where it went; nothing is kept."""
         pool, view = new(runtime)
-        group, kept = pool.groups["counting"], view.made.keep()
-        kept.fetch()
+        group, resident = pool.groups["counting"], view.made.keep()
+        resident.fetch()
         pool.detach(name, ttl=TTL_S)
         assert not pool.alive
         assert not group.alive
         assert pool._node not in runtime._node.children.values()
-        for use in (view.add, kept.fetch, lambda: pool.spawn({"echo": colocate.role(Echo)})):
+        for use in (view.add, resident.fetch, lambda: pool.spawn({"echo": colocate.role(Echo)})):
             with pytest.raises(
                 ClosedError, match=rf"detaching pool .* as '{name}' at .*detaching.py:\d+; runtime.attach"
             ):
@@ -176,9 +176,9 @@ class Detaching(DetachedCase):
         pool.detach(name, ttl=0.5)
         with runtime.attach(name) as borrowed:
             counting(borrowed).add()
-            found = published(runtime, name)
-            assert found is not None
-            assert found["left_s"] is None
+            status = published(runtime, name)
+            assert status is not None
+            assert status["left_s"] is None
         workers.wait()
         workers.close()
         wait_until(lambda: published(runtime, name) is None, "it is over")
@@ -193,8 +193,8 @@ class Detaching(DetachedCase):
 
         def command(*arguments: str) -> tuple[int, str]:
             run = [sys.executable, "-m", "colocate", *arguments, str(config)]
-            found = subprocess.run(run, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
-            return found.returncode, found.stdout + found.stderr
+            process = subprocess.run(run, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+            return process.returncode, process.stdout + process.stderr
 
         pool, view = new(runtime)
         workers = Processes(view.pid())
@@ -220,8 +220,8 @@ class Detaching(DetachedCase):
         again, _ = new(runtime, 1)
         again.detach(name, ttl=TTL_S)
         code, text = command("groups", "--json")
-        (found,) = [each for each in json.loads(text)["pools"] if each["name"] == name]
-        assert (found["driver"], found["slots"], found["epoch"]) == (None, 1, 1)
+        (match,) = [row for row in json.loads(text)["pools"] if row["name"] == name]
+        assert (match["driver"], match["slots"], match["epoch"]) == (None, 1, 1)
         assert command("close", name) == (0, f"closed: {name}\n")
         assert published(runtime, name) is None
         assert command("close", name)[0] == 1
@@ -237,4 +237,4 @@ class Detaching(DetachedCase):
         with runtime.attach(name) as borrowed:
             counting(borrowed).add()
             assert not runtime.audit()
-            assert borrowed._node.request.id not in [each.id for each in runtime._node.services.executor.strays()]
+            assert borrowed._node.request.id not in [stray.id for stray in runtime._node.services.executor.strays()]

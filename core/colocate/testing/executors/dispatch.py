@@ -33,11 +33,11 @@ class NamedMeshes(ExecutorCase):
         with meshes.train.keep([1, 2, 3]) as trained, meshes.infer.keep(trained.ref) as inferred:
             assert trained.fetch() == [2, 3, 4]
             assert inferred.fetch() == [4, 6, 8]
-            for kept in (trained, inferred):
-                assert meshes.train_seen(kept.ref) == meshes.train_seen(kept.fetch())
-                assert meshes.infer_seen(kept.ref) == meshes.infer_seen(kept.fetch())
-                assert meshes.mean(kept.ref) == pytest.approx(meshes.mean(kept.fetch()))  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
-                assert meshes.padded(kept.ref) == kept.fetch()
-        with meshes.train.keep([1]) as kept:  # the second part along dp has no rows
-            assert meshes.infer(kept.ref) == [4]
-            assert meshes.train(kept.ref) == [3]
+            for resident in (trained, inferred):
+                assert meshes.train_seen(resident.ref) == meshes.train_seen(resident.fetch())
+                assert meshes.infer_seen(resident.ref) == meshes.infer_seen(resident.fetch())
+                assert meshes.mean(resident.ref) == pytest.approx(meshes.mean(resident.fetch()))  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+                assert meshes.padded(resident.ref) == resident.fetch()
+        with meshes.train.keep([1]) as resident:  # the second part along dp has no rows
+            assert meshes.infer(resident.ref) == [4]
+            assert meshes.train(resident.ref) == [3]

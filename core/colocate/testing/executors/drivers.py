@@ -53,12 +53,12 @@ class Driver:
     def hear(self) -> Any:
         """Return what it says next; a failure when it says nothing within a test's patience."""
         assert self.process.stdout is not None
-        said = self.process.stdout.fileno()
+        stdout = self.process.stdout.fileno()
         deadline = time.monotonic() + PATIENCE_S
         while b"\n" not in self._heard:
             left_s = max(0.0, deadline - time.monotonic())
-            assert readable(said, left_s), f"the script has said nothing for {PATIENCE_S:g} s"
-            more = os.read(said, 2**16)
+            assert readable(stdout, left_s), f"the script has said nothing for {PATIENCE_S:g} s"
+            more = os.read(stdout, 2**16)
             assert more, "the script has ended, or closed its output, and had more to say"
             self._heard += more
         line, _, self._heard = self._heard.partition(b"\n")
@@ -117,14 +117,14 @@ class Scripts:
 
 def _having_open(pipe: int) -> set[int]:
     """The other processes that have a pipe of this one open, as far as they can be seen."""
-    wanted = os.fstat(pipe)
-    found: set[int] = set()
+    pipe_stat = os.fstat(pipe)
+    pids: set[int] = set()
     for pid in psutil.pids():
         with contextlib.suppress(OSError):  # it has gone, or is somebody else's
             folder = f"/proc/{pid}/fd"
-            if any(os.path.samestat(os.stat(f"{folder}/{each}"), wanted) for each in os.listdir(folder)):
-                found.add(pid)
-    return found - {os.getpid()}
+            if any(os.path.samestat(os.stat(f"{folder}/{name}"), pipe_stat) for name in os.listdir(folder)):
+                pids.add(pid)
+    return pids - {os.getpid()}
 
 
 def _command_of(pid: int) -> str:

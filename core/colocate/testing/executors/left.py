@@ -57,11 +57,11 @@ class LeftInLoops(ExecutorCase):
         """As asyncio tells it, at once."""
         group = spawn({"leaves": colocate.role(Leaves)}, slots=1)
         group.role("leaves", Leaves).fails("a task went wrong")
-        said: list[str] = []
+        outputs: list[str] = []
 
         def is_said() -> bool:
-            said.extend((*capfd.readouterr(), caplog.text))  # threads log it here
-            return "a task went wrong" in "".join(said)
+            outputs.extend((*capfd.readouterr(), caplog.text))  # threads log it here
+            return "a task went wrong" in "".join(outputs)
 
         wait_until(is_said, "it is told")
-        assert "never retrieved" in "".join(said)
+        assert "never retrieved" in "".join(outputs)

@@ -24,7 +24,7 @@ LIBRARIES = 7  # how many numbers are drawn at once
 
 def apart(drawn: list[list[float]]) -> bool:
     """Whether no number was given twice, by one generator or by two."""
-    return len({number for each in drawn for number in each}) == LIBRARIES * len(drawn)
+    return len({number for numbers in drawn for number in numbers}) == LIBRARIES * len(drawn)
 
 
 class RandomNumbers(TensorCase):
@@ -49,7 +49,7 @@ class RandomNumbers(TensorCase):
         for name in ("numbers", "others"):
             group = spawn({"one": colocate.role(Numbers), "two": colocate.role(Numbers)}, name=name)
             for role in ("one", "two"):
-                drawn += [each for of_rank in group.role(role, Numbers).draws() for each in of_rank]
+                drawn += [value for of_rank in group.role(role, Numbers).draws() for value in of_rank]
             drawn += group.run(draw_there)
             group.close()
         assert len(drawn) == 2 * (2 * 2 * 2 + 2)
@@ -59,13 +59,13 @@ class RandomNumbers(TensorCase):
     @needs_feature("functions")
     def test_they_can_be_drawn_again(self, torch: Any) -> None:
         """A run of the same seed draws the same, another one others."""
-        found = []
+        draws = []
         for seed in (0, 0, 1):
             with self.again({"one": colocate.role(Numbers)}, slots=2, seed=seed) as group:
                 one = group.role("one", Numbers)
-                found.append((one.draws(), one.soon(2), group.run(draw_there)))
-        assert found[0] == found[1]
-        assert apart([*found[0][1][0], *found[0][1][1], *found[2][1][0], *found[2][1][1]])
+                draws.append((one.draws(), one.soon(2), group.run(draw_there)))
+        assert draws[0] == draws[1]
+        assert apart([*draws[0][1][0], *draws[0][1][1], *draws[2][1][0], *draws[2][1][1]])
 
     @needs(OwnProcess)
     @needs_feature("checkpoints")

@@ -21,11 +21,11 @@ class Borrows(ExecutorCase):
     def test_broken_borrow(self, pair: ColocatedGroup, spawn: Spawn) -> None:
         """A close that breaks one is refused; with `force=True` the borrower gets an error, and its group goes on."""
         owner = spawn({"rows": colocate.role(Rows)}, slots=1, name="owner")
-        kept = owner.role("rows", Rows).produce.keep(2)
-        kept.fetch()
+        resident = owner.role("rows", Rows).produce.keep(2)
+        resident.fetch()
         with Gate() as gate:
             waiting = pair.role("faulty", Faulty).wait.submit(gate.address)
-            use = pair.role("echo", Echo).first.submit(kept.ref)
+            use = pair.role("echo", Echo).first.submit(resident.ref)
             for close in (owner.close, owner.owner.close):
                 with pytest.raises(
                     BorrowedError, match=rf"echo\.first of group '{pair.name}' uses the resident of rows"

@@ -134,15 +134,15 @@ class Placement(ExecutorCase):
         """A reservation waits until what it needs is free."""
         runtime = two_cpus
         first = runtime.reserve(slots=2, cpus=1, name="first")
-        found: list[Pool] = []
-        waiter = threading.Thread(target=lambda: found.append(runtime.reserve(slots=2, cpus=1, name="second")))
+        pools: list[Pool] = []
+        waiter = threading.Thread(target=lambda: pools.append(runtime.reserve(slots=2, cpus=1, name="second")))
         waiter.start()
         wait_until(lambda: any(child.name == "second" for child in list(runtime._node.children.values())), "it waits")
-        assert found == []
+        assert pools == []
         first.close()
         waiter.join()
-        assert [slot.state for slot in found[0].slots] == ["free", "free"]
-        found[0].close()
+        assert [slot.state for slot in pools[0].slots] == ["free", "free"]
+        pools[0].close()
 
     @smoke
     def test_close_frees_slots(self, two_cpus: Runtime) -> None:
@@ -192,9 +192,9 @@ class Placement(ExecutorCase):
         nodes = runtime._node.services.executor.nodes()
         label, value = next(iter(nodes[0].labels.items()))
         having = {node.name for node in nodes if node.labels.get(label) == value}
-        for wanted in (value, f"in({value},no-such-value)", "!no-such-value"):
-            with runtime.reserve(1, cpus=0, labels={label: wanted}, together=label) as pool:
-                assert wanted.startswith("!") or pool.slots[0].node in having
+        for expression in (value, f"in({value},no-such-value)", "!no-such-value"):
+            with runtime.reserve(1, cpus=0, labels={label: expression}, together=label) as pool:
+                assert expression.startswith("!") or pool.slots[0].node in having
         for never in ({label: "no-such-value"}, {"no-such-label": value}):
             with pytest.raises(PlacementError, match=r"on nodes with .*no-such-.*can never fit") as caught:
                 runtime.reserve(1, cpus=0, labels=never)
@@ -220,11 +220,11 @@ class Placement(ExecutorCase):
         if isinstance(runtime._node.services.executor, Labelled):
             pytest.skip(f"executor {runtime.name!r} is Labelled")
         options: list[dict[str, Any]] = [{"labels": {"a": "b"}}, {"resources": {"a": 1}}, {"together": "a"}]
-        for each in options:
+        for option in options:
             with pytest.raises(
                 CapabilityError, match=r"\(labels=, resources=, together=\): it lacks Labelled"
             ) as caught:
-                runtime.reserve(1, cpus=0, **each)
+                runtime.reserve(1, cpus=0, **option)
             assert caught.value.capability == "Labelled"
 
     @needs_feature("looking")
@@ -264,11 +264,11 @@ class Placement(ExecutorCase):
     def test_gpus_of_the_job(self, monkeypatch: pytest.MonkeyPatch, visible: str) -> None:
         """A job that was given some of a machine's GPUs gives its slots these, each its own, in the order it got."""
         with _gpus(monkeypatch, visible), self.connect_privately(gpus=4) as runtime:
-            for each in (1, 2):
-                with runtime.reserve(slots=4 // each, gpus=each, cpus=0) as pool:
+            for count in (1, 2):
+                with runtime.reserve(slots=4 // count, gpus=count, cpus=0) as pool:
                     assert [index for slot in pool.slots for index in slot.devices] == [0, 1, 2, 3]
-                    seen: Any = pool.spawn({"echo": colocate.role(Echo)}).role("echo", Echo).env(gpus.VARIABLE)
-                assert ",".join(seen) == visible.replace(" ", "").rpartition(",")[0]
+                    values: Any = pool.spawn({"echo": colocate.role(Echo)}).role("echo", Echo).env(gpus.VARIABLE)
+                assert ",".join(values) == visible.replace(" ", "").rpartition(",")[0]
 
     def test_more_gpus_than_the_job_has(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """A cluster of one's own can't offer GPUs that the environment hides."""
@@ -323,9 +323,9 @@ class Placement(ExecutorCase):
             pytest.skip(f"executor {self.executor!r} says nothing of itself: its plugin has no hook colocate_about()")
         executor = runtime._node.services.executor
         can = {
-            each.__name__
-            for each in (OwnProcess, MultiNode, Labelled, Detachable, Watchable)
-            if isinstance(executor, each)
+            capability.__name__
+            for capability in (OwnProcess, MultiNode, Labelled, Detachable, Watchable)
+            if isinstance(executor, capability)
         }
         assert can <= about.capabilities.keys()
 
@@ -354,11 +354,11 @@ class Ports(ExecutorCase):
             pool = runtime.reserve(2, cpus=0, strategy=self.strategy, detachable=detachable)
             halves = {name: colocate.role(Echo).on(slots=[slot]) for slot, name in enumerate(("left", "right"))}
             group = pool.spawn({**halves, "all": colocate.role(Collective)})
-            left, right = (group.role(name, Echo) for name in halves)
-            workers = [pid for pid, *_ in left.place() + right.place()]
-            assert right.first(left.echo.keep("x").ref) == ["x"]
-            others = {os.getpid(), *map(starter_of, workers)}
-            assert _listening(others) - before <= {*within}
+            left_echo, right = (group.role(name, Echo) for name in halves)
+            workers = [pid for pid, *_ in left_echo.place() + right.place()]
+            assert right.first(left_echo.echo.keep("x").ref) == ["x"]
+            starters = {os.getpid(), *map(starter_of, workers)}
+            assert _listening(starters) - before <= {*within}
             assert group.role("all", Collective).sum(1.0) == [2.0, 2.0]
             assert any(_listening(workers) & {*within})
             for worker in workers:
@@ -377,7 +377,11 @@ def free_ports(count: int) -> int:
 
 def _listening(pids: Collection[int] | None) -> set[int]:
     """The ports at which some processes listen, None for all of this machine; but for those of all addresses."""
-    found: list[Any] = [*psutil.net_connections("tcp")] if pids is None else []
+    connections: list[Any] = [*psutil.net_connections("tcp")] if pids is None else []
     for pid in pids or ():
-        found += psutil.Process(pid).net_connections("tcp")
-    return {each.laddr.port for each in found if each.status == "LISTEN" and each.laddr.ip not in _EVERYWHERE}
+        connections += psutil.Process(pid).net_connections("tcp")
+    return {
+        connection.laddr.port
+        for connection in connections
+        if connection.status == "LISTEN" and connection.laddr.ip not in _EVERYWHERE
+    }

@@ -18,22 +18,22 @@ class Residents(ExecutorCase):
         with runtime.reserve(1, cpus=0) as pool:
             for text in ("earlier", "later"):
                 with pool.spawn({"echo": colocate.role(Echo)}, name="again") as giving:
-                    kept = giving.role("echo", Echo).first.keep(text)
-                    assert taking.first(kept.ref) == text
+                    resident = giving.role("echo", Echo).first.keep(text)
+                    assert taking.first(resident.ref) == text
 
     @smoke
     def test_between_slots(self, pair: ColocatedGroup) -> None:
         """A resident of one slot is used on another, and by a role on all slots: nothing comes by the driver."""
-        left, right, rows = pair.role("left", Rows), pair.role("right", Rows), pair.role("rows", Rows)
-        with left.produce.keep(3) as kept, rows.produce.keep(2) as spread:
-            assert right.double(kept.ref) == [0, 2, 4]
-            assert rows.double(kept.ref) == [0, 2, 4]
-            assert rows.seen(kept.ref) == [([0, 1], 1), ([2], 1)]
-            assert right.double(spread.ref) == left.double(spread.ref) == [0, 2, 200, 202]
-            assert pair.role("echo", Echo).echo(kept.ref) == [[0, 1, 2]] * 2
+        left_rows, right, rows = pair.role("left", Rows), pair.role("right", Rows), pair.role("rows", Rows)
+        with left_rows.produce.keep(3) as resident, rows.produce.keep(2) as spread:
+            assert right.double(resident.ref) == [0, 2, 4]
+            assert rows.double(resident.ref) == [0, 2, 4]
+            assert rows.seen(resident.ref) == [([0, 1], 1), ([2], 1)]
+            assert right.double(spread.ref) == left_rows.double(spread.ref) == [0, 2, 200, 202]
+            assert pair.role("echo", Echo).echo(resident.ref) == [[0, 1, 2]] * 2
 
     def test_between_groups(self, pair: ColocatedGroup, spawn: Spawn) -> None:
         """A resident of one group is used by another one."""
         other = spawn({"rows": colocate.role(Rows)}, slots=1)
-        with pair.role("rows", Rows).produce.keep(2) as kept:
-            assert other.role("rows", Rows).double(kept.ref) == [0, 2, 200, 202]
+        with pair.role("rows", Rows).produce.keep(2) as resident:
+            assert other.role("rows", Rows).double(resident.ref) == [0, 2, 200, 202]

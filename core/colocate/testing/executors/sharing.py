@@ -95,15 +95,15 @@ class Sharing(ExecutorCase):
         """A resident of one is an argument of the other, whose use of it refuses the close."""
         pool = reserve()
         one, other = pool.spawn(ROLES, name="one"), pool.spawn(ROLES, name="other")
-        kept = one.role("rows", Rows).produce.keep(4)
-        assert other.role("rows", Rows).double(kept.ref) == [2 * row for row in kept.fetch()]
+        resident = one.role("rows", Rows).produce.keep(4)
+        assert other.role("rows", Rows).double(resident.ref) == [2 * row for row in resident.fetch()]
         with Gate() as gate:
             call = other.role("faulty", Faulty).wait.submit(gate.address)
-            use = other.role("rows", Rows).double.submit(kept.ref)
+            use = other.role("rows", Rows).double.submit(resident.ref)
             with pytest.raises(BorrowedError, match=r"rows\.double of group 'other' uses the resident of rows"):
                 one.close()
         call.result(PATIENCE_S)
-        assert use.result(PATIENCE_S) == [2 * row for row in kept.fetch()]
+        assert use.result(PATIENCE_S) == [2 * row for row in resident.fetch()]
 
     @needs(OwnProcess)
     @needs_feature("looking")
@@ -135,27 +135,27 @@ class Sharing(ExecutorCase):
         """On top of the pool's, before a role is imported; also what is read at a process's start."""
         pool = reserve(1, env={"COLOCATE_PROBE": "the pool's", "COLOCATE_OTHER": "the pool's"})
         plain = pool.spawn({"early": colocate.role(Early)})
-        own = pool.spawn({"early": colocate.role(Early)}, env={"COLOCATE_PROBE": "its own", "PYTHONHASHSEED": "7"})
-        assert [each.role("early", Early).at_import() for each in (plain, own)] == [["the pool's"], ["its own"]]
-        assert own.run(_variable, "COLOCATE_OTHER") == ["the pool's"]
-        assert plain.run(_variable, "PYTHONHASHSEED") != own.run(_variable, "PYTHONHASHSEED") == ["7"]
+        separate = pool.spawn({"early": colocate.role(Early)}, env={"COLOCATE_PROBE": "its own", "PYTHONHASHSEED": "7"})
+        assert [group.role("early", Early).at_import() for group in (plain, separate)] == [["the pool's"], ["its own"]]
+        assert separate.run(_variable, "COLOCATE_OTHER") == ["the pool's"]
+        assert plain.run(_variable, "PYTHONHASHSEED") != separate.run(_variable, "PYTHONHASHSEED") == ["7"]
 
     @needs(OwnProcess)
     @needs_feature("looking")
     def test_all_groups_of_a_lost_slot_get_others(self, runtime: Runtime) -> None:
         """Slots are reserved once for all, and each group is restarted there."""
         self._share(runtime)
-        with self.connect() as own, own.reserve(2, cpus=0, groups=2) as pool:
+        with self.connect() as other_runtime, other_runtime.reserve(2, cpus=0, groups=2) as pool:
             groups = [pool.spawn(ROLES, on_failure="restart", restarts=1) for _ in range(2)]
             before = self.places_of(groups[0])
             self.vanish(before[1])
-            wait_until(lambda: own._node.services.executor.lost(before[1]), "the slot is lost")
+            wait_until(lambda: other_runtime._node.services.executor.lost(before[1]), "the slot is lost")
             wait_until(lambda: all(group.generation for group in groups), "both are restarted")
             for group in groups:
                 group.wait_ready(PATIENCE_S)
                 assert group.role("echo", Echo).noop() == [None, None]
             assert not any(place is before[1] for place in pool._node.places)
-            assert not own.audit()
+            assert not other_runtime.audit()
 
     def _share(self, runtime: Runtime) -> None:
         if not isinstance(runtime._node.services.executor, SharedSlots):
@@ -172,8 +172,8 @@ class SharingDetached(DetachedCase):
         if not isinstance(runtime._node.services.executor, SharedSlots):
             pytest.skip(f"executor {runtime.name!r} lacks SharedSlots")
         pool = runtime.reserve(1, cpus=0, groups=2, detachable=True, device_memory="4MiB")
-        for each, mib in (("one", 1), ("other", 2)):
-            pool.spawn({"model": colocate.role(Holding, mib), "lasting": colocate.role(Lasting)}, name=each)
+        for group_name, mib in (("one", 1), ("other", 2)):
+            pool.spawn({"model": colocate.role(Holding, mib), "lasting": colocate.role(Lasting)}, name=group_name)
         ((_, _, pid),) = pool.groups["other"].role("lasting", Lasting).tell()
         workers = Processes([pid])
         pool.detach(name, ttl=TTL_S)

@@ -47,7 +47,7 @@ class Startup(ExecutorCase):
             root = runtime.graph.data()
             assert (root["kind"], [child["name"] for child in root["children"]]) == ("runtime", [pool.name])
             assert all("startup.py:" in node["line"] for node in (root, *root["children"]))
-        assert [each.state for each in (group, pool, runtime)] == ["closed"] * 3
+        assert [owner.state for owner in (group, pool, runtime)] == ["closed"] * 3
         with pytest.raises(ClosedError, match=r"leaving its with block at .*startup\.py:\d+"):
             runtime.reserve()
         again = self.spawn_alone({"echo": colocate.role(Echo)}, slots=1)
@@ -123,8 +123,8 @@ class Templates(ExecutorCase):
         for env, hashes in (({"COLOCATE_PROBE": "set"}, None), ({"PYTHONHASHSEED": "7"}, {"PYTHONHASHSEED": "7"})):
             with runtime.reserve(1, cpus=0, env=env) as pool, pool.spawn(BORN) as group:
                 ((name, value),) = env.items()
-                ((found, shown, digest),) = group.role("born", Born).shown(name)
-                assert (found, shown) == (value, True)
+                ((shown_by_kernel, shown, digest),) = group.role("born", Born).shown(name)
+                assert (shown_by_kernel, shown) == (value, True)
                 if hashes is not None:
                     command = [sys.executable, "-c", "print(hash('colocate'))"]
                     same = subprocess.run(command, env={**os.environ, **hashes}, stdout=subprocess.PIPE, check=True)
@@ -134,17 +134,17 @@ class Templates(ExecutorCase):
     def test_the_template_is_killed(self, spawn: Spawn) -> None:
         """The template's end ends no worker; the next group has another template, and its workers end as ever."""
         group = spawn(BORN)
-        found = _templates(group)
-        ended = Processes(template.pid for template in found)
-        for template in found:
+        templates = _templates(group)
+        ended = Processes(template.pid for template in templates)
+        for template in templates:
             template.kill()
         ended.wait()
         ended.close()
         assert len(group.role("born", Born).made_up()) == 2
         other = spawn({**BORN, "faulty": colocate.role(Faulty)})
-        assert found
+        assert templates
         assert _templates(other)
-        assert not _templates(other) & found
+        assert not _templates(other) & templates
         error = other.role("faulty", Faulty).exit.submit(3, "by os._exit").exception(PATIENCE_S)
         assert isinstance(error, WorkerDied)
         assert error.exitcode == 3

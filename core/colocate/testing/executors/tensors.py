@@ -63,8 +63,8 @@ class TensorResidents(TensorCase):
 
     def test_no_copy(self, tensors: Tensors) -> None:
         """A resident used on its own slot is handed over by reference: no byte moves."""
-        with tensors.make.keep(1000) as kept:
-            assert tensors.address_of_rows(kept.ref) == tensors.own_address()
+        with tensors.make.keep(1000) as resident:
+            assert tensors.address_of_rows(resident.ref) == tensors.own_address()
 
 
 class Memory(TensorCase):

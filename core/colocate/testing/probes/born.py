@@ -45,8 +45,8 @@ class Born(Role):
         """A variable of the environment as Python has it, whether the kernel shows the same, and a flag."""
         value = os.environ.get(name)
         with open("/proc/self/environ", "rb") as file:
-            found = os.fsencode(f"{name}={value}") in file.read().split(b"\0")
-        return value, found, str(hash("colocate"))
+            is_shown = os.fsencode(f"{name}={value}") in file.read().split(b"\0")
+        return value, is_shown, str(hash("colocate"))
 
     @method
     def process(self) -> dict[str, Any]:

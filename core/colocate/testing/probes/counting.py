@@ -46,9 +46,9 @@ class Counting(Role):
     def made(self) -> Tracked:
         import weakref
 
-        found = Tracked([1])
-        self.kept = weakref.ref(found)
-        return found
+        value = Tracked([1])
+        self.kept = weakref.ref(value)
+        return value
 
     @method
     def still_kept(self) -> bool:

@@ -66,8 +66,8 @@ class Echo(Role):
     @method
     def ask_sibling(self, name: str) -> tuple[str, int]:
         """Return what another role of this worker says: called bare."""
-        said: Any = self.ctx.sibling(name, Echo).tag_and_rank()  # bare, where a view would give a list
-        return said[0], said[1]
+        answer: Any = self.ctx.sibling(name, Echo).tag_and_rank()  # bare, where a view would give a list
+        return answer[0], answer[1]
 
     @method
     def tag_and_rank(self) -> tuple[str, int]:
@@ -76,18 +76,18 @@ class Echo(Role):
     @method
     def bare(self) -> int:
         """Inside a role, a method of its own is the bare method: no list, no dispatch; on the class it is typed so."""
-        said: Any = self.tag_and_rank()
-        assert said == Echo.tag_and_rank(self) == type(self).tag_and_rank(self)
+        answer: Any = self.tag_and_rank()
+        assert answer == Echo.tag_and_rank(self) == type(self).tag_and_rank(self)
         return Echo.tag_and_rank(self)[1]
 
     @method
     def from_a_thread(self) -> tuple[int, int]:
         """The rank, as a thread that the role has started sees it."""
-        seen: list[int] = []
-        thread = threading.Thread(target=lambda: seen.append(self.ctx.rank))
+        ranks: list[int] = []
+        thread = threading.Thread(target=lambda: ranks.append(self.ctx.rank))
         thread.start()
         thread.join()
-        return seen[0], self.ctx.rank
+        return ranks[0], self.ctx.rank
 
     @method(dispatch=OnRank(0))
     def call_a_view(self) -> Any:
@@ -98,11 +98,11 @@ class Echo(Role):
     @method
     def tracked(self, gate: Address | None = None) -> Tracked:
         """Something whose end is noticed: then somebody comes to the gate."""
-        made = Tracked([1])
-        self.seen = weakref.ref(made)
+        value = Tracked([1])
+        self.seen = weakref.ref(value)
         if gate is not None:
-            weakref.finalize(made, is_open, gate).atexit = False
-        return made
+            weakref.finalize(value, is_open, gate).atexit = False
+        return value
 
     @method
     def is_alive(self) -> bool:

@@ -26,19 +26,19 @@ class Tensors(Role):
     def make(self, rows: int, fill: float | None = None) -> torch.Tensor:
         """So many rows on each rank, all different unless filled."""
         device = self.ctx.device
-        made = torch.arange(float(rows), device=device) + 100.0 * self.ctx.rank
-        made = made if fill is None else torch.full_like(made, fill)
-        self.returned = made
-        return made
+        filled = torch.arange(float(rows), device=device) + 100.0 * self.ctx.rank
+        filled = filled if fill is None else torch.full_like(filled, fill)
+        self.returned = filled
+        return filled
 
     @method
     def make_uncollected(self, rows: int) -> list[torch.Tensor]:
         """Rows in a process whose garbage collector doesn't run, until `is_there` is asked with `collects`."""
         gc.collect()
         gc.disable()
-        made = torch.arange(float(rows), device=self.ctx.device)
-        self.weak = weakref.ref(made)
-        return [made]
+        tensor = torch.arange(float(rows), device=self.ctx.device)
+        self.weak = weakref.ref(tensor)
+        return [tensor]
 
     @method
     def is_there(self, collects: bool = False) -> bool:

@@ -29,11 +29,11 @@ def end(status: int = 0) -> NoReturn:
     threads._shutdown()
     handlers._run_exitfuncs()
     gc.collect()  # a fork's initial objects are left out: the template has frozen them
-    for each in gc.get_objects():
-        if issubclass(type(each), io.IOBase):
+    for item in gc.get_objects():
+        if issubclass(type(item), io.IOBase):
             # The file is closed, or nobody reads the pipe; an interpreter is silent, too.
             with contextlib.suppress(Exception):
-                each.flush()
+                item.flush()
     ctypes.CDLL(None).fflush(None)  # output that C libraries have buffered
     for stream in (sys.stdout, sys.stderr):
         try:

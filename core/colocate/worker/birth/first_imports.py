@@ -24,15 +24,15 @@ def when_imported(acts: Mapping[str, Callable[[], object]]) -> None:
     Args:
         acts: By module ("torch", "numpy.random") the callback, run on the importing thread. It must not raise.
     """
-    left = dict(acts)
+    pending = dict(acts)
     turn = threading.RLock()
     plain_import, import_module = builtins.__import__, importlib.import_module
 
     def then() -> None:
-        for name in [*left]:
-            if _is_there(name) and (act := left.pop(name, None)) is not None:
+        for name in [*pending]:
+            if _is_there(name) and (act := pending.pop(name, None)) is not None:
                 act()
-        if not left:
+        if not pending:
             if builtins.__import__ is importing:
                 builtins.__import__ = plain_import
             if importlib.import_module is module_importing:
@@ -40,12 +40,12 @@ def when_imported(acts: Mapping[str, Callable[[], object]]) -> None:
 
     def looking(imports: Callable[..., Any], name: str, *args: Any, **kwargs: Any) -> Any:
         package = name.partition(".")[0]
-        if package not in packages or not left:
+        if package not in packages or not pending:
             return imports(name, *args, **kwargs)
         with turn if package == "torch" else nullcontext():
-            found = imports(name, *args, **kwargs)
+            module = imports(name, *args, **kwargs)
             then()
-            return found
+            return module
 
     def importing(name: str, *args: Any, **kwargs: Any) -> Any:
         return looking(plain_import, name, *args, **kwargs)
@@ -54,8 +54,8 @@ def when_imported(acts: Mapping[str, Callable[[], object]]) -> None:
         return looking(import_module, name, package)
 
     then()
-    packages = {name.partition(".")[0] for name in left}
-    if left:
+    packages = {name.partition(".")[0] for name in pending}
+    if pending:
         builtins.__import__ = importing
         importlib.import_module = module_importing
 

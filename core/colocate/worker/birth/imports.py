@@ -72,25 +72,25 @@ class DriversModules:
         top = name.partition(".")[0]
         if top in self._others or (is_shipped_with_python(name) and top not in self.shadowing):
             return None
-        found = self._found.get(name)
-        answer, unasked = None, ""
-        if found is None and self._may_ask():
+        source = self._found.get(name)
+        answer, refusal = None, ""
+        if source is None and self._may_ask():
             try:
                 with _without_import_lock():
                     answer = self._ask(name)
             except ColocateError as error:  # no driver now, or the call may not wait, or the driver has no answer
-                unasked = error.message
+                refusal = error.message
         if answer:
             self._found.update(answer)
-            found = answer.get(name)
-        if isinstance(found, Source):
-            return _spec(name, found)
+            source = answer.get(name)
+        if isinstance(source, Source):
+            return _spec(name, source)
         other = PathFinder.find_spec(name, path)
-        if isinstance(found, Refused) and other is None:
-            raise ImportError(f"module {name!r} can't be had in this worker: {found.why}", name=name)
-        if unasked and other is None:
+        if isinstance(source, Refused) and other is None:
+            raise ImportError(f"module {name!r} can't be had in this worker: {source.why}", name=name)
+        if refusal and other is None:
             raise ModuleNotFoundError(
-                f"module {name!r} isn't installed in this worker, and the driver couldn't be asked for it: {unasked}",
+                f"module {name!r} isn't installed in this worker, and the driver couldn't be asked for it: {refusal}",
                 name=name,
             )
         if answer == {} and "." not in name and other is not None:
@@ -103,7 +103,7 @@ class DriversModules:
 
     def forget(self) -> None:
         """Forget modules that nobody has imported yet: the next driver answers for these."""
-        self._found = {name: found for name, found in self._found.items() if name in sys.modules}
+        self._found = {name: source for name, source in self._found.items() if name in sys.modules}
 
     def _may_ask(self) -> bool:
         """Return whether the driver may be asked: not in a forked child, nor on the receiving thread, say."""
@@ -145,8 +145,8 @@ def _spec(name: str, source: Source) -> ModuleSpec | None:
 def own_sources() -> dict[str, Source]:
     """Return the sources received from the driver, for a child process."""
     finders = [finder for finder in sys.meta_path if isinstance(finder, DriversModules)]
-    found = [(name, each) for finder in finders for name, each in finder._found.items()]
-    return {name: each for name, each in found if isinstance(each, Source)}
+    pairs = [(name, source) for finder in finders for name, source in finder._found.items()]
+    return {name: source for name, source in pairs if isinstance(source, Source)}
 
 
 _folders_elsewhere: set[str] = set()  # folders, on the driver's machine, of modules received as source
@@ -195,9 +195,11 @@ def refuse_others(shadowing: Mapping[str, tuple[str, str]]) -> None:
         ColocateError: The standard library's module is imported already.
     """
     for name, (file, content) in shadowing.items():
-        there: Any = getattr(sys.modules.get(name), "__file__", None)
-        if there is not None and (not there.endswith(".py") or digest(Path(there).read_bytes()) != content):
-            raise ColocateError(in_the_way(name, file, there))
+        local_file: Any = getattr(sys.modules.get(name), "__file__", None)
+        if local_file is not None and (
+            not local_file.endswith(".py") or digest(Path(local_file).read_bytes()) != content
+        ):
+            raise ColocateError(in_the_way(name, file, local_file))
 
 
 @functools.cache
@@ -206,13 +208,13 @@ def imported_already() -> dict[str, tuple[str, str]]:
 
     The template calls this for its forks: a look at all modules changes reference counts, and so unshares their memory.
     """
-    found: dict[str, tuple[str, str]] = {}
+    digests: dict[str, tuple[str, str]] = {}
     for name, module in list(sys.modules.items()):
         file: Any = getattr(module, "__file__", None)
         if "." in name or is_shipped_with_python(name) or not isinstance(file, str) or not file.endswith(".py"):
             continue
         try:
-            found[name] = file, digest(Path(file).read_bytes())
+            digests[name] = file, digest(Path(file).read_bytes())
         except OSError:  # the module is in an archive
             continue
-    return found
+    return digests

@@ -55,11 +55,11 @@ def main() -> None:
         return
     door = sock  # the socket for lanes and this machine's certificates
     try:
-        found = given(door)
+        handover = given(door)
     except EOFError:  # a worker without a lane has nothing to do
         os._exit(0)
-    assert not isinstance(found, bytes)
-    sock, epoch, tls = found
+    assert not isinstance(handover, bytes)
+    sock, epoch, tls = handover
     if epoch:
         serve(sock, tls, epoch, wire.track_socket(door))
     else:
@@ -73,12 +73,12 @@ def serve(sock: socket.socket, tls: wire.Tls | None = None, epoch: int = 0, door
     The calling thread, the main one, becomes the lane.
     """
     event_loop = wire.EventLoop("worker", own_thread=False)
-    began: queue.SimpleQueue[WorkerHost] = queue.SimpleQueue()
-    over = threading.Event()
+    hosts: queue.SimpleQueue[WorkerHost] = queue.SimpleQueue()
+    end_event = threading.Event()
 
     def begin(boot: Boot, service: Service, lane: wire.SocketLane) -> WorkerHost:
-        host = start(boot, service, lane, over.set)
-        began.put(host)
+        host = start(boot, service, lane, end_event.set)
+        hosts.put(host)
         return host
 
     def receive() -> None:
@@ -90,12 +90,12 @@ def serve(sock: socket.socket, tls: wire.Tls | None = None, epoch: int = 0, door
 
     Service(event_loop, begin, tls, door).open(sock, epoch)
     Thread(target=receive, name="colocate-worker").start()
-    lane = began.get().lane
+    lane = hosts.get().lane
     _raise_thread_counts()  # here, as OpenMP keeps a count per thread
     guard(lane)
     lane.run()
     leave()
-    over.wait()
+    end_event.wait()
 
 
 def start(boot: Boot, service: Service, lane: wire.SocketLane, on_end: Callable[[], object]) -> WorkerHost:
@@ -108,7 +108,7 @@ def start(boot: Boot, service: Service, lane: wire.SocketLane, on_end: Callable[
     if boot.host != wire.LOOPBACK:  # torch alone may choose an interface that other machines don't reach
         import psutil
 
-        addresses = ((name, each.address) for name, found in psutil.net_if_addrs().items() for each in found)
+        addresses = ((name, item.address) for name, entries in psutil.net_if_addrs().items() for item in entries)
         interface = next((name for name, address in addresses if address == boot.host), None)
     if interface is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
@@ -170,7 +170,7 @@ def _raise_thread_counts() -> None:
 
     def first_number(*names: str) -> int:
         digits = (os.environ.get(name, "").split(",")[0].strip() for name in names)
-        return next((int(each) for each in digits if each.isdigit() and int(each)), 0)
+        return next((int(text) for text in digits if text.isdigit() and int(text)), 0)
 
     count = first_number("OMP_NUM_THREADS")
     # Without a count torch has read the processors at the import.

@@ -64,19 +64,19 @@ def below_this() -> list[Child]:
                 below.setdefault(process.ppid(), []).append(process)
         except psutil.Error:  # the process is gone
             continue
-    found = []
+    children = []
     for process in below.get(this.pid, []):
         try:
-            told, shown = arguments_of(process, MODULE), process
+            arguments, shown = arguments_of(process, MODULE), process
             # A supervisor's first child is the supervised process; without one the supervisor is just starting, or
             # ending.
-            for _ in range(0 if told is None else SUPERVISORS):
+            for _ in range(0 if arguments is None else SUPERVISORS):
                 shown = min(below.get(shown.pid, [shown]), key=lambda child: (child.create_time(), child.pid))
-            label = "".join((told or [])[3:4]).strip()  # a template has no label
-            found.append(Child(process.pid, shown.pid, shown.create_time(), label))
+            label = "".join((arguments or [])[3:4]).strip()  # a template has no label
+            children.append(Child(process.pid, shown.pid, shown.create_time(), label))
         except psutil.Error:  # the process is gone
             continue
-    return found
+    return children
 
 
 def worker_below(started: int) -> int | None:
@@ -112,7 +112,7 @@ def left_by(starter: int | None = None) -> list[Left]:
         starter: Only leftovers of this process's workers, forks of a worker included; None for the whole machine,
             without forks of workers (see `of_this_machine`).
     """
-    found = []
+    leftovers = []
     for process in psutil.process_iter():
         try:
             mark, _, label = process.environ().get(MARK, "").partition(" ")
@@ -123,27 +123,27 @@ def left_by(starter: int | None = None) -> list[Left]:
                 continue
             if process.status() != psutil.STATUS_ZOMBIE and above not in {parent.pid for parent in process.parents()}:
                 name = label if mark.isdigit() else ""
-                found.append(Left(process.pid, process.create_time(), name, above, process.name()))
+                leftovers.append(Left(process.pid, process.create_time(), name, above, process.name()))
         except (psutil.Error, OSError):  # gone, or owned by another user
             continue
-    return found
+    return leftovers
 
 
 def of_this_machine() -> list[WorkerFound]:
     """Return all workers of this machine, as far as the processes are visible."""
-    found = []
+    workers = []
     for process in psutil.process_iter():
         try:
-            told = arguments_of(process, MODULE)
-            if told is None or len(told) < 2 or not told[1].isdigit():
+            arguments = arguments_of(process, MODULE)
+            if arguments is None or len(arguments) < 2 or not arguments[1].isdigit():
                 continue
-            starter = int(told[1])
+            starter = int(arguments[1])
             orphan = starter not in {parent.pid for parent in process.parents()}
-            label = "".join(told[3:4]).strip()
-            found.append(WorkerFound(process.pid, starter, orphan, label, process.create_time()))
+            label = "".join(arguments[3:4]).strip()
+            workers.append(WorkerFound(process.pid, starter, orphan, label, process.create_time()))
         except (psutil.Error, OSError):  # gone, or owned by another user
             continue
-    return found
+    return workers
 
 
 def arguments_of(process: psutil.Process, module: str) -> list[str] | None:

@@ -199,25 +199,25 @@ def below(top: int) -> list[int]:
     """
     if not os.path.exists(f"/proc/self/task/{os.getpid()}/children"):
         return _below_by_parents(top)  # this kernel lacks these files
-    found = [top]
-    for pid in found:  # the list grows
-        found += [child for child in _children_of(pid) if _parent_of(child) is not None]
-    return found[1:]
+    pids = [top]
+    for pid in pids:  # the list grows
+        pids += [child for child in _children_of(pid) if _parent_of(child) is not None]
+    return pids[1:]
 
 
 def _children_of(pid: int) -> list[int]:
-    found: list[int] = []
+    pids: list[int] = []
     try:
         tasks = os.listdir(f"/proc/{pid}/task")
     except OSError:  # the process is gone
-        return found
+        return pids
     for task in tasks:  # a child belongs to the thread that has forked it
         try:
             with open(f"/proc/{pid}/task/{task}/children") as file:
-                found += map(int, file.read().split())
+                pids += map(int, file.read().split())
         except OSError:
             continue
-    return found
+    return pids
 
 
 def _below_by_parents(top: int) -> list[int]:
@@ -225,10 +225,10 @@ def _below_by_parents(top: int) -> list[int]:
     for entry in os.listdir("/proc"):
         if entry.isdigit() and (parent := _parent_of(int(entry))) is not None:
             children.setdefault(parent, []).append(int(entry))
-    found = children.get(top, [])
-    for pid in found:  # the list grows
-        found += children.get(pid, ())
-    return found
+    pids = children.get(top, [])
+    for pid in pids:  # the list grows
+        pids += children.get(pid, ())
+    return pids
 
 
 def _parent_of(pid: int) -> int | None:

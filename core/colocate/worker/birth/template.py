@@ -96,23 +96,23 @@ class Template:
         """Fork workers until the starter is gone; return in each fork as in a new worker process."""
         gc.disable()
         news = select.poll()  # select can't take descriptors from 1024 on
-        for each in (self._sock.fileno(), self._reads):
-            news.register(each, select.POLLIN)
-        told: list[str] = []
+        for descriptor in (self._sock.fileno(), self._reads):
+            news.register(descriptor, select.POLLIN)
+        names: list[str] = []
         descriptors: list[int] = []
         while True:
             gc.freeze()  # these objects are never garbage, and a collection would write to shared pages
-            ready = dict(news.poll(_QUIET_S * 1000 if told else None))
+            ready = dict(news.poll(_QUIET_S * 1000 if names else None))
             if self._reads in ready:
-                told += os.read(self._reads, select.PIPE_BUF).decode().split()
+                names += os.read(self._reads, select.PIPE_BUF).decode().split()
                 continue
             data = b""
             if ready:
                 data, descriptors, _, _ = socket.recv_fds(self._sock, TOLD_BYTES, 4)
                 if not data:
                     os._exit(0)
-            _import(told)
-            told.clear()
+            _import(names)
+            names.clear()
             if data and self._fork(pickle.loads(data), descriptors):
                 return
 
@@ -175,8 +175,8 @@ class _Shown:
 
     def __init__(self) -> None:
         with open("/proc/self/stat", "rb") as file:
-            found = file.read().rpartition(b")")[2].split()[45:49]
-        self._arguments, self._end, self._env, self._env_end = map(int, found)
+            fields = file.read().rpartition(b")")[2].split()[45:49]
+        self._arguments, self._end, self._env, self._env_end = map(int, fields)
         # After this, the process itself no longer reads that memory.
         os.environ.pop(ROOM)
         for name, value in os.environb.items():
@@ -193,13 +193,13 @@ class _Shown:
         words = [*self._before, *map(os.fsencode, arguments), b""]
         words[-1] = b" " * (self._end - self._arguments - sum(len(word) + 1 for word in words))
         variables = [os.fsencode(f"{name}={env[name]}") for name in env]
-        for start, end, strings, what in (
+        for start, end, strings, label in (
             (self._arguments, self._end, words, "command line"),
             (self._env, self._env_end, variables, "environment"),
         ):
             data = b"".join(string + b"\0" for string in strings)
             if len(data) > end - start:
-                raise OSError(errno.E2BIG, f"there is no room for its {what}")
+                raise OSError(errno.E2BIG, f"there is no room for its {label}")
             ctypes.memmove(start, data.ljust(end - start, b"\0"), end - start)
 
 
@@ -237,8 +237,8 @@ def gather() -> None:
     than everything else before the worker is ready. Pages that a fork writes become small ones.
     """
     with open("/proc/self/maps") as file:
-        found = [line.split() for line in file]
-    for addresses, permissions, _, _, inode, *name in found:
+        mappings = [line.split() for line in file]
+    for addresses, permissions, _, _, inode, *name in mappings:
         if permissions == "rw-p" and inode == "0" and name in ([], ["[heap]"]):
             start, end = (int(address, 16) for address in addresses.split("-"))
             advise_large(start, end, MADV_COLLAPSE)

@@ -64,14 +64,14 @@ class Passing:
     def asked(self, key: int) -> Packed | wire.Arriving:
         """Return a body as soon as the first bytes have arrived; wait until then."""
         with self._news:
-            while (found := self._there.get(key)) is None:
+            while (body := self._there.get(key)) is None:
                 if self._closed:
                     raise Consequence("the worker that was to pass it on is ending")
                 self._news.wait()
             self._left[key] -= 1
             if not self._left[key]:
                 del self._there[key], self._left[key]
-            return found
+            return body
 
     def close(self) -> None:
         """Stop forwarding, and wake the waiting threads."""
@@ -109,15 +109,19 @@ class Sharing:
     def find(self, part: _Part) -> wire.Arriving | None:
         """Return a part as soon as the first bytes have arrived; None for a part that isn't here."""
         with self._news:
-            while (found := self._there.get(part)) is not None and found[1] is None:
+            while (entry := self._there.get(part)) is not None and entry[1] is None:
                 self._news.wait()
-            return None if found is None else found[1]
+            return None if entry is None else entry[1]
 
     def forget(self, call: int, part: _Part | None = None) -> None:
         """Stop sharing all parts that a call has requested, or one of them."""
         with self._news:
-            for each in [each for each, (by, _) in self._there.items() if by == call and part in (None, each)]:
-                del self._there[each]
+            for shared_part in [
+                shared_part
+                for shared_part, (by, _) in self._there.items()
+                if by == call and part in (None, shared_part)
+            ]:
+                del self._there[shared_part]
             self._news.notify_all()
 
     def close(self) -> None:

@@ -186,14 +186,14 @@ class LocalPeers(Peers):
         return entry.weight if isinstance(question, parts.Weight) else entry.rows(source.label)
 
     def _entry(self, source: Source, rank: int) -> tuple[Store, Entry]:
-        found = self._find(source.group, source.slot(rank))
-        if found.boot.generation != source.generation:
+        peer = self._find(source.group, source.slot(rank))
+        if peer.boot.generation != source.generation:
             raise Consequence(f"group {source.group!r} has been restarted")
-        self._waiting.append(found.store)
+        self._waiting.append(peer.store)
         try:
-            return found.store, found.store.wait(source.key, self._host.why_not)
+            return peer.store, peer.store.wait(source.key, self._host.why_not)
         finally:
-            self._waiting.remove(found.store)
+            self._waiting.remove(peer.store)
 
 
 class ChannelPeers(Peers):
@@ -263,7 +263,7 @@ class ChannelPeers(Peers):
 
         began = time.time()
         answer, body = asked("" if where in self._by_host else place(device))
-        made, refusal, value = began + answer.waited, answer.refusal, None
+        ready_time, refusal, value = began + answer.waited, answer.refusal, None
         if answer.lent:
             try:
                 with self._borrower.borrowing():
@@ -278,7 +278,7 @@ class ChannelPeers(Peers):
         elif self._number(source, rank, parts.Still(key)) is None:
             raise Consequence(f"the resident of {source.label} was let go of while it was copied")
         if taken is not None:
-            taken.append((key, rank, body.nbytes + answer.lent, made, time.time(), answer.lent, refusal))
+            taken.append((key, rank, body.nbytes + answer.lent, ready_time, time.time(), answer.lent, refusal))
         return value
 
     def _whole(self, source: Source, rank: int, place: str, lacking: int = 0) -> tuple[Message, _Body]:
@@ -299,8 +299,8 @@ class ChannelPeers(Peers):
             return self._sharing.arrives(part, seq, sizes, length) if begun else None
 
         try:
-            here = boot.node, self.address
-            answer, body = self._ask(source, rank, parts.Part(source.key, place, None, here, lacking), arrives)
+            location = boot.node, self.address
+            answer, body = self._ask(source, rank, parts.Part(source.key, place, None, location, lacking), arrives)
         except BaseException:
             begun = False
             raise
@@ -367,8 +367,8 @@ class ChannelPeers(Peers):
         if isinstance(question, parts.Passed):
             return parts.Value(0.0), self._passing.asked(question.key)
         if isinstance(question, parts.Shared):
-            found = self._sharing.find((question.who, question.key))
-            return (parts.Number(None) if found is None else parts.Value(0.0)), found
+            shared_body = self._sharing.find((question.who, question.key))
+            return (parts.Number(None) if shared_body is None else parts.Value(0.0)), shared_body
         if isinstance(question, parts.Rows):
             return parts.Number(host.store.wait(question.key).rows(f"resident {question.key}")), None
         if isinstance(question, parts.Weight):
@@ -377,16 +377,16 @@ class ChannelPeers(Peers):
             host.store.took(question.key, question.keeps)
             return parts.Number(None), None
         if isinstance(question, parts.Still):
-            kept = host.store.local(question.key)
-            if kept is not None and kept.error is not None:
-                raise Poisoned(kept.error)
-            return parts.Number(1 if kept is not None and kept.ready else None), None
+            local_entry = host.store.local(question.key)
+            if local_entry is not None and local_entry.error is not None:
+                raise Poisoned(local_entry.error)
+            return parts.Number(1 if local_entry is not None and local_entry.ready else None), None
         assert isinstance(question, parts.Part | parts.Slice)
         if isinstance(question, parts.Part) and question.over is not None:
             host.store.took(*question.over)
-        asked = time.monotonic()
+        start = time.monotonic()
         entry = host.store.wait(question.key)
-        waited, value = time.monotonic() - asked, entry.value
+        waited, value = time.monotonic() - start, entry.value
         if entry.takers and isinstance(value, wire.Packed | wire.InFile):
             return parts.Value(waited), value
         shared = False

@@ -151,9 +151,9 @@ class Store:
                 if (reason := self._scope.closed or why_not()) is not None:
                     raise Consequence(reason)
                 self._news.wait()
-            kept = key in self._kept
+            is_kept = key in self._kept
             self._kept.discard(key)
-            return kept
+            return is_kept
 
     def wait_for(self, holds: Callable[[], bool], within_s: float) -> bool:
         """Wait until a condition holds, checked again after `poke`, or for `within_s` seconds; return the condition."""
@@ -221,12 +221,16 @@ class Store:
                 entry.readers -= 1
                 with self._news:
                     entries = list(self.entries.values())
-                kept = [(each, there.nbytes) for each in entries if (there := each.copies) is not None]
-                total = sum(nbytes for _, nbytes in kept)
-                for each, nbytes in sorted(kept, key=lambda item: item[0].read):
-                    if total > self.copies_bytes and not each.readers:
+                sizes = [
+                    (candidate, host_copies.nbytes)
+                    for candidate in entries
+                    if (host_copies := candidate.copies) is not None
+                ]
+                total = sum(nbytes for _, nbytes in sizes)
+                for candidate, nbytes in sorted(sizes, key=lambda item: item[0].read):
+                    if total > self.copies_bytes and not candidate.readers:
                         total -= nbytes
-                        each.copies = None
+                        candidate.copies = None
 
     def poke(self) -> None:
         """Wake the waiting threads to check their conditions again."""
@@ -270,7 +274,7 @@ class Store:
         copies = [(entry.maker, entry.copies) for entry in entries] if self.copies_bytes else []
         return [
             *((entry.maker, entry.value) for entry in entries),
-            *((maker, each.tensors()) for maker, each in copies if each is not None),
+            *((maker, host_copies.tensors()) for maker, host_copies in copies if host_copies is not None),
         ]
 
     def made_by(self, role: str) -> list[int]:

@@ -54,9 +54,9 @@ class Shipped:
         if self.data is not None:
             return wire.unpack(self.data)
         if self.distribution is not None:
-            here = _version_here(self.distribution)
-            if here != self.version:
-                has = "doesn't have it" if here is None else f"has {here}"
+            local_version = _version_here(self.distribution)
+            if local_version != self.version:
+                has = "doesn't have it" if local_version is None else f"has {local_version}"
                 raise PluginError(
                     f"{self.name} comes from {self.distribution} {self.version} on the driver, but the worker "
                     f"({sys.executable}) {has}: install the same version in both",
@@ -128,13 +128,13 @@ def construct(build: RoleBuild, worker_context: WorkerContext) -> RoleInstance:
     ctx = context_in(worker_context, build.name, build.slots, build.meshes, build.group, build.seed, build.generation)
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = {}
-    instance, stands_in = None, False
+    instance, is_substitute = None, False
     token = set_current(ctx)
     try:
-        wide, own = worker_context.setting.process_wide, None
+        wide, role_state = worker_context.setting.process_wide, None
         if wide is not None:
-            own = own_of(build.seed, build.group, build.name, ctx.slot, build.generation)
-            wide.have(own)
+            role_state = own_of(build.seed, build.group, build.name, ctx.slot, build.generation)
+            wide.have(role_state)
         cls = build.shipped.load()
         worker_context.setting.choose_device()
         worker_context.setting.base = attrs.evolve(worker_context.setting.now(), own=None)
@@ -143,16 +143,16 @@ def construct(build: RoleBuild, worker_context: WorkerContext) -> RoleInstance:
         methods, parts = check_role(build.name, cls), build.parts
         for name, plain in parts.items():
             if (instance := worker_context.part(name).stands_in(build.name, cls, plain)) is not None:
-                stands_in, parts = True, {name: plain}
+                is_substitute, parts = True, {name: plain}
                 break
         if (
-            build.arguments is not None and not stands_in
+            build.arguments is not None and not is_substitute
         ):  # unpacked on the host, from where the role moves data to the device
             with rebuilding("an argument"):
                 args, kwargs = worker_context.codec.unpack(build.arguments, "cpu")
             if worker_context.moves_tensors:
                 args, kwargs = on_device((args, kwargs), "cpu")
-        if not stands_in:
+        if not is_substitute:
             with worker_context.making(build.name, parts):
                 instance = cls(*args, **kwargs)
         attach(instance, ctx)
@@ -163,9 +163,9 @@ def construct(build: RoleBuild, worker_context: WorkerContext) -> RoleInstance:
     setting = worker_context.setting
     # A background role has a stream of its own.
     if (background := worker_context.background.get(build.name)) is not None:
-        setting, settings, own = background.setting, attrs.evolve(settings, stream=None, own=None), None
+        setting, settings, role_state = background.setting, attrs.evolve(settings, stream=None, own=None), None
         setting.base = attrs.evolve(worker_context.setting.base, stream=None)
-    role = RoleInstance(build.name, instance, methods, ctx, setting, settings, own=own, stands_in=stands_in)
+    role = RoleInstance(build.name, instance, methods, ctx, setting, settings, own=role_state, stands_in=is_substitute)
     for name in {**worker_context.parts, **parts}:
         worker_context.part(name).built(role, parts.get(name))
     return role
@@ -176,6 +176,6 @@ def hosted_functions(worker_context: WorkerContext, slots: int, seed: int, featu
     boot = worker_context.boot
     generation = boot.generation
     ctx = context_in(worker_context, None, range(slots), one_axis(slots), boot.group, seed, generation)
-    setting, own = worker_context.setting, own_of(seed, boot.group, None, boot.slot, generation)
+    setting, role_state = worker_context.setting, own_of(seed, boot.group, None, boot.slot, generation)
     part = worker_context.part(feature)
-    return RoleInstance(None, part, part.calls, ctx, setting, own=own)
+    return RoleInstance(None, part, part.calls, ctx, setting, own=role_state)

@@ -54,8 +54,8 @@ class Definitions:
         sys.meta_path.insert(0, self._modules)
 
     def _ask_for_module(self, name: str) -> Mapping[str, Source | Refused]:
-        found: Mapping[str, tuple[Any, ...]] = self._ask(questions.Source(name))
-        return {name: Source(*told) if len(told) > 1 else Refused(*told) for name, told in found.items()}
+        answer: Mapping[str, tuple[Any, ...]] = self._ask(questions.Source(name))
+        return {name: Source(*fields) if len(fields) > 1 else Refused(*fields) for name, fields in answer.items()}
 
     def compare_modules(self) -> None:
         """Check that no module imported earlier shadows one of the driver's.
@@ -93,10 +93,10 @@ class Definitions:
                 self._driver.has_got(bundle)
                 self._held.update(bundle.definitions)
                 self._told += 1
-            told = self._told
-        if wait and self._heard < told:  # another thread's bundle may still be on the way
+            sent_count = self._told
+        if wait and self._heard < sent_count:  # another thread's bundle may still be on the way
             self._ask(questions.HeardAll())
-            self._heard = max(self._heard, told)
+            self._heard = max(self._heard, sent_count)
 
     def renew(self) -> None:
         """Reset for the next driver, which knows no definitions and has another script."""

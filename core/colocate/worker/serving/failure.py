@@ -55,9 +55,9 @@ def failed(
     error: BaseException, codec: Codec, definitions: Definitions, role: str | None, secondary: bool
 ) -> tuple[Failure, Any]:
     """Return the exception as data, and as a message body if the exception survives pickling."""
-    unmade = None
+    unbuilt = None
     if isinstance(error, NotRebuilt):
-        unmade, error = error.what, error.why
+        unbuilt, error = error.what, error.why
     names = [str(frame.f_globals.get("__name__", "")) for frame, _ in traceback.walk_tb(error.__traceback__)]
     # A colocate error that role code has raised itself is the role's failure.
     by_role = any(not name.startswith("colocate.") or name.startswith("colocate.testing.") for name in names)
@@ -73,11 +73,11 @@ def failed(
     for hint in (imports.hint_for(error), thread):
         if hint is not None:
             note(error, hint)
-    may_be_ours = isinstance(error, Consequence) or unmade is not None
+    may_be_ours = isinstance(error, Consequence) or unbuilt is not None
     follows = may_be_ours and not frames_of_users(error)  # such a failure has no frames of a user's to show
     trace = "" if follows else told(error, _from_role_code(error.__traceback__), whole=False)
-    found = Failure(name, text, trace, ours and unmade is None, secondary, role, unmade)
-    return found, _sendable(error, codec, definitions)
+    failure = Failure(name, text, trace, ours and unbuilt is None, secondary, role, unbuilt)
+    return failure, _sendable(error, codec, definitions)
 
 
 def _sendable(error: BaseException, codec: Codec, definitions: Definitions) -> Any:
@@ -118,8 +118,8 @@ def role_code_of(stack: Sequence[traceback.FrameSummary]) -> Sequence[traceback.
 
     Frames of a debugger that has stopped the role are left out.
     """
-    first = next((i for i, each in enumerate(stack) if not _is_machinery(each.filename)), 0)
-    last = next((i for i, each in enumerate(stack) if i >= first and _DEBUGGER.search(each.filename)), len(stack))
+    first = next((i for i, summary in enumerate(stack) if not _is_machinery(summary.filename)), 0)
+    last = next((i for i, summary in enumerate(stack) if i >= first and _DEBUGGER.search(summary.filename)), len(stack))
     while first < last < len(stack) and _is_machinery(stack[last - 1].filename):
         last -= 1
     return stack[first:last]
@@ -161,12 +161,12 @@ def _from_role_code(trace: TracebackType | None) -> TracebackType | None:
 
     If it ends in the call of role code, the arguments don't fit: there is nothing to show.
     """
-    found = trace
+    entry = trace
     # MethodSpec.call lies between the worker and the role.
-    while found is not None and _is_machinery(found.tb_frame.f_code.co_filename):
-        found = found.tb_next
-    if found is not None or trace is None:
-        return found
+    while entry is not None and _is_machinery(entry.tb_frame.f_code.co_filename):
+        entry = entry.tb_next
+    if entry is not None or trace is None:
+        return entry
     last = trace
     while last.tb_next is not None:
         last = last.tb_next

@@ -145,8 +145,8 @@ class WorkerHost(WorkerContext):
     def _on_hold(self, hold: to_worker.Hold, body: Any) -> None:
         self.say(from_worker.Alive(hold.number, hold.lane))
         self._named(hold.lane).hold(hold.number, hold.failed)
-        what = "a call" if hold.failed else "the constructor of a role on another rank"
-        self.scope.end(hold.failed, f"{what} of group {self.boot.group!r} has failed", hold.lane)
+        culprit = "a call" if hold.failed else "the constructor of a role on another rank"
+        self.scope.end(hold.failed, f"{culprit} of group {self.boot.group!r} has failed", hold.lane)
         if hold.cut and not hold.lane:  # an earlier call goes on
             self.frees(lambda: any(running >= hold.failed for running in list(self.lane.running)))
 
@@ -206,18 +206,18 @@ class WorkerHost(WorkerContext):
             return None
         hosted = self.roles.get(call.role)
         if hosted is None:  # the nameless role, whose key describes the context
-            said, label = call.method, call.method
-            if said not in GROUP_WIDE_CALLS:
-                said, label = FUNCTION, f"function {call.method}"
-            key: Any = *call.role, CALLS[said]
+            call_name, label = call.method, call.method
+            if call_name not in GROUP_WIDE_CALLS:
+                call_name, label = FUNCTION, f"function {call.method}"
+            key: Any = *call.role, CALLS[call_name]
             if (hosted := self.roles.get(key)) is None:
                 hosted = self.roles[key] = hosted_functions(self, *key)
-            spec = hosted.methods[said]
+            spec = hosted.methods[call_name]
         else:
             spec, label = hosted.routes[call.method]
         concurrency = spec.concurrency if spec.is_async else 0
-        made = Work if spec.feature is None else self.part(spec.feature).work
-        work = made(call.seq, self._runner.call, label, call, body, concurrency, spec)
+        create = Work if spec.feature is None else self.part(spec.feature).work
+        work = create(call.seq, self._runner.call, label, call, body, concurrency, spec)
         work.role = hosted
         if self.background:
             self._place(work, call)
@@ -235,8 +235,8 @@ class WorkerHost(WorkerContext):
 
     def _place(self, work: Work, call: to_worker.Call) -> None:
         """Assign a call to the role's lane; for a call on the whole worker, add a barrier for the other lanes."""
-        if (found := self.background.get(call.role)) is not None:
-            work.run = found.runner.call
+        if (background := self.background.get(call.role)) is not None:
+            work.run = background.runner.call
         elif call.method in GROUP_WIDE_CALLS:
             standing = LaneBarrier(call.seq, work.label, self.lanes[1:], self._stands, self.scope)
             work.run, work.on_drop = partial(self._alone, standing), standing.end
@@ -246,10 +246,10 @@ class WorkerHost(WorkerContext):
         self.lane.waits()
         if not standing.wait():
             return None
-        went: bool | None = self._runner.call(work)
-        if went is not None:
+        result: bool | None = self._runner.call(work)
+        if result is not None:
             standing.end()
-        return went
+        return result
 
     def _look_again(self) -> None:
         with self._stands:
@@ -350,8 +350,8 @@ class WorkerHost(WorkerContext):
                 body = self.packed(entry.value if asked.contents else describe(entry.value), entry.maker)
             self.say_result(from_worker.Fetched(asked.token, entry.weight, None), body, entry.maker)
         except BaseException as error:  # users' classes control pickling
-            told, body = failure.failed(error, self.codec, self.definitions, None, False)
-            self.say(from_worker.Fetched(asked.token, None, told), body)
+            report, body = failure.failed(error, self.codec, self.definitions, None, False)
+            self.say(from_worker.Fetched(asked.token, None, report), body)
 
 
 _HANDLERS: Mapping[type[Message], Callable[[WorkerHost, Any, Any], None]] = {
@@ -387,24 +387,24 @@ def _stack(lane: Lane) -> str:
 def _stack_now(lane: Lane) -> str:
     running, frames = _runs(lane), failure.frames_of(lane.thread)
     awaiting = lane.tasks.awaiting() if lane.tasks is not None else {}
-    told = [
+    texts = [
         f"awaiting in {where}\n{''.join(failure.role_code_in(frames))}"
-        for seq, own in awaiting.items()
+        for seq, task_frames in awaiting.items()
         if seq in running
-        for where, frames in running[seq].awaiting(own)
+        for where, frames in running[seq].awaiting(task_frames)
     ]
-    if len(told) < len(running) or not told:  # a call computes, on the lane's thread
+    if len(texts) < len(running) or not texts:  # a call computes, on the lane's thread
         computing = ", ".join(work.label for seq, work in running.items() if seq not in awaiting) or "nothing"
         if (module := importing(frames)) is not None:
             computing += f", importing {module}"
         if computing == "nothing" and frames and not is_role_code(frames[0]):
-            told.insert(0, "idle\n")
+            texts.insert(0, "idle\n")
         else:
             stack = "".join(failure.role_code_in(frames[::-1]))
-            told.insert(0, f"running {computing}\n{stack}" if frames else f"running {computing}; its lane has ended")
+            texts.insert(0, f"running {computing}\n{stack}" if frames else f"running {computing}; its lane has ended")
     if not running and lane.tasks is not None:
-        told += [f"awaiting in a task\n{''.join(failure.role_code_in(frames))}" for frames in lane.tasks.left()]
-    return "".join(told)
+        texts += [f"awaiting in a task\n{''.join(failure.role_code_in(frames))}" for frames in lane.tasks.left()]
+    return "".join(texts)
 
 
 def snapshot(worker_context: WorkerContext) -> dict[str, Any]:
@@ -438,7 +438,7 @@ def snapshot(worker_context: WorkerContext) -> dict[str, Any]:
         for role in list(worker_context.roles.values())
         if role.name is not None
     ]
-    told = {
+    status = {
         "group": boot.group,
         "generation": boot.generation,
         "slot": boot.slot,
@@ -450,4 +450,4 @@ def snapshot(worker_context: WorkerContext) -> dict[str, Any]:
         "age": None if work is None or not work.began else round(now - work.began, 3),
         "roles": roles,
     }
-    return told if trouble is None else {**told, "memory": trouble}
+    return status if trouble is None else {**status, "memory": trouble}

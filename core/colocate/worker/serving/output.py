@@ -72,7 +72,7 @@ def log_levels() -> dict[str, int]:
         return {}
     named = logging.Logger.manager.loggerDict.items()
     return {"": root.level} | {
-        name: each.level for name, each in named if isinstance(each, logging.Logger) and each.level
+        name: logger.level for name, logger in named if isinstance(logger, logging.Logger) and logger.level
     }
 
 
@@ -88,8 +88,8 @@ def show_logs(levels: Mapping[str, int]) -> None:
 def split_label(line: str) -> tuple[str | None, str]:
     """Split a worker's output line into label and text."""
     if line.startswith(_START):
-        label, found, text = line[1:].partition(_END)
-        if found:
+        label, separator, text = line[1:].partition(_END)
+        if separator:
             return label, text
     return None, line
 

@@ -31,8 +31,8 @@ def wait_until_over(name: str, found: Any, with_tasks: bool = False) -> None:
     if inspect.isawaitable(found):
         wait_until_over(name, _awaited(found, with_tasks))
     elif isinstance(found, list | tuple | set | frozenset):
-        for each in found:
-            wait_until_over(name, each)
+        for item in found:
+            wait_until_over(name, item)
     elif isinstance(found, Mapping):
         wait_until_over(name, [*found.values()])
     elif hasattr(found, "upload_completion"):  # torch's `AsyncSaveResponse`
@@ -55,8 +55,8 @@ def going_on(name: str, found: Any) -> Iterator[Any]:
     if inspect.isawaitable(found):
         wait_until_over(name, found, with_tasks=True)
     elif isinstance(found, list | tuple | set | frozenset):
-        for each in found:
-            yield from going_on(name, each)
+        for item in found:
+            yield from going_on(name, item)
     elif isinstance(found, Mapping):
         yield from going_on(name, [*found.values()])
     elif hasattr(found, "upload_completion"):
@@ -80,10 +80,10 @@ def _awaited(found: Awaitable[Any], with_tasks: bool) -> Any:
 
     if not isinstance(found, asyncio.Future):
         # Tasks that the role has left in the lane's loop can't be told from tasks to wait for.
-        here = None if with_tasks else current_loop()
-        if here is None or here.is_running():
+        lane_loop = None if with_tasks else current_loop()
+        if lane_loop is None or lane_loop.is_running():
             return awaited(_whole(found, with_tasks))
-        return here.run_until_complete(_whole(found, with_tasks))
+        return lane_loop.run_until_complete(_whole(found, with_tasks))
     loop = found.get_loop()
     if found.done():
         return found.result()
@@ -98,6 +98,6 @@ async def _whole(found: Any, with_tasks: bool) -> Any:
     before = asyncio.all_tasks()
     while inspect.isawaitable(found):
         found = await found
-    while with_tasks and (left := asyncio.all_tasks() - before):
-        await asyncio.gather(*left)
+    while with_tasks and (tasks := asyncio.all_tasks() - before):
+        await asyncio.gather(*tasks)
     return found

@@ -108,10 +108,10 @@ class RoleInstance:
             return {}
         token = set_current(self.ctx)
         try:
-            found = hook()
+            sizes = hook()
         finally:
             reset_current(token)
-        return counts_as(str(self.name), found, "managed()")
+        return counts_as(str(self.name), sizes, "managed()")
 
     @calls_role_code
     def apart(self) -> Sequence[object]:

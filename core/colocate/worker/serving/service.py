@@ -46,8 +46,8 @@ def given(door: socket.socket) -> tuple[socket.socket, int, wire.Tls | None] | b
     if not fds:
         raise EOFError
     os.set_inheritable(fds[0], False)  # not by a flag: Python 3.11's recv_fds ignores flags
-    epoch, _, told = data.partition(b" ")
-    sock, tls = wire.take_over(socket.socket(fileno=fds[0]), told)
+    epoch, _, certificates = data.partition(b" ")
+    sock, tls = wire.take_over(socket.socket(fileno=fds[0]), certificates)
     return sock, int(epoch), tls
 
 
@@ -154,17 +154,17 @@ class Service:
     def _at_the_door(self) -> None:
         assert self.door is not None
         try:
-            found = given(self.door)
+            handover = given(self.door)
         except BlockingIOError:
             return
         except (EOFError, OSError):  # without a keeper nothing here has an owner
             os._exit(0)
-        if isinstance(found, bytes) and found != CUT:
+        if isinstance(handover, bytes) and handover != CUT:
             if self._host is not None:
-                self._host.look(partial(self._answer, found.removeprefix(LOOK)))
+                self._host.look(partial(self._answer, handover.removeprefix(LOOK)))
             return
-        if not isinstance(found, bytes):
-            sock, epoch, _ = found
+        if not isinstance(handover, bytes):
+            sock, epoch, _ = handover
             if self._next is not None:
                 self._next[0].close()
             self._next = sock, epoch
@@ -191,8 +191,8 @@ def first_message(boot: Boot) -> tuple[Head, wire.Packed]:
 
 
 def _boot() -> to_worker.Boot:
-    here = versions.facts()
-    return to_worker.Boot(here["protocol"], here["colocate"])
+    facts = versions.facts()
+    return to_worker.Boot(facts["protocol"], facts["colocate"])
 
 
 def hello() -> Head:

@@ -99,7 +99,7 @@ def _settle() -> None:
             _run(handler, number)
         except BaseException as error:
             if _lane is None or not _lane.interrupt(error):
-                name = next((each.name for each in signal.Signals if each == number), f"signal {number}")
+                name = next((candidate.name for candidate in signal.Signals if candidate == number), f"signal {number}")
                 words = f"a handler that a role has set for {name} has raised between two calls, of which none fails"
                 print(f"{words}:\n{told(error)}", file=sys.stderr, end="", flush=True)
 

@@ -90,13 +90,13 @@ class Tasks:
 
     def awaiting(self) -> dict[int, list[FrameType]]:
         """Return where each call waits, outermost frame first, without computing calls. From any thread."""
-        found = {number: frames_of(task.get_coro()) for number, task in list(self._running.items())}
-        return {number: frames for number, frames in found.items() if frames}
+        stacks = {number: frames_of(task.get_coro()) for number, task in list(self._running.items())}
+        return {number: frames for number, frames in stacks.items() if frames}
 
     def left(self) -> list[list[FrameType]]:
         """Return where tasks wait that role code has left, like `awaiting`, while no call runs. From any thread."""
-        others = [task for task in asyncio.all_tasks(self._loop) if task.get_name() != _OWN]
-        return [frames for task in others if (frames := frames_of(task.get_coro()))]
+        leftovers = [task for task in asyncio.all_tasks(self._loop) if task.get_name() != _OWN]
+        return [frames for task in leftovers if (frames := frames_of(task.get_coro()))]
 
     def wait(self) -> None:
         """Run the loop until a call is done or there are news."""
@@ -109,19 +109,19 @@ class Tasks:
 
     async def rest(self, until: asyncio.Future[None] | None = None) -> None:
         """Wait for `end_rests`, or for the given future."""
-        self._rests.append(found := self._loop.create_future() if until is None else until)
+        self._rests.append(future := self._loop.create_future() if until is None else until)
         try:
-            await found
+            await future
         finally:
             with contextlib.suppress(ValueError):
-                self._rests.remove(found)
+                self._rests.remove(future)
 
     def end_rests(self) -> None:
         """Resume resting calls."""
         rests, self._rests = self._rests, []
-        for each in rests:
-            if not each.done():
-                each.set_result(None)
+        for future in rests:
+            if not future.done():
+                future.set_result(None)
 
     def wake(self) -> None:
         """Wake the lane's wait after news."""
@@ -133,10 +133,10 @@ class Tasks:
         """Cancel tasks that role code has left, and close the loop: no call will come any more."""
         if self._loop.is_closed():
             return
-        if left := asyncio.all_tasks(self._loop):
-            for task in left:
+        if leftovers := asyncio.all_tasks(self._loop):
+            for task in leftovers:
                 task.cancel()
-            self._turn(_end(left))
+            self._turn(_end(leftovers))
         self._turn(self._loop.shutdown_asyncgens())
         self._loop.close()
 
