@@ -12,8 +12,9 @@ from tests.forking import exit_code, fork
 
 import colocate
 from colocate import ColocatedGroup
-from colocate.errors import ClosedError
+from colocate.errors import ClosedError, ForkedError, RoleError
 from colocate.testing.executors._base import ExecutorCase, needs_feature
+from colocate.testing.probes.faulty import Faulty
 from colocate.testing.probes.plain import Echo
 from colocate.testing.waiting import PATIENCE_S
 
@@ -37,6 +38,19 @@ class Forks(ExecutorCase):
         assert inside.result(PATIENCE_S) == "kept"
         with pytest.raises(ClosedError):
             resident.fetch()
+
+    def test_a_failed_resident_in_a_fork(self, pair: ColocatedGroup) -> None:
+        """A use in the child is refused as any other use there, whatever the resident's call has raised."""
+        echo, resident = pair.role("echo", Echo), pair.role("faulty", Faulty).fail.keep()
+        with pytest.raises(RoleError):
+            resident.wait()
+
+        def use_it() -> list[str]:
+            with pytest.raises(ForkedError):
+                echo.echo(resident.ref)
+            return ["refused"]
+
+        assert in_a_fork(use_it) == ["refused"]
 
     def test_new_runtime_in_a_fork(self, pair: ColocatedGroup) -> None:
         """A forked child may connect for itself."""
