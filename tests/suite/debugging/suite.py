@@ -119,9 +119,9 @@ class Debugging(ExecutorCase):
         call = role.step.submit(1)
         with Terminal("stopper/1") as terminal:
             assert "stopper.step on rank 1 of group" in terminal.shown
-            assert terminal.shown.endswith("-> found += 10\n(stopper.step rank 1) ")
-            assert terminal.put("p found").startswith("2\n")
-            assert "-> return self.more(found)" in terminal.put("next")
+            assert terminal.shown.endswith("-> total += 10\n(stopper.step rank 1) ")
+            assert terminal.put("p total").startswith("2\n")
+            assert "-> return self.more(total)" in terminal.put("next")
             assert "--Call--" in terminal.put("step")
             assert "-> return value + 100" in terminal.put("next")
             stack = terminal.put("where")
@@ -135,7 +135,7 @@ class Debugging(ExecutorCase):
     def test_steps_out_of_role_code(self, stoppers: ColocatedGroup) -> None:
         """Who steps out of a method goes on: not into what colocate does next, nor into the next call."""
         role = stoppers.role("stopper", Stopper)
-        for method, last in (role.step, "-> return self.more(found)"), (role.step_async, "-> return value"):
+        for method, last in (role.step, "-> return self.more(total)"), (role.step_async, "-> return value"):
             call = method.submit(1)
             with Terminal() as terminal:
                 while last not in terminal.shown:
@@ -537,7 +537,7 @@ class Editors(ExecutorCase):
                 editor.ask("stackTrace", threadId=thread)
                 frame = editor.told("command", "stackTrace")["stackFrames"][0]
                 assert frame["name"] == "step"
-                editor.ask("evaluate", expression="found * 100", frameId=frame["id"])
+                editor.ask("evaluate", expression="total * 100", frameId=frame["id"])
                 assert editor.told("command", "evaluate")["result"] == "200"
                 time.sleep(1.5)
                 assert not call.done()

@@ -42,20 +42,20 @@ def talk(sock: socket.socket, lines: IO[str], first: Mapping[str, Any] | None, o
     threading.Thread(target=terminal.hear, name="hears", daemon=True).start()
     while True:
         try:
-            message = terminal.said.get()
+            entry = terminal.said.get()
         except KeyboardInterrupt:
             if own:
                 continue
             return 130
-        if "over" in message:
-            if message["over"]:
-                print(message["over"], flush=True)
+        if "over" in entry:
+            if entry["over"]:
+                print(entry["over"], flush=True)
             return 0
-        text = message["text"]
-        shown, newline, prompt = text.rpartition("\n") if message["asks"] else (text, "", "")
+        text = entry["text"]
+        shown, newline, prompt = text.rpartition("\n") if entry["asks"] else (text, "", "")
         sys.stdout.write(shown + newline)
         sys.stdout.flush()
-        if message["asks"] and not terminal.answers(prompt) and not own:
+        if entry["asks"] and not terminal.answers(prompt) and not own:
             print("detached: the call goes on", flush=True)
             return 0
 
