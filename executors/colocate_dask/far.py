@@ -32,7 +32,7 @@ _REMEMBERED = 100
 
 @attrs.frozen
 class Plan:
-    """Parameters of one keeper."""
+    """The settings with which a Dask worker starts one keeper."""
 
     reservation: str  # id of the reservation
     grant: str  # id of the slot's grant

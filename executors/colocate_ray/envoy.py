@@ -46,7 +46,7 @@ class Envoy(DriverProxy):
             raise error
 
     def call(self, name: str, *arguments: Any, within_s: float | None = None) -> Any:
-        """Call a method of the envoy and wait for the result, while envoy and head live.
+        """Call a method of the envoy; wait for the result as long as the envoy and Ray's head are alive.
 
         Raises:
             ClusterError: The envoy is gone, or the head doesn't answer; the call goes on once the head answers.

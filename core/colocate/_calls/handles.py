@@ -96,7 +96,7 @@ class Reference(OnDriver, Deferred):
 
     @property
     def partition(self) -> Partition | None:
-        """The rows of each part, if chosen by cost."""
+        """The row indices of each part, if split by cost and concatenated; otherwise None."""
         source = self._kept.source
         if source.partition is None or not isinstance(source.collect, Concat):
             return None

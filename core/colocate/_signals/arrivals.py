@@ -50,7 +50,7 @@ class Arrivals(Generic[T]):
                 self._waiting.popleft()()
 
     def take(self, into: deque[T]) -> bool:
-        """Move the next item into a list; return False if there is none."""
+        """Append the next item to `into`; return False if no item has come."""
         try:
             into.append(self.come.popleft())
         except IndexError:

@@ -12,7 +12,7 @@ PLAIN = frozenset({int, float, str, bool, bytes, type(None)})
 
 
 def is_plain(value: Any) -> bool:
-    """Return whether a value is a number, a text or similar, or a list of these."""
+    """Return whether a value's type is in `PLAIN`, or the value is a list of such values."""
     kind = type(value)
     return kind in PLAIN or (kind is list and PLAIN.issuperset(map(type, value)))
 

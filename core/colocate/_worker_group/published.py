@@ -49,7 +49,7 @@ class Published:
         self.given = ShippedModules(link.name)  # the modules sent to the workers
 
     def follows(self, script: int, modules: Mapping[str, tuple[str, str]]) -> None:
-        """Continue with workers that have definitions of an earlier driver.
+        """Take over workers that have the script and modules of an earlier driver.
 
         Raises:
             ColocateError: A module differs here.

@@ -159,7 +159,7 @@ def ship(
 
 @functools.cache
 def _distribution(package: str) -> tuple[str | None, str | None]:
-    """Return the distribution of an import package, and the version; None if metadata doesn't tell."""
+    """Return name and version of the distribution behind an import package; each is None if metadata doesn't tell."""
     if (version := version_of(package)) is not None:
         return package, version
     try:

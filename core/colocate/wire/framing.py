@@ -316,7 +316,7 @@ def _split(payload: memoryview, sizes: tuple[int, ...]) -> Packed:
 
 
 class SmallSending:
-    """Writes a frame without a file to one socket."""
+    """Writes to one socket a frame whose payload isn't in a file."""
 
     __slots__ = ("_left",)
 

@@ -40,7 +40,7 @@ class Document:
     data: dict[str, Any] = attrs.field(factory=dict)  # plain data
     lines: dict[Place, int] = attrs.field(factory=dict)  # the line of each place from a file
     origins: dict[Place, str] = attrs.field(factory=dict)  # the command-line option of each changed place
-    # Arguments given by a command-line option and not named by the config.
+    # The places of arguments that only a command-line option gives: the config doesn't name them.
     unfounded: set[Place] = attrs.field(factory=set)
     withheld: dict[Place, str] = attrs.field(factory=dict)  # values with secrets of the environment, as written
     lacking: set[str] = attrs.field(factory=set)  # modules that aren't installed

@@ -166,7 +166,7 @@ class _Debugger(pdb.Pdb):
         try:
             super().interaction(frame, *args)
         finally:
-            # The user steps, unless `bdb` has no line to stop at.
+            # Unless the user steps, the stop is over: after `continue`, `bdb` has no line to stop at.
             if frame is None or self.quitting or self.stoplineno == -1:
                 self.terminal.over()
 

@@ -445,7 +445,7 @@ class Gradients:
 
     @property
     def is_due(self) -> bool:
-        """Whether a look is queued that the lane hasn't run yet."""
+        """Whether the lane has yet to finish a queued inspection of gradients."""
         return not self._asked.is_set()
 
     def moved(self, role: str) -> None:

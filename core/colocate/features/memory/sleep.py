@@ -626,7 +626,7 @@ class Sleeper:
                 and not self.offload.keeps_address(storage)
                 and worker_context.device.is_private(storage.data_ptr())
             ):
-                why[key] = _OF_A_GRAPH  # a replay would write to the former address
+                why[key] = _OF_A_GRAPH  # a replay of the CUDA graph would write to the former address
         return why
 
     def _free_for(self, wanted: int) -> int:

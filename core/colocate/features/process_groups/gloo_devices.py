@@ -97,7 +97,7 @@ def _sharing() -> Any:
                 for name, value in more.items():  # one option from torch 2.14 on
                     if value != getattr(gloo_options, name):
                         setattr(gloo_options, name, value)
-                if device is not None:  # last: after an earlier failure, the group gets a separate device
+                if device is not None:  # last: if an earlier step fails, the group gets a device of its own
                     gloo_options._devices = device.gloos(os.environ.get("GLOO_SOCKET_IFNAME", ""))
                     gloo_options._threads = 2 * len(gloo_options._devices)
                     options = gloo_options

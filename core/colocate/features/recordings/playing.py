@@ -264,7 +264,7 @@ class Comparing(Tap):
         """Return the results by method, with the number of calls that haven't come."""
         role_calls = self._found
         ended = [key for key, call in role_calls.own.all().items() if call.end is not None]
-        # Calls from before the restored checkpoint count as come.
+        # Recorded calls from before the restored checkpoint aren't missing: they count as already made.
         return with_left(self.methods, [key for key in ended if key[1] >= role_calls.counted(key[0])])
 
     def gave(self, seen: Seen, value: Any) -> None:

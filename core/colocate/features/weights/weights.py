@@ -123,7 +123,7 @@ class Weights(Iterator[tuple[str, "torch.Tensor"]]):
 
 
 def few(said: Iterable[str]) -> list[str]:
-    """Return the first mistakes of a kind, and the number of others."""
+    """Return the first mistakes, and, if there are more, a last line with the number of the rest."""
     texts = [*said]
     return texts if len(texts) <= _TOLD else [*texts[:_TOLD], f"... and {len(texts) - _TOLD} more"]
 
