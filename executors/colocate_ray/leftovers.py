@@ -22,7 +22,7 @@ _FOLDER = re.compile(rf"(/\S*/{PREFIX}[^/\s]+)")
 
 @attrs.frozen
 class _Seen:
-    """One process, with the facts that matter here."""
+    """A process on this machine, with the facts that tell whether the process is a leftover."""
 
     process: psutil.Process
     envoy_of: list[str] | None

@@ -209,7 +209,7 @@ def fill_class(cls: Any, state: tuple[Mapping[str, Any], Sequence[type], Mapping
     names, registered, members = state
     for name, value in names.items():
         type.__setattr__(cls, name, value)
-    if "__firstlineno__" in names:  # Python 3.13 drops this attribute whenever another one is set
+    if "__firstlineno__" in names:  # from Python 3.13 on, setting `__module__` removes this attribute
         type.__setattr__(cls, "__firstlineno__", names["__firstlineno__"])
     for subclass in registered:
         abc.ABCMeta.register(cls, subclass)

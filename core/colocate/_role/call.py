@@ -254,7 +254,7 @@ class Call(OnDriver, Generic[C_co]):
         return self._underway.done()
 
     def result(self, timeout: float | None = None) -> C_co:
-        """Wait for the collected value.
+        """Wait for the end of the call, and return the collected value.
 
         Args:
             timeout: Seconds to wait at most; None and `math.inf` wait for ever.

@@ -29,7 +29,7 @@ def by_type(find: Callable[[type], T]) -> Callable[[type], T]:
         except KeyError:
             result = find(kind)
             # The entry disappears before another object can get this id. No Python code runs then, so no signal handler
-            # can come between: the callback is `found.pop(key, reference)` in C.
+            # can come between: the callback is `results.pop(key, reference)` in C.
             results[key] = result, weakref.ref(kind, functools.partial(results.pop, key))
             return result
 

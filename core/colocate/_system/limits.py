@@ -47,7 +47,9 @@ LOOKS_FOR_S = 0.5  # to read received messages after a deadline that passed whil
 RESTART_ENDS_WITHIN_S = 5.0  # for a restart in progress to end when the group is closed
 THREAD_ENDS_WITHIN_S = 5.0  # for a thread of the framework to end; a user's code may block one
 PRINTED_WITHIN_S = 1.0  # for a reader to take the printed output of workers
-TOLD_WITHIN_S = 5.0  # for observers to handle the last calls of a run; like THREAD_ENDS_WITHIN_S
+TOLD_WITHIN_S = (
+    5.0  # for observers to handle the last calls of a run; as long as THREAD_ENDS_WITHIN_S, as a user's code may block
+)
 SETTLES_AT_EXIT_S = 5.0  # for background work to end at interpreter exit: a checkpoint, say
 AUDIT_SETTLES_S = 2.0  # for things about to end to disappear before an audit reports leaks
 

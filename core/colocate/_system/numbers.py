@@ -17,7 +17,7 @@ from typing import Any, SupportsIndex
 from colocate.errors import ConfigError
 
 FOREVER_S = 1e9  # 31 years; locks are limited to 292, and epoll to less without a renewed call
-_MOST = 1_000_000  # of any counted thing: more doesn't fit on one machine
+_MOST = 1_000_000  # the default upper limit of an amount; a larger number is surely a mistake
 _LONGEST_NAME = 100  # bytes; file names add a process, a host or a rank, within 255
 
 

@@ -295,7 +295,7 @@ def ordinary(value: Any, is_lent: Callable[[Any], bool] = lambda tensor: False) 
 
 
 def handed_over(value: Any) -> Any:
-    """Return an argument for a method in the same process: ordinary, but with parameters."""
+    """Convert an argument for a method in the same process: like `ordinary`, but leaf tensors of autograd stay."""
     return _Ordinary(lambda tensor: False, keeps_leaves=True).value(value)
 
 

@@ -33,7 +33,7 @@ _ROOM_BYTES = 1 << 14
 _LIMITS = [getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")]
 
 _TOO_EARLY = re.compile(
-    f"(?!(?:{'|'.join(SHOWING)})$)(?:"  # variables that are read when GPUs are first used
+    f"(?!(?:{'|'.join(SHOWING)})$)(?:"  # except variables that are read only when GPUs are first used
     "LD_|GLIBC_|MALLOC_|LANG$|LANGUAGE$|LC_|TZ$|OPENSSL_|SSL_"  # read by the loader, the C library and OpenSSL
     "|PYTHON|COVERAGE_|COV_CORE_"  # read by Python, and by modules that are imported at the start
     "|OMP_|GOMP_|KMP_|MKL_|OPENBLAS_|GOTO_|BLIS_|NPY_|NUMPY_|NUMEXPR_"  # read by numerical libraries

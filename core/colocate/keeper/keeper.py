@@ -156,7 +156,9 @@ class Keeper:
         self._lanes: dict[bytes, socket.socket] = {}  # lanes that came before their worker was requested
         self._tickets: dict[bytes, bytes] = {}  # worker tokens by the tickets of lanes to running workers
         self._looks: Requests[bytes, bytes] = Requests()
-        self._departed: dict[bytes, tuple[list[str], tuple[Any, ...]]] = {}  # last output and exits, for newcomers
+        self._departed: dict[
+            bytes, tuple[list[str], tuple[Any, ...]]
+        ] = {}  # last output and exit of workers that ended under a lease, for a driver that adopts the pool
         self._greetings: set[socket.socket] = set()
         self._started: list[_StartedWorker] = []  # on the launching thread: workers that may still run
         self._lock = threading.Lock()

@@ -55,7 +55,7 @@ class Pipeline(Unsent):
             )
 
     def refuse_call(self, label: str, how: str = "") -> None:
-        """Refuse a blocking call. `how`: an alternative for the error text, ending in a comma; "" for none."""
+        """Refuse a blocking call. `how`: an alternative for the error text, ending in ", or "; "" for none."""
         raise PipelineError(
             f"{label} would wait for its result, but in the block of group.pipeline() at {self._line} calls are sent "
             f"when it ends: {how}call it before or after the block (a signal's handler: set a flag, and look at it "
@@ -99,7 +99,7 @@ class Pipeline(Unsent):
             _give_up(draft, reason)
 
     def end(self) -> None:
-        """Send all recorded calls. On any thread. On any thread.
+        """Send all recorded calls. On any thread.
 
         Raises:
             ColocateError: A group can't be called any more. Its calls, and those of later groups, fail with this error.

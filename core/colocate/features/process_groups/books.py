@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 _sockets: dict[str, list[socket.socket]] = {}  # duplicates of groups' connected sockets, which outlive gloo's own
-_transfers: dict[str, int] = {}  # counts of point-to-point operations by group, as counted by gloo
+_transfers: dict[str, int] = {}  # by group: point-to-point operations in gloo's sequence number, to subtract
 _books = threading.Lock()
 
 

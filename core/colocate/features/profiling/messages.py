@@ -25,7 +25,7 @@ class Clock(Message):
     """The answer to `AskClock`."""
 
     token: int  # the request's number
-    now: float  # in seconds of the worker's time.time()
+    now: float  # the worker's `time.time()`, in seconds
 
 
 Meeting: TypeAlias = tuple[str, int]

@@ -436,7 +436,7 @@ class YieldedRows(RowsCall):
         self._is_ahead = is_ahead
 
     def _begin(self) -> None:
-        if not self._is_ahead:  # read all at once: full credit
+        if not self._is_ahead:  # the rows are read all at once: each rank may send all of its rows
             for slot, rows in self._rows_of.items():
                 self.group.send([slot], ReadRows(self.seq, len(rows)))
 

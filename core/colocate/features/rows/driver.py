@@ -45,7 +45,7 @@ class RowsOfGroup(OfGroup):
         self.listeners: tuple[Callable[[RowsCall, int, int], object], ...] = ()
 
     def view_call(self, role: RoleInfo, spec: MethodSpec) -> RowsViewCall:
-        """Return the view's object for a method with rows."""
+        """Return the object that a view offers as a method whose rows end one by one."""
         return (_YieldsViewCall if spec.yields else RowsViewCall)(self._worker_group, role, spec)
 
     def renewed(self) -> None:

@@ -85,7 +85,7 @@ class Tasks:
         self._turn(asyncio.sleep(0))
 
     def cancel(self, number: int) -> None:
-        """Cancel a call's await, when tasks run next."""
+        """Cancel what a call awaits, as soon as tasks run again."""
         self._running[number].cancel()
 
     def awaiting(self) -> dict[int, list[FrameType]]:
