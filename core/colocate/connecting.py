@@ -71,35 +71,6 @@ def connect(
         PluginError: There is no such executor, or its import fails.
         ConfigError: The executor has no such option, or the option's value is wrong.
         CapabilityError: The executor lacks a requested capability.
-
-    Args:
-        executor: Its name: "local", or that of another installed executor plugin.
-        seed: What every `ctx.generator` is derived from.
-        strict: Check what is otherwise trusted: values go through the wire format even between threads, and residents
-            and arguments are checked for writes by their contents.
-        call_timeout: Seconds after which a call is given up that names no `options(timeout=...)` of its own; None for
-            never.
-        collective_timeout: Seconds after which torch gives up an operation of a process group that colocate makes.
-        spill_dir: A folder on a disk of the workers' machines, where memory of roles that sleep lies (`group.sleep`);
-            None for the folder of temporary files, or `/var/tmp`. On threads, where no role sleeps, it is refused.
-        ports: The first and the last of the TCP ports that colocate may listen on, as "20000-20100", on every machine;
-            None for any that are free. Ray, Dask, gloo and NCCL have ports of their own.
-        cut_s: Seconds in which nothing may be heard of another machine until what runs there is given up; None for 15,
-            unless its executor knows better. Shorter cuts of a network are waited out.
-        debug: Stop where a role raises, before anybody is told of the error: in a debugger whose terminal is this
-            process's, if it has one, else that of `colocate debug`. `collective_timeout` is a day then, at least. On
-            threads it is refused.
-        replace: Close this process's earlier runtimes on this executor first, with all that they own: for a notebook's
-            cell that is run again. What had gone wrong in them is logged.
-        **options: The executor's own options.
-
-    Returns:
-        The runtime; a context manager that closes everything in it.
-
-    Raises:
-        PluginError: There is no such executor, or it can't be imported.
-        ConfigError: It has no such option, or the option can't be that.
-        CapabilityError: The executor lacks what was asked.
     """
     _refuse_while_importing(f"connect({executor!r})")
     fold_uncaught()
@@ -191,41 +162,6 @@ def spawn(
     The group is all that its runtime is for: closing the group, or leaving its `with` block, closes the pool and the
     runtime too. They are `group.owner` and `group.owner.owner`. Several groups, or pools, take the long way: `connect`,
     `Runtime.reserve`, `Pool.spawn`.
-
-    Args:
-        roles: The roles by name, as `colocate.role(...)` declares them; constructed in this order.
-        slots: How many workers, each with every role.
-        executor: The executor's name, as `connect` takes it.
-        gpus: GPUs of each slot.
-        cpus: CPUs of each slot.
-        host_memory: The host's memory of each slot, as `Runtime.reserve` takes it.
-        device_memory: The budget of what roles hold on each slot's device.
-        strategy: "pack" on as few nodes as possible, or "spread" over as many; "strict_pack" all on one node, or
-            "strict_spread" each on a node of its own.
-        env: Environment variables, set in the workers before torch or a role is imported.
-        reserve_timeout: Seconds to wait for slots while they could fit but don't now.
-        name: Name of the group.
-        mesh: Mesh of the roles that live on all slots and name none of their own.
-        on_failure: "fail", or "restart": see `Pool.spawn`.
-        timeout: Seconds that starting may take at most, also of a restart; None for no limit.
-        restarts: How often it is rebuilt without a new checkpoint in between.
-        restore: Folder of a checkpoint to start from.
-        residency: "swap": roles take turns within `device_memory`.
-        step: The roles in the order in which they are called, again and again.
-        **options: What else `connect` takes: `seed`, `strict`, `replace` ..., and the executor's own options, such as
-            `processes` of "local". Of those, `cpus`, `gpus` and `timeout` mean something else here; who needs them
-            connects.
-
-    Returns:
-        The group; a context manager that closes everything.
-
-    Raises:
-        PluginError: There is no such executor, or it can't be imported.
-        ConfigError: The declaration or an option is wrong.
-        PlacementError: The slots can never fit; has a table of the nodes.
-        PlacementTimeout: They don't fit now.
-        CapabilityError: The executor lacks what was asked.
-        RoleStartError: A role could not be constructed. Whatever it raises, nothing is left running.
     """
     _refuse_while_importing("spawn(...)")
     from colocate._owned.owned import Making

@@ -203,10 +203,6 @@ class ClusterError(ColocateError, ConnectionError):
     Attributes:
         logs: The last log lines of the cluster's own processes, by file, if the cluster could not be started, or the
             driver's process in the cluster has ended by itself. A run saves these in its folder, as engine-NAME.
-
-    Attributes:
-        logs: What the cluster's own processes have logged last, by file, where it could not be started, or the
-            process that was in it has ended by itself. A run leaves them in its folder, as engine-NAME.
     """
 
     logs: Mapping[str, str] | None = None

@@ -62,31 +62,6 @@ class Request:
             reports that it grows. True only for an executor that is `Growing`.
         cut_s: Seconds of silence after which connections to a machine count as cut (`Keeper(cut_s=...)`); None for
             the default.
-
-    Attributes:
-        slots: How many.
-        gpus: Whole GPUs of each.
-        cpus: CPUs of each.
-        host_memory_bytes: Memory of each, where the executor counts it; None for any.
-        strategy: "pack" (as few nodes as possible), "spread" (as many), "strict_pack" (one node) or "strict_spread" (a
-            node for each slot).
-        timeout: Seconds to wait while they could fit but don't now.
-        owner: Name of the pool, for messages.
-        env: Environment variables of its workers (`Boot.env` again), for an executor that starts something early.
-        id: Of the reservation to be, unique among all drivers: the runtime's id, a slash, the pool's name. Whatever
-            the cluster holds for it should carry this, in the cluster's own listings too.
-        detachable: Whether the pool may be given to the cluster later; only to an executor that is `Detachable`.
-        ports: The first and the last TCP port that may be listened on for it (`Keeper(ports=...)`); None for any.
-        groups: How many groups may have a worker on each slot at a time; more than one only to an executor that has
-            `SharedSlots`. They share what the slot holds: nothing is reserved for each.
-        labels: Labels that each one's node has; see `placement.matches` for what a value may be. These, `resources` and
-            `together` come only to an executor that is `Labelled`.
-        resources: How much each has of what its node offers besides, by name.
-        together: A label of which all of their nodes have one value; empty for none.
-        grow: Whether what can never fit into the nodes that there are is waited for all the same, as nodes may come.
-            None: if the cluster says by itself that it grows. True only to an executor that is `Growing`.
-        cut_s: How long nothing may be heard of a machine until connections with it are taken for cut
-            (`Keeper(cut_s=...)`); None for what is usual.
     """
 
     slots: int
@@ -156,25 +131,6 @@ class Boot:
             no fork, as the driver has modules of its own in place of Python's.
         log_levels: The levels set on the driver's loggers, by name, if the driver shows logs.
         ports: The first and the last TCP port to listen on; None for any.
-        cut_s: As `Request.cut_s`.
-
-    Attributes:
-        worker: Id of the worker, unique in its runtime.
-        group: Name of the group.
-        slot: Index of the slot in its group.
-        node: Name of the machine.
-        device: What torch calls the slot's device in the worker.
-        cpus: The worker's part of the slot's CPUs, from which torch's thread count is set; None leaves torch alone.
-        env: Environment variables, set before torch or a role is imported.
-        secret: The runtime's key, which authenticates worker-to-worker channels.
-        path: Entries of the driver's `sys.path` that the worker lacks are appended.
-        host: Address under which other workers reach this one's machine.
-        strict: Whether contents of residents are checked for writes.
-        generation: How often the group has been restarted.
-        imports: Modules that the roles need, take long to import, and are no user's: a worker that is a fork finds them
-            imported. None: it is to be none, for the driver has modules of its own in place of Python's.
-        log_levels: The levels that the driver's loggers were given, by name, where it shows logs.
-        ports: The first and the last TCP port that it may listen on; None for any.
         cut_s: As `Request.cut_s`.
     """
 
@@ -480,12 +436,6 @@ class Window:
         id: Unique in the cluster: the driver's machine, its process, and a number within the process.
         address: Address of the window.
         key: The secret that both sides of a connection prove to know.
-
-    Attributes:
-        name: The job's.
-        id: Unique in the cluster: the driver's machine, its process, and which one it is there.
-        address: Where to look.
-        key: What the sides of a connection prove to know.
     """
 
     name: str

@@ -108,13 +108,6 @@ def names(count: int, environ: Mapping[str, str] | None = None) -> tuple[str, ..
 
     Raises:
         ConfigError: The environment shows this process fewer.
-
-    Args:
-        count: How many.
-        environ: The environment; None for this process's.
-
-    Raises:
-        ConfigError: The environment shows this process fewer.
     """
     if not isinstance(count, int) or count < 0:
         raise ConfigError(f"gpus={count!r}: an executor hands out whole GPUs; give how many, or leave it out")

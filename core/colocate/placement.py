@@ -178,10 +178,6 @@ def matches(labels: Mapping[str, str], wanted: Mapping[str, str]) -> bool:
     Args:
         labels: The node's labels.
         wanted: A value by name, or several as in "in(A100,H100)"; a leading "!" means any other value, or none.
-
-    Args:
-        labels: The node's.
-        wanted: By name a value, or several as in "in(A100,H100)"; with a "!" before it any other, or none.
     """
     return all(_is_one_of(labels.get(name), value) for name, value in wanted.items())
 

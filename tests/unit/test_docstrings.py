@@ -50,3 +50,14 @@ def test_no_docstring_begins_with_a_pronoun(folder: str) -> None:
         for name, docstring, is_function in docstrings(ast.parse(path.read_text(encoding="utf-8")))
         if begins_with_pronoun(docstring, is_function)
     ] == []
+
+
+@pytest.mark.parametrize("folder", ["core", "executors", "plugins", "tests"])
+def test_no_docstring_has_a_section_twice(folder: str) -> None:
+    assert [
+        f"{path.relative_to(ROOT)}: {name}: {section} twice"
+        for path in sorted((ROOT / folder).rglob("*.py"))
+        for name, docstring, _ in docstrings(ast.parse(path.read_text(encoding="utf-8")))
+        for section in ("Args", "Attributes", "Returns", "Yields", "Raises")
+        if len(re.findall(rf"^{section}:$", docstring, re.MULTILINE)) > 1
+    ] == []

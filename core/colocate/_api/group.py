@@ -177,9 +177,6 @@ class ColocatedGroup(Held[WorkerGroup], node=WorkerGroup, by="pool.spawn"):
         They take their places in the group's order together. Residents kept inside can be used by later calls inside.
         Calls of other threads and tasks, and of other groups, go out at once as ever; pipelines of several groups may
         be nested, and are all sent when the outermost block ends. An exception in the block sends nothing.
-
-        Raises:
-            PipelineError: Inside the block, by what needs an answer: a plain call, `result()`, `fetch()`.
         """
         self._node.check()
         return cast("AbstractContextManager[None]", features.module("pipelines.driver").pipeline(self._node))

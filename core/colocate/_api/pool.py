@@ -35,13 +35,6 @@ class Slot:
         node: Name of the machine.
         devices: Indices of the slot's GPUs on the machine.
         state: "free", the names of the slot's groups ("policy", "policy, judge"), or "lost", if no group runs there.
-
-    Attributes:
-        index: Its index in the pool.
-        node: Name of the machine.
-        devices: Indices of its GPUs there.
-        state: "free", the names of the groups that have it ("policy", "policy, judge"), or "lost", where none goes on
-            with it.
     """
 
     index: int

@@ -159,9 +159,6 @@ class Runtime(Held[Connection], node=Connection, by="colocate.connect"):
         was woken), `colocate_group_checkpointed(record)` (a `CheckpointRecord`: it is complete) and
         `colocate_result_fetched(record)` (a `FetchRecord`). Calls are told of a moment after their end, those of the
         same moment one after the other, and before whatever happens later.
-
-        Raises:
-            ConfigError: It has none of them, or one that doesn't exist.
         """
         check_observer(plugin, "runtime.observe")
         self._node.services.observers.append(plugin)

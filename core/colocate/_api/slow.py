@@ -89,10 +89,6 @@ class SlowStart:
     Attributes:
         steps: Each slot's current step, and the time of its begin.
         said: The last report's steps, and the age of the start then.
-
-    Attributes:
-        steps: What the worker of each slot is at, and since when.
-        said: What was said last, without times, and how old the start was.
     """
 
     worker_group: WorkerGroup

@@ -31,18 +31,6 @@ class TransferRecord:
         end: Time of the arrival.
         lent: Bytes that went from GPU to GPU (CUDA IPC), and not by the host.
         refusal: Why other bytes of the same machine didn't; "" if nothing prevented it.
-
-    Attributes:
-        rank: The rank that got it.
-        group: Name of the group that had made it.
-        role: Name of the role that had.
-        method: Name of the method.
-        source: The rank of that role from whose worker it came; None where it came from many.
-        nbytes: How many bytes.
-        start: When it could begin, in seconds of time.time() on the worker that got it: it was asked for, and made.
-        end: When it was there.
-        lent: How many of the bytes went from GPU to GPU (CUDA IPC), and not by the host.
-        refusal: Why others didn't, though both are on one machine; "" where nothing was in the way.
     """
 
     rank: int
@@ -274,13 +262,6 @@ def check_observer(observer: object, where: str) -> None:
 
     Raises:
         ConfigError: The object has no hook, or an unknown one.
-
-    Args:
-        observer: The object.
-        where: Where it was given, for the error.
-
-    Raises:
-        ConfigError: It has no hooks, or one that doesn't exist.
     """
     if isinstance(observer, type):
         raise ConfigError(

@@ -260,11 +260,6 @@ def send_now(draft: Draft, then: Callable[[], object] | None = None, is_again: b
         draft: The call.
         then: Sends further messages of the call, under the same hold of the order's lock.
         is_again: Whether this call replaces one from before the group's restart.
-
-    Args:
-        draft: The call.
-        then: Sends its further messages, under the same hold of the order's lock.
-        is_again: Whether it goes on where one of before the group's restart has ended.
     """
     worker_group, call = draft.worker_group, draft.call
     try:

@@ -52,11 +52,6 @@ class PluginGroup:
         entry_group: The group's name in metadata.
         noun: The word for one of the group's plugins in messages.
         hooks: The class that specifies the group's hooks.
-
-    Attributes:
-        entry_group: The group's name in metadata.
-        noun: What one of its plugins is called in messages.
-        hooks: The class that specifies its hooks.
     """
 
     entry_group: str

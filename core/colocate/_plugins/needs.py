@@ -41,12 +41,6 @@ def needs(*what: Literal["process_group", "process"]) -> Callable[[C], C]:
             slot holds at most one such role of a group.
 
     `colocate check`, `colocate doctor` and `pool.spawn` refuse a group whose executor lacks it.
-
-    Args:
-        *what: "process_group": where it has several ranks, it makes process groups of them (`ctx.process_group()`),
-            for which each rank needs a process. "process": it changes what is its whole process's (the environment,
-            modules that it patches, an engine of which there is one in a process), so that each of its ranks needs a
-            process of its own, and a group has one such role at most on a slot.
     """
     unknown = [kind for kind in what if kind not in _KNOWN]
     if unknown or not what:

@@ -99,15 +99,6 @@ class PluginInfo:
         value: The object that the entry point names.
         origin: The distribution with its version, or why these are unknown.
         rivals: Other distributions that claim the same name; using a claimed name is an error.
-
-    Attributes:
-        kind: "executor", "roles", "observer" or "engine".
-        name: The name it is used by.
-        distribution: The distribution it comes from.
-        version: That distribution's version.
-        value: The object that the entry point names.
-        origin: The distribution with its version, or why it doesn't tell.
-        rivals: Other distributions that claim the same name; as long as there are any, using it is an error.
     """
 
     kind: str
@@ -160,12 +151,6 @@ class _Found:
         target: The object, or "module:name".
         distribution: The distribution; None for a user's own module.
         version: The distribution's version.
-
-    Attributes:
-        name: The name it was found by.
-        target: What it is, or "module:name".
-        distribution: The distribution it comes from; None for a module of the user's own.
-        version: That distribution's version.
     """
 
     _noun: ClassVar[str]

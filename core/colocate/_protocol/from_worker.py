@@ -28,15 +28,6 @@ class Done(Message):
         size: Bytes and rows of a kept result; None for other results.
         parts: Reports of features, by feature name (`OfWorker.finished`); None for no reports.
         taken: Residents that the call has received, if an observer asked for these notes.
-
-    Attributes:
-        seq: The call; 0 for the construction of the roles.
-        rows: How many of its rows aren't padding; None without any.
-        start: When it began, in seconds of `time.time()`.
-        end: When it was over.
-        size: Bytes and rows of a result that was kept; None of others.
-        parts: What features say of it, by their names (`OfWorker.finished`); None for nothing.
-        taken: What it was given of residents, where somebody wants to know that.
     """
 
     seq: int

@@ -29,13 +29,6 @@ class Request(Generic[Party, Answer]):
         parties: The parties asked, in order.
         answers: The answers so far.
         error: The failure, if there will be no more answers.
-
-    Attributes:
-        token: Its number.
-        about: What it is asked for, where that says when to give it up.
-        parties: Who was asked, in order.
-        answers: What has come.
-        error: Why no more will.
     """
 
     def __init__(self, token: int, parties: Iterable[Party], about: int) -> None:

@@ -68,17 +68,6 @@ class Call(Message):
         frees: Residents that are no longer needed.
         observed: Whether to note received residents (`Done.taken`).
         passed: How the body arrives, for a body that workers forward.
-
-    Attributes:
-        seq: Its place in the group's order.
-        role: The role's name; two numbers for a function, slots and seed.
-        method: The method's name.
-        keep: The key of the resident that its result becomes; None when that is sent.
-        valid: How many rows aren't padding; None when nothing was scattered, or only the rank knows.
-        uses: Whether there are residents among the arguments.
-        frees: Residents that nobody needs any more.
-        observed: Whether somebody wants to know what it is given of residents (`Done.taken`).
-        passed: How its body comes, where workers pass it on.
     """
 
     seq: int

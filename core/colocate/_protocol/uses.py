@@ -55,15 +55,6 @@ class Origin:
         label: The resident's name in errors.
         generation: The group's generation; workers of another generation never had the resident.
         number: The group's number: a later group may have the same name.
-
-    Attributes:
-        group: The group that keeps it.
-        slots: The slots of its role, in order of rank.
-        ranks: The ranks of the call that made it.
-        collect: How the parts become the value.
-        label: What errors call it.
-        generation: That of the group; the workers of another one never had it.
-        number: That of the group: one that comes later may have its name.
     """
 
     group: str
@@ -97,11 +88,6 @@ class Source:
         key: The resident's id, unique in the runtime.
         origin: How the resident was made.
         partition: The rows of the value that each rank has, for rows chosen by cost.
-
-    Attributes:
-        key: Its id, unique in the runtime.
-        origin: What made it.
-        partition: Which rows of the value each rank has, where these were chosen by what they cost.
     """
 
     key: int

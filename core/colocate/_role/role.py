@@ -101,22 +101,6 @@ class RoleSpec(Generic[R]):
         background: Whether the role's calls run on a thread of their own in each worker, beside the other roles.
         replay: The recording that answers the role's calls (`colocate.Replay`); None for the role itself.
         compare: The recording with which the role's results are compared (`colocate.Compare`); None for none.
-
-    Attributes:
-        target: The class, a plugin's name ("acme.reward"), or "module:Class".
-        args: Positional constructor arguments.
-        kwargs: Keyword constructor arguments.
-        slots: Indices of the slots it lives on; None for all.
-        mesh: Axes over its ranks, or several by name; None for one axis, dp.
-        default_group: Whether torch's default process group, whose ranks are the group's slots, is there before it.
-        env: "torchrun": so are the environment variables that torchrun sets.
-        budget: How much memory it may have on each slot.
-        activations: How many bytes of that stay free for what its methods compute with.
-        sleep: "vmm": what its constructor makes on a GPU keeps its addresses when it sleeps.
-        weights: "from sync": it can't be called before it has got weights from another role.
-        background: Whether its calls run on a thread of their own in each worker, beside those of the other roles.
-        replay: The recording that answers its calls (`colocate.Replay`); None for the role itself.
-        compare: The recording with which what it gives is compared (`colocate.Compare`); None for none.
     """
 
     target: type[R] | str

@@ -90,14 +90,6 @@ class Restarts:
         Raises:
             TimeoutError: The group isn't ready yet.
             ColocateError: The restart has failed, or the group is closed.
-
-        Args:
-            timeout: Seconds to wait at most; None for ever.
-            notes: Whether who waits takes note of the restart, after which others may call.
-
-        Raises:
-            TimeoutError: It isn't ready yet.
-            ColocateError: It could not be restarted, or is closed.
         """
         group = self._group
         group.refuse_closed()  # This also raises in a forked child, where no restart runs.
@@ -529,9 +521,6 @@ class WorkerGroup(Owned):
 
         Raises:
             RoleStartError: The start has failed; everything is ended.
-
-        Raises:
-            RoleStartError: They don't start; everything is ended.
         """
         self.start_timeout = timeout
         if not self.services.executor.in_process:
